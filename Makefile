@@ -1,0 +1,52 @@
+# Every target does its own set-up: a virtual environment in .venv, installed from setup.cfg with the versions of constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check format lint types bench clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: .venv/.installed ## Train the main example on handwritten digits
+	$(BIN)/lockstep fit examples/digits.yaml
+
+test: .venv/.installed ## Run the tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest
+
+test-slow: .venv/.installed ## Run the tests that take too long for every day
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow --timeout 1800
+
+check: .venv/.installed ## Check format, lint and types, changing nothing
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: .venv/.installed ## Format the code
+	$(BIN)/ruff check --select I --fix --quiet
+	$(BIN)/ruff format
+
+lint: .venv/.installed ## Look for mistakes
+	$(BIN)/ruff check
+
+types: .venv/.installed ## Check types
+	$(BIN)/mypy
+
+bench: .venv/.installed-bench ## Measure against a hand-written loop and against peers
+	@set -e; for file in benchmarks/[a-z]*.py; do echo "$$file"; $(BIN)/python "$$file"; done
+
+clean: ## Remove the environment, caches and build results; runs stay
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: setup.cfg pyproject.toml constraints.txt | .venv/bin/python
+	$(INSTALL) --editable '.[dev,examples]'
+	@touch $@
+
+.venv/.installed-bench: .venv/.installed
+	$(INSTALL) --editable '.[bench]'
+	@touch $@

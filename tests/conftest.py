@@ -1,0 +1,62 @@
+"""Settings of every test: one thread a process, a folder of its own, the same random numbers, no launcher's variables."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its threads: ranks share the machine's few cores
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+REPO_ROOT = Path(__file__).resolve().parent.parent
+LAUNCHER_PREFIXES = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TF_CONFIG")
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@pytest.fixture(autouse=True)
+def isolate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run the test in `tmp_path`, from a fixed seed, and undo what it changed in torch's global settings."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(LAUNCHER_PREFIXES)]:
+        monkeypatch.delenv(name)
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(deterministic)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("the test left a process group behind")
+
+
+@pytest.fixture
+def repo_root() -> Path:
+    return REPO_ROOT
+
+
+@pytest.fixture
+def run_ranks() -> Callable[..., Any]:
+    """`run_ranks(fn, n, *args)` runs `fn(*args)` on n real gloo ranks and returns what rank 0 returned."""
+    from strategies.processes import launch
+
+    def run(fn: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
+        return launch(fn, args, num_ranks)
+
+    return run
