@@ -17,6 +17,7 @@ from trainer import Module, Trainer
 
 pytestmark = [
     pytest.mark.browser,
+    pytest.mark.timeout(300),  # a cold start of Chromium on a busy machine
     pytest.mark.skipif(not (CHROMIUM and CHROMEDRIVER), reason="Chromium and chromedriver are not installed"),
 ]
 
