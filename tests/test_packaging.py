@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -72,7 +73,12 @@ def test_every_dependency_is_pinned(repo_root: Path, setup_cfg: configparser.Con
 @pytest.mark.slow
 def test_a_wheel_installs_alone(repo_root: Path, tmp_path: Path) -> None:
     """The wheel holds the three packages and nothing else, and works outside the repository."""
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, repo_root], check=True, timeout=300)
+    source = tmp_path / "source"  # a build leaves files behind
+    for package in PACKAGES:
+        shutil.copytree(repo_root / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(repo_root / name, source)
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, source], check=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {*PACKAGES, "lockstep-0.1.0.dist-info"}
