@@ -1,0 +1,207 @@
+"""The command line: `lockstep fit|validate|test|predict|config CONFIG... [key=value...]`.
+
+Exit codes: 0 only if the requested work is done; 2 for a config or command that cannot be run; 1 for a
+run that failed; 143 after SIGTERM and 130 after SIGINT, each after a committed checkpoint. What a user
+can mend in the config is one line on stderr; an error in the user's own code comes with its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from trainer import config
+from trainer.checkpoint import CheckpointError
+from trainer.config import ConfigError, Resolved, Run
+from trainer.trainer import Trainer
+
+COMMANDS = {
+    "fit": "train, then print the metrics and where the run lies",
+    "validate": "run the validation data through a checkpoint",
+    "test": "run the test data through a checkpoint",
+    "predict": "write what predict_step returns (tensors) to output=FILE, by default predictions.safetensors in the run's folder",
+    "config": "print the resolved config",
+}
+
+USAGE = "lockstep fit|validate|test|predict|config CONFIG... [key=value...]"
+
+EXAMPLES = """
+examples:
+  lockstep fit examples/digits.yaml
+  lockstep fit examples/digits.yaml strategy=ddp devices=2 trainer.max_epochs=3
+  lockstep fit examples/digits.yaml ckpt_path=auto
+  lockstep test examples/digits.yaml ckpt_path=runs/digits/version_0/checkpoints/last
+
+YAML files are merged in order, then the overrides in order. Every argument of the Trainer may be given
+at the top level. ckpt_path is a checkpoint, last, best or auto; null runs on the initial weights.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (`sys.argv[1:]` by default) and return its exit code."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())  # classes of the working folder, as `python -m` finds them
+    try:
+        command, files, overrides = _parse(sys.argv[1:] if arguments is None else arguments)
+        resolved = config.resolve(files, overrides)
+        if command == "config":
+            config.check(resolved)
+            print(resolved.text, end="")
+            return 0
+        _refuse_untrained(command, resolved)
+        run = config.build(resolved)
+        if command == "fit":
+            _fit(run)
+        elif command == "predict":
+            _predict(run, resolved.values.get("output"))
+        else:
+            _evaluate(run, command)
+        return 0
+    except KeyboardInterrupt:
+        print("lockstep: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if not isinstance(error, ConfigError) and not _is_framework_error(error):
+            traceback.print_exception(error)
+            return 1
+        print(f"lockstep: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+# ---- commands ----------------------------------------------------------------------------------------
+
+
+def _fit(run: Run) -> None:
+    trainer = run.trainer
+    trainer.fit(run.module, datamodule=run.datamodule, ckpt_path=run.ckpt_path)
+    rows = _metric_rows(trainer.callback_metrics)
+    best = getattr(trainer.checkpoint_callback, "best_model_path", None)
+    if best:
+        rows.append(("best", str(best)))
+    if trainer.log_dir is not None:
+        rows += [("run", str(trainer.log_dir)), ("view", f"tensorboard --logdir {trainer.log_dir}")]
+    _print_block(trainer, f"fit: {trainer.current_epoch} epochs, {trainer.global_step} steps", rows)
+
+
+def _evaluate(run: Run, command: str) -> None:
+    verb = run.trainer.validate if command == "validate" else run.trainer.test
+    verb(run.module, datamodule=run.datamodule, ckpt_path=run.ckpt_path)
+    _print_block(run.trainer, f"{command}: {run.ckpt_path or 'initial weights'}", _metric_rows(run.trainer.callback_metrics))
+
+
+def _predict(run: Run, output: str | None) -> None:
+    from safetensors.torch import save_file
+
+    trainer = run.trainer
+    predictions = trainer.predict(run.module, datamodule=run.datamodule, ckpt_path=run.ckpt_path)
+    if not trainer.is_global_zero:
+        return
+    tensors = _join(predictions or [])
+    file = Path(output or Path(trainer.log_dir or ".") / "predictions.safetensors")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f"{file.name}.partial")
+    save_file(tensors, partial)
+    os.replace(partial, file)
+    rows = [(name, str(list(tensor.shape))) for name, tensor in tensors.items()]
+    _print_block(trainer, f"predict: {run.ckpt_path or 'initial weights'}", [*rows, ("output", str(file))])
+
+
+def _refuse_untrained(command: str, resolved: Resolved) -> None:
+    if command != "fit" and "ckpt_path" not in resolved.values:
+        raise ConfigError(f"ckpt_path: missing; {command} needs ckpt_path=CHECKPOINT, or ckpt_path=null to run on the initial weights")
+
+
+# ---- output ------------------------------------------------------------------------------------------
+
+
+def _metric_rows(metrics: dict[str, Tensor]) -> list[tuple[str, str]]:
+    return [(name, f"{float(metrics[name]):.6g}") for name in sorted(metrics)]
+
+
+def _print_block(trainer: Trainer, title: str, rows: list[tuple[str, str]]) -> None:
+    if trainer.is_global_zero:
+        width = max((len(name) for name, _ in rows), default=0)
+        print("\n".join(["", title, *(f"  {name:<{width}}  {value}" for name, value in rows)]), flush=True)
+
+
+def _join(predictions: list[Any]) -> dict[str, Tensor]:
+    """Predictions batch by batch as named tensors; batches are joined along dim 0 where their shapes allow it."""
+    parts: dict[str, list[Tensor]] = {}
+    for batch in predictions:
+        named = {"predictions": batch} if isinstance(batch, Tensor) else batch
+        named = dict(enumerate(named)) if isinstance(named, tuple | list) else named
+        if not isinstance(named, dict) or not all(isinstance(tensor, Tensor) for tensor in named.values()):
+            raise TypeError(
+                f"`lockstep predict` writes tensors, but predict_step returned {type(batch).__name__}: return a tensor, or a dict or tuple of tensors, "
+                "or call Trainer.predict from Python"
+            )
+        for name, tensor in named.items():
+            parts.setdefault(str(name), []).append(tensor.detach().cpu())
+    joined = {}
+    for name, tensors in parts.items():
+        if all(tensor.dim() > 0 and tensor.shape[1:] == tensors[0].shape[1:] for tensor in tensors):
+            joined[name] = torch.cat(tensors)
+        else:
+            joined |= {f"{name}.{i:06d}": tensor.contiguous() for i, tensor in enumerate(tensors)}
+    return joined
+
+
+# ---- command line and errors -------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (usage: {USAGE})")
+
+
+def _parse(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:
+    parser = _Parser(
+        prog="lockstep",
+        usage=USAGE,
+        description="\n".join(["commands:", *(f"  {name:<10}{text}" for name, text in COMMANDS.items())]),
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"lockstep {_version()}")
+    parser.add_argument("command", choices=list(COMMANDS), metavar="command", help=argparse.SUPPRESS)
+    parser.add_argument("words", nargs="+", metavar="CONFIG | key=value", help="a YAML file, or an override of one key")
+    given = parser.parse_args(arguments)
+    files = [word for word in given.words if "=" not in word]
+    return given.command, files, [word for word in given.words if "=" in word]
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("lockstep")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+LIBRARIES = tuple({os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen"})
+FRAMEWORK = tuple(str(Path(__file__).resolve().parent.parent / name) + os.sep for name in ("trainer", "strategies", "callbacks"))
+
+
+def _is_framework_error(error: Exception) -> bool:
+    """Whether Lockstep itself raised this about the user's input, outside their code: then the message says all.
+
+    The error of a rank carries that rank's traceback as its cause, and comes from within the run.
+    """
+    if not isinstance(error, CheckpointError | ValueError | TypeError | RuntimeError | ImportError | OSError) or error.__cause__ is not None:
+        return False
+    files = [os.path.realpath(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = [file for file in files if file.startswith(FRAMEWORK)]
+    others = [file for file in files if not file.startswith(FRAMEWORK)]
+    if any(not file.startswith(LIBRARIES) for file in others):
+        return False
+    # An OSError is raised in the standard library, the others where the rule is.
+    return bool(ours) and (files[-1] == ours[-1] or isinstance(error, OSError))
