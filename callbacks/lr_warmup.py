@@ -1,0 +1,67 @@
+"""LRWarmup: raise the learning rate slowly at the start, on top of any scheduler."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from callbacks.lr_factor import LRFactor
+
+if TYPE_CHECKING:
+    from trainer import Module, Trainer
+
+
+class LRWarmup(LRFactor):
+    """Multiply the learning rate of every optimizer by a factor that grows to 1 over the first optimizer steps.
+
+    The step that follows `t` completed ones (`trainer.global_step`) runs at `factor_at(t)`: with
+    p = (t + 1) / (steps + 1) and s = start_factor, s + (1 - s) p for "linear" and
+    s + (1 - s) (1 - cos πp) / 2 for "cosine". So exactly `steps` steps run below the full rate, and the
+    first of them already above `start_factor`: no step is wasted at rate 0.
+
+    The factor multiplies whatever the schedulers ask for, inside `optimizer.step` only: schedulers,
+    also recursive ones and ReduceLROnPlateau, and `group["lr"]` are what they would be without warmup.
+    As a function of `global_step` it needs no state, and a resumed run continues where it was.
+
+    Args:
+        steps: Length in optimizer steps, however many micro-batches and ranks one has; 0 is no warmup.
+        epochs: Length in epochs instead, fractions allowed: that many times the optimizer steps of one
+            epoch of this run, rounded. Needs a loader with a length.
+        start_factor: Where the factor starts from, 0 to 1, as a fraction of the full rate.
+        shape: "linear" or "cosine".
+    """
+
+    def __init__(self, *, steps: int | None = None, epochs: float | None = None, start_factor: float = 0.0, shape: str = "linear") -> None:
+        super().__init__()
+        if (steps is None) == (epochs is None):
+            raise ValueError(f"LRWarmup takes its length either as steps or as epochs, but got steps={steps} and epochs={epochs}: give one of them")
+        length = steps if steps is not None else epochs
+        if length is None or length < 0 or not math.isfinite(length) or (steps is not None and steps != int(steps)):
+            raise ValueError(f"LRWarmup needs a length of 0 or more, in whole steps, but got {'epochs' if steps is None else 'steps'}={length}")
+        if not 0 <= start_factor <= 1:
+            raise ValueError(f"LRWarmup needs a start_factor from 0 to 1, but got {start_factor}")
+        if shape not in ("linear", "cosine"):
+            raise ValueError(f'LRWarmup knows the shapes "linear" and "cosine", but got shape={shape!r}')
+        self.steps = steps
+        self.epochs = epochs
+        self.start_factor = start_factor
+        self.shape = shape
+
+    def factor_at(self, step: int) -> float:
+        """The factor of the optimizer step that follows `step` completed ones. With `epochs`, known from `on_fit_start` on."""
+        if self.steps is None:
+            raise RuntimeError("LRWarmup(epochs=...) knows its length in steps only once fit has started")
+        if step >= self.steps:
+            return 1.0
+        progress = (step + 1) / (self.steps + 1)
+        if self.shape == "cosine":
+            progress = (1 - math.cos(math.pi * progress)) / 2
+        return self.start_factor + (1 - self.start_factor) * progress
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        if self.epochs is not None:
+            num_batches = trainer.num_training_batches
+            if not math.isfinite(num_batches):
+                raise ValueError(f"LRWarmup(epochs={self.epochs}) needs the length of an epoch, which this loader does not tell: give steps=... instead")
+            self.steps = round(self.epochs * math.ceil(num_batches / trainer.accumulate_grad_batches))
+        self._multiply(trainer, lambda: self.factor_at(trainer.global_step))
