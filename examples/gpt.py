@@ -98,7 +98,7 @@ class TextModel(Module):
         self.started = time.perf_counter()
 
     def on_train_batch_end(self, outputs, batch: Tensor, batch_idx: int) -> None:
-        tokens = batch[:, 1:].numel() * self.trainer.world_size  # of all ranks; equal shares, as near as makes no difference
+        tokens = batch[:, 1:].numel() * self.trainer.strategy.data_size  # of all ranks, whose shares are about equal
         self.log("tokens_per_s", tokens / (time.perf_counter() - self.started), prog_bar=True)
 
     def on_validation_epoch_end(self) -> None:

@@ -40,7 +40,7 @@ examples:
   lockstep fit examples/digits.yaml
   lockstep fit examples/digits.yaml strategy=ddp devices=2 trainer.max_epochs=3
   lockstep fit examples/digits.yaml ckpt_path=auto
-  lockstep test examples/digits.yaml ckpt_path=runs/digits/version_0/checkpoints/last
+  lockstep validate examples/digits.yaml ckpt_path=runs/digits/version_0/checkpoints/last
 
 YAML files are merged in order, then the overrides in order. Every argument of the Trainer may be given
 at the top level. ckpt_path is a checkpoint, last, best or auto; null runs on the initial weights.

@@ -229,7 +229,7 @@ def _parse_override(text: str) -> tuple[Key, Any]:
         tree = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
     except yaml.YAMLError as error:
         raise _error(tuple(name.split(".")), "command line", f"'{value}' is not valid YAML: {getattr(error, 'problem', None) or error}") from error
-    return tuple(name.split(".")), _string_keys(tree)["value"]  # type: ignore[index]
+    return tuple(name.split(".")), _string_keys(tree)["value"]
 
 
 def _merge(old: Any, new: Any) -> Any:
@@ -431,7 +431,7 @@ def _fit(resolved: Resolved, key: Key, value: Any, annotation: Any) -> Any:
     if origin is Literal:
         return _accept(value, any(value == part and type(value) is type(part) for part in parts))
     if origin is collections.abc.Callable:
-        made = parts[-1] if parts else None
+        made = parts[-1] if parts else object
         if _is_slot(made) and isinstance(value, dict | str):
             return _plan_class(resolved, key, value, typing.get_origin(made) or made, as_factory=True)
         raise _Mismatch
@@ -528,12 +528,12 @@ def _describe(annotation: Any) -> str:
     kind = origin or annotation
     if _is_slot(kind):
         return f"a mapping with the class of a {kind.__name__}"
-    words = {
+    scalars: dict[Any, str] = {
         int: "an integer", float: "a number", bool: "true or false", str: "a string", types.NoneType: "null", None: "null", dict: "a mapping",
         datetime.timedelta: "a mapping such as {minutes: 5}", Any: "any value",
     }  # fmt: skip
-    if kind in words:
-        return words[kind]
+    if kind in scalars:
+        return scalars[kind]
     if isinstance(kind, type) and kind is not str and (issubclass(kind, list | tuple | set) or kind in (collections.abc.Sequence, collections.abc.Iterable)):
         return f"a list, each {_describe(parts[0])}," if len(parts) == 1 or parts[1:] == (...,) else f"a list of {len(parts)} values" if parts else "a list"
     if isinstance(kind, type) and issubclass(Path, kind):

@@ -1,0 +1,218 @@
+"""The command line as a user sees it: what it prints, and the exit codes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainer.cli import main
+from trainer.config import resolve
+
+TINY = """
+import os, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from trainer import DataModule, Module
+
+class Line(Module):
+    def __init__(self, lr: float = 0.1, fail: bool = False, sleep_s: float = 0.0):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        if self.hparams.fail:
+            raise ValueError("the user's own mistake")
+        time.sleep(self.hparams.sleep_s)
+        loss = (self.layer(batch[0]) - batch[1]).square().mean()
+        self.log("loss", loss)
+        if self.hparams.sleep_s:
+            open("started", "w").close()
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("error", (self.layer(batch[0]) - batch[1]).abs().mean())
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_error", (self.layer(batch[0]) - batch[1]).abs().mean())
+
+    def predict_step(self, batch, batch_idx):
+        return {"input": batch[0], "output": self.layer(batch[0])}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+class Data(DataModule):
+    def __init__(self, size: int = 22):
+        self.size = size
+
+    def loader(self):
+        x = torch.arange(self.size, dtype=torch.float32).unsqueeze(1) / max(self.size, 1)
+        return DataLoader(TensorDataset(x, 2 * x + 1), batch_size=4)
+
+    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = loader
+"""
+
+CONFIG = """
+module: {class: tiny.Line}
+data: {class: tiny.Data}
+trainer:
+  seed: 1
+  max_epochs: 2
+  default_root_dir: runs
+  enable_progress_bar: false
+  accelerator: cpu
+"""
+
+
+@pytest.fixture(autouse=True)
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "tiny.py").write_text(TINY)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("tiny", None)
+
+
+def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "trainer", *arguments], capture_output=True, text=True, timeout=100, env=environment(), **options)
+
+
+def environment() -> dict[str, str]:
+    root = str(Path(__file__).resolve().parents[2])
+    return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+
+
+def block(output: str, title: str) -> dict[str, str]:
+    """The rows printed under a line that begins with `title`."""
+    lines = output.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(title))
+    rows = [line.split(maxsplit=1) for line in lines[start + 1 :] if line.startswith("  ")]
+    return {name: value.strip() for name, value in rows}
+
+
+def checkpoint(run_dir: str) -> str:
+    return str(next(path.parent for path in Path(run_dir).rglob("manifest.json")))
+
+
+def test_fit_ends_with_metrics_and_where_the_run_lies(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "run.yaml", "max_epochs=3"]) == 0
+    output = capsys.readouterr().out
+    assert "fit: 3 epochs, 18 steps" in output
+    rows = block(output, "fit: ")
+    assert 0 < float(rows["loss"]) < 5
+    assert 0 < float(rows["error"]) < 5
+    assert Path(rows["run"]).is_dir()
+    assert rows["view"] == f"tensorboard --logdir {rows['run']}"
+
+
+def test_evaluation_and_prediction_of_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "run.yaml"]) == 0
+    fitted = block(capsys.readouterr().out, "fit: ")
+    ckpt_path = checkpoint(fitted["run"])
+
+    assert main(["validate", "run.yaml", f"ckpt_path={ckpt_path}"]) == 0
+    assert block(capsys.readouterr().out, "validate: ")["error"] == fitted["error"]
+    assert main(["test", "run.yaml", f"ckpt_path={ckpt_path}"]) == 0
+    assert block(capsys.readouterr().out, "test: ")["test_error"] == fitted["error"]
+
+    assert main(["predict", "run.yaml", f"ckpt_path={ckpt_path}", "output=there/out.safetensors"]) == 0
+    rows = block(capsys.readouterr().out, "predict: ")
+    assert rows == {"input": "[22, 1]", "output": "there/out.safetensors"} | {"output": rows["output"]}
+    tensors = load_file("there/out.safetensors")
+    assert torch.equal(tensors["input"], torch.arange(22.0).unsqueeze(1) / 22)
+    assert (tensors["output"] - 2 * tensors["input"] - 1).abs().mean() == pytest.approx(float(fitted["error"]), rel=1e-4)
+
+
+def test_evaluation_without_a_checkpoint_must_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "run.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("lockstep: error: ckpt_path: missing; validate needs ckpt_path=CHECKPOINT, or ckpt_path=null")
+    assert main(["validate", "run.yaml", "ckpt_path=null"]) == 0
+    assert float(block(capsys.readouterr().out, "validate: initial weights")["error"]) > 0
+
+
+def test_config_prints_what_can_be_run_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "run.yaml", "module.lr=0.5", "devices=2"]) == 0
+    Path("again.yaml").write_text(capsys.readouterr().out)
+    assert resolve(["again.yaml"]).values == resolve(["run.yaml"], ["module.lr=0.5", "devices=2"]).values
+    assert main(["config", "run.yaml", "module.lrr=0.5"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["fit", "run.yaml", "module.lrr=1"], 2, r"module\.lrr \(command line\): Line has no argument 'lrr'; did you mean 'lr'\?"),
+        (["fit", "none.yaml"], 2, r"cannot read config file 'none\.yaml': No such file or directory"),
+        (["fitt", "run.yaml"], 2, r".*'fitt'.*fit.*\(usage: lockstep .*\)"),
+        (["fit"], 2, r".*required.*\(usage: lockstep .*\)"),
+        (["fit", "run.yaml", "--fast"], 2, r".*--fast.*"),
+        (["fit", "run.yaml", "strategy=dpd"], 1, r".*strategy='dpd'; did you mean 'ddp'\?"),
+        (["fit", "run.yaml", "precision=33"], 2, r"trainer\.precision .*33"),
+        (["fit", "run.yaml", "data.size=0"], 1, r".*empty.*"),
+        (["fit", "run.yaml", "ckpt_path=runs/none"], 1, r".*runs/none.*"),
+        (["fit", "run.yaml", "default_root_dir=tiny.py"], 1, r".*tiny\.py.*"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(arguments: list[str], code: int, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == code
+    captured = capsys.readouterr()
+    line = captured.err.strip().splitlines()[-1]
+    assert re.fullmatch("lockstep: error: " + expected, line)
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_error_in_the_users_code_comes_with_its_traceback(devices: int) -> None:
+    result = command("fit", "run.yaml", "module.fail=true", f"devices={devices}")
+    assert result.returncode == 1
+    assert "the user's own mistake" in result.stderr
+    assert 'raise ValueError("the user\'s own mistake")' in result.stderr
+    assert "tiny.py" in result.stderr
+
+
+def test_a_mistake_is_one_line_on_several_ranks() -> None:
+    result = command("fit", "run.yaml", "data.size=0", "devices=2")
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert result.stderr.strip().splitlines()[-1].startswith("lockstep: error: ")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_end_with_a_checkpoint_and_their_own_code(number: signal.Signals, code: int) -> None:
+    arguments = [sys.executable, "-m", "trainer", "fit", "run.yaml", "module.sleep_s=0.05", "max_epochs=1000"]
+    process = subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not Path("started").exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert checkpoint("runs")
+    assert "Traceback" not in errors
+
+
+def test_the_modules_of_the_working_folder_are_found() -> None:
+    result = command("config", "run.yaml")
+    assert result.returncode == 0, result.stderr
+    script = Path(sys.executable).parent / "lockstep"
+    assert subprocess.run([script, "config", "run.yaml"], capture_output=True, text=True, timeout=60).stdout == result.stdout
+
+
+@pytest.mark.parametrize(("option", "expected"), [("--help", "usage: lockstep fit|validate|test|predict|config CONFIG"), ("--version", "lockstep 0.")])
+def test_help_and_version(option: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([option])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(expected)
