@@ -1,0 +1,28 @@
+"""Callbacks: code hung into the moments of a run. Loggers are callbacks too."""
+
+from callbacks.base import Callback, Logger
+from callbacks.csv_logger import CSVLogger
+from callbacks.early_stopping import EarlyStopping
+from callbacks.lr_monitor import LearningRateMonitor
+from callbacks.lr_scaling import LRScaling
+from callbacks.lr_warmup import LRWarmup
+from callbacks.model_checkpoint import ModelCheckpoint
+from callbacks.model_summary import ModelSummary
+from callbacks.progress_bar import ProgressBar
+from callbacks.tensorboard_logger import TensorBoardLogger
+from callbacks.timer import Timer
+
+__all__ = [
+    "CSVLogger",
+    "Callback",
+    "EarlyStopping",
+    "LRScaling",
+    "LRWarmup",
+    "LearningRateMonitor",
+    "Logger",
+    "ModelCheckpoint",
+    "ModelSummary",
+    "ProgressBar",
+    "TensorBoardLogger",
+    "Timer",
+]

@@ -1,0 +1,181 @@
+"""The Callback contract: every moment of a run at which code can be hung in.
+
+A callback is an object whose class overrides some of the methods below. The Trainer looks once, before
+the loop, which methods are overridden, so a hook that nobody overrides costs nothing. `Module` has the
+same hooks without the `trainer` and `module` arguments; for each moment the module is called first, then
+the callbacks in the order in which they were given, ModelCheckpoint last: what it saves is complete.
+
+All hooks are called on every rank, at the same place of the loop. An exception raised in a hook comes
+out of `fit` as itself.
+
+The loop, with every hook in its place:
+
+    setup(stage)                                    # "fit", "validate", "test" or "predict"
+    on_fit_start                                    # model placed, optimizers built, checkpoint loaded
+    on_sanity_check_start; <validation>; on_sanity_check_end
+    on_train_start
+    for epoch in epochs:
+        on_train_epoch_start
+        for window in epoch:                        # one optimizer step
+            for batch in window:                    # accumulate_grad_batches micro-batches
+                on_train_batch_start(batch, batch_idx)
+                training_step(batch, batch_idx)
+                on_before_backward(loss)
+                backward
+                on_after_backward
+                on_train_batch_end(outputs, batch, batch_idx)   # of the last one: after the step below
+            for optimizer in optimizers:
+                on_before_optimizer_step(optimizer)
+                clip, optimizer.step
+            step-wise schedulers
+            on_before_zero_grad(optimizer); zero_grad           # once for every optimizer
+            global_step += 1
+            <metrics are reduced and logged> every log_every_n_steps
+            <validation> where val_check_interval says so
+        <epoch metrics are reduced>
+        <validation> at the end of the epoch
+        on_train_epoch_end                          # what the module logs here, the callbacks see
+        epoch-wise schedulers; current_epoch += 1
+    on_train_end
+    on_fit_end
+    teardown(stage)
+
+    <validation>:                                   # also `validate`; `test` and `predict` alike
+        on_validation_start
+        on_validation_epoch_start
+        for dataloader_idx, loader in enumerate(loaders):
+            for batch_idx, batch in enumerate(loader):
+                on_validation_batch_start(batch, batch_idx, dataloader_idx)
+                validation_step(batch, batch_idx[, dataloader_idx])
+                on_validation_batch_end(outputs, batch, batch_idx, dataloader_idx)
+        on_validation_epoch_end
+        <metrics are reduced>
+        on_validation_end                           # callback_metrics hold this run's values
+
+    on_exception(exception)                         # fit, validate, test or predict is leaving with it
+    on_save_checkpoint(checkpoint), on_load_checkpoint(checkpoint)   # a dict of tensors and JSON data
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from trainer import Module, Trainer
+
+
+class Callback:
+    """Base of all callbacks; override what you need."""
+
+    _module: Module | None = None
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        """`Module.log` of the module that is running. Raises RuntimeError outside of a run."""
+        if self._module is None:
+            raise RuntimeError(f"{type(self).__name__}.log({name!r}) was called outside of a run; call it in a hook")
+        self._module.log(name, value, **options)
+
+    def log_dict(self, values: dict[str, Any], **options: Any) -> None:
+        """`log` for each entry."""
+        for name, value in values.items():
+            self.log(name, value, **options)
+
+    @property
+    def state_key(self) -> str:
+        """The name under which this callback's state is saved; unique among the run's callbacks."""
+        return type(self).__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart: tensors and JSON data. Called on every rank, rank 0's is saved."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned. Called on every rank."""
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None: ...
+    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None: ...
+    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None: ...
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None: ...
+    def on_fit_end(self, trainer: Trainer, module: Module) -> None: ...
+    def on_sanity_check_start(self, trainer: Trainer, module: Module) -> None: ...
+    def on_sanity_check_end(self, trainer: Trainer, module: Module) -> None: ...
+
+    def on_train_start(self, trainer: Trainer, module: Module) -> None: ...
+    def on_train_end(self, trainer: Trainer, module: Module) -> None: ...
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None: ...
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None: ...
+    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None: ...
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    def on_before_backward(self, trainer: Trainer, module: Module, loss: Tensor) -> None: ...
+    def on_after_backward(self, trainer: Trainer, module: Module) -> None: ...
+    def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None: ...
+    def on_before_zero_grad(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None: ...
+
+    def on_validation_start(self, trainer: Trainer, module: Module) -> None: ...
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None: ...
+    def on_validation_epoch_start(self, trainer: Trainer, module: Module) -> None: ...
+    def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None: ...
+    def on_validation_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_validation_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    def on_test_start(self, trainer: Trainer, module: Module) -> None: ...
+    def on_test_end(self, trainer: Trainer, module: Module) -> None: ...
+    def on_test_epoch_start(self, trainer: Trainer, module: Module) -> None: ...
+    def on_test_epoch_end(self, trainer: Trainer, module: Module) -> None: ...
+    def on_test_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_test_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    def on_predict_start(self, trainer: Trainer, module: Module) -> None: ...
+    def on_predict_end(self, trainer: Trainer, module: Module) -> None: ...
+    def on_predict_epoch_start(self, trainer: Trainer, module: Module) -> None: ...
+    def on_predict_epoch_end(self, trainer: Trainer, module: Module) -> None: ...
+    def on_predict_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_predict_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None: ...
+    def on_load_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None: ...
+
+
+class Logger(Callback):
+    """Base of the callbacks that receive what `self.log` collects.
+
+    The Trainer calls the `log_*` methods on rank 0 only, behind an error boundary: an OSError of a
+    logger costs one warning, never the training.
+    """
+
+    save_dir: str | None = None
+    """Folder above all runs; None takes the Trainer's `default_root_dir`."""
+    name: str | None = None
+    """Folder of this experiment below `save_dir`; None takes the module's class name."""
+    version: str | int | None = None
+    """Folder of this run below `name`; None takes the next free `version_N`."""
+    log_dir: str | None = None
+    """Folder of this run; the Trainer sets it, equal on all ranks, before `setup`."""
+
+    @property
+    def experiment(self) -> Any:
+        """The underlying writer, opened at first use on rank 0; on other ranks an object that does nothing."""
+        raise NotImplementedError
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Write scalars at `step`, which counts optimizer steps; None takes the last one."""
+
+    def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
+        """Write hyperparameters (nested dicts of JSON data) and the metrics to compare runs by."""
+
+    def log_text(self, key: str, text: str, step: int | None = None) -> None:
+        """Write a text, Markdown allowed."""
+
+    def log_graph(self, module: Module, example_input: Any) -> None:
+        """Write the graph of `module` as traced on `example_input`."""
+
+    def save(self) -> None:
+        """Flush to disk."""
+
+    def finalize(self, status: str) -> None:
+        """Close the writer; `status` is "success", "failed" or "interrupted"."""

@@ -1,0 +1,257 @@
+"""The Strategy contract: where the model lives, how gradients meet, who sees which sample, what is saved.
+
+A strategy works on plain `nn.Module`s, optimizers, loaders and callables, so a hand-written loop can
+drive it (`tests/strategies/test_contract.py` does). It holds no trainer, user module or optimizer:
+`place` returns the module to hand back to the other verbs, and everything else is an argument.
+
+The life of a strategy, in order:
+
+    strategy.configure(devices, accelerator, num_nodes, precision)   # may refuse; nothing has started
+    if strategy.starts_ranks: return strategy.launch(fn, *args)      # fn runs on every rank, from here
+    strategy.setup()                                                 # facts become valid
+    placed = strategy.place(model)                                   # move, wrap or shard
+    optimizers = strategy.attach(placed, optimizers)                 # built on the placed parameters
+    strategy.load_state_dict(placed, optimizers, reader)             # optional
+    loader = strategy.shard_loader(loader, seed=0)
+    for window in loader.windows(epoch=0):
+        strategy.forward_backward(placed, step_fn, window)
+        strategy.clip_gradients(placed, optimizer, 1.0)
+        strategy.optimizer_step(placed, optimizer)
+        optimizer.zero_grad()
+    strategy.state_dict(placed, optimizers)
+    strategy.teardown()
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.precision import Precision
+
+if TYPE_CHECKING:
+    from strategies.data import MicroBatch, ShardedLoader, Window
+    from strategies.state import Reader, State
+
+T = TypeVar("T")
+
+
+class Loss(NamedTuple):
+    """A loss given as its sum and what it counts.
+
+    The gradient of an optimizer step is that of Σ total / Σ count over all micro-batches and ranks,
+    so a token-weighted mean stays exact however tokens fall on micro-batches and ranks.
+    """
+
+    total: Tensor
+    """Sum of the loss terms: a scalar with gradient."""
+    count: int | float | Tensor
+    """How many terms were summed (tokens, pixels, samples): at least zero."""
+
+
+class Note(NamedTuple):
+    """What one rank tells the others in the control message of a step."""
+
+    stop: int = 0
+    """Why this rank asks to stop after this step: 0 it does not, 1 the run asked, above that a signal's number."""
+    keys: int = 0
+    """Hash (below 2**52) of the metric names that this rank has logged, in order."""
+
+
+class Agreement(NamedTuple):
+    """What all ranks know after `forward_backward`, equal on every rank."""
+
+    count: float
+    """Σ of what the losses counted over ranks and micro-batches; 0 means that there is no gradient."""
+    stop: int
+    """The largest `Note.stop` of all ranks."""
+    non_finite_rank: int | None
+    """The first rank with a loss that is NaN or infinite, or None."""
+
+
+class Strategy(ABC):
+    """Four duties behind twenty verbs: processes and devices, gradient sync, sampler seeding, checkpointing.
+
+    Unless a verb says otherwise every rank calls it, in the same order.
+    """
+
+    # Facts, valid after `setup`.
+    rank: int
+    """Index of this process among all, 0 on the first node."""
+    local_rank: int
+    """Index of this process on its node."""
+    world_size: int
+    """Number of processes on all nodes."""
+    device: torch.device
+    """Where this rank computes."""
+    data_rank: int
+    """Index of this rank among those that see different samples; ranks that share samples share it."""
+    data_size: int
+    """Number of different shares that the global batch is cut into."""
+
+    # ---- 1. processes and devices ----------------------------------------------------------------
+
+    @abstractmethod
+    def configure(self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true") -> None:
+        """Take the run's layout. One process calls it, before anything starts; starts nothing.
+
+        `devices` is the number of devices on this node. Raises ValueError for a layout that this
+        strategy or this machine cannot give.
+        """
+
+    @property
+    @abstractmethod
+    def starts_ranks(self) -> bool:
+        """True where this process is the launcher and the ranks are still to be started by `launch`."""
+
+    @abstractmethod
+    def launch(self, fn: Callable[..., T], *args: Any) -> T:
+        """Run `fn(*args)` on every rank and return what rank 0 returned.
+
+        Where the ranks run already (one process, torchrun, Slurm, MPI, or inside `launch`) it calls
+        `fn` here. An exception of a rank comes out as itself, its traceback on that rank as cause; a
+        rank that died without one raises RankFailure.
+        """
+
+    @abstractmethod
+    def setup(self) -> None:
+        """Join the ranks (rendezvous, process group) and make the facts valid."""
+
+    @abstractmethod
+    def teardown(self) -> None:
+        """Leave the process group. Idempotent, safe after a failed `setup`, calls no collective."""
+
+    @abstractmethod
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move, wrap or shard `model` in place; return the module that the other verbs take.
+
+        Call it before optimizers exist: parameters may be replaced. The caller keeps using `model`.
+        """
+
+    def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+        """Take the optimizers that were built on the placed parameters; return those to step."""
+        return optimizers
+
+    @abstractmethod
+    def to_device(self, batch: Any) -> Any:
+        """Return `batch` with its tensors on `device`, floating point ones in the precision's dtype.
+
+        Walks tuples, lists, dicts, dataclasses and objects that have their own `.to`.
+        """
+
+    # ---- 2. gradient sync ------------------------------------------------------------------------
+
+    @abstractmethod
+    def forward_backward(
+        self,
+        placed: nn.Module,
+        step_fn: Callable[[Any, int], Any],
+        window: Window,
+        *,
+        micro_batches: Any = None,
+        automatic: bool = True,
+        parameters: Mapping[str, Sequence[nn.Parameter]] | None = None,
+        note: Callable[[], Note] | None = None,
+        before_backward: Callable[[Tensor], None] | None = None,
+        after_backward: Callable[[], None] | None = None,
+    ) -> Agreement:
+        """Compute the gradient of one optimizer step and leave it in `.grad`, equal on all replicas.
+
+        `step_fn(batch, batch_idx)` returns the mean loss of a micro-batch, `Loss`, a dict with
+        `"loss"`, a dict of losses by optimizer name (with `parameters`: what each of them moves), or
+        None for no weight. `window` holds this rank's micro-batches and the global number of samples,
+        by which plain means are weighted; `micro_batches`, where given, is iterated in their place
+        (the same micro-batches, prepared one at a time). With `automatic` False the step walks back and
+        steps by itself (`backward`, `clip_gradients`, `optimizer_step`): it is only called, also on padding.
+
+        `note` is read after the last forward; all notes are exchanged beside the last backward.
+        Raises RuntimeError where ranks disagree on the step, on the collectives issued so far or on
+        the names logged, naming the rank, before any parameter changes.
+        """
+
+    @abstractmethod
+    def evaluate(self, placed: nn.Module, step_fn: Callable[..., Any], micro_batch: MicroBatch, *args: Any) -> Any:
+        """Return `step_fn(micro_batch.batch, *args)` without gradient sync; None for a micro-batch of padding."""
+
+    @abstractmethod
+    def backward(self, placed: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
+        """Manual optimization: accumulate the gradient of `loss` times `weight` on this rank only.
+
+        `clip_gradients` and `optimizer_step` bring the ranks together.
+        """
+
+    @abstractmethod
+    def clip_gradients(self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
+        """Clip what `optimizer` will apply, by the 2-norm of the global gradient or by element ("value").
+
+        Returns the norm before clipping, the same on all ranks (0-dim), or None for "value".
+        """
+
+    @abstractmethod
+    def optimizer_step(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Step `optimizer`; False where loss scaling skipped the step, on all ranks alike."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce over all ranks: "sum", "mean", "max" or "min". Returns a new tensor, equal on all ranks."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Stack the tensor of every rank in rank order: shape `[world_size, *tensor.shape]`. Shapes must agree."""
+
+    @abstractmethod
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """Return rank `src`'s value everywhere: a tensor (its shape known on all ranks) or JSON data."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+
+    # ---- 3. sampler seeding ----------------------------------------------------------------------
+
+    @abstractmethod
+    def shard_loader(self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False) -> ShardedLoader:
+        """Return this rank's share of `loader`.
+
+        Global batch k holds the same samples on any number of ranks. `shuffle` None keeps what the
+        loader does: a RandomSampler becomes the permutation of (seed, epoch), other samplers keep
+        their order. `accumulate` is the number of micro-batches a window; with `split` the loader's
+        batch is the global batch of a window and is cut over ranks and micro-batches.
+        """
+
+    # ---- 4. checkpointing ------------------------------------------------------------------------
+
+    @abstractmethod
+    def state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> State:
+        """This rank's pieces of model and optimizer state under canonical names with global shapes."""
+
+    @abstractmethod
+    def load_state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+        """Take over what any strategy saved on any number of ranks. Raises KeyError or ValueError by name."""
+
+
+def split_loss(output: Any, num_samples: int) -> tuple[Tensor | None, float, float]:
+    """Normalise what a training step returned to (value, numerator, count).
+
+    The micro-batch contributes `value * numerator` to the sum and `count` to the denominator.
+    """
+    if isinstance(output, Tensor):
+        return output, num_samples, num_samples
+    if output is None:
+        return None, 0.0, 0.0
+    if isinstance(output, Loss):
+        return output.total, 1.0, float(output.count)
+    if isinstance(output, Mapping) and "loss" in output:
+        return split_loss(output["loss"], num_samples)
+    raise TypeError(
+        f"training_step must return a scalar tensor, a dict with 'loss', Loss(total, count) or None, but it returned {type(output).__name__}"
+        + (f" with keys {sorted(map(str, output))}" if isinstance(output, Mapping) else "")
+    )
+
+
+__all__ = ["Agreement", "Loss", "Note", "Precision", "Strategy", "split_loss"]

@@ -1,0 +1,416 @@
+"""What the strategies share in which every rank runs the user's step itself and autograd walks back through it.
+
+A strategy of this kind says how it places a model (`place`) and, where ranks see different samples, how
+their gradients meet; the weights of the mean, clipping, stepping, collectives and state are here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies import environment, processes
+from strategies.base import Agreement, Loss, Note, Strategy, split_loss
+from strategies.control import Control
+from strategies.data import MicroBatch, ShardedLoader, Window
+from strategies.precision import Precision
+from strategies.state import Reader, State, gather_state, restore_state
+
+T = TypeVar("T")
+
+
+class EagerStrategy(Strategy):
+    """Base of the strategies whose ranks run the user's step in eager mode."""
+
+    single_process = False
+    """True where one process is all there ever is."""
+    timeout_s = 1800.0
+    """How long a collective may wait for the other ranks, in seconds."""
+
+    def __init__(self) -> None:
+        self.precision = Precision()
+        self._num_devices = 1
+        self._num_nodes = 1
+        self._accelerator = "cpu"
+        self._ready = False
+        self._control: Control | None = None
+        self._local_gradients = False
+        self._scaler_used = False
+        self._stepped = False
+
+    # ---- 1. processes and devices ----------------------------------------------------------------
+
+    def configure(self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true") -> None:
+        self.precision = Precision(precision)
+        self._accelerator = resolve_accelerator(accelerator)
+        self._num_nodes = num_nodes
+        self._num_devices = resolve_devices(devices, self._accelerator, self.single_process)
+        world = environment.detect()
+        name = type(self).__name__
+        if world is None:
+            if num_nodes != 1:
+                raise ValueError(f"num_nodes={num_nodes} needs a launcher that starts the ranks on every node, such as torchrun --nnodes={num_nodes}; none was found")
+            return
+        if self.single_process and world.world_size > 1:
+            raise ValueError(f"strategy {name} runs on one process, but {world.launcher} started {world.world_size}; use strategy='ddp' or start one process")
+        if not self.single_process and devices != "auto" and self._num_devices != world.local_world_size:
+            raise ValueError(f"devices={devices} contradicts {world.launcher}, which started {world.local_world_size} ranks on this node; give the same number or devices='auto'")
+        if num_nodes not in (1, world.num_nodes):
+            raise ValueError(f"num_nodes={num_nodes} contradicts {world.launcher}, which runs on {world.num_nodes} nodes; give the same number or leave it out")
+
+    @property
+    def starts_ranks(self) -> bool:
+        return not self.single_process and self._num_devices > 1 and environment.detect() is None
+
+    def launch(self, fn: Callable[..., T], *args: Any) -> T:
+        if not self.starts_ranks:
+            return fn(*args)
+        return processes.launch(fn, args, self._num_devices)
+
+    def setup(self) -> None:
+        world = None if self.single_process else environment.detect()
+        self.rank, self.local_rank, self.world_size = (world.rank, world.local_rank, world.world_size) if world else (0, 0, 1)
+        self.data_rank, self.data_size = self.rank, self.world_size
+        self.device = torch.device(self._accelerator, self.local_rank) if self._accelerator == "cuda" else torch.device(self._accelerator)
+        self._ready = True
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.precision.setup(self.device)
+        if world is not None and self.world_size > 1:
+            processes.init_process_group(world, "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", self.timeout_s)
+            self._control = Control(self.rank, self.world_size)
+
+    def teardown(self) -> None:
+        if not self._ready:
+            return
+        self._ready = False
+        self._control = None
+        self._local_gradients = self._scaler_used = False
+        self.precision.teardown()
+        processes.destroy_process_group()
+
+    @abstractmethod
+    def place(self, model: nn.Module) -> nn.Module: ...
+
+    def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+        if self.precision.scaler is not None:
+            for optimizer in optimizers.values():
+                optimizer.register_step_post_hook(self._mark_stepped)
+        return optimizers
+
+    def to_device(self, batch: Any) -> Any:
+        dtype = self.precision.dtype
+        return move(batch, self.device, None if dtype == torch.float32 else dtype)
+
+    # ---- 2. gradient sync ------------------------------------------------------------------------
+
+    def forward_backward(
+        self,
+        placed: nn.Module,
+        step_fn: Callable[[Any, int], Any],
+        window: Window,
+        *,
+        micro_batches: Iterable[MicroBatch] | None = None,
+        automatic: bool = True,
+        parameters: Mapping[str, Sequence[nn.Parameter]] | None = None,
+        note: Callable[[], Note] | None = None,
+        before_backward: Callable[[Tensor], None] | None = None,
+        after_backward: Callable[[], None] | None = None,
+    ) -> Agreement:
+        if self._scaler_used:
+            self._update_scaler()
+        last = len(window.micro_batches) - 1
+        alone = last == 0 and self.data_size == 1
+        scale = self.data_size / window.num_samples  # gradients meet as a mean over ranks
+        autocast, device_type = self.precision.autocast_dtype, self.device.type
+        run = self._runner(placed, step_fn) if automatic else step_fn
+        count, finite = 0.0, True
+        for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
+            self._sync_gradients(placed, i == last)
+            call = run if micro_batch.num_samples or not automatic else self._runner(placed, None)
+            if autocast is None:
+                output = call(micro_batch.batch, micro_batch.batch_idx)
+            else:
+                with torch.autocast(device_type, dtype=autocast):
+                    output = call(micro_batch.batch, micro_batch.batch_idx)
+            losses, counted = weighted_losses(output, micro_batch.num_samples, None if alone else scale, parameters) if automatic else ([], micro_batch.num_samples)
+            count += counted
+            for value, _ in losses:
+                if device_type == "cpu" and not math.isfinite(value.item()):  # no host sync on an accelerator
+                    finite = False
+            micro_batch.output = detach(output)
+            if i == last and self._control is not None:
+                self._control.send(note() if note else Note(), count, finite)
+            for j, (value, inputs) in enumerate(losses):
+                if before_backward is not None:
+                    before_backward(value)
+                self._backward(value, inputs, retain=j < len(losses) - 1)
+                if after_backward is not None:
+                    after_backward()
+        if self._control is None:
+            agreement = Agreement(count, note().stop if note else 0, None if finite else 0)
+        else:
+            agreement = self._control.receive()
+        if automatic and not alone and agreement.count and agreement.count != window.num_samples:
+            gradients = [p.grad for p in placed.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, window.num_samples / agreement.count)
+        if self.precision.scaler is not None:
+            agreement = agreement._replace(non_finite_rank=None)  # the scaler skips such a step
+        return agreement
+
+    def evaluate(self, placed: nn.Module, step_fn: Callable[..., Any], micro_batch: MicroBatch, *args: Any) -> Any:
+        if not micro_batch.num_samples:
+            return None
+        if self.precision.autocast_dtype is None:
+            return step_fn(micro_batch.batch, *args)
+        with self.precision.autocast(self.device):
+            return step_fn(micro_batch.batch, *args)
+
+    def backward(self, placed: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
+        if self._scaler_used:
+            self._update_scaler()
+        self._backward(loss if weight == 1.0 else loss * weight)
+        self._local_gradients = self.data_size > 1
+
+    def clip_gradients(self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
+        self._average_local_gradients(optimizer)
+        if self.precision.scaler is not None:
+            self.precision.scaler.unscale_(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if algorithm == "norm":
+            return torch.nn.utils.clip_grad_norm_(parameters, value)
+        torch.nn.utils.clip_grad_value_(parameters, value)
+        return None
+
+    def optimizer_step(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        if self._local_gradients:
+            self._average_local_gradients(optimizer)
+        if self.precision.scaler is None:
+            optimizer.step() if closure is None else optimizer.step(closure)
+            return True
+        self._stepped = False
+        self.precision.scaler.step(optimizer)
+        self._scaler_used = True
+        return self._stepped
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        tensor = tensor.detach().clone()
+        if self.world_size > 1:
+            dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op])
+        return tensor / self.world_size if op == "mean" else tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().contiguous()
+        if self.world_size == 1:
+            return tensor.unsqueeze(0)
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor)
+        return torch.stack(parts)
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        if self.world_size == 1:
+            return value
+        if isinstance(value, Tensor):
+            value = value.detach().clone()
+            dist.broadcast(value, src)
+            return value
+        data = torch.frombuffer(bytearray(json.dumps(value).encode() if self.rank == src else b"?"), dtype=torch.uint8)
+        size = torch.tensor(data.numel())
+        dist.broadcast(size, src)
+        data = data if self.rank == src else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, src)
+        return json.loads(bytes(data.tolist()))
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    # ---- 3. sampler seeding ----------------------------------------------------------------------
+
+    def shard_loader(self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False) -> ShardedLoader:
+        return ShardedLoader(
+            loader,
+            rank=self.data_rank,
+            size=self.data_size,
+            seed=seed,
+            shuffle=shuffle,
+            accumulate=accumulate,
+            split=split,
+            sum_over_ranks=lambda n: int(self.all_reduce(torch.tensor(n))),
+        )
+
+    # ---- 4. checkpointing ------------------------------------------------------------------------
+
+    def state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> State:
+        state = gather_state(self._user_model(placed), optimizers, write=self.rank == 0)
+        if self.precision.scaler is not None:
+            if self._scaler_used:
+                self._update_scaler()
+            state.meta["scaler"] = self.precision.scaler.state_dict()
+        return state
+
+    def load_state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+        restore_state(self._user_model(placed), optimizers, state)
+        if self.precision.scaler is not None and "scaler" in state.meta:
+            self.precision.scaler.load_state_dict(state.meta["scaler"])
+
+    # ---- what a strategy of this kind may say differently ------------------------------------------
+
+    def _runner(self, placed: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
+        """What to call for a forward; `step_fn` None stands for a micro-batch of padding."""
+        return step_fn or _no_output
+
+    def _sync_gradients(self, placed: nn.Module, on: bool) -> None:
+        """Whether the next forward and backward exchange gradients."""
+
+    def _user_model(self, placed: nn.Module) -> nn.Module:
+        """The module that `place` was given."""
+        return placed
+
+    # ---- helpers -----------------------------------------------------------------------------------
+
+    def _backward(self, loss: Tensor, inputs: Sequence[nn.Parameter] | None = None, retain: bool = False) -> None:
+        if self.precision.scaler is not None:
+            loss = self.precision.scaler.scale(loss)
+        loss.backward(retain_graph=retain, inputs=inputs)
+
+    def _average_local_gradients(self, optimizer: Optimizer) -> None:
+        """Manual optimization: bring the ranks together. Averaging twice changes nothing, so order does not matter."""
+        if not self._local_gradients:
+            return
+        by_kind: dict[tuple, list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter.grad)
+        for gradients in by_kind.values():
+            flat = torch.cat([g.reshape(-1) for g in gradients])
+            dist.all_reduce(flat)
+            flat /= self.world_size
+            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def _update_scaler(self) -> None:
+        self.precision.scaler.update()  # type: ignore[union-attr]
+        self._scaler_used = False
+
+    def _mark_stepped(self, *_: Any) -> None:
+        self._stepped = True
+
+
+def resolve_accelerator(accelerator: str) -> str:
+    """The torch device type for "auto", "cpu", "gpu" or "cuda"; raises ValueError where the machine has none."""
+    if accelerator == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if accelerator not in ("cpu", "gpu", "cuda"):
+        raise ValueError(f"accelerator must be 'auto', 'cpu', 'gpu' or 'cuda', but accelerator={accelerator!r}")
+    if accelerator != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"accelerator={accelerator!r} needs a CUDA device, and torch sees none; use accelerator='cpu' or 'auto'")
+    return "cpu" if accelerator == "cpu" else "cuda"
+
+
+def resolve_devices(devices: int | str, accelerator: str, single: bool = False) -> int:
+    """The number of devices on this node; "auto" is every GPU, or the ranks of the launcher, or one CPU process."""
+    have = torch.cuda.device_count() if accelerator == "cuda" else (os.cpu_count() or 1)
+    if devices == "auto":
+        world = environment.detect()
+        if single:
+            return 1
+        return world.local_world_size if world else have if accelerator == "cuda" else 1
+    try:
+        count = int(devices)
+    except (TypeError, ValueError):
+        count = 0
+    if count < 1 or isinstance(devices, bool):
+        raise ValueError(f"devices must be 'auto' or a whole number of at least 1, but devices={devices!r}")
+    if single and count > 1:
+        raise ValueError(f"strategy='single' runs on one device, but devices={count}; use strategy='ddp' for {count}")
+    if accelerator == "cuda" and count > have:
+        raise ValueError(f"devices={count}, but this machine has {have} CUDA devices; lower devices or use accelerator='cpu'")
+    return count
+
+
+def weighted_losses(
+    output: Any, num_samples: int, scale: float | None, parameters: Mapping[str, Sequence[nn.Parameter]] | None
+) -> tuple[list[tuple[Tensor, Sequence[nn.Parameter] | None]], float]:
+    """What to walk back from, as (loss times its weight, parameters that it moves or None for all), and what it counts.
+
+    `scale` turns a sum into this rank's part of the global mean; None means that the micro-batch is the
+    whole of it.
+    """
+    if isinstance(output, Mapping) and parameters and "loss" not in output:
+        wrong = sorted(set(map(str, output)) ^ set(parameters)) + [name for name, value in output.items() if not isinstance(value, Tensor)]
+        if wrong:
+            raise ValueError(
+                f"training_step must return one mean loss (a tensor) for each optimizer ({', '.join(parameters)}), or None, but {', '.join(wrong)} is none; name the losses after the optimizers"
+            )
+        losses = [(output[name], parameters[name]) for name in parameters]
+        numerator = count = float(num_samples)
+    else:
+        value, numerator, count = split_loss(output, num_samples)
+        losses = [] if value is None else [(value, None)]
+    weight = numerator * scale if scale is not None else numerator / count if count else 0.0
+    for i, (value, inputs) in enumerate(losses):
+        if value.numel() != 1:
+            raise ValueError(f"training_step must return a scalar loss, but its loss has shape {list(value.shape)}; return its mean or Loss(total, count)")
+        if not value.requires_grad:
+            raise ValueError("training_step returned a loss without gradient: it does not depend on a trainable parameter, or was detached or computed under no_grad")
+        if weight != 1.0:
+            losses[i] = (value * weight, inputs)
+    return losses, count
+
+
+def detach(output: Any) -> Any:
+    """`output` without the graph of its tensors, so that keeping it keeps no memory alive."""
+    if isinstance(output, Tensor):
+        return output.detach()
+    if isinstance(output, Loss):
+        return Loss(output.total.detach(), output.count)
+    if isinstance(output, Mapping):
+        return {key: detach(value) for key, value in output.items()}
+    return output
+
+
+def move(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """`batch` with its tensors on `device`, floating point ones cast to `dtype` where it is given."""
+    if isinstance(batch, Tensor):
+        if dtype is not None and batch.is_floating_point():
+            return batch.to(device, dtype, non_blocking=True)
+        return batch if batch.device == device else batch.to(device, non_blocking=True)
+    if isinstance(batch, (str, bytes, int, float, type(None))):
+        return batch
+    if isinstance(batch, Mapping):
+        moved = {key: move(value, device, dtype) for key, value in batch.items()}
+        if type(batch) is dict:
+            return moved
+        try:
+            return type(batch)(moved)  # type: ignore[call-arg]
+        except TypeError:
+            return moved
+    if isinstance(batch, tuple):
+        items = [move(item, device, dtype) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
+    if isinstance(batch, list):
+        return [move(item, device, dtype) for item in batch]
+    if hasattr(batch, "to") and callable(batch.to):
+        moved = batch.to(device)
+        return batch if moved is None else moved
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return dataclasses.replace(batch, **{f.name: move(getattr(batch, f.name), device, dtype) for f in dataclasses.fields(batch) if f.init})
+    return batch
+
+
+def _no_output(batch: Any, batch_idx: int) -> None:
+    return None

@@ -1,0 +1,55 @@
+"""Number formats of a run: which dtype parameters have, which dtype the forward computes in, loss scaling."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+PRECISIONS = {
+    # name: (dtype of parameters and inputs, dtype of autocast)
+    "32-true": (torch.float32, None),
+    "64-true": (torch.float64, None),
+    "bf16-true": (torch.bfloat16, None),
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+    "16-mixed": (torch.float32, torch.float16),
+}
+ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed", "fp32": "32-true"}
+
+
+class Precision:
+    """One row of `PRECISIONS`, with the gradient scaler that "16-mixed" needs (its state is saved)."""
+
+    def __init__(self, name: str | int = "32-true") -> None:
+        name = ALIASES.get(str(name), str(name))
+        if name not in PRECISIONS:
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, but precision={name!r}")
+        self.name = name
+        self.dtype, self.autocast_dtype = PRECISIONS[name]
+        self.scaler: torch.amp.GradScaler | None = None
+        self._outer_dtype: torch.dtype | None = None
+
+    def setup(self, device: torch.device) -> None:
+        """Make tensors that user code creates have the precision's dtype; build the scaler on `device`."""
+        if self.dtype != torch.float32 and self._outer_dtype is None:
+            self._outer_dtype = torch.get_default_dtype()
+            torch.set_default_dtype(self.dtype)
+        if self.autocast_dtype == torch.float16:
+            self.scaler = torch.amp.GradScaler(device.type)
+
+    def teardown(self) -> None:
+        """Undo `setup`. Idempotent."""
+        if self._outer_dtype is not None:
+            torch.set_default_dtype(self._outer_dtype)
+            self._outer_dtype = None
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Cast floating point parameters and buffers in place where the precision asks for another dtype."""
+        return model if self.dtype == torch.float32 else model.to(self.dtype)
+
+    def autocast(self, device: torch.device) -> AbstractContextManager:
+        """The context of a forward."""
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.autocast_dtype)

@@ -1,0 +1,70 @@
+"""From the one argument that a user writes to the Strategy that runs."""
+
+from __future__ import annotations
+
+import difflib
+from importlib.metadata import entry_points
+
+from strategies import environment
+from strategies.base import Strategy
+from strategies.ddp import DDP
+from strategies.eager import resolve_accelerator, resolve_devices
+from strategies.single import SingleDevice
+
+STRATEGIES: dict[str, type[Strategy]] = {"single": SingleDevice, "ddp": DDP}
+ENTRY_POINTS = "lockstep.strategies"
+"""Entry-point group in which another distribution registers a strategy: name = "module:Class"."""
+
+
+def build(
+    strategy: str | Strategy = "auto",
+    *,
+    devices: int | str = "auto",
+    accelerator: str = "auto",
+    num_nodes: int = 1,
+    precision: str = "32-true",
+) -> tuple[Strategy, str]:
+    """Return the configured strategy and the sentence that says why it was chosen.
+
+    Raises ValueError for a name that nobody registered and for a layout that the strategy refuses, TypeError
+    for an object that is no Strategy. Starts nothing.
+    """
+    reason = "given"
+    if isinstance(strategy, str):
+        name = strategy
+        if name == "auto":
+            name, reason = _choose(devices, accelerator, num_nodes)
+        strategy = _find(name)()
+    elif not isinstance(strategy, Strategy):
+        raise TypeError(f"strategy must be a name or a Strategy object, but strategy={strategy!r}")
+    strategy.configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
+    return strategy, reason
+
+
+def names() -> list[str]:
+    """Every strategy name that `build` takes, those of other distributions included."""
+    return ["auto", *STRATEGIES, *sorted(point.name for point in entry_points(group=ENTRY_POINTS) if point.name not in STRATEGIES)]
+
+
+def _choose(devices: int | str, accelerator: str, num_nodes: int) -> tuple[str, str]:
+    world = environment.detect()
+    if world is not None and world.world_size > 1:
+        return "ddp", f"{world.launcher} started {world.world_size} ranks"
+    kind = resolve_accelerator(accelerator)
+    count = resolve_devices(devices, kind)
+    if count * num_nodes > 1:
+        return "ddp", f"{count * num_nodes} {kind} devices"
+    return "single", f"one {kind} device"
+
+
+def _find(name: str) -> type[Strategy]:
+    if name in STRATEGIES:
+        return STRATEGIES[name]
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.name == name:
+            found = point.load()
+            if not (isinstance(found, type) and issubclass(found, Strategy)):
+                raise TypeError(f"the entry point {ENTRY_POINTS}: {name} must name a Strategy class, but {point.value} is {found!r}")
+            return found
+    near = difflib.get_close_matches(name, names(), n=1)
+    raise ValueError(f"strategy must be one of {', '.join(names())}, but strategy={name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))

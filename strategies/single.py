@@ -1,0 +1,16 @@
+"""One process on one device."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from strategies.eager import EagerStrategy
+
+
+class SingleDevice(EagerStrategy):
+    """The model on one device of this process; nothing is exchanged."""
+
+    single_process = True
+
+    def place(self, model: nn.Module) -> nn.Module:
+        return self.precision.convert(model).to(self.device)

@@ -1,0 +1,194 @@
+"""State as it is saved: pieces of named global tensors, and JSON.
+
+Names are canonical: `model/<fqn>` for parameters and buffers, `optimizer/<optimizer>/<fqn>/<key>` for
+optimizer state, whatever wrapped or sharded the model. So any strategy and world size can read what any
+other has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rectangular piece of a global tensor."""
+
+    tensor: Tensor
+    """The piece, detached."""
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Where the piece begins in the global tensor, one number a dimension."""
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Shard:
+        return cls(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
+
+
+@dataclass
+class State:
+    """What one rank contributes to a checkpoint."""
+
+    tensors: dict[str, Shard] = field(default_factory=dict)
+    """The pieces that this rank writes; over all ranks each element of each name exactly once."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """JSON data, equal on all ranks (param groups, scaler)."""
+
+
+class Reader(Protocol):
+    """A saved state, however many files and pieces it is in (`trainer.checkpoint.Checkpoint` is one)."""
+
+    @property
+    def meta(self) -> dict[str, Any]: ...
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Sorted names of the tensors that begin with `prefix`."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The global shape. Raises KeyError for an unknown name."""
+
+    def read(self, name: str, offsets: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The whole tensor, or the rectangle of `shape` that begins at `offsets`, on CPU."""
+
+
+def pack(value: Any, name: str, tensors: dict[str, Shard]) -> Any:
+    """Turn a nested structure into JSON data, moving its tensors into `tensors` under `name`.
+
+    Tuples and dicts with keys that are not strings are kept as what they are; everything else that
+    JSON does not know raises TypeError with its key path.
+    """
+    if isinstance(value, Tensor):
+        tensors[name] = Shard.whole(value)
+        return {"$tensor": name}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, dict):
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
+        return {"$items": [[pack(key, f"{name}.{i}.key", tensors), pack(item, f"{name}.{i}", tensors)] for i, (key, item) in enumerate(value.items())]}
+    raise TypeError(f"state must be tensors, numbers, strings, lists, tuples and dicts, but {name} is {type(value).__module__}.{type(value).__qualname__}")
+
+
+def unpack(value: Any, read: Callable[[str], Tensor]) -> Any:
+    """Undo `pack`; `read(name)` returns the tensors."""
+    if isinstance(value, list):
+        return [unpack(item, read) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$tensor" in value:
+        return read(value["$tensor"])
+    if "$tuple" in value:
+        return tuple(unpack(item, read) for item in value["$tuple"])
+    if "$items" in value:
+        return {unpack(key, read): unpack(item, read) for key, item in value["$items"]}
+    return {key: unpack(item, read) for key, item in value.items()}
+
+
+def gather_state(model: nn.Module, optimizers: dict[str, Optimizer], write: bool = True) -> State:
+    """The state of a model whose tensors are whole on every rank; only a rank with `write` contributes tensors."""
+    state = State()
+    state.meta["model"] = {
+        name: None if isinstance(value, Tensor) else pack(value, f"model/{name}", state.tensors) for name, value in model.state_dict().items()
+    }
+    state.tensors.update({f"model/{name}": Shard.whole(value) for name, value in model.state_dict().items() if isinstance(value, Tensor)})
+    names = parameter_names(model)
+    state.meta["optimizers"] = {}
+    for key, optimizer in optimizers.items():
+        saved = optimizer.state_dict()
+        order = [names_of(parameter, names, key) for group in optimizer.param_groups for parameter in group["params"]]
+        state.meta["optimizers"][key] = {
+            "param_groups": [
+                pack({k: v if k != "params" else [order[i] for i in v] for k, v in group.items()}, f"optimizer/{key}/group{i}", state.tensors)
+                for i, group in enumerate(saved["param_groups"])
+            ],
+            "state": {
+                order[i]: {k: pack(v, f"optimizer/{key}/{order[i]}/{k}", state.tensors) for k, v in entry.items()} for i, entry in saved["state"].items()
+            },
+        }
+    if not write:
+        state.tensors.clear()
+    return state
+
+
+def restore_state(model: nn.Module, optimizers: dict[str, Optimizer], reader: Reader) -> None:
+    """Load what any strategy saved into whole tensors, in place; without `optimizers` the weights alone.
+
+    Raises KeyError or ValueError by name.
+    """
+    restore_model(model, reader)
+    if not optimizers:
+        return
+    names = parameter_names(model)
+    saved_optimizers = reader.meta["optimizers"]
+    if set(saved_optimizers) != set(optimizers):
+        raise KeyError(f"the checkpoint holds optimizers {sorted(saved_optimizers)}, but this run has {sorted(optimizers)}")
+    for key, optimizer in optimizers.items():
+        saved, current = saved_optimizers[key], optimizer.state_dict()
+        order = [names_of(parameter, names, key) for group in optimizer.param_groups for parameter in group["params"]]
+        groups = [unpack(group, reader.read) for group in saved["param_groups"]]
+        have = [[order[i] for i in group["params"]] for group in current["param_groups"]]
+        if [group["params"] for group in groups] != have:
+            raise ValueError(f"optimizer {key!r} holds other parameters or groups than the one that was saved: {_first_difference([g['params'] for g in groups], have)}")
+        index = {name: i for i, name in enumerate(order)}
+        optimizer.load_state_dict(
+            {
+                "state": {index[name]: {k: unpack(v, reader.read) for k, v in entry.items()} for name, entry in saved["state"].items()},
+                "param_groups": [{**group, "params": now["params"]} for group, now in zip(groups, current["param_groups"], strict=True)],
+            }
+        )
+
+
+def restore_model(model: nn.Module, reader: Reader, strict: bool = True) -> None:
+    """Load parameters and buffers in place. With `strict` the names must be the same on both sides."""
+    own = model.state_dict()
+    saved = reader.meta["model"]
+    if strict and set(own) != set(saved):
+        missing, unexpected = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
+        raise KeyError(f"the checkpoint does not fit the module: it lacks {missing[:5]} and has {unexpected[:5]} besides")
+    extra = {}
+    with torch.no_grad():
+        for name, value in own.items():
+            if name not in saved:
+                continue
+            if not isinstance(value, Tensor):
+                extra[name] = unpack(saved[name], reader.read)
+                continue
+            shape = reader.shape(f"model/{name}")
+            if tuple(shape) != tuple(value.shape):
+                raise ValueError(f"the checkpoint's {name} has shape {list(shape)}, but the module's has {list(value.shape)}")
+            value.copy_(reader.read(f"model/{name}"))
+    if extra:
+        model.load_state_dict(extra, strict=False)
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Canonical name of each parameter by `id`; a tied parameter has its first name."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def names_of(parameter: Tensor, names: dict[int, str], optimizer: str) -> str:
+    """The name of a parameter that `optimizer` holds."""
+    try:
+        return names[id(parameter)]
+    except KeyError:
+        raise ValueError(
+            f"optimizer {optimizer!r} holds a parameter of shape {list(parameter.shape)} that is no parameter of the module; make it one, or it would not be saved"
+        ) from None
+
+
+def _first_difference(saved: list[list[str]], have: list[list[str]]) -> str:
+    if len(saved) != len(have):
+        return f"{len(saved)} groups saved, {len(have)} now"
+    for i, (a, b) in enumerate(zip(saved, have, strict=True)):
+        if a != b:
+            return f"group {i} had {sorted(set(a) - set(b))[:3] or a[:3]}, now {sorted(set(b) - set(a))[:3] or b[:3]}"
+    return "none"

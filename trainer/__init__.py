@@ -1,0 +1,12 @@
+"""Lockstep's Trainer: the loop, the user's Module and DataModule, checkpoints, configuration."""
+
+from strategies.base import Loss
+from strategies.processes import RankFailure
+from trainer.checkpoint import CheckpointError
+from trainer.config import ConfigError
+from trainer.datamodule import DataModule
+from trainer.module import Module
+from trainer.seeding import seed_everything
+from trainer.trainer import Trainer
+
+__all__ = ["CheckpointError", "ConfigError", "DataModule", "Loss", "Module", "RankFailure", "Trainer", "seed_everything"]

@@ -1,0 +1,47 @@
+"""DataModule: the loaders of a run in one object."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainer.hparams import HyperParameters
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+
+class DataModule(HyperParameters):
+    """Override what you need; a loader is a DataLoader or any iterable of batches, or a list of them for evaluation."""
+
+    trainer: Trainer | None = None
+
+    def prepare_data(self) -> None:
+        """Download, unpack: called by one rank on each node, the others wait. Set no state here."""
+
+    def setup(self, stage: str) -> None:
+        """Build datasets; every rank calls it. `stage` is "fit", "validate", "test" or "predict"."""
+
+    def teardown(self, stage: str) -> None:
+        """Undo `setup`; every rank calls it."""
+
+    def train_dataloader(self) -> Any:
+        return None
+
+    def val_dataloader(self) -> Any:
+        return None
+
+    def test_dataloader(self) -> Any:
+        return None
+
+    def predict_dataloader(self) -> Any:
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart: tensors and JSON data; rank 0's is saved."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "trainer": None}

@@ -1,0 +1,175 @@
+"""Validation, test and prediction: one loop for all three."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from strategies.data import ShardedLoader
+from strategies.processes import set_phase
+from strategies.state import pack, unpack
+from trainer import setup
+from trainer.hooks import overrides, step_function
+from trainer.logging import MetricStore
+from trainer.module import Module
+from trainer.seeding import rng_state, set_rng_state
+from trainer.snapshot import torchmetrics_of
+
+if TYPE_CHECKING:
+    from trainer.setup import Sources
+    from trainer.trainer import Trainer
+
+KINDS = {"validate": ("validation", "val"), "test": ("test", "test"), "predict": ("predict", "predict")}
+"""Stage: (name in hooks and steps, kind of loader)."""
+
+
+def run(trainer: Trainer, module: Module, sources: Sources, stage: str) -> Any:
+    """`Trainer.validate`, `test` and `predict` on one rank: metrics by loader, or predictions in dataset order."""
+    name, kind = KINDS[stage]
+    if stage != "predict" and not overrides(module, f"{name}_step", Module):
+        raise ValueError(f"{stage} needs {type(module).__name__}.{name}_step; define it")
+    source = sources.get(module, kind)
+    if source is None:
+        raise ValueError(f"{stage} needs data: give dataloaders, or a DataModule or Module with {kind}_dataloader")
+    loaders = setup.evaluation_loaders(trainer, source, kind)
+    trainer.placed = trainer.strategy.place(module)
+    if trainer.resumed is not None:
+        trainer.strategy.load_state_dict(trainer.placed, {}, trainer.resumed)
+    outputs = evaluate(trainer, module, loaders, stage)
+    if stage != "predict":
+        shown = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        return [{key: value for key, value in shown.items() if _belongs(key, i, len(loaders))} for i in range(len(loaders))]
+    ordered = [in_dataset_order(trainer, part) for part in outputs]
+    return ordered[0] if len(ordered) == 1 else ordered
+
+
+def validate_in_fit(trainer: Trainer, module: Module, loaders: list[ShardedLoader]) -> None:
+    """Validate beside the training: its random streams, metrics and modes stay as they are."""
+    random_streams, training_metrics = rng_state(), trainer.metrics
+    try:
+        evaluate(trainer, module, loaders, "validate")
+    finally:
+        trainer.metrics = training_metrics
+        set_rng_state(random_streams)
+
+
+def sanity_check(trainer: Trainer, module: Module, loaders: list[ShardedLoader]) -> None:
+    """A few batches of validation before training, to find errors early; leaves no trace."""
+    limits, shown = trainer.evaluation_limits["val"], (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
+    steps = trainer.num_sanity_val_steps
+    trainer.evaluation_limits["val"] = [None if steps < 0 else steps if limit is None else min(limit, steps) for limit in limits]
+    trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
+    trainer.sanity_checking = True
+    for hook in trainer.hooks.on_sanity_check_start:
+        hook()
+    try:
+        validate_in_fit(trainer, module, loaders)
+        for metric in torchmetrics_of(module).values():
+            metric.reset()
+        for hook in trainer.hooks.on_sanity_check_end:
+            hook()
+    finally:
+        trainer.sanity_checking = False
+        trainer.evaluation_limits["val"] = limits
+        trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = shown
+
+
+def evaluate(trainer: Trainer, module: Module, loaders: list[ShardedLoader], stage: str) -> list[list[Any]]:
+    """Run the step of `stage` over this rank's share of each loader; return the outputs where they are predictions."""
+    name, kind = KINDS[stage]
+    hooks, strategy = trainer.hooks, trainer.strategy
+    start, end, epoch_start, epoch_end, batch_start, batch_end = (
+        getattr(hooks, f"on_{name}_{moment}") for moment in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
+    )
+    several = len(loaders) > 1
+    step = step_function(getattr(module, f"{name}_step"), 3 if several else 2)
+    metrics = trainer.metrics = MetricStore(module, training=False)
+    limits = trainer.evaluation_limits[kind]
+    outputs: list[list[Any]] = [[] for _ in loaders]
+    own_transfer = overrides(module, "transfer_batch_to_device", Module)
+    with _evaluation_mode(module):
+        for hook in start:
+            hook()
+        for hook in epoch_start:
+            hook()
+        for index, loader in enumerate(loaders):
+            metrics.suffix = f"/dataloader_idx_{index}" if several else ""
+            for batch_idx, window in enumerate(loader.windows(0, limit=limits[index])):
+                (micro_batch,) = window.micro_batches
+                set_phase(trainer.global_step, f"{name} batch {batch_idx}")
+                batch = micro_batch.batch
+                batch = module.transfer_batch_to_device(batch, strategy.device, index) if own_transfer else strategy.to_device(batch)
+                micro_batch.batch = batch
+                metrics.weight, metrics.in_batch = micro_batch.num_samples, True
+                real = micro_batch.num_samples > 0
+                for hook in batch_start if real else ():
+                    hook(batch, batch_idx, index)
+                output = strategy.evaluate(trainer.placed, step, micro_batch, *((batch_idx, index) if several else (batch_idx,)))
+                for hook in batch_end if real else ():
+                    hook(output, batch, batch_idx, index)
+                metrics.in_batch = False
+                if stage == "predict" and real:
+                    outputs[index].append(output)
+        metrics.suffix, metrics.weight = "", 1.0
+        for hook in epoch_end:
+            hook()
+        trainer.publish(metrics.reduce(strategy, epoch_end=True))
+        for hook in end:
+            hook()
+    return outputs
+
+
+def in_dataset_order(trainer: Trainer, outputs: list[Any]) -> list[Any]:
+    """The predictions of all ranks, a batch of one rank an item, in the order of the dataset. Every rank calls it."""
+    strategy = trainer.strategy
+    if strategy.data_size == 1:
+        return outputs
+    pieces: dict[str, Any] = {}
+    try:
+        layout = pack(outputs, "predictions", pieces)
+    except TypeError as error:
+        raise TypeError(f"predict_step on several ranks must return tensors, numbers, strings, or lists, tuples and dicts of them: {error}") from None
+    parts = [json.loads(text) for text in _gather_bytes(strategy, json.dumps(layout).encode())]
+    tensors = _gather_tensors(strategy, {name: shard.tensor for name, shard in pieces.items()})
+    ranks = [unpack(part, read.__getitem__) for part, read in zip(parts, tensors, strict=True)]
+    return [rank[i] for i in range(max(map(len, ranks))) for rank in ranks if i < len(rank)]
+
+
+def _gather_bytes(strategy: Any, data: bytes) -> list[bytes]:
+    sizes = strategy.all_gather(torch.tensor([len(data)])).flatten().tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return [bytes(row[:size].numpy()) for row, size in zip(strategy.all_gather(padded), sizes, strict=True)]
+
+
+def _gather_tensors(strategy: Any, tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    from safetensors.torch import load, save  # only predictions on several ranks need it
+
+    data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    return [load(part) for part in _gather_bytes(strategy, data)]
+
+
+def _belongs(key: str, index: int, count: int) -> bool:
+    return count == 1 or "/dataloader_idx_" not in key or key.endswith(f"/dataloader_idx_{index}")
+
+
+@contextmanager
+def _evaluation_mode(module: Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards every submodule has the mode that it had."""
+    modes = [(child, child.training) for child in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        changed = [(child, mode) for child, mode in modes if child.training != mode]
+        if changed and all(mode for _, mode in modes):
+            module.train()  # through the module's own method, which some override to swap weights
+        else:
+            for child, mode in changed:
+                child.training = mode

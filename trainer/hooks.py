@@ -1,0 +1,77 @@
+"""Finding, once before a run, which hooks the module and the callbacks override, and calling user code by its own signature."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from callbacks.base import Callback, Logger
+from trainer.module import Module
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+NAMES = [name for name in vars(Callback) if name.startswith("on_")]
+
+
+class Hooks:
+    """One attribute a hook: a tuple of what to call, the module's first, then the callbacks' in their order.
+
+    At the end of a training epoch metrics are reduced in between, so the module's hook stands apart.
+    """
+
+    def __init__(self, trainer: Trainer, module: Module) -> None:
+        for name in NAMES:
+            found: list[Callable] = []
+            if overrides(module, name, Module):
+                found.append(accept(getattr(module, name)))
+            for callback in trainer.callbacks:
+                if overrides(callback, name, Callback) and not (isinstance(callback, Logger) and getattr(type(callback), name) is getattr(Logger, name)):
+                    found.append(functools.partial(getattr(callback, name), trainer, module))
+            setattr(self, name, tuple(found))
+        own = int(overrides(module, "on_train_epoch_end", Module))
+        self.module_epoch_end, self.on_train_epoch_end = self.on_train_epoch_end[:own], self.on_train_epoch_end[own:]
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> tuple[Callable, ...]: ...
+
+
+def overrides(owner: Any, name: str, base: type) -> bool:
+    """Whether `owner` has its own `name`, in its class or as an attribute of the object."""
+    return name in vars(owner) or getattr(type(owner), name, None) is not getattr(base, name)
+
+
+def accept(fn: Callable) -> Callable:
+    """`fn` as a hook: given only as many of the arguments as it takes."""
+    takes = positional(fn)
+    return fn if takes is None else lambda *args: fn(*args[:takes])
+
+
+def step_function(fn: Callable, num_args: int) -> Callable:
+    """`fn` itself where it takes the `num_args` positional arguments that the loop gives, else what adapts it."""
+    takes = positional(fn)
+    names = inspect.signature(fn).parameters
+    keyword = num_args == 3 and "dataloader_idx" in names and names["dataloader_idx"].kind is inspect.Parameter.KEYWORD_ONLY
+    if keyword:
+        return lambda batch, batch_idx, dataloader_idx: fn(*(batch, batch_idx)[:takes], dataloader_idx=dataloader_idx)
+    if takes is None or takes == num_args:
+        return fn
+    if takes == 0:
+        raise TypeError(f"{getattr(fn, '__qualname__', fn)} must take the batch as its first argument, but it takes none")
+    if takes > num_args:
+        required = [p for p in list(names.values())[num_args:takes] if p.default is inspect.Parameter.empty]
+        if required:
+            raise TypeError(f"{getattr(fn, '__qualname__', fn)} has the argument {required[0].name!r}, which the loop does not give; it gives (batch, batch_idx" + (", dataloader_idx)" if num_args == 3 else ")"))
+        return fn
+    return lambda *args: fn(*args[:takes])
+
+
+def positional(fn: Callable) -> int | None:
+    """How many positional arguments `fn` takes; None for any number."""
+    parameters = inspect.signature(fn).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return None
+    return sum(p.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in parameters)

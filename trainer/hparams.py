@@ -1,0 +1,80 @@
+"""`save_hyperparameters`: the arguments of `__init__`, kept for logs, checkpoints and `load_from_checkpoint`."""
+
+from __future__ import annotations
+
+import inspect
+from types import FrameType
+from typing import Any
+
+
+class Namespace(dict):
+    """A dict whose entries are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"no hyperparameter {name!r}; there are {', '.join(self) or 'none'}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        del self[name]
+
+    def __reduce__(self) -> Any:
+        return (type(self), (dict(self),))
+
+
+class HyperParameters:
+    """Mix-in of Module and DataModule."""
+
+    @property
+    def hparams(self) -> Namespace:
+        """The saved hyperparameters, a dict with attribute access; empty before `save_hyperparameters`."""
+        return self.__dict__.setdefault("_hparams", Namespace())
+
+    def save_hyperparameters(self, *names: Any, ignore: str | list[str] | tuple[str, ...] | None = None, logger: bool = True) -> None:
+        """Keep the arguments that `__init__` was called with, or those in `names`; call it in `__init__`.
+
+        A dict (or an object with a `__dict__`) given in place of a name is kept entry by entry. What is
+        kept must be JSON data or tensors to be saved; name what is not in `ignore`. `logger` False keeps
+        them out of the loggers.
+        """
+        frame = inspect.currentframe()
+        caller = frame.f_back if frame else None
+        skipped = {ignore} if isinstance(ignore, str) else set(ignore or ())
+        if names and not all(isinstance(name, str) for name in names):
+            values: dict[str, Any] = {}
+            for value in names:
+                values.update(value if isinstance(value, dict) else vars(value))
+        else:
+            values = _init_arguments(self, caller)
+            unknown = [name for name in names if name not in values]
+            if unknown:
+                raise ValueError(f"save_hyperparameters({', '.join(map(repr, names))}) names {unknown[0]!r}, which is no argument of __init__ ({', '.join(values)})")
+            values = {name: value for name, value in values.items() if not names or name in names}
+        self.__dict__["_log_hparams"] = logger
+        self.hparams.update({name: value for name, value in values.items() if name not in skipped})
+
+
+def _init_arguments(owner: Any, frame: FrameType | None) -> dict[str, Any]:
+    """Arguments of the `__init__` frames of `owner`, the outermost class winning."""
+    found: dict[str, Any] = {}
+    while frame is not None:
+        code, local = frame.f_code, frame.f_locals
+        if code.co_name == "__init__" and local.get("self", local.get(code.co_varnames[0] if code.co_varnames else "")) is owner:
+            info = inspect.getargvalues(frame)
+            for name in info.args[1:] + _keyword_only(code):
+                found[name] = local[name]
+            if info.keywords:
+                found.update(local[info.keywords])
+        elif found:
+            break
+        frame = frame.f_back
+    return {name: value for name, value in found.items() if name not in ("args", "kwargs", "__class__")}
+
+
+def _keyword_only(code: Any) -> list[str]:
+    names = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    return list(names)

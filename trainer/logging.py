@@ -1,0 +1,242 @@
+"""What `self.log` collects: sums and counts on the value's own device, reduced over ranks when shown.
+
+Logging a value adds to a running sum: no host sync, no collective, no growth. At each logging interval
+and at epoch ends the sums of all ranks are exchanged in one packed all_gather, so every value is the
+exact weighted mean over all samples and ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from strategies import Strategy
+
+REDUCTIONS = {"mean", "sum", "max", "min"}
+
+
+class Entry:
+    """One logged name."""
+
+    __slots__ = ("count", "epoch_count", "epoch_value", "logger", "metric", "name", "number", "on_epoch", "on_step", "prog_bar", "rank_zero_only", "reduce_fx", "total")
+
+    def __init__(self, name: str, reduce_fx: str, on_step: bool, on_epoch: bool, prog_bar: bool, logger: bool, rank_zero_only: bool) -> None:
+        self.name, self.reduce_fx, self.on_step, self.on_epoch = name, reduce_fx, on_step, on_epoch
+        self.prog_bar, self.logger, self.rank_zero_only = prog_bar, logger, rank_zero_only
+        self.metric: Any = None
+        self.total: Tensor | None = None  # what tensors added since the last reduction, on their device
+        self.number = 0.0 if reduce_fx in ("mean", "sum") else -float("inf") if reduce_fx == "max" else float("inf")
+        self.count = 0.0  # of this rank, since the last reduction
+        self.epoch_value = self.number  # over all ranks, since the epoch began
+        self.epoch_count = 0.0
+
+    def flags(self) -> list[Any]:
+        return [self.reduce_fx, self.on_step, self.on_epoch, self.prog_bar, self.logger, self.rank_zero_only]
+
+
+class MetricStore:
+    """The metrics of one phase (training or one evaluation)."""
+
+    def __init__(self, module: nn.Module | None = None, training: bool = True) -> None:
+        self.module = module
+        self.entries: dict[str, Entry] = {}
+        self.keys_hash = 0
+        """Below 2**52, equal on ranks that have logged the same names."""
+        self.weight = 1.0
+        """Samples of the running micro-batch: the weight of what is logged in it."""
+        self.in_batch = False
+        """Whether a batch is being worked on: decides the defaults of `on_step` and `on_epoch`."""
+        self.training = training
+        self.suffix = ""
+        """Appended to names where several loaders are evaluated."""
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable = "mean",
+        batch_size: float | None = None,
+        add_dataloader_idx: bool = True,
+        rank_zero_only: bool = False,
+    ) -> None:
+        if self.suffix and add_dataloader_idx:
+            name += self.suffix
+        entry = self.entries.get(name)
+        if entry is None:
+            entry = self._add(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
+        if entry.metric is not None:
+            entry.epoch_count = 1.0
+            if entry.on_step:
+                value = getattr(value, "_forward_cache", None)
+                if value is None:
+                    return
+            else:
+                return
+        weight = (self.weight if batch_size is None else batch_size) if entry.reduce_fx == "mean" else 1.0
+        if isinstance(value, Tensor):
+            value = value.detach()
+            if value.dim():
+                if value.numel() != 1:
+                    raise ValueError(f"self.log({name!r}) takes one number, but got a tensor of shape {list(value.shape)}; log its mean or its elements under names of their own")
+                value = value.reshape(())
+            if entry.total is None or entry.total.device != value.device:
+                self._settle(entry)
+                start = entry.number if entry.reduce_fx in ("max", "min") else 0.0
+                entry.total = torch.full((), start, dtype=torch.float64 if value.device.type != "mps" else torch.float32, device=value.device)
+            if entry.reduce_fx in ("mean", "sum"):
+                if weight:  # padding must not bring in its NaN
+                    entry.total.add_(value, alpha=weight)
+            elif entry.reduce_fx == "max":
+                torch.maximum(entry.total, value, out=entry.total)
+            else:
+                torch.minimum(entry.total, value, out=entry.total)
+        elif entry.reduce_fx in ("mean", "sum"):
+            entry.number += value * weight if weight else 0.0
+        else:
+            entry.number = (max if entry.reduce_fx == "max" else min)(entry.number, value)
+        entry.count += weight
+
+    def reduce(self, strategy: Strategy, epoch_end: bool = False, reset: bool = True) -> dict[str, float]:
+        """Exchange what was added since the last call; return the values to show now, by their final names.
+
+        Every rank calls it. `epoch_end` returns the epoch's values and, with `reset`, starts a new epoch;
+        otherwise the means since the last call are returned.
+        """
+        if strategy.world_size > 1:
+            self._agree_on_names(strategy)
+        shared = sorted((e for e in self.entries.values() if not e.rank_zero_only), key=lambda e: e.name)
+        local = [e for e in self.entries.values() if e.rank_zero_only]
+        mine = self._pack(shared)
+        rows = [mine.tolist()] if strategy.world_size == 1 or not shared else strategy.all_gather(mine).tolist()
+        shown: dict[str, float] = {}
+        for entries, values in ((shared, rows), (local, [self._pack(local).tolist()])):
+            for i, entry in enumerate(entries):
+                self._reduce_entry(entry, [row[2 * i] for row in values], [row[2 * i + 1] for row in values], shown, epoch_end, reset)
+        return shown
+
+    def _agree_on_names(self, strategy: Strategy) -> None:
+        """Raise RuntimeError where ranks have logged different names; a rank that has logged none takes rank 0's."""
+        hashes = strategy.all_gather(torch.tensor([self.keys_hash, len(self.entries)])).tolist()
+        told = [row[0] for row in hashes if row[1]]
+        if len(set(told)) > 1:
+            usual = max(set(told), key=told.count)
+            odd = [rank for rank, row in enumerate(hashes) if row[1] and row[0] != usual]
+            raise RuntimeError(f"rank {', '.join(map(str, odd))} logged other metric names than the rest (here: {', '.join(self.entries) or 'none'}); every rank must log the same names")
+        if len(told) < len(hashes) and told:  # a rank without a sample
+            source = next(rank for rank, row in enumerate(hashes) if row[1])
+            for name, *flags, metric in strategy.broadcast([[e.name, *e.flags(), self._path(e.metric)] for e in self.entries.values()], source):
+                if name not in self.entries:
+                    entry = self._new(name, *flags)
+                    if metric is not None:
+                        entry.metric, entry.epoch_count = self.module.get_submodule(metric), 1  # type: ignore[union-attr]
+
+    def _path(self, metric: Any) -> str | None:
+        if metric is None or self.module is None:
+            return None
+        return next((name for name, child in self.module.named_modules() if child is metric), None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON data: the running sums of this rank and the epoch's values."""
+        for entry in self.entries.values():
+            self._settle(entry)
+        return {e.name: [*e.flags(), e.metric is not None, e.number, e.count, e.epoch_value, e.epoch_count] for e in self.entries.values()}
+
+    def load_state_dict(self, state: dict[str, Any], same_rank: bool) -> None:
+        """Take back `state_dict`; without `same_rank` only the epoch's values, which all ranks share."""
+        for name, (reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only, is_metric, number, count, epoch_value, epoch_count) in state.items():
+            if is_metric:
+                continue  # the object comes with the module's next call of log
+            entry = self._new(name, reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only)
+            entry.epoch_value, entry.epoch_count = epoch_value, epoch_count
+            if same_rank:
+                entry.number, entry.count = number, count
+
+    # ---- helpers -----------------------------------------------------------------------------------
+
+    def _add(self, name: str, value: Any, prog_bar: bool, logger: bool, on_step: bool | None, on_epoch: bool | None, reduce_fx: Any, rank_zero_only: bool) -> Entry:
+        is_metric = hasattr(value, "compute") and hasattr(value, "reset")
+        if not is_metric and not isinstance(value, (Tensor, int, float)):
+            raise TypeError(f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got {type(value).__name__}")
+        reduction = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduce_fx of self.log({name!r}) must be 'mean', 'sum', 'max' or 'min', but reduce_fx={reduce_fx!r}")
+        if on_step is None:
+            on_step = self.in_batch and self.training
+        if on_epoch is None:
+            on_epoch = not (self.in_batch and self.training)
+        entry = self._new(name, reduction, on_step, on_epoch, prog_bar, logger, rank_zero_only)
+        if is_metric:
+            entry.metric = value
+        return entry
+
+    def _new(self, name: str, reduce_fx: str, on_step: bool, on_epoch: bool, prog_bar: bool, logger: bool, rank_zero_only: bool) -> Entry:
+        entry = self.entries[name] = Entry(name, reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only)
+        if not rank_zero_only:
+            self.keys_hash ^= (zlib.crc32(name.encode()) << 20) | (zlib.adler32(name.encode()) & 0xFFFFF)
+        return entry
+
+    def _settle(self, entry: Entry) -> None:
+        if entry.total is not None:
+            total = float(entry.total)  # host sync: only when state is saved or a value changes its device
+            entry.number = total if entry.reduce_fx in ("max", "min") else entry.number + total
+            entry.total = None
+
+    def _pack(self, entries: list[Entry]) -> Tensor:
+        """`[2 * len(entries)]` float64 on CPU: value and count of each."""
+        on_device = [e for e in entries if e.total is not None]
+        if on_device:
+            groups: dict[torch.device, list[Entry]] = {}
+            for entry in on_device:
+                groups.setdefault(entry.total.device, []).append(entry)  # type: ignore[union-attr]
+            for group in groups.values():  # host sync: one a logging interval and device
+                for entry, total in zip(group, torch.stack([e.total for e in group]).tolist(), strict=True):  # type: ignore[misc]
+                    entry.number = total if entry.reduce_fx in ("max", "min") else entry.number + total
+                    entry.total = None
+        return torch.tensor([x for e in entries for x in (e.number, e.count)], dtype=torch.float64)
+
+    def _reduce_entry(self, entry: Entry, values: list[float], counts: list[float], shown: dict[str, float], epoch_end: bool, reset: bool) -> None:
+        count = sum(counts)
+        start = 0.0 if entry.reduce_fx in ("mean", "sum") else -float("inf") if entry.reduce_fx == "max" else float("inf")
+        combine = {"mean": sum, "sum": sum, "max": max, "min": min}[entry.reduce_fx]
+        value = combine(values)
+        entry.number, entry.count = start, 0.0
+        both = entry.on_step and entry.on_epoch
+        if count:
+            if entry.on_step and not epoch_end:
+                shown[entry.name + "_step" if both else entry.name] = value / count if entry.reduce_fx == "mean" else value
+            if entry.metric is None:
+                entry.epoch_value = combine([entry.epoch_value, value])
+                entry.epoch_count += count
+        if epoch_end:
+            if entry.on_epoch:
+                name = entry.name + "_epoch" if both else entry.name
+                if not entry.epoch_count:
+                    pass
+                elif entry.metric is not None:
+                    shown.update(_metric_values(name, entry.metric))
+                else:
+                    shown[name] = entry.epoch_value / entry.epoch_count if entry.reduce_fx == "mean" else entry.epoch_value
+            elif entry.on_step and count:
+                shown[entry.name] = value / count if entry.reduce_fx == "mean" else value
+            if reset:
+                if entry.metric is not None and entry.epoch_count:
+                    entry.metric.reset()
+                entry.epoch_value, entry.epoch_count = start, 0.0
+
+
+def _metric_values(name: str, metric: Any) -> dict[str, float]:
+    value = metric.compute()
+    if isinstance(value, dict):
+        return {f"{name}/{key}" if not key.startswith(name) else key: float(item) for key, item in value.items()}
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"the metric logged as {name!r} computes a tensor of shape {list(value.shape)}; log its elements under names of their own")
+    return {name: float(value)}

@@ -1,0 +1,215 @@
+"""The training loop, in the order in which things happen.
+
+    Trainer.fit → fit → strategy.forward_backward → Module.training_step
+                      → strategy.optimizer_step → optimizer.step
+
+`callbacks/base.py` shows where every hook is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from strategies.data import MicroBatch, Window
+from strategies.processes import set_phase
+from trainer import evaluation, setup
+
+if TYPE_CHECKING:
+    from trainer.module import Module
+    from trainer.setup import Sources
+    from trainer.trainer import Trainer
+
+
+def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
+    """Train `module`; every rank calls it, in its own process."""
+    run = setup.fit(trainer, module, sources)
+    strategy, placed, progress, hooks, metrics = trainer.strategy, trainer.placed, trainer.progress, trainer.hooks, trainer.metrics
+    optimizers, schedulers = list(run.optimizers.values()), trainer.lr_scheduler_configs
+    clip, log_every = run.clip, trainer.log_every_n_steps
+
+    for hook in hooks.on_fit_start:
+        hook()
+    if trainer.num_sanity_val_steps and run.val_loaders and not progress.global_step and not progress.batches_seen:
+        evaluation.sanity_check(trainer, module, run.val_loaders)
+    for hook in hooks.on_train_start:
+        hook()
+
+    while not _finished(trainer):
+        if not progress.batches_seen:
+            for hook in hooks.on_train_epoch_start:
+                hook()
+        steps_before, stop = progress.global_step, trainer.agree_to_stop()
+        if _validation_is_due(run, trainer):  # the checkpoint that this run came from was saved just before it
+            _validate(trainer, module, run)
+
+        windows = run.train_loader.windows(progress.current_epoch, progress.samples_seen, run.limit)
+        while not stop:
+            set_phase(progress.global_step, "loading data")
+            window = next(windows, None)
+            if window is None:
+                break
+            set_phase(progress.global_step, "training step")
+            agreement = strategy.forward_backward(
+                placed,
+                run.training_step,
+                window,
+                micro_batches=_prepared(trainer, run, window),
+                automatic=module.automatic_optimization,
+                parameters=run.parameters,
+                note=trainer.note,
+                before_backward=run.before_backward,
+                after_backward=run.after_backward,
+            )
+            if agreement.non_finite_rank is not None:
+                raise FloatingPointError(
+                    f"the loss of rank {agreement.non_finite_rank} is NaN or infinite in step {progress.global_step} of epoch {progress.current_epoch}; no parameter was changed by it"
+                )
+            stepped = trainer.manually_stepped
+            if module.automatic_optimization and agreement.count:
+                set_phase(progress.global_step, "optimizer step")
+                for optimizer in optimizers:
+                    for hook in hooks.on_before_optimizer_step:
+                        hook(optimizer)
+                    if clip is not None:
+                        clip(optimizer)
+                    stepped |= run.step(optimizer, window)
+                if stepped:
+                    _step_schedulers(trainer, module, "step")
+                for optimizer in optimizers:
+                    for hook in hooks.on_before_zero_grad:
+                        hook(optimizer)
+                    optimizer.zero_grad()
+
+            trainer.manually_stepped = False
+            progress.global_step += stepped
+            progress.samples_seen += window.num_samples
+            progress.batches_seen += len(window.micro_batches)
+            progress.total_batches += len(window.micro_batches)
+            if stepped and progress.global_step % log_every == 0:
+                trainer.publish(metrics.reduce(strategy))
+            last = window.micro_batches[-1]
+            trainer.window_is_open = False
+            for hook in hooks.on_train_batch_end:
+                hook(last.output, last.batch, last.batch_idx)
+            metrics.in_batch = False
+            if _validation_is_due(run, trainer):
+                _validate(trainer, module, run)
+                stop = trainer.agree_to_stop()
+            stop = stop or agreement.stop or (trainer.max_steps is not None and progress.global_step >= trainer.max_steps)
+            if trainer.signal_agreed(agreement.stop):
+                raise trainer.interrupted()
+
+        if progress.global_step == steps_before and trainer.max_epochs is None and not stop:
+            raise ValueError(f"no batch of epoch {progress.current_epoch} led to an optimizer step, so max_steps={trainer.max_steps} is never reached; let training_step return a loss")
+        if stop and not run.epoch_is_over(progress):
+            _finish_early(trainer, module, run)
+            break
+        _close_epoch(trainer, module, run)
+
+    for hook in hooks.on_train_end:
+        hook()
+    for hook in hooks.on_fit_end:
+        hook()
+
+
+def _finished(trainer: Trainer) -> bool:
+    progress = trainer.progress
+    if trainer.max_epochs is not None and progress.current_epoch >= trainer.max_epochs:
+        return True
+    if trainer.max_steps is not None and progress.global_step >= trainer.max_steps:
+        return True
+    return trainer.agree_to_stop() and progress.current_epoch >= (trainer.min_epochs or 0)
+
+
+def _prepared(trainer: Trainer, run: setup.FitRun, window: Window) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of a window, on the device, with the hooks of each batch around it.
+
+    Returns to the strategy in between, which has walked back by then; the last batch's end comes after the step.
+    """
+    metrics, hooks, progress = trainer.metrics, trainer.hooks, trainer.progress
+    last = len(window.micro_batches) - 1
+    trainer.window_is_open = True
+    for i, micro_batch in enumerate(window.micro_batches):
+        micro_batch.batch_idx = progress.batches_seen + i
+        micro_batch.batch = run.transfer(micro_batch.batch)
+        metrics.weight = micro_batch.num_samples
+        metrics.in_batch = True
+        trainer.batch_share = micro_batch.num_samples * trainer.strategy.data_size / window.num_samples
+        for hook in hooks.on_train_batch_start:
+            hook(micro_batch.batch, micro_batch.batch_idx)
+        yield micro_batch
+        if i < last:
+            for hook in hooks.on_train_batch_end:
+                hook(micro_batch.output, micro_batch.batch, micro_batch.batch_idx)
+            if not run.reevaluates:
+                micro_batch.batch = micro_batch.output = None
+
+
+def _validation_is_due(run: setup.FitRun, trainer: Trainer) -> bool:
+    if run.val_every is None:
+        return False
+    progress = trainer.progress
+    if trainer.check_val_every_n_epoch is None:
+        return progress.total_batches // run.val_every > progress.validations
+    return run.validates_in(progress.current_epoch) and progress.batches_seen // run.val_every > progress.validations
+
+
+def _validate(trainer: Trainer, module: Module, run: setup.FitRun) -> None:
+    progress = trainer.progress
+    if run.val_every is not None:
+        progress.validations = (progress.total_batches if trainer.check_val_every_n_epoch is None else progress.batches_seen) // run.val_every
+    run.validated_at = progress.global_step
+    evaluation.validate_in_fit(trainer, module, run.val_loaders)
+
+
+def _close_epoch(trainer: Trainer, module: Module, run: setup.FitRun) -> None:
+    """All that happens once the last window of an epoch is done; a checkpoint may be saved in each of its hooks."""
+    progress, metrics, hooks = trainer.progress, trainer.metrics, trainer.hooks
+    if not progress.epoch_validated:
+        trainer.publish(metrics.reduce(trainer.strategy, epoch_end=True))
+        progress.epoch_validated = True
+        if run.val_loaders and run.val_every is None and run.validates_in(progress.current_epoch):
+            _validate(trainer, module, run)
+    if not progress.epoch_closed:
+        for hook in hooks.module_epoch_end:
+            hook()
+        trainer.publish(metrics.reduce(trainer.strategy, epoch_end=True))  # the callbacks decide by what the module logged
+        progress.epoch_closed = True
+        for hook in hooks.on_train_epoch_end:
+            hook()
+        trainer.publish(metrics.reduce(trainer.strategy, epoch_end=True))
+    _step_schedulers(trainer, module, "epoch")
+    progress.end_epoch()
+    if trainer.check_val_every_n_epoch is not None:
+        progress.validations = 0
+    stop = trainer.agree_to_stop()
+    if trainer.signal_agreed(stop):
+        raise trainer.interrupted()
+
+
+def _finish_early(trainer: Trainer, module: Module, run: setup.FitRun) -> None:
+    """Training ends within an epoch: show what it has measured so far and validate, but leave the epoch open for a resumed run."""
+    trainer.publish(trainer.metrics.reduce(trainer.strategy, epoch_end=True, reset=False))
+    if run.val_loaders and run.validated_at != trainer.global_step:
+        _validate(trainer, module, run)
+
+
+def _step_schedulers(trainer: Trainer, module: Module, interval: str) -> None:
+    """Step the schedulers that are due; in manual optimization the user's step does."""
+    if not module.automatic_optimization:
+        return
+    done = trainer.progress.global_step if interval == "step" else trainer.progress.current_epoch
+    for config in trainer.lr_scheduler_configs:
+        if config.interval != interval or (done + 1) % config.frequency:
+            continue
+        metric = None
+        if config.monitor is not None:
+            metric = trainer.callback_metrics.get(config.monitor)
+            if metric is None:
+                if config.strict:
+                    raise ValueError(
+                        f"a scheduler monitors {config.monitor!r}, which has not been logged when it is to step; logged are {', '.join(sorted(trainer.callback_metrics)) or 'none'}"
+                    )
+                continue
+        module.lr_scheduler_step(config.scheduler, metric)

@@ -1,0 +1,289 @@
+"""Module: the user's side of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.hparams import HyperParameters
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+M = TypeVar("M", bound="Module")
+
+
+class Module(HyperParameters, nn.Module):
+    """An nn.Module with the steps of its training.
+
+    Override `training_step` and `configure_optimizers`, and of the rest what you need. The hooks are
+    those of `callbacks.Callback` without the `trainer` and `module` arguments, at the same moments.
+    """
+
+    automatic_optimization = True
+    """False: `training_step` walks back and steps by itself (`optimizers`, `manual_backward`, `clip_gradients`)."""
+    example_input_array: Any = None
+    """Input of `forward` from which the summary derives sizes and FLOPs, and loggers the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["_trainer"] = None
+
+    # ---- steps: override -------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the mean loss of `batch` (0-dim, with gradient), a dict with "loss", `Loss(total, count)`, a dict of losses by optimizer name, or None for no weight."""
+        raise NotImplementedError
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Log what you measure; gradients are off."""
+        raise NotImplementedError
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Log what you measure; gradients are off."""
+        raise NotImplementedError
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Return the predictions for `batch`: by default what `forward` returns for its first element."""
+        return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+    def configure_model(self) -> None:
+        """Build large layers here instead of in `__init__`: a strategy that shards creates them without memory. Called once on every rank; may be called again on a built module."""
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer; a list of them; (optimizers, schedulers); a dict with "optimizer" and "lr_scheduler"; or a dict of these by name."""
+        raise NotImplementedError
+
+    def configure_gradient_clipping(self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None) -> None:
+        """Clip before a step. The default clips by the Trainer's arguments."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None) -> None:
+        """Step `optimizer`, whose gradients are ready; the closure returns the loss and computes nothing."""
+        self._running().strategy.optimizer_step(self._running().placed, optimizer)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Step `scheduler`; `metric` is the value that it monitors, or None."""
+        scheduler.step() if metric is None else scheduler.step(metric)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch; the default is the strategy's `to_device`."""
+        return self._running().strategy.to_device(batch)
+
+    # ---- loaders and hooks: override -------------------------------------------------------------
+
+    def prepare_data(self) -> None: ...
+    def setup(self, stage: str) -> None: ...
+    def teardown(self, stage: str) -> None: ...
+
+    def train_dataloader(self) -> Any:
+        return None
+
+    def val_dataloader(self) -> Any:
+        return None
+
+    def test_dataloader(self) -> Any:
+        return None
+
+    def predict_dataloader(self) -> Any:
+        return None
+
+    def on_exception(self, exception: BaseException) -> None: ...
+    def on_fit_start(self) -> None: ...
+    def on_fit_end(self) -> None: ...
+    def on_sanity_check_start(self) -> None: ...
+    def on_sanity_check_end(self) -> None: ...
+    def on_train_start(self) -> None: ...
+    def on_train_end(self) -> None: ...
+    def on_train_epoch_start(self) -> None: ...
+    def on_train_epoch_end(self) -> None: ...
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+    def on_before_backward(self, loss: Tensor) -> None: ...
+    def on_after_backward(self) -> None: ...
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None: ...
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None: ...
+    def on_validation_start(self) -> None: ...
+    def on_validation_end(self) -> None: ...
+    def on_validation_epoch_start(self) -> None: ...
+    def on_validation_epoch_end(self) -> None: ...
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_test_start(self) -> None: ...
+    def on_test_end(self) -> None: ...
+    def on_test_epoch_start(self) -> None: ...
+    def on_test_epoch_end(self) -> None: ...
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_predict_start(self) -> None: ...
+    def on_predict_end(self) -> None: ...
+    def on_predict_epoch_start(self) -> None: ...
+    def on_predict_epoch_end(self) -> None: ...
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+
+    # ---- what a step uses: call --------------------------------------------------------------------
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable = "mean",
+        sync_dist: bool = True,
+        batch_size: float | None = None,
+        add_dataloader_idx: bool = True,
+        rank_zero_only: bool = False,
+        **_lightning: Any,
+    ) -> None:
+        """Log `value` (a number, a tensor of one element, or a torchmetrics Metric) under `name`.
+
+        In a training batch the default is `on_step` (the mean since the last logging interval), elsewhere
+        `on_epoch` (the mean over the epoch); with both the names are `name_step` and `name_epoch`. Means
+        are weighted by the samples of the batch, or by `batch_size`, and always span all ranks
+        (`sync_dist` is accepted and changes nothing). Every rank logs the same names, unless
+        `rank_zero_only`. Costs one addition on the value's device; synchronises nothing.
+        """
+        if self._trainer is None:
+            raise RuntimeError(f"self.log({name!r}) was called outside of a run; call it in a step or hook")
+        self._trainer.metrics.log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx, rank_zero_only)
+
+    def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
+        """`log` for each entry of a dict or MetricCollection."""
+        for name, value in values.items():
+            self.log(name, value, **options)
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print` on rank 0, above the progress bar."""
+        self._running().print(*values, **options)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer, or a list of several, as objects whose `step` and `zero_grad` keep ranks together."""
+        optimizers = self._running().user_optimizers
+        return optimizers[0] if len(optimizers) == 1 else list(optimizers)
+
+    def lr_schedulers(self) -> Any:
+        """The scheduler, a list of several, or None."""
+        schedulers = [config.scheduler for config in self._running().lr_scheduler_configs]
+        return (schedulers[0] if len(schedulers) == 1 else schedulers) if schedulers else None
+
+    def manual_backward(self, loss: Tensor) -> None:
+        """Walk back from `loss`, the mean over this batch; for `automatic_optimization = False`."""
+        self._running().manual_backward(loss)
+
+    def clip_gradients(self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None) -> Tensor | None:
+        """Clip what `optimizer` will apply; return the norm of the global gradient, or None for "value"."""
+        if gradient_clip_val is None:
+            return None
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        trainer = self._running()
+        return trainer.strategy.clip_gradients(trainer.placed, optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Let gradients flow into the parameters of `optimizer` only, until `untoggle_optimizer`."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        saved = self.__dict__.setdefault("_toggled", {})
+        for other in self._running().optimizers:
+            for group in other.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in own and id(parameter) not in saved:
+                        saved[id(parameter)] = (parameter, parameter.requires_grad)
+                        parameter.requires_grad_(False)
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Undo `toggle_optimizer`."""
+        for parameter, requires_grad in self.__dict__.pop("_toggled", {}).values():
+            parameter.requires_grad_(requires_grad)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Stack each tensor of `data` over ranks: shape `[world_size, …]`. Every rank calls it; no gradient flows."""
+        if sync_grads:
+            raise ValueError("all_gather(sync_grads=True) is not offered: a loss over gathered outputs weighs ranks differently; compute the loss on each rank's batch")
+        gather = self._running().strategy.all_gather
+        if isinstance(data, Mapping):
+            return {key: self.all_gather(value) for key, value in data.items()}
+        if isinstance(data, (list, tuple)):
+            return type(data)(self.all_gather(value) for value in data)
+        return gather(data if isinstance(data, Tensor) else torch.tensor(data))
+
+    # ---- facts -------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer that runs this module. Raises RuntimeError where none does."""
+        return self._running()
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        if self._trainer is not None and self._trainer.running:
+            return self._trainer.strategy.device
+        return next((t.device for t in [*self.parameters(), *self.buffers()]), torch.device("cpu"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return next((p.dtype for p in self.parameters()), torch.get_default_dtype())
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed; the index of the running epoch."""
+        return self._trainer.current_epoch if self._trainer is not None else 0
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps completed."""
+        return self._trainer.global_step if self._trainer is not None else 0
+
+    @property
+    def global_rank(self) -> int:
+        return self._trainer.global_rank if self._trainer is not None else 0
+
+    @property
+    def local_rank(self) -> int:
+        return self._trainer.local_rank if self._trainer is not None else 0
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return self._trainer.logger if self._trainer is not None else None
+
+    @property
+    def loggers(self) -> list[Any]:
+        return self._trainer.loggers if self._trainer is not None else []
+
+    @classmethod
+    def load_from_checkpoint(cls: type[M], path: str | Path, map_location: Any = None, strict: bool = True, **overrides: Any) -> M:
+        """Build the module from the hyperparameters in a checkpoint and load its weights.
+
+        `overrides` replace or complete the saved hyperparameters. `map_location` is a device. Raises
+        CheckpointError for a folder that is no valid checkpoint, TypeError where `__init__` needs more.
+        """
+        from trainer.snapshot import load_module  # here, as module.py is what snapshot.py builds on
+
+        return load_module(cls, path, map_location, strict, overrides)
+
+    # ---- helpers -----------------------------------------------------------------------------------
+
+    @property
+    def _trainer(self) -> Trainer | None:
+        return self.__dict__.get("_trainer")
+
+    def _running(self) -> Trainer:
+        trainer = self.__dict__.get("_trainer")
+        if trainer is None:
+            raise RuntimeError(f"this {type(self).__name__} is not attached to a Trainer; it is while fit, validate, test or predict runs")
+        return trainer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_trainer": None}

@@ -1,0 +1,91 @@
+"""From any of the forms that `configure_optimizers` may return to named optimizers and scheduler configs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+FORMS = "an optimizer; a list of them; (optimizers, schedulers); a dict with 'optimizer' and 'lr_scheduler'; or a dict of these by name"
+
+
+@dataclass
+class SchedulerConfig:
+    """A learning-rate scheduler and when it steps."""
+
+    scheduler: Any
+    interval: str = "epoch"
+    """"epoch" or "step" (optimizer steps)."""
+    frequency: int = 1
+    """Steps at every `frequency`-th interval."""
+    monitor: str | None = None
+    """Name of the metric that it is stepped on."""
+    name: str | None = None
+    """What LearningRateMonitor calls it."""
+    strict: bool = True
+    """Whether a missing `monitor` is an error."""
+
+    @property
+    def reduce_on_plateau(self) -> bool:
+        return isinstance(self.scheduler, ReduceLROnPlateau)
+
+
+def parse(configured: Any) -> tuple[dict[str, Optimizer], list[SchedulerConfig]]:
+    """Return (optimizers by name, schedulers). Optimizers without a name are called "0", "1", ....
+
+    Raises TypeError or ValueError for a form that it does not know.
+    """
+    if configured is None:
+        return {}, []
+    if isinstance(configured, Mapping) and "optimizer" not in configured:
+        named = dict(configured)
+    elif isinstance(configured, (list, tuple)) and len(configured) == 2 and isinstance(configured[0], (list, tuple)):
+        optimizers, schedulers = configured
+        schedulers = schedulers if isinstance(schedulers, (list, tuple)) else [schedulers]
+        return {str(i): _optimizer(o) for i, o in enumerate(optimizers)}, [_scheduler(s, None) for s in schedulers if s is not None]
+    elif isinstance(configured, (list, tuple)):
+        named = {}
+        for i, item in enumerate(configured):
+            named[str(item.get("name", i)) if isinstance(item, Mapping) else str(i)] = item
+    else:
+        named = {"0": configured}
+    optimizers, schedulers = {}, []
+    for name, item in named.items():
+        if isinstance(item, Mapping):
+            unknown = set(item) - {"optimizer", "lr_scheduler", "monitor", "name", "frequency"}
+            if unknown or "optimizer" not in item:
+                raise ValueError(f"configure_optimizers may return {FORMS}, but {name!r} has the keys {sorted(map(str, item))}")
+            optimizers[name] = _optimizer(item["optimizer"])
+            if item.get("lr_scheduler") is not None:
+                schedulers.append(_scheduler(item["lr_scheduler"], item.get("monitor")))
+        else:
+            optimizers[name] = _optimizer(item)
+    return optimizers, schedulers
+
+
+def _optimizer(value: Any) -> Optimizer:
+    if not isinstance(value, Optimizer):
+        raise TypeError(f"configure_optimizers may return {FORMS}, but it returned {type(value).__name__} where an optimizer belongs")
+    return value
+
+
+def _scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
+    if isinstance(value, Mapping):
+        if "scheduler" not in value:
+            raise ValueError(f"an lr_scheduler given as a dict needs the key 'scheduler', but it has {sorted(map(str, value))}")
+        unknown = sorted(set(value) - {"scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau"})
+        if unknown:
+            raise ValueError(f"an lr_scheduler dict may hold scheduler, interval, frequency, monitor, name and strict, but it has {', '.join(unknown)}")
+        config = SchedulerConfig(**{"monitor": monitor, **{k: v for k, v in value.items() if k != "reduce_on_plateau"}})
+    else:
+        config = SchedulerConfig(value, monitor=monitor)
+    if config.interval not in ("epoch", "step"):
+        raise ValueError(f"interval of an lr_scheduler must be 'epoch' or 'step', but interval={config.interval!r}")
+    if not isinstance(config.frequency, int) or config.frequency < 1:
+        raise ValueError(f"frequency of an lr_scheduler must be a whole number of at least 1, but frequency={config.frequency!r}")
+    if config.reduce_on_plateau and config.monitor is None:
+        raise ValueError("ReduceLROnPlateau needs the name of a metric: return {'scheduler': …, 'monitor': 'val/loss'}")
+    return config

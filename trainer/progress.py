@@ -1,0 +1,43 @@
+"""Where a run is: one counter a quantity, each incremented at one place of the loop."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class Progress:
+    """Counters of a fit; saved as they are."""
+
+    global_step: int = 0
+    """Optimizer steps completed."""
+    current_epoch: int = 0
+    """Epochs completed."""
+    samples_seen: int = 0
+    """Global samples consumed in the running epoch."""
+    batches_seen: int = 0
+    """Batches of each rank consumed in the running epoch."""
+    total_batches: int = 0
+    """Batches of each rank consumed in the run."""
+    validations: int = 0
+    """Validations that this epoch's val_check_interval has had (over the run where it counts across epochs)."""
+    epoch_validated: bool = False
+    """The validation at the end of the running epoch is done."""
+    epoch_closed: bool = False
+    """The hooks at the end of the running epoch are done."""
+
+    def end_epoch(self) -> None:
+        """Begin the next epoch."""
+        self.current_epoch += 1
+        self.samples_seen = self.batches_seen = 0
+        self.epoch_validated = self.epoch_closed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if set(state) != set(asdict(self)):
+            raise ValueError(f"progress must hold {sorted(asdict(self))}, but the checkpoint has {sorted(state)}")
+        for name, value in state.items():
+            setattr(self, name, value)

@@ -1,0 +1,324 @@
+"""All that happens on a rank before the loop: from what the user gave to what a step needs."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from strategies.base import split_loss
+from strategies.data import ShardedLoader, Window
+from trainer import optimizers as configured
+from trainer import snapshot
+from trainer.hooks import Hooks, overrides, step_function
+from trainer.logging import MetricStore
+from trainer.manual import ManualOptimizer
+from trainer.module import Module
+from trainer.seeding import derive, seed_everything
+
+if TYPE_CHECKING:
+    from trainer.datamodule import DataModule
+    from trainer.progress import Progress
+    from trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the loaders of a run come from: what the caller gave, else the DataModule, else the module."""
+
+    loaders: Mapping[str, Any] = field(default_factory=dict)
+    """By kind: "train", "val", "test", "predict"."""
+    datamodule: DataModule | None = None
+
+    def get(self, module: Module, kind: str) -> Any:
+        """The loader, the list or dict of loaders, or None."""
+        given = self.loaders.get(kind)
+        if given is not None:
+            return given
+        name = f"{kind}_dataloader"
+        found = getattr(self.datamodule, name)() if self.datamodule is not None else None
+        return getattr(module, name)() if found is None else found
+
+
+@dataclass
+class FitRun:
+    """What the loop needs besides the Trainer's own state; made once."""
+
+    train_loader: ShardedLoader
+    limit: int | None
+    """Batches of each rank in an epoch, where limited."""
+    num_batches: int | None
+    """Batches of each rank in an epoch, where known."""
+    val_loaders: list[ShardedLoader]
+    val_every: int | None
+    """Batches between validations; None: at the end of epochs."""
+    check_val_every_n_epoch: int
+    optimizers: dict[str, Optimizer]
+    training_step: Callable[[Any, int], Any]
+    transfer: Callable[[Any], Any]
+    clip: Callable[[Optimizer], Any] | None
+    step: Callable[[Optimizer, Window], bool]
+    parameters: dict[str, list[nn.Parameter]] | None
+    before_backward: Callable[[Tensor], None] | None
+    after_backward: Callable[[], None] | None
+    reevaluates: bool
+    validated_at: int = -1
+    """`global_step` of the last validation."""
+
+    def validates_in(self, epoch: int) -> bool:
+        return (epoch + 1) % self.check_val_every_n_epoch == 0
+
+    def epoch_is_over(self, progress: Progress) -> bool:
+        return self.num_batches is not None and progress.batches_seen >= self.num_batches
+
+
+@contextmanager
+def attached(trainer: Trainer, module: Module, sources: Sources, stage: str, ckpt_path: str | None) -> Iterator[None]:
+    """The life of a run on this rank: processes joined, module and callbacks attached, and all of it undone."""
+    trainer.running = True
+    module.__dict__["_trainer"] = trainer
+    datamodule = sources.datamodule
+    try:
+        trainer.strategy.setup()
+        trainer.start_run(module, stage)
+        trainer.resumed = trainer.open_checkpoint(ckpt_path)
+        for callback in trainer.callbacks:
+            callback._module = module
+        if datamodule is not None:
+            datamodule.trainer = trainer
+        trainer.datamodule = datamodule
+        owners = [owner for owner in (datamodule, module) if owner is not None]
+        if trainer.local_rank == 0:
+            for owner in owners:
+                owner.prepare_data()
+        trainer.strategy.barrier()
+        for owner in owners:
+            owner.setup(stage)
+        module.configure_model()
+        trainer.hooks = Hooks(trainer, module)
+        for callback in trainer.callbacks:
+            callback.setup(trainer, module, stage)
+        yield
+        for owner in owners:
+            owner.teardown(stage)
+        for callback in trainer.callbacks:
+            callback.teardown(trainer, module, stage)
+        trainer.end_run("success")
+    except BaseException as error:
+        hooks = getattr(trainer, "hooks", None)
+        for hook in hooks.on_exception if hooks is not None else ():
+            try:
+                hook(error)
+            except Exception as later:  # the first error is the one to show
+                error.add_note(f"on_exception failed too: {type(later).__name__}: {later}") if hasattr(error, "add_note") else None
+        trainer.end_run("interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed")
+        raise
+    finally:
+        trainer.running = False
+        for callback in trainer.callbacks:
+            callback._module = None
+        trainer.strategy.teardown()
+
+
+def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
+    """Place the model, build loaders and optimizers, restore what is to be resumed. Every rank calls it."""
+    strategy = trainer.strategy
+    seed = trainer.run_seed
+    checkpoint = trainer.resumed
+    if checkpoint is not None:
+        seed = trainer.run_seed = checkpoint.state["seed"]
+
+    overfit = trainer.overfit_batches
+    source = sources.get(module, "train")
+    if source is None:
+        raise ValueError("fit needs training data: give train_dataloaders, or a DataModule or Module with train_dataloader")
+    train_loader = strategy.shard_loader(
+        source, seed=derive(seed, "train"), shuffle=False if overfit else None, accumulate=trainer.accumulate_grad_batches, split=trainer.split_batches
+    )
+    trainer.train_dataloader = train_loader
+    total = _length(train_loader)
+    limit = limit_of(overfit or trainer.limit_train_batches, total, "overfit_batches" if overfit else "limit_train_batches")
+    num_batches = total if limit is None else limit if total is None else min(limit, total)
+    if num_batches == 0:
+        raise ValueError("the training loader has no batch: its dataset is empty, or drop_last drops its only batch")
+    trainer.num_training_batches = math.inf if num_batches is None else num_batches
+    has_step = overrides(module, "validation_step", Module)
+    val_sources = (source if overfit else sources.get(module, "val")) if has_step and trainer.limit_val_batches != 0 else None
+    val_loaders = evaluation_loaders(trainer, val_sources, "val", overfit)
+    trainer.val_dataloaders = val_loaders
+    windows = train_loader.num_windows(limit)
+    trainer.windows_per_epoch = windows
+
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ValueError(f"{type(module).__name__} has no trainable parameter; give it layers, or set requires_grad on what is to be trained")
+    trainer.placed = strategy.place(module)
+    named, schedulers = configured.parse(module.configure_optimizers())
+    if module.automatic_optimization and not named:
+        raise ValueError(f"{type(module).__name__}.configure_optimizers returned no optimizer; return one, or set automatic_optimization = False")
+    named = strategy.attach(trainer.placed, named)
+    trainer.named_optimizers, trainer.lr_scheduler_configs = named, schedulers
+    trainer.user_optimizers = [ManualOptimizer(optimizer, trainer) for optimizer in named.values()]
+    trainer.metrics = MetricStore(module)
+    if trainer.data_rank_noise(strategy.data_rank):
+        seed_everything(derive(seed, "noise", strategy.data_rank))
+    if checkpoint is not None:
+        snapshot.restore(trainer, module, checkpoint)
+    module.train()
+
+    hooks, parameters = trainer.hooks, None
+    if len(named) > 1 and module.automatic_optimization:
+        parameters = {name: [p for group in optimizer.param_groups for p in group["params"]] for name, optimizer in named.items()}
+    reevaluates = any(isinstance(optimizer, LBFGS) for optimizer in named.values())
+    training_step = step_function(module.training_step, 2)
+    return FitRun(
+        train_loader=train_loader,
+        limit=limit,
+        num_batches=num_batches,
+        val_loaders=val_loaders,
+        val_every=_validation_interval(trainer, num_batches),
+        check_val_every_n_epoch=trainer.check_val_every_n_epoch or 1,
+        optimizers=named,
+        training_step=training_step,
+        transfer=functools.partial(module.transfer_batch_to_device, device=strategy.device, dataloader_idx=0)
+        if overrides(module, "transfer_batch_to_device", Module)
+        else strategy.to_device,
+        clip=_clip(trainer, module),
+        step=_step(trainer, module, training_step),
+        parameters=parameters,
+        before_backward=_all_of(hooks.on_before_backward),
+        after_backward=_all_of(hooks.on_after_backward),
+        reevaluates=reevaluates,
+    )
+
+
+def evaluation_loaders(trainer: Trainer, sources: Any, kind: str, overfit: float | int = 0) -> list[ShardedLoader]:
+    """The sharded loaders of an evaluation, in order; sets the Trainer's number of batches of each."""
+    if sources is None:
+        loaders: list[Any] = []
+    elif isinstance(sources, Mapping):
+        loaders = list(sources.values())
+    elif isinstance(sources, (list, tuple)) and sources and all(_is_loader(item) for item in sources):
+        loaders = list(sources)
+    else:
+        loaders = [sources]
+    sharded = [trainer.strategy.shard_loader(loader, seed=derive(trainer.run_seed, kind, i), shuffle=False if overfit else None) for i, loader in enumerate(loaders)]
+    limits = {"val": trainer.limit_val_batches, "test": trainer.limit_test_batches, "predict": None}
+    wanted = overfit or limits[kind]
+    trainer.evaluation_limits[kind] = [limit_of(wanted, _length(loader), f"limit_{kind}_batches") for loader in sharded]
+    counts = [math.inf if (n := _length(loader)) is None else n for loader in sharded]
+    trainer.evaluation_batches[kind] = [n if limit is None else min(n, limit) for n, limit in zip(counts, trainer.evaluation_limits[kind], strict=True)]
+    return sharded
+
+
+def limit_of(wanted: float | int | None, total: int | None, name: str) -> int | None:
+    """Batches that a limit allows: a whole number as it is, a fraction of the total; None for no limit."""
+    if wanted is None or (isinstance(wanted, float) and wanted == 1.0):
+        return None
+    if isinstance(wanted, int):
+        return wanted
+    if total is None:
+        raise ValueError(f"{name}={wanted} is a fraction, which needs a loader of known length; give a number of batches")
+    limit = int(total * wanted)
+    if limit == 0 and wanted > 0:
+        raise ValueError(f"{name}={wanted} of {total} batches is less than one; give at least {1 / total:.4f} or a number of batches")
+    return limit
+
+
+def _validation_interval(trainer: Trainer, num_batches: int | None) -> int | None:
+    wanted = trainer.val_check_interval
+    if wanted is None or (isinstance(wanted, float) and wanted == 1.0):
+        return None
+    if isinstance(wanted, int):
+        if trainer.check_val_every_n_epoch is not None and num_batches is not None and wanted > num_batches:
+            raise ValueError(
+                f"val_check_interval={wanted} is more than the {num_batches} batches of an epoch; lower it, or set check_val_every_n_epoch=None to count across epochs"
+            )
+        return wanted
+    if num_batches is None:
+        raise ValueError(f"val_check_interval={wanted} is a fraction, which needs a training loader of known length; give a number of batches")
+    return max(1, int(num_batches * wanted))
+
+
+def _clip(trainer: Trainer, module: Module) -> Callable[[Optimizer], Any] | None:
+    value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    if overrides(module, "configure_gradient_clipping", Module):
+        return functools.partial(module.configure_gradient_clipping, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
+    if value is None:
+        return None
+    strategy, placed = trainer.strategy, trainer.placed
+    return lambda optimizer: strategy.clip_gradients(placed, optimizer, value, algorithm)
+
+
+def _step(trainer: Trainer, module: Module, training_step: Callable) -> Callable[[Optimizer, Window], bool]:
+    """How an optimizer steps: by the strategy, or by the module's own `optimizer_step`."""
+    strategy, placed = trainer.strategy, trainer.placed
+    own = overrides(module, "optimizer_step", Module)
+    if not own and not any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+        return lambda optimizer, window: strategy.optimizer_step(placed, optimizer)
+
+    def step(optimizer: Optimizer, window: Window) -> bool:
+        calls = 0
+
+        def closure() -> Tensor:
+            nonlocal calls
+            calls += 1
+            return window_loss(trainer, window, training_step, again=calls > 1)
+
+        if own:
+            module.optimizer_step(trainer.current_epoch, window.micro_batches[-1].batch_idx, optimizer, closure)
+            return True
+        return strategy.optimizer_step(placed, optimizer, closure if isinstance(optimizer, LBFGS) else None)
+
+    return step
+
+
+def window_loss(trainer: Trainer, window: Window, training_step: Callable, again: bool) -> Tensor:
+    """The loss of a window for optimizers that ask for it, equal on all ranks; `again` computes it and its gradient anew."""
+    if again:
+        logged, trainer.metrics = trainer.metrics, MetricStore()
+        logged_weight = logged.weight
+        try:
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad()
+            trainer.strategy.forward_backward(trainer.placed, training_step, window)
+        finally:
+            trainer.metrics, trainer.metrics.weight = logged, logged_weight
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0.0
+    for micro_batch in window.micro_batches:
+        value, numerator, counted = split_loss(micro_batch.output, micro_batch.num_samples)
+        if value is not None:
+            total = total + value.detach().double().cpu() * numerator
+            count += counted
+    both = trainer.strategy.all_reduce(torch.stack([total, torch.tensor(count, dtype=torch.float64)]))
+    return both[0] / both[1]
+
+
+def _all_of(hooks: tuple[Callable, ...]) -> Callable | None:
+    if len(hooks) < 2:
+        return hooks[0] if hooks else None
+
+    def call(*args: Any) -> None:
+        for hook in hooks:
+            hook(*args)
+
+    return call
+
+
+def _length(loader: ShardedLoader) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def _is_loader(item: Any) -> bool:
+    """Whether a list's item is a loader rather than a batch."""
+    return isinstance(item, torch.utils.data.DataLoader) or (hasattr(item, "__iter__") and not isinstance(item, (torch.Tensor, tuple, list, dict, str)))

@@ -1,0 +1,703 @@
+"""Trainer: what the user calls, and the state of a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import callbacks as own
+import strategies
+from callbacks.base import Callback, Logger
+from strategies import Strategy
+from strategies.base import Note
+from trainer import checkpoint as files
+from trainer import evaluation, loop, snapshot
+from trainer.checkpoint import Checkpoint, CheckpointError
+from trainer.datamodule import DataModule
+from trainer.hooks import overrides
+from trainer.logging import MetricStore
+from trainer.module import Module
+from trainer.progress import Progress
+from trainer.seeding import rng_state, seed_everything, set_rng_state
+from trainer.setup import Sources, attached
+
+
+class Trainer:
+    """Runs a Module: training, validation, test and prediction under one strategy.
+
+    Where the work runs
+        `strategy`: "auto", "single", "ddp", or a Strategy object with options.
+        `devices`: devices (ranks) on this node, or "auto".
+        `accelerator`: "auto", "cpu" or "gpu".
+        `num_nodes`: nodes; more than one needs a launcher such as torchrun.
+        `precision`: "32-true", "64-true", "bf16-mixed", "bf16-true" or "16-mixed".
+    How long
+        `max_epochs`, `max_steps` (optimizer steps), `max_time` ("DD:HH:MM:SS" or timedelta): whichever comes
+        first; at least one is needed to fit. `min_epochs`: `should_stop` has no effect before.
+    The step
+        `accumulate_grad_batches`: micro-batches of each rank in one optimizer step.
+        `split_batches`: the loader's batch size is the global batch of a step, split over ranks and micro-batches.
+        `gradient_clip_val`, `gradient_clip_algorithm`: "norm" (of the global gradient) or "value".
+    Validation and limits
+        `val_check_interval`: batches (int) or fraction of an epoch (float) between validations.
+        `check_val_every_n_epoch`: epochs between validations; None counts `val_check_interval` across epochs.
+        `num_sanity_val_steps`: validation batches before training; -1 all, 0 none.
+        `limit_train_batches`, `limit_val_batches`, `limit_test_batches`: batches of each rank (int) or fraction (float).
+        `overfit_batches`: train and validate on these first training batches, in order.
+        `fast_dev_run`: one batch (or as many as given) of everything, nothing written.
+    What is seen and kept
+        `callbacks`: Callback objects. `logger`: True (TensorBoard), False, a Logger or a list of them.
+        `log_every_n_steps`: optimizer steps between logged values.
+        `enable_progress_bar`, `enable_checkpointing` (a ModelCheckpoint where none is given).
+        `default_root_dir`: folder of runs; a run lies in `<default_root_dir>/<name>/version_<N>`.
+    Reproducibility
+        `seed`: seeds every stream when a run begins; None goes on with the process's streams.
+        `deterministic`: only deterministic algorithms of torch.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: str | Strategy = "auto",
+        devices: int | str = "auto",
+        accelerator: str = "auto",
+        num_nodes: int = 1,
+        precision: str | int = "32-true",
+        max_epochs: int | None = None,
+        max_steps: int | None = None,
+        max_time: str | timedelta | dict[str, int] | None = None,
+        min_epochs: int | None = None,
+        accumulate_grad_batches: int = 1,
+        split_batches: bool = False,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str = "norm",
+        val_check_interval: int | float | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int = 2,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        overfit_batches: int | float = 0,
+        fast_dev_run: int | bool = False,
+        callbacks: Sequence[Callback] | Callback | None = None,
+        logger: bool | Logger | Sequence[Logger] = True,
+        log_every_n_steps: int = 50,
+        enable_progress_bar: bool = True,
+        enable_checkpointing: bool = True,
+        default_root_dir: str | Path = "runs",
+        seed: int | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        _at_least(1, max_epochs=max_epochs, max_steps=_none_if_negative(max_steps), accumulate_grad_batches=accumulate_grad_batches, log_every_n_steps=log_every_n_steps)
+        _at_least(1, check_val_every_n_epoch=check_val_every_n_epoch, num_nodes=num_nodes)
+        _at_least(0, min_epochs=min_epochs, fast_dev_run=int(fast_dev_run))
+        _at_least(-1, num_sanity_val_steps=num_sanity_val_steps)
+        _share(
+            limit_train_batches=limit_train_batches,
+            limit_val_batches=limit_val_batches,
+            limit_test_batches=limit_test_batches,
+            overfit_batches=overfit_batches,
+            val_check_interval=val_check_interval,
+        )
+        if limit_train_batches == 0 or val_check_interval == 0:
+            raise ValueError("limit_train_batches and val_check_interval must be above 0; to turn validation off set limit_val_batches=0")
+        if check_val_every_n_epoch is None and not isinstance(val_check_interval, int):
+            raise ValueError(f"check_val_every_n_epoch=None counts batches across epochs, so val_check_interval must be a whole number, but val_check_interval={val_check_interval!r}")
+        if gradient_clip_algorithm not in ("norm", "value"):
+            raise ValueError(f"gradient_clip_algorithm must be 'norm' or 'value', but gradient_clip_algorithm={gradient_clip_algorithm!r}")
+        if gradient_clip_val is not None and gradient_clip_val <= 0:
+            raise ValueError(f"gradient_clip_val must be above 0, or None for no clipping, but gradient_clip_val={gradient_clip_val}")
+        if max_epochs is not None and min_epochs is not None and min_epochs > max_epochs:
+            raise ValueError(f"min_epochs={min_epochs} is more than max_epochs={max_epochs}; lower it")
+        if seed is not None and not 0 <= seed < 2**63:
+            raise ValueError(f"seed must be in [0, 2**63), but seed={seed}")
+
+        self.strategy, reason = strategies.build(strategy, devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=str(precision))
+        self._chosen = f"strategy {type(self.strategy).__name__}: {reason}" if strategy == "auto" else None
+        self.max_epochs, self.min_epochs = max_epochs, min_epochs
+        self.max_steps = _none_if_negative(max_steps)
+        self.accumulate_grad_batches, self.split_batches = accumulate_grad_batches, split_batches
+        self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val, gradient_clip_algorithm
+        self.val_check_interval, self.check_val_every_n_epoch = val_check_interval, check_val_every_n_epoch
+        self.num_sanity_val_steps = num_sanity_val_steps
+        self.limit_train_batches, self.limit_val_batches, self.limit_test_batches = limit_train_batches, limit_val_batches, limit_test_batches
+        self.overfit_batches = overfit_batches
+        self.fast_dev_run = int(fast_dev_run)
+        self.log_every_n_steps = log_every_n_steps
+        self.default_root_dir = str(default_root_dir)
+        self.seed, self.deterministic = seed, deterministic
+        given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+        wrong = next((item for item in given if not isinstance(item, Callback)), None)
+        if wrong is not None:
+            raise TypeError(f"callbacks must be Callback objects, but one is {wrong!r}; subclass callbacks.Callback")
+        if self.fast_dev_run:
+            self.limit_train_batches = self.limit_val_batches = self.limit_test_batches = self.fast_dev_run
+            self.max_epochs, self.max_steps, self.val_check_interval, self.check_val_every_n_epoch = 1, None, None, 1
+            self.num_sanity_val_steps, self.log_every_n_steps, logger, enable_checkpointing = 0, 1, False, False
+            given = [item for item in given if not isinstance(item, (Logger, own.ModelCheckpoint))]
+        self.callbacks: list[Callback] = _all_callbacks(given, logger, enable_progress_bar, enable_checkpointing, max_time)
+        _check_unique(self.callbacks)
+        self._limited = max_time is not None or any(isinstance(item, own.Timer) for item in given)
+
+        self.progress = Progress()
+        self.should_stop = False
+        """Set it on any rank: training ends after the next step at the latest, on all ranks alike."""
+        self.callback_metrics: dict[str, Tensor] = {}
+        """Every logged value, reduced over ranks, as of the last logging interval or epoch end (0-dim, CPU)."""
+        self.logged_metrics: dict[str, Tensor] = {}
+        self.progress_bar_metrics: dict[str, Tensor] = {}
+        self.config: str | None = None
+        """The resolved configuration as YAML, where the run has one; loggers write it."""
+        self.log_dir: str | None = None
+        """Folder of the run; None where nothing is written."""
+        self.sanity_checking = False
+        self.running = False
+        self.datamodule: DataModule | None = None
+        self.train_dataloader: Any = None
+        self.val_dataloaders: list[Any] = []
+        self.num_training_batches: int | float = 0
+        self.windows_per_epoch: int | None = None
+        self.evaluation_limits: dict[str, list[int | None]] = {"val": [], "test": [], "predict": []}
+        self.evaluation_batches: dict[str, list[int | float]] = {"val": [], "test": [], "predict": []}
+        self.named_optimizers: dict[str, Optimizer] = {}
+        self.lr_scheduler_configs: list[Any] = []
+        self.user_optimizers: list[Any] = []
+        self.metrics = MetricStore()
+        self.manually_stepped = False
+        self.window_is_open = False
+        self.batch_share = 1.0
+        self.run_seed = 0
+        self.placed: Any = None
+        self.resumed: Checkpoint | None = None
+        self._module: Module | None = None
+        self._signal = 0
+        self._handlers: dict[int, Any] = {}
+
+    # ---- what the user calls -----------------------------------------------------------------------
+
+    def fit(
+        self,
+        module: Module,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+    ) -> None:
+        """Train `module`; afterwards it holds the trained weights and this Trainer the metrics.
+
+        `ckpt_path`: a checkpoint to resume, "last" (the newest of this run's folder), "best" (of the
+        ModelCheckpoint), or "auto" (the newest valid one, or a fresh start; the decision is printed).
+        Raises what a hook or step raises, as itself; RankFailure where a rank died; SystemExit(143) or
+        KeyboardInterrupt after SIGTERM or SIGINT, once a checkpoint is committed.
+        """
+        if isinstance(train_dataloaders, DataModule):
+            train_dataloaders, datamodule = None, train_dataloaders
+        sources = Sources({"train": train_dataloaders, "val": val_dataloaders}, datamodule)
+        self._check_fit(module, sources)
+        path = None if ckpt_path is None else str(ckpt_path)
+        if self.strategy.starts_ranks:
+            self._adopt(module, self.strategy.launch(_on_rank, self, "fit", module, sources, path, rng_state()))
+            return
+        with attached(self, module, sources, "fit", path):
+            loop.fit(self, module, sources)
+
+    def validate(self, module: Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None, verbose: bool = True) -> list[dict[str, float]]:
+        """Run `validation_step` over the validation data; return the metrics, a dict for each loader."""
+        return self._evaluate("validate", module, dataloaders, datamodule, ckpt_path, verbose)
+
+    def test(self, module: Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None, verbose: bool = True) -> list[dict[str, float]]:
+        """Run `test_step` over the test data; return the metrics, a dict for each loader."""
+        return self._evaluate("test", module, dataloaders, datamodule, ckpt_path, verbose)
+
+    def predict(self, module: Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None) -> list[Any]:
+        """Return what `predict_step` returned for each batch, in dataset order, each sample once.
+
+        A list for each loader where there are several. On several ranks a batch of the loader is cut
+        into one piece a rank, so concatenate the items to compare runs.
+        """
+        return self._evaluate("predict", module, dataloaders, datamodule, ckpt_path, False)
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Write a checkpoint folder at `path`, replacing one that is there. Every rank calls it, while `fit` runs.
+
+        Raises CheckpointError where it cannot be written (what was there stays), RuntimeError inside an
+        accumulation window.
+        """
+        if not self.running or self._module is None or not self.named_optimizers:
+            raise RuntimeError("save_checkpoint was called outside of fit; call it in a hook, or give ModelCheckpoint to callbacks")
+        if self.window_is_open:
+            raise RuntimeError("save_checkpoint was called inside an accumulation window, whose gradients are not whole; call it in on_train_batch_end once global_step has moved")
+        snapshot.save(self, self._module, path)
+
+    def is_checkpoint(self, path: str | Path) -> bool:
+        """Whether `path` is a committed checkpoint."""
+        return files.is_checkpoint(path)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Delete a checkpoint. Every rank calls it; rank 0 deletes."""
+        if self.is_global_zero:
+            files.remove(path)
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print` on rank 0, above the progress bar."""
+        if self.is_global_zero:
+            bar = next((item for item in self.callbacks if isinstance(item, own.ProgressBar)), None)
+            (bar.print if bar is not None else print)(*values, **options)
+
+    def log_metrics(self, values: dict[str, float]) -> None:
+        """Hand values to the loggers at the current step; rank 0 writes them, other ranks may call it too."""
+        if self.is_global_zero and values:
+            for logger in self.loggers:
+                self.guarded(logger, logger.log_metrics, dict(values), self.global_step)
+
+    # ---- facts ---------------------------------------------------------------------------------------
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps completed."""
+        return self.progress.global_step
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed; while one runs, its index."""
+        return self.progress.current_epoch
+
+    @property
+    def global_rank(self) -> int:
+        return getattr(self.strategy, "rank", 0)
+
+    @property
+    def local_rank(self) -> int:
+        return getattr(self.strategy, "local_rank", 0)
+
+    @property
+    def world_size(self) -> int:
+        return getattr(self.strategy, "world_size", 1)
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return list(self.named_optimizers.values())
+
+    @property
+    def loggers(self) -> list[Logger]:
+        return [item for item in self.callbacks if isinstance(item, Logger)]
+
+    @property
+    def logger(self) -> Logger | None:
+        return next(iter(self.loggers), None)
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first ModelCheckpoint, or None."""
+        return next((item for item in self.callbacks if isinstance(item, own.ModelCheckpoint)), None)
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Batches of each rank, for each loader."""
+        return self.evaluation_batches["val"]
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        return self.evaluation_batches["test"]
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        return self.evaluation_batches["predict"]
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the whole run, where the loader's length and an end are known, else infinity."""
+        by_epochs = float("inf") if self.max_epochs is None or self.windows_per_epoch is None else self.max_epochs * self.windows_per_epoch
+        return by_epochs if self.max_steps is None else min(by_epochs, self.max_steps)
+
+    # ---- what the loop uses --------------------------------------------------------------------------
+
+    def start_run(self, module: Module, stage: str) -> None:
+        """Seed the streams and choose the run's folder. Every rank calls it once the strategy is set up."""
+        self._module = module
+        self._signal, self.should_stop = 0, False
+        self.window_is_open = self.manually_stepped = False
+        if self.seed is not None:
+            seed_everything(self.seed)
+        self.run_seed = int(self.strategy.broadcast(self.seed if self.seed is not None else torch.initial_seed() % 2**63))
+        if self.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        if self._chosen is not None and self.is_global_zero:
+            print(self._chosen, file=sys.stderr)
+            self._chosen = None
+        if stage == "fit":
+            self._catch_signals()
+
+    def end_run(self, status: str) -> None:
+        """Close the loggers and give the signals back."""
+        for logger in self.loggers:
+            self.guarded(logger, logger.finalize, status)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+        if self.deterministic:
+            torch.use_deterministic_algorithms(False)
+
+    def data_rank_noise(self, data_rank: int) -> bool:
+        """Whether this rank needs a noise stream of its own; data rank 0 goes on with the process's."""
+        return data_rank > 0
+
+    def publish(self, values: dict[str, float]) -> None:
+        """Show reduced values: to callbacks, the progress bar and the loggers. Every rank calls it."""
+        if not values:
+            return
+        self.show({name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()})
+        if self.is_global_zero and not self.sanity_checking:
+            logged = {name: value for name, value in values.items() if (entry := self._entry(name)) is None or entry.logger}
+            if logged:
+                self.log_metrics({**logged, "epoch": self.current_epoch})
+
+    def show(self, tensors: dict[str, Tensor]) -> None:
+        """Put values where callbacks, users and the progress bar look."""
+        for name, value in tensors.items():
+            self.callback_metrics[name] = value
+            entry = self._entry(name)
+            if entry is None:
+                continue
+            if entry.on_step and entry.on_epoch:
+                self.callback_metrics[entry.name] = value
+            if entry.logger:
+                self.logged_metrics[name] = value
+            if entry.prog_bar:
+                self.progress_bar_metrics[name] = value
+
+    def guarded(self, logger: Logger, method: Any, *args: Any) -> None:
+        """Call a logger; what it raises costs one warning and the logger, never the training."""
+        if getattr(logger, "_failed", False):
+            return
+        try:
+            method(*args)
+        except OSError as error:
+            logger._failed = True  # type: ignore[attr-defined]
+            warnings.warn(f"{type(logger).__name__} stops logging, training goes on: {error}", RuntimeWarning, stacklevel=2)
+
+    def manual_backward(self, loss: Tensor) -> None:
+        """`Module.manual_backward`."""
+        for hook in self.hooks.on_before_backward:
+            hook(loss)
+        self.strategy.backward(self.placed, loss, self.batch_share)
+        for hook in self.hooks.on_after_backward:
+            hook()
+
+    def note(self) -> Note:
+        """What this rank tells the others in a step."""
+        wanted = self.should_stop and self.current_epoch >= (self.min_epochs or 0)
+        return Note(self._signal or int(wanted), self.metrics.keys_hash)
+
+    def agree_to_stop(self) -> int:
+        """The largest reason to stop of any rank, for places between steps. Every rank calls it."""
+        stop = self.note().stop
+        return stop if self.world_size == 1 else int(self.strategy.all_reduce(torch.tensor(stop), "max"))
+
+    def signal_agreed(self, stop: int) -> bool:
+        """Whether the ranks stop for a signal."""
+        return stop > 1
+
+    def interrupted(self) -> BaseException:
+        """Commit a checkpoint; return what ends the process with 143 or 130. Every rank calls it."""
+        number = int(self.strategy.all_reduce(torch.tensor(self._signal), "max"))
+        path = None
+        if self.checkpoint_callback is not None:
+            path = Path(self.checkpoint_dir()) / f"interrupted-step={self.global_step}"
+            self.save_checkpoint(path)
+        if self.is_global_zero:
+            print(f"stopped by {signal.Signals(number).name} after step {self.global_step}" + (f"; resume with ckpt_path='{path}' or 'auto'" if path else ""), file=sys.stderr)
+        return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+    def checkpoint_dir(self) -> str:
+        """Where this run's checkpoints lie."""
+        callback = self.checkpoint_callback
+        if callback is not None and callback.dirpath:
+            return str(callback.dirpath)
+        return str(Path(self.log_dir or self.default_root_dir) / "checkpoints")
+
+    def open_checkpoint(self, ckpt_path: str | None) -> Checkpoint | None:
+        """Choose the run's folder and open what `ckpt_path` means, verified. Every rank calls it."""
+        plan = self._plan(ckpt_path) if self.is_global_zero else None
+        plan = self.strategy.broadcast(plan)
+        if "error" in plan:
+            raise {"CheckpointError": CheckpointError, "ValueError": ValueError}[plan["kind"]](plan["error"])
+        self.log_dir = plan["log_dir"]
+        for logger, folder in zip(self.loggers, plan["loggers"], strict=True):
+            logger.log_dir = folder
+        return None if plan["checkpoint"] is None else Checkpoint.open(plan["checkpoint"])
+
+    # ---- helpers -------------------------------------------------------------------------------------
+
+    def _evaluate(self, stage: str, module: Module, dataloaders: Any, datamodule: DataModule | None, ckpt_path: str | Path | None, verbose: bool) -> Any:
+        if not isinstance(module, Module):
+            raise TypeError(f"{stage} takes a trainer.Module, but module is {type(module).__name__}; subclass Module")
+        if isinstance(dataloaders, DataModule):
+            dataloaders, datamodule = None, dataloaders
+        sources = Sources({evaluation.KINDS[stage][1]: dataloaders}, datamodule)
+        path = None if ckpt_path is None else str(ckpt_path)
+        self.callback_metrics, self.logged_metrics, self.progress_bar_metrics = {}, {}, {}
+        if self.strategy.starts_ranks:
+            result = self.strategy.launch(_on_rank, self, stage, module, sources, path, rng_state())
+            self._adopt(module, result)
+            returned = result["returned"]
+        else:
+            with attached(self, module, sources, stage, path):
+                returned = evaluation.run(self, module, sources, stage)
+        if verbose and self.is_global_zero:
+            for i, metrics in enumerate(returned):
+                print(f"{stage}{f' loader {i}' if len(returned) > 1 else ''}: " + ", ".join(f"{name}={value:.6g}" for name, value in metrics.items()))
+        return returned
+
+    def _check_fit(self, module: Module, sources: Sources) -> None:
+        """What can be known before any process starts."""
+        if not isinstance(module, Module):
+            raise TypeError(f"fit takes a trainer.Module, but module is {type(module).__name__}; subclass Module")
+        name = type(module).__name__
+        for method in ("training_step", "configure_optimizers"):
+            if not overrides(module, method, Module):
+                raise TypeError(f"{name} needs the method {method}; define it")
+        if self.max_epochs is None and self.max_steps is None and not self._limited:
+            raise ValueError("fit needs an end: give the Trainer max_epochs, max_steps or max_time")
+        if not any(p.requires_grad for p in module.parameters()) and not overrides(module, "configure_model", Module) and not overrides(module, "setup", Module):
+            raise ValueError(f"{name} has no trainable parameter; give it layers, or set requires_grad on what is to be trained")
+        if not module.automatic_optimization:
+            if self.accumulate_grad_batches > 1:
+                raise ValueError(f"accumulate_grad_batches={self.accumulate_grad_batches} needs automatic optimization; {name} optimizes manually, so accumulate in its training_step")
+            if self.gradient_clip_val is not None:
+                raise ValueError(f"gradient_clip_val={self.gradient_clip_val} needs automatic optimization; {name} optimizes manually, so call self.clip_gradients in its training_step")
+        train = sources.loaders.get("train")
+        if train is None and not overrides(module, "train_dataloader", Module) and (sources.datamodule is None or not overrides(sources.datamodule, "train_dataloader", DataModule)):
+            raise ValueError("fit needs training data: give train_dataloaders, or a DataModule or Module with train_dataloader")
+        if train is not None:
+            try:
+                empty = len(train) == 0
+            except TypeError:
+                empty = False
+            if empty:
+                raise ValueError("train_dataloaders is empty: its dataset has no sample, or drop_last drops its only batch")
+        if self.loggers or self.checkpoint_callback is not None:
+            _check_writable(self.default_root_dir)
+
+    def _plan(self, ckpt_path: str | None) -> dict[str, Any]:
+        """Rank 0: the run's folder and the checkpoint to open, or the error, as JSON data."""
+        try:
+            writes = bool(self.loggers) or self.checkpoint_callback is not None
+            first = self.logger
+            base = Path((first.save_dir if first else None) or self.default_root_dir) / ((first.name if first else None) or type(self._module).__name__)
+            version, checkpoint = first.version if first else None, None
+            if self.log_dir is not None:  # this Trainer goes on in its folder
+                version = Path(self.log_dir).name
+            if ckpt_path in ("auto", "last"):
+                found = self._newest(base, version)
+                if found is not None:
+                    version, checkpoint = found
+                if ckpt_path == "last" and checkpoint is None:
+                    raise CheckpointError(f"ckpt_path='last' finds no valid checkpoint below {base.absolute()}; give a path, or 'auto' to start afresh")
+                if ckpt_path == "auto":
+                    print(f"ckpt_path='auto': {f'resuming {checkpoint}' if checkpoint else f'no valid checkpoint below {base}, starting afresh'}", file=sys.stderr)
+            elif ckpt_path == "best":
+                checkpoint = getattr(self.checkpoint_callback, "best_model_path", None)
+                if not checkpoint:
+                    raise ValueError("ckpt_path='best' needs a ModelCheckpoint that has saved; fit first, or give a path")
+            elif ckpt_path is not None:
+                checkpoint = ckpt_path
+            folder = _run_folder(base, version) if writes else None
+            folders = []
+            for logger in self.loggers:
+                root = Path(logger.save_dir or self.default_root_dir) / (logger.name or type(self._module).__name__)
+                folders.append(str(root / folder.name))  # type: ignore[union-attr]
+            return {"log_dir": str(folder) if folder else None, "loggers": folders, "checkpoint": None if checkpoint is None else str(checkpoint)}
+        except CheckpointError as error:
+            return {"error": str(error), "kind": "CheckpointError"}
+        except (ValueError, OSError) as error:
+            return {"error": str(error), "kind": "ValueError"}
+
+    def _newest(self, base: Path, version: str | int | None) -> tuple[str | None, str] | None:
+        """The newest valid checkpoint of the given version, else of the newest version that has one."""
+        callback = self.checkpoint_callback
+        if callback is not None and callback.dirpath:
+            found = files.newest(callback.dirpath)
+            return None if found is None else (None if version is None else _version(version), str(found))
+        candidates = [base / _version(version)] if version is not None else sorted(base.glob("version_*"), key=_version_number, reverse=True)
+        for folder in candidates:
+            found = files.newest(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
+            if found is not None:
+                return folder.name, str(found)
+        return None
+
+    def _entry(self, name: str) -> Any:
+        entries = self.metrics.entries
+        return entries.get(name) or entries.get(name.removesuffix("_step")) or entries.get(name.removesuffix("_epoch"))
+
+    def _catch_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._handlers[number] = signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        """Ask for a stop after this step; a second SIGINT stops at once."""
+        if self._signal and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._signal = number
+
+    def _result(self, returned: Any) -> dict[str, Any]:
+        """What rank 0 brings back to the process that called `fit`."""
+        module = self._module
+        return {
+            "returned": returned,
+            "weights": {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in module.state_dict().items()},  # type: ignore[union-attr]
+            "progress": self.progress.state_dict(),
+            "callbacks": [item.state_dict() for item in self.callbacks],
+            "log_dirs": [item.log_dir for item in self.loggers],
+            "attributes": {
+                name: getattr(self, name)
+                for name in (
+                    "callback_metrics logged_metrics progress_bar_metrics log_dir should_stop num_training_batches windows_per_epoch evaluation_batches run_seed".split()
+                )
+            },
+        }
+
+    def _adopt(self, module: Module, result: dict[str, Any]) -> None:
+        """Take over what rank 0 brought back."""
+        own_state = module.state_dict()
+        if set(own_state) == set(result["weights"]):
+            module.load_state_dict(result["weights"])
+        else:
+            module.configure_model()
+            module.load_state_dict(result["weights"])
+        self.progress.load_state_dict(result["progress"])
+        for item, state in zip(self.callbacks, result["callbacks"], strict=True):
+            item.load_state_dict(state)
+        for logger, folder in zip(self.loggers, result["log_dirs"], strict=True):
+            logger.log_dir = folder
+        for name, value in result["attributes"].items():
+            setattr(self, name, value)
+        module.__dict__["_trainer"] = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        dropped = {"placed", "resumed", "hooks", "_module", "datamodule", "train_dataloader", "val_dataloaders", "named_optimizers", "lr_scheduler_configs", "user_optimizers", "metrics", "_handlers"}
+        empty = {"placed": None, "resumed": None, "_module": None, "datamodule": None, "train_dataloader": None, "val_dataloaders": [], "named_optimizers": {}}
+        empty |= {"lr_scheduler_configs": [], "user_optimizers": [], "metrics": MetricStore(), "_handlers": {}}
+        return {**{name: value for name, value in self.__dict__.items() if name not in dropped}, **empty}
+
+
+def _on_rank(trainer: Trainer, stage: str, module: Module, sources: Sources, ckpt_path: str | None, random_streams: dict[str, Any]) -> dict[str, Any] | None:
+    """What a started rank does."""
+    set_rng_state(random_streams)
+    returned = None
+    with attached(trainer, module, sources, stage, ckpt_path):
+        if stage == "fit":
+            loop.fit(trainer, module, sources)
+        else:
+            returned = evaluation.run(trainer, module, sources, stage)
+        rank = trainer.global_rank
+    return trainer._result(returned) if rank == 0 else None
+
+
+def _all_callbacks(given: list[Callback], logger: Any, progress_bar: bool, checkpointing: bool, max_time: Any) -> list[Callback]:
+    """The run's callbacks in the order in which they are called: loggers first, ModelCheckpoint last."""
+    loggers: list[Callback] = [item for item in given if isinstance(item, Logger)]
+    if logger is True:
+        if not loggers:
+            loggers = [own.TensorBoardLogger()]
+    elif isinstance(logger, Logger):
+        loggers.append(logger)
+    elif logger:
+        loggers.extend(logger)
+    wrong = next((item for item in loggers if not isinstance(item, Logger)), None)
+    if wrong is not None:
+        raise TypeError(f"logger must be True, False, a Logger or a list of them, but one is {wrong!r}")
+    savers = [item for item in given if isinstance(item, own.ModelCheckpoint)]
+    if savers and not checkpointing:
+        raise ValueError("enable_checkpointing=False contradicts a ModelCheckpoint among the callbacks; drop one of them")
+    if checkpointing and not savers:
+        savers = [own.ModelCheckpoint()]
+    rest = [item for item in given if not isinstance(item, (Logger, own.ModelCheckpoint))]
+    if max_time is not None:
+        rest.append(own.Timer(duration=max_time))
+    if progress_bar:
+        rest.append(own.ModelSummary()) if not any(isinstance(item, own.ModelSummary) for item in rest) else None
+        rest.append(own.ProgressBar()) if not any(isinstance(item, own.ProgressBar) for item in rest) else None
+    return [*loggers, *rest, *savers]
+
+
+def _check_unique(callbacks: list[Callback]) -> None:
+    keys = [item.state_key for item in callbacks if overrides(item, "state_dict", Callback)]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two callbacks have the same state_key {twice!r}, so one would load the other's state; give one another state_key")
+
+
+def _check_writable(folder: str) -> None:
+    probe = Path(folder)
+    try:
+        probe.mkdir(parents=True, exist_ok=True)
+        name = probe / f".writable-{os.getpid()}"
+        name.touch()
+        name.unlink()
+    except OSError as error:
+        raise ValueError(f"default_root_dir must be a folder that can be written, but {folder!r} cannot: {error.strerror or error}; give another, or logger=False and enable_checkpointing=False") from None
+
+
+def _run_folder(base: Path, version: str | int | None) -> Path:
+    """Make and return the folder of a version; None takes the next free number, exclusively."""
+    if version is not None:
+        folder = base / _version(version)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    base.mkdir(parents=True, exist_ok=True)
+    number = max((_version_number(path) for path in base.glob("version_*")), default=-1) + 1
+    while True:
+        folder = base / f"version_{number}"
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def _version(version: str | int) -> str:
+    return f"version_{version}" if isinstance(version, int) else str(version)
+
+
+def _version_number(path: Path) -> int:
+    digits = path.name.removeprefix("version_")
+    return int(digits) if digits.isdigit() else -1
+
+
+def _none_if_negative(steps: int | None) -> int | None:
+    return None if steps == -1 else steps
+
+
+def _at_least(least: int, **values: Any) -> None:
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ValueError(f"{name} must be a whole number of at least {least}, but {name}={value!r}")
+
+
+def _share(**values: Any) -> None:
+    for name, value in values.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or (isinstance(value, float) and value > 1.0):
+            raise ValueError(f"{name} must be a whole number of batches or a fraction in [0.0, 1.0], but {name}={value!r}")
+
+
