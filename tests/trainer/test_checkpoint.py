@@ -1,0 +1,1062 @@
+"""Checkpoints: nothing that was saved is lost, and nothing that was not saved is loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import tracemalloc
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from strategies.state import Shard
+from trainer import checkpoint
+from trainer.checkpoint import Checkpoint, CheckpointError, clean, is_checkpoint, newest, remove, save
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def save_alone(path: Path, tensors: dict[str, Tensor] | None = None, state: Any = None, rank_state: Any = None) -> Path:
+    shards = {name: Shard.whole(tensor) for name, tensor in (tensors or {}).items()}
+    return save(path, rank=0, world_size=1, tensors=shards, state={} if state is None else state, rank_state=rank_state)
+
+
+def save_step(path: Path, step: int) -> Path:
+    return save_alone(path, {"model/weight": torch.full((8,), float(step))}, {"progress": {"global_step": step}})
+
+
+def on_ranks(world_size: int, path: Path, arguments: Callable[[int], dict[str, Any]]) -> list[Any]:
+    """Call `save` on `world_size` threads; return each one's path or exception."""
+    barrier = threading.Barrier(world_size, timeout=20)
+    slot: list[Any] = [None]
+    results: list[Any] = [None] * world_size
+
+    def run(rank: int) -> None:
+        def broadcast(value: Any) -> Any:
+            if rank == 0:
+                slot[0] = json.dumps(value)
+            barrier.wait()
+            received = json.loads(slot[0])
+            barrier.wait()
+            return received
+
+        try:
+            results[rank] = save(path, rank=rank, world_size=world_size, barrier=barrier.wait, broadcast=broadcast, **{"state": {}, **arguments(rank)})
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+def cut(tensor: Tensor, splits: tuple[int, ...]) -> list[Shard]:
+    """Cut into a grid of `splits` pieces a dimension, as evenly as ceil division does: the last may be empty."""
+    pieces = [Shard.whole(tensor)]
+    for dim, parts in enumerate(splits):
+        size = -(-tensor.shape[dim] // parts)
+        finer = []
+        for piece in pieces:
+            for part in range(parts):
+                start = min(part * size, tensor.shape[dim])
+                stop = min(start + size, tensor.shape[dim])
+                offsets = (*piece.offsets[:dim], start, *piece.offsets[dim + 1 :])
+                finer.append(Shard(piece.tensor.narrow(dim, start, stop - start), tuple(tensor.shape), offsets))
+        pieces = finer
+    return pieces
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [name for name in os.listdir(folder) if name.startswith(".")]
+
+
+def script(code: str, *arguments: object, prefix: tuple[str, ...] = (), timeout_s: float = 60) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = [*prefix, sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# ---- round trips -----------------------------------------------------------------------------------
+
+
+def awkward_tensors() -> dict[str, Tensor]:
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    shared = torch.arange(10.0)
+    tensors = {
+        "model/transposed": base.t(),
+        "model/strided": base[:, ::2],
+        "model/view of.shared": shared[2:5],
+        "model/rest/of-shared": shared[3:],
+        "model/expanded": torch.ones(1, 3).expand(5, 3),
+        "model/scalar": torch.tensor(3.5),
+        "model/empty": torch.empty(0, 7),
+        "model/bool": torch.tensor([True, False, True]),
+        "model/parameter": nn.Parameter(torch.randn(3)),
+        "model/nan": torch.tensor([math.nan, math.inf, -math.inf, -0.0]),
+        "extra/complex64": torch.randn(3, 4, dtype=torch.complex64),
+        "extra/complex128": torch.randn(3, 4, dtype=torch.complex128),
+        "extra/conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "extra/negative": torch.randn(3, dtype=torch.complex64).conj().imag,
+        "extra/complex scalar": torch.tensor(1 + 2j, dtype=torch.complex128),
+        "callback/EMA/ümlaut": torch.arange(5),
+    }
+    for dtype in checkpoint._CODES:
+        tensors[f"dtypes/{dtype}".replace("torch.", "")] = torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
+    return tensors
+
+
+def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    tensors = awkward_tensors()
+    loaded = Checkpoint.open(save_alone(tmp_path / "a", tensors))
+    assert loaded.names() == sorted(tensors)
+    assert loaded.names("extra/") == sorted(name for name in tensors if name.startswith("extra/"))
+    for name, tensor in tensors.items():
+        back = loaded.read(name)
+        assert (back.dtype, back.shape, back.device.type) == (tensor.dtype, tensor.shape, "cpu"), name
+        assert loaded.dtype(name) == tensor.dtype and loaded.shape(name) == tuple(tensor.shape)
+        assert raw(back) == raw(tensor), name
+
+
+def test_json_state_comes_back(tmp_path: Path) -> None:
+    state = {
+        "progress": {"global_step": 12, "samples_seen": 2**70},
+        "strategy": {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.999)}]},
+        "floats": [math.inf, -math.inf, 5e-324, 0.1 + 0.2, -0.0],
+        "text": 'ünï \U0001f600 \ud800 "\\\n\x00',
+        "ordered": OrderedDict(b=1, a=None),
+        "empty": {"": [[], {}, True]},
+        "nan": math.nan,
+    }
+    loaded = Checkpoint.open(save_alone(tmp_path / "a", state=state, rank_state={"rng": [1, 2]}))
+    assert math.isnan(loaded.state.pop("nan"))
+    expected = {key: value for key, value in state.items() if key != "nan"}
+    expected["strategy"] = {"param_groups": [{"lr": 0.1, "betas": [0.9, 0.999]}]}
+    assert loaded.state == expected and math.copysign(1, loaded.state["floats"][-1]) == -1
+    assert list(loaded.state["ordered"]) == ["b", "a"]
+    assert loaded.meta == expected["strategy"] and loaded.global_step == 12 and loaded.world_size == 1
+    assert loaded.rank_state(0) == {"rng": [1, 2]} and loaded.rank_state(1) is None
+    assert loaded.path == tmp_path / "a" and loaded.versions["torch"] == torch.__version__
+
+
+def test_model_file_is_a_plain_state_dict(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(5, 4)
+            self.head = nn.Linear(4, 5)
+            self.head.weight = self.embedding.weight
+            self.norm = nn.BatchNorm1d(5)
+
+    module = Tied()
+    save_alone(tmp_path / "a", {f"model/{name}": tensor for name, tensor in module.state_dict().items()})
+    plain = load_file(tmp_path / "a" / "model.safetensors")
+    assert plain.keys() == module.state_dict().keys()
+    assert all(torch.equal(plain[name], tensor) for name, tensor in module.state_dict().items())
+    Tied().load_state_dict(plain)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_tensors_come_back_on_the_cpu(tmp_path: Path) -> None:
+    tensor = torch.randn(5, 3, device="cuda").t()
+    assert torch.equal(Checkpoint.open(save_alone(tmp_path / "a", {"model/w": tensor})).read("model/w"), tensor.cpu())
+
+
+# ---- several ranks ---------------------------------------------------------------------------------
+
+LAYOUTS = [((1, 1), "whole"), ((4, 1), "rows"), ((1, 3), "columns"), ((2, 2), "grid"), ((5, 1), "uneven, one piece empty")]
+
+
+@pytest.mark.parametrize("splits", [splits for splits, _ in LAYOUTS], ids=[name for _, name in LAYOUTS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128], ids=str)
+def test_any_layout_is_read_in_any_other(tmp_path: Path, splits: tuple[int, int], dtype: torch.dtype) -> None:
+    tensor = torch.randn(6, 7, dtype=dtype)
+    pieces = cut(tensor, splits)
+    scalar, empty = torch.tensor(7), torch.empty(0, 3)
+
+    def arguments(rank: int) -> dict[str, Any]:
+        own = {"model/w": pieces[rank], "model/empty": Shard.whole(empty)}
+        return {"tensors": {**own, "optimizer/adam/w/step": Shard.whole(scalar)} if rank == 0 else own, "rank_state": {"rank": rank}}
+
+    world_size = len(pieces)
+    assert on_ranks(world_size, tmp_path / "a", arguments) == [tmp_path / "a"] * world_size
+    loaded = Checkpoint.open(tmp_path / "a")
+    assert loaded.world_size == world_size and [loaded.rank_state(rank) for rank in range(world_size)] == [{"rank": rank} for rank in range(world_size)]
+    assert torch.equal(loaded.read("model/w"), tensor)
+    assert loaded.read("optimizer/adam/w/step") == scalar and loaded.shape("model/empty") == (0, 3)
+    for other, _ in LAYOUTS:
+        for piece in cut(tensor, other):
+            assert torch.equal(loaded.read("model/w", piece.offsets, tuple(piece.tensor.shape)), piece.tensor)
+    assert torch.equal(loaded.read("model/w", (1, 2)), tensor[1:, 2:])
+    # What one rank alone wrote is a plain file, and nothing of the exchange between ranks stays.
+    files = set(os.listdir(tmp_path / "a"))
+    assert "optimizer.safetensors" in files and not any(name.startswith("part") for name in files) and not leftovers(tmp_path)
+    if world_size == 4:
+        assert {f"model-0000{rank}-of-00004.safetensors" for rank in range(4)} <= files
+
+
+def test_three_dimensions_and_random_rectangles(tmp_path: Path) -> None:
+    tensor = torch.randn(5, 6, 7).to(torch.bfloat16)
+    pieces = cut(tensor, (2, 1, 2))
+    on_ranks(4, tmp_path / "a", lambda rank: {"tensors": {"model/w": pieces[rank]}})
+    loaded = Checkpoint.open(tmp_path / "a")
+    draw = random.Random(0)
+    for _ in range(200):
+        bounds = [sorted((draw.randint(0, size), draw.randint(0, size))) for size in tensor.shape]
+        expected = tensor[tuple(slice(*bound) for bound in bounds)]
+        assert torch.equal(loaded.read("model/w", tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)), expected)
+
+
+def test_read_refuses_a_rectangle_outside_and_an_unknown_name(tmp_path: Path) -> None:
+    loaded = Checkpoint.open(save_alone(tmp_path / "a", {"model/w": torch.zeros(4, 4)}))
+    for offsets, shape in (((0, 0), (5, 4)), ((-1, 0), (1, 1)), ((0,), (4,)), ((3, 3), (2, 1)), ((5, 0), None)):
+        with pytest.raises(ValueError, match="does not lie in it"):
+            loaded.read("model/w", offsets, shape)
+    for ask in (loaded.read, loaded.shape, loaded.dtype):
+        with pytest.raises(KeyError, match="model/v"):
+            ask("model/v")
+
+
+def whole_twice(rank: int) -> dict[str, Any]:
+    return {"tensors": {"model/w": Shard.whole(torch.zeros(4))}}
+
+
+def half_missing(rank: int) -> dict[str, Any]:
+    return {"tensors": {"model/w": Shard(torch.zeros(1), (4,), (rank,))}}
+
+
+def empty_everywhere(rank: int) -> dict[str, Any]:
+    return {"tensors": {"model/w": Shard(torch.zeros(0), (4,), (0,))}}
+
+
+def two_dtypes(rank: int) -> dict[str, Any]:
+    return {"tensors": {"model/w": Shard(torch.zeros(2, dtype=(torch.float32, torch.float16)[rank]), (4,), (2 * rank,))}}
+
+
+def one_has_a_set(rank: int) -> dict[str, Any]:
+    return {"tensors": {}, "rank_state": {"seen": {1}} if rank == 1 else None}
+
+
+def first_has_a_set(rank: int) -> dict[str, Any]:
+    return {"tensors": {}, "rank_state": {"seen": {1}} if rank == 0 else None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (whole_twice, "model/w: over all ranks the piece .* overlaps another"),
+        (half_missing, "model/w: over all ranks 2 of 4 elements are missing"),
+        (empty_everywhere, "model/w: over all ranks no piece was saved"),
+        (two_dtypes, "model/w: ranks differ on it: float32 .* float16"),
+        (one_has_a_set, "rank_state.seen: <type set>"),
+        (first_has_a_set, "rank_state.seen: <type set>"),
+    ],
+)
+def test_a_failure_of_one_rank_raises_on_all_and_leaves_nothing(tmp_path: Path, arguments: Callable[[int], dict[str, Any]], message: str) -> None:
+    save_step(tmp_path / "a", 1)
+    for error in on_ranks(2, tmp_path / "a", arguments):
+        assert isinstance(error, CheckpointError)
+        with pytest.raises(CheckpointError, match=message):
+            raise error
+        assert str(tmp_path / "a") in str(error)
+    assert Checkpoint.open(tmp_path / "a").global_step == 1 and os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_unforeseen_error_comes_out_as_itself_and_the_others_learn_of_it(tmp_path: Path, culprit: int) -> None:
+    class Lost(Tensor):
+        def detach(self) -> Tensor:
+            raise MemoryError
+
+    def arguments(rank: int) -> dict[str, Any]:
+        tensor = torch.zeros(1).as_subclass(Lost) if rank == culprit else torch.zeros(1)
+        return {"tensors": {"model/w": Shard(tensor, (2,), (rank,))}}
+
+    results = on_ranks(2, tmp_path / "a", arguments)
+    assert isinstance(results[culprit], MemoryError)
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/a: rank {culprit} failed with MemoryError"):
+        raise results[1 - culprit]
+    assert not os.listdir(tmp_path)
+
+
+def test_several_ranks_need_barrier_and_broadcast(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="barrier and broadcast"):
+        save(tmp_path / "a", rank=0, world_size=2, tensors={}, state={})
+
+
+# ---- what is refused -------------------------------------------------------------------------------
+
+
+def itself() -> dict[str, Any]:
+    loop: dict[str, Any] = {}
+    loop["loop"] = loop
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"callbacks": {"ModelCheckpoint": {"best": {1, 2}}}}, "state.callbacks.ModelCheckpoint.best: <type set>"),
+        ({"a": [0, {"b": (1, b"x")}]}, r"state\.a\[1\]\.b\[1\]: <type bytes>"),
+        ({"a": {3: 1}}, "state.a: <key 3 of type int>"),
+        ({"a": {None: 1}}, "state.a: <key None of type NoneType>"),
+        ({"lr": torch.tensor(0.1)}, "state.lr: <type Tensor>; put tensors among the tensors"),
+        ({"path": Path("x")}, "state.path: <type PosixPath>"),
+        ({"f": print}, "state.f: <type builtin_function_or_method>"),
+        ({"big": 1 << 100_000}, "state.big: <int of 100001 bits>"),
+        (itself(), "state.loop.*<nested deeper than"),
+        ([1], "state: <type list>"),
+    ],
+)
+def test_state_that_is_not_json_is_refused_by_key_path_before_anything_is_written(tmp_path: Path, state: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        save_alone(tmp_path / "deep" / "a", {"model/w": torch.zeros(1)}, state)
+    assert str(tmp_path / "deep" / "a") in str(caught.value)
+    assert not os.listdir(tmp_path)
+
+
+BAD_NAMES = [
+    "weight",
+    "/etc/passwd",
+    "../x",
+    "Model/x",
+    "model/",
+    "model//x",
+    "model/../x",
+    "model/./x",
+    "model/a/..",
+    "model/__metadata__",
+    "model/a\nb",
+    "mo.del/x",
+]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_tensor_names_that_do_not_match_the_pattern_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match="rename it"):
+        save_alone(tmp_path / "a", {name: torch.zeros(1)})
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shard", "message"),
+    [
+        (Shard.whole(torch.zeros(2, 2).to_sparse()), "layout torch.sparse_coo"),
+        (Shard.whole(torch.zeros(2, device="meta")), "device meta"),
+        (Shard.whole(torch.zeros(2, dtype=torch.bits8)), "<dtype torch.bits8>"),
+        (Shard(torch.zeros(3), (4,), (2,)), "does not lie in the global shape"),
+        (Shard(torch.zeros(3), (4, 4), (0,)), "does not lie in the global shape"),
+        (Shard(torch.zeros(3), (4,), (-1,)), "does not lie in the global shape"),
+    ],
+)
+def test_tensors_that_cannot_be_stored_are_refused_by_name(tmp_path: Path, shard: Shard, message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"model/w: .*{message}"):
+        save(tmp_path / "a", rank=0, world_size=1, tensors={"model/w": shard}, state={})
+    assert not os.listdir(tmp_path)
+
+
+def test_a_distributed_tensor_is_refused(tmp_path: Path) -> None:
+    """Its bytes are only this rank's part, so the strategy has to say which part."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        tensor = torch.distributed.tensor.distribute_tensor(torch.zeros(4), mesh, [torch.distributed.tensor.Shard(0)])
+        with pytest.raises(CheckpointError, match="model/w: <type DTensor"):
+            save_alone(tmp_path / "a", {"model/w": tensor})
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_what_is_not_a_checkpoint_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(save_step(tmp_path / "a", 1))
+    before = sorted(os.listdir(tmp_path))
+    for name in ("results", "file", "link"):
+        with pytest.raises(CheckpointError, match=f"{name} exists and is"):
+            save_step(tmp_path / name, 2)
+        with pytest.raises(CheckpointError, match=f"{name} exists and is"):
+            remove(tmp_path / name)
+    with pytest.raises(CheckpointError, match="begin with a dot"):
+        save_step(tmp_path / ".a", 2)
+    assert sorted(os.listdir(tmp_path)) == before and (tmp_path / "results" / "thesis.txt").read_text() == "years of work"
+    (tmp_path / "empty").mkdir()
+    assert Checkpoint.open(save_step(tmp_path / "empty", 3)).global_step == 3
+
+
+# ---- folders ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_replacing_leaves_only_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(checkpoint, "_exchange", lambda one, other: False)
+    save_alone(tmp_path / "a", {"extra/only in the first": torch.zeros(3)}, {"progress": {"global_step": 1}})
+    save_step(tmp_path / "a", 2)
+    loaded = Checkpoint.open(tmp_path / "a")
+    assert loaded.global_step == 2 and loaded.names() == ["model/weight"]
+    assert os.listdir(tmp_path) == ["a"] and sorted(os.listdir(tmp_path / "a")) == ["manifest.json", "model.safetensors", "state.json"]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
+    """A kill of the process cannot show this, only of the machine: so the order of the calls is looked at."""
+    calls: list[str] = []
+    fsync, rename, exchange = os.fsync, os.rename, checkpoint._exchange
+
+    def recording_fsync(descriptor: int) -> None:
+        calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def recording_rename(one: Path, other: Path) -> None:
+        calls.append("rename")
+        rename(one, other)
+
+    def recording_exchange(one: Path, other: Path) -> bool:
+        calls.append("rename")
+        return can_exchange and exchange(one, other)
+
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(os, "rename", recording_rename)
+    monkeypatch.setattr(checkpoint, "_exchange", recording_exchange)
+    for number in range(2):
+        calls.clear()
+        save_alone(tmp_path / "deep" / "a", {"model/w": torch.zeros(1), "extra/w": torch.zeros(1)}, rank_state={})
+        renames = [position for position, call in enumerate(calls) if call == "rename"]
+        before = calls[: renames[0]]
+        assert {"model.safetensors", "extra.safetensors", "rank-00000.json", "state.json"} <= set(before[:-2])
+        assert before[-2] == "manifest.json" and before[-1].startswith(".a.tmp-")
+        assert calls[renames[-1] :] == ["rename", "deep"]
+        assert number or tmp_path.name in before
+
+
+def test_a_damaged_checkpoint_can_be_replaced(tmp_path: Path) -> None:
+    (save_step(tmp_path / "a", 1) / "manifest.json").write_text("")
+    assert Checkpoint.open(save_step(tmp_path / "a", 2)).global_step == 2
+
+
+def test_newest_orders_by_step_then_time_and_skips_what_is_damaged(tmp_path: Path) -> None:
+    assert newest(tmp_path) is None and newest(tmp_path / "nowhere") is None
+    for name, step in (("z", 1), ("c", 10), ("b", 10), ("y", 9)):
+        save_step(tmp_path / name, step)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "z")
+    assert newest(tmp_path) == tmp_path / "b"
+    flip(tmp_path / "b" / "model.safetensors", -1)
+    with pytest.warns(UserWarning, match=f"{tmp_path}/b cannot be used: model.safetensors has changed"):
+        assert newest(tmp_path) == tmp_path / "c"
+    (tmp_path / "c" / "manifest.json").write_text("{")
+    with pytest.warns(UserWarning) as caught:
+        assert newest(tmp_path) == tmp_path / "y"
+    assert sorted(str(warning.message).split()[2] for warning in caught) == [f"{tmp_path}/b", f"{tmp_path}/c"]
+
+
+def test_is_checkpoint_asks_for_a_manifest_and_sizes(tmp_path: Path) -> None:
+    path = save_step(tmp_path / "a", 1)
+    assert is_checkpoint(path) and not is_checkpoint(tmp_path) and not is_checkpoint(tmp_path / "b")
+    with open(path / "model.safetensors", "ab") as file:
+        file.write(b"x")
+    assert not is_checkpoint(path)
+
+
+def test_an_aside_copy_is_found_and_put_back(tmp_path: Path) -> None:
+    save_step(tmp_path / "a", 1)
+    os.rename(tmp_path / "a", tmp_path / ".a.old-0123abcd")
+    assert Checkpoint.open(tmp_path / "a").global_step == 1
+    assert newest(tmp_path) == tmp_path / ".a.old-0123abcd"
+    assert clean(tmp_path) == [tmp_path / ".a.old-0123abcd"] and newest(tmp_path) == tmp_path / "a"
+    shutil.copytree(tmp_path / "a", tmp_path / ".a.old-0123abcd")
+    save_step(tmp_path / "a", 2)
+    assert os.listdir(tmp_path) == ["a"]
+    shutil.copytree(tmp_path / "a", tmp_path / ".a.old-0123abcd")
+    remove(tmp_path / "a")
+    remove(tmp_path / "a")
+    assert not os.listdir(tmp_path) and newest(tmp_path) is None
+
+
+def test_clean_leaves_living_writers_and_strangers_alone(tmp_path: Path) -> None:
+    found: list[Any] = []
+    (tmp_path / ".a.tmp-00000000").mkdir()
+    (tmp_path / ".a.tmp-00000000" / "model.safetensors").write_text("half")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".b.tmp-11111111").symlink_to(tmp_path / ".git")
+
+    def arguments(rank: int) -> dict[str, Any]:
+        class Slow(Tensor):
+            def detach(self) -> Tensor:
+                found.append(clean(tmp_path))
+                return torch.ones(1)
+
+        return {"tensors": {"model/w": Shard(torch.zeros(1).as_subclass(Slow), (1,), (0,))} if rank == 0 else {}}
+
+    assert on_ranks(2, tmp_path / "a", arguments) == [tmp_path / "a"] * 2
+    assert found == [[tmp_path / ".a.tmp-00000000"]]
+    assert sorted(os.listdir(tmp_path)) == [".b.tmp-11111111", ".git", "a"] and is_checkpoint(tmp_path / "a")
+
+
+# ---- kills -----------------------------------------------------------------------------------------
+
+COMMON = """
+import os, random, signal, sys, time, warnings
+from pathlib import Path
+import torch
+from strategies.state import Shard
+from trainer import checkpoint
+from trainer.checkpoint import Checkpoint
+
+root = Path(sys.argv[1])
+
+def write(path, step, size=64):
+    tensors = {f"{group}/weight": Shard.whole(torch.full((size,), float(step))) for group in ("model", "optimizer")}
+    checkpoint.save(path, rank=0, world_size=1, tensors=tensors, state={"progress": {"global_step": step}}, rank_state={"step": step})
+
+def step_of(path):
+    loaded = Checkpoint.open(path)
+    for name in loaded.names():
+        assert (loaded.read(name) == loaded.global_step).all()
+    assert loaded.rank_state(0) == {"step": loaded.global_step} and len(loaded.names()) == 2
+    return loaded.global_step
+"""
+
+AT_EVERY_CALL = (
+    COMMON
+    + """
+def killed_at(point, action):
+    'Fork, run the action, and kill it before its call number `point` into the system. True where it ended first.'
+    pid = os.fork()
+    if pid == 0:
+        left = point
+        def count(frame, event, function):
+            nonlocal left
+            if event == "c_call":
+                owner = getattr(function, "__self__", None)
+                module = getattr(function, "__module__", None) or type(owner).__module__
+                if module in ("posix", "_io", "io", "fcntl") or type(owner).__module__ == "_io":
+                    left -= 1
+                    if left == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+        sys.setprofile(count)
+        action()
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    assert status in (0, signal.SIGKILL), status
+    return status == 0
+
+def run(mode):
+    folder = root / mode
+    path = folder / "last"
+    if mode == "fallback":
+        checkpoint._exchange = lambda one, other: False
+    seen = set()
+    for point in range(1, 1000):
+        if mode == "fresh":
+            checkpoint.remove(path)
+            checkpoint.clean(folder)
+        else:
+            write(path, 2 * point)
+        ended = killed_at(point, (lambda: checkpoint.remove(path)) if mode == "remove" else (lambda: write(path, 2 * point + 1)))
+        try:
+            step = step_of(path)
+        except checkpoint.CheckpointError as error:
+            assert mode in ("fresh", "remove") and "there is no checkpoint" in str(error), error
+            step = None
+        allowed = {"fresh": (None, 2 * point + 1), "remove": (2 * point, None)}.get(mode, (2 * point, 2 * point + 1))
+        assert step == allowed[1] if ended else step in allowed, (point, step)
+        seen.add(allowed.index(step))
+        found = checkpoint.newest(folder)
+        assert (None if found is None else step_of(found)) == step
+        checkpoint.clean(folder)
+        left = os.listdir(folder) if folder.exists() else []
+        assert left == ([] if step is None else ["last"]), left
+        assert step is None or step_of(path) == step
+        if ended:
+            break
+    assert ended and seen == {0, 1}
+    print(mode, point, flush=True)
+
+for mode in ("exchange", "fresh", "remove", "fallback"):
+    run(mode)
+"""
+)
+
+
+def test_a_kill_before_any_system_call_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
+    lines = script(AT_EVERY_CALL, tmp_path).split("\n")
+    points = {line.split()[0]: int(line.split()[1]) for line in lines if line}
+    assert points.keys() == {"exchange", "fresh", "remove", "fallback"}
+    # A save makes some 40 calls: fewer would mean that the kills missed it.
+    assert min(points["exchange"], points["fallback"], points["fresh"]) > 30 and points["remove"] > 10
+
+
+AT_RANDOM = (
+    COMMON
+    + """
+draw = random.Random(0)
+step = acknowledged = rounds_with_progress = 0
+for round in range(25):
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            step += 1
+            overwrites = step % 2
+            write(root / ("last" if overwrites else f"step={step}"), step, 100_000)
+            os.write(writer, step.to_bytes(4, "big"))
+            for old in root.glob("step=*"):
+                if int(old.name[5:]) < step - 2:
+                    checkpoint.remove(old)
+    os.close(writer)
+    time.sleep(draw.uniform(0.005, 0.12))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    before = acknowledged
+    while message := os.read(reader, 4):
+        acknowledged = int.from_bytes(message, "big")
+    os.close(reader)
+    rounds_with_progress += acknowledged > before
+    found = checkpoint.newest(root)
+    step = max(step, acknowledged) if found is None else step_of(found)
+    assert step >= acknowledged, (step, acknowledged)
+    if round % 3 == 0:
+        checkpoint.clean(root)
+        assert not [name for name in os.listdir(root) if name.startswith(".")]
+print(rounds_with_progress, acknowledged)
+"""
+)
+
+
+def test_random_kills_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
+    rounds, steps = map(int, script(AT_RANDOM, tmp_path).split())
+    assert rounds > 10 and steps > 25
+
+
+# ---- damage ----------------------------------------------------------------------------------------
+
+
+def flip(path: Path, position: int, mask: int = 1) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= mask
+    path.write_bytes(content)
+
+
+def raw(tensor: Tensor) -> bytes:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def contents(path: Path, **options: Any) -> dict[str, Any]:
+    loaded = Checkpoint.open(path, **options)
+    tensors = {name: (str(loaded.dtype(name)), loaded.shape(name), raw(loaded.read(name))) for name in loaded.names()}
+    return {"state": repr(loaded.state), "ranks": [loaded.rank_state(rank) for rank in range(3)], **tensors}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("two_ranks") / "a"
+    pieces = cut(torch.arange(40.0).reshape(8, 5), (2,))
+
+    def arguments(rank: int) -> dict[str, Any]:
+        tensors = {"model/w": pieces[rank], "optimizer/adam/w/exp_avg": pieces[1 - rank]}
+        if rank == 0:
+            tensors |= {"model/b": Shard.whole(torch.arange(5)), "extra/flag": Shard.whole(torch.tensor(True))}
+        state = {"progress": {"global_step": 3}, "strategy": {"lr": 0.1}, "history": [1.5, math.inf, "x"]}
+        return {"tensors": tensors, "state": state, "rank_state": {"rng": [rank, 2**31]}}
+
+    assert on_ranks(2, path, arguments) == [path, path]
+    return path
+
+
+def edit_json(draw: random.Random, value: Any) -> None:
+    """Change one random place of a JSON tree."""
+    while True:
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+        if not keys:
+            return
+        key = draw.choice(keys)
+        if isinstance(value[key], dict | list) and value[key] and draw.random() < 0.85:
+            value = value[key]
+            continue
+        choice = draw.randrange(4)
+        if choice == 0:
+            del value[key]
+        elif choice == 1:
+            value[key] = draw.choice(
+                [None, True, -1, 0, 1, 2**40, 2**80, 1.5, math.nan, "", "../x", "float16", "state.json", [], {}, [[]], {"a": 1}, [1, 2, 3]]
+            )
+        elif choice == 2 and isinstance(value, dict):
+            value[draw.choice(["", "x", "model/x", "../x.json", "rank-00009.json", "format"])] = value.pop(key)
+        elif type(value[key]) is int:
+            value[key] += draw.choice([-1, 1, 7])
+        return
+
+
+def mutate(draw: random.Random, folder: Path) -> str:
+    path = folder / draw.choice(sorted(os.listdir(folder)))
+    content = bytearray(path.read_bytes())
+    kind = draw.choice(["flip", "flip", "flip", "cut", "grow", "swap bytes", "swap files", "delete", "empty", "json", "json", "zeros"])
+    if kind == "flip":
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    elif kind == "cut":
+        del content[draw.randrange(len(content)) :]
+    elif kind == "grow":
+        content += draw.randbytes(draw.randint(1, 9))
+    elif kind == "swap bytes":
+        one, other, size = draw.randrange(len(content)), draw.randrange(len(content)), draw.randint(1, 8)
+        content[one : one + size], content[other : other + size] = content[other : other + size], content[one : one + size]
+    elif kind == "swap files":
+        other = folder / draw.choice(sorted(os.listdir(folder)))
+        theirs = other.read_bytes()
+        other.write_bytes(content)
+        content[:] = theirs
+    elif kind == "empty":
+        content.clear()
+    elif kind == "zeros":
+        start = draw.randrange(len(content))
+        content[start : start + 16] = bytes(len(content[start : start + 16]))
+    elif kind == "json" and path.suffix == ".json":
+        tree = json.loads(content)
+        edit_json(draw, tree)
+        content[:] = json.dumps(tree).encode()
+    path.write_bytes(content)
+    if kind == "delete":
+        path.unlink()
+    return f"{kind} {path.name}"
+
+
+def test_five_hundred_mutations_load_bit_identical_or_raise_checkpoint_error(tmp_path: Path, two_ranks: Path) -> None:
+    expected = contents(two_ranks)
+    draw = random.Random(0)
+    refused = 0
+    for number in range(500):
+        folder = tmp_path / "a"
+        shutil.copytree(two_ranks, folder)
+        kind = mutate(draw, folder)
+        is_checkpoint(folder)
+        try:
+            assert contents(folder) == expected, (number, kind)
+        except CheckpointError as error:
+            assert str(folder) in str(error), (number, kind)
+            refused += 1
+        shutil.rmtree(folder)
+    assert refused > 400
+
+
+def test_mutations_that_nothing_verifies_raise_nothing_but_checkpoint_error(tmp_path: Path, two_ranks: Path) -> None:
+    """A forger signs what he changed: values may differ, but no other exception and no crash comes of it."""
+    draw = random.Random(1)
+    outcomes = [0, 0]
+    for number in range(300):
+        folder = tmp_path / "a"
+        shutil.copytree(two_ranks, folder)
+        if number % 2:
+            manifest = json.loads((folder / "manifest.json").read_text())
+            edit_json(draw, manifest)
+            sign(folder, manifest)
+        else:
+            mutate(draw, folder)
+        try:
+            contents(folder, verify=False)
+            outcomes[0] += 1
+        except CheckpointError:
+            outcomes[1] += 1
+        shutil.rmtree(folder)
+    assert min(outcomes) > 10
+
+
+def sign(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest with its right checksum, as a forger would."""
+    manifest.pop("checksum", None)
+    (folder / "manifest.json").write_text(json.dumps({"checksum": checkpoint._manifest_checksum(manifest), **manifest}))
+
+
+def replace(folder: Path, manifest: dict[str, Any], name: str, content: bytes) -> None:
+    """Put a file in the folder and in the manifest, with its right size and checksum."""
+    (folder / name).write_bytes(content)
+    manifest["files"][name] = {"size": len(content), "crc32": f"{zlib.crc32(content):08x}"}
+
+
+MODEL = "model-00000-of-00002.safetensors"
+
+
+def forge(edit: Callable[[Path, dict[str, Any]], None]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        edit(folder, manifest)
+        sign(folder, manifest)
+
+    return apply
+
+
+def piece(manifest: dict[str, Any], name: str = "model/w", number: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = manifest["tensors"][name]["pieces"][number]
+    return found
+
+
+def header(text: bytes, length: int | None = None) -> bytes:
+    return (len(text) if length is None else length).to_bytes(8, "little") + text
+
+
+def to_link(folder: Path) -> None:
+    shutil.move(folder / MODEL, folder.parent / "elsewhere")
+    (folder / MODEL).symlink_to(folder.parent / "elsewhere")
+
+
+def to_pipe(folder: Path) -> None:
+    (folder / "state.json").unlink()
+    os.mkfifo(folder / "state.json")
+
+
+def to_folder(folder: Path) -> None:
+    (folder / "rank-00001.json").unlink()
+    (folder / "rank-00001.json").mkdir()
+
+
+def outside(folder: Path, manifest: dict[str, Any]) -> None:
+    content = (folder / MODEL).read_bytes()
+    (folder.parent / "x.safetensors").write_bytes(content)
+    manifest["files"]["../x.safetensors"] = manifest["files"].pop(MODEL)
+    piece(manifest)["file"] = "../x.safetensors"
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n"
+DEEP = b"[" * 200_000 + b"]" * 200_000
+
+HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
+    "empty manifest": (lambda f: (f / "manifest.json").write_text(""), "no valid JSON"),
+    "manifest is a list": (lambda f: (f / "manifest.json").write_text("[]"), "no JSON object"),
+    "manifest is binary": (lambda f: (f / "manifest.json").write_bytes(b"\x80\x04\xff\x00"), "no valid JSON"),
+    "manifest is deep": (lambda f: (f / "manifest.json").write_bytes(b'{"a":' + DEEP + b"}"), "no valid JSON"),
+    "manifest has a huge number": (lambda f: (f / "manifest.json").write_text('{"a":' + "9" * 5000 + "}"), "no valid JSON"),
+    "manifest repeats a key": (lambda f: (f / "manifest.json").write_text('{"format":1,"format":1}'), "a key occurs twice"),
+    "manifest edited": (lambda f: (f / "manifest.json").write_text((f / "manifest.json").read_text().replace('"float32"', '"float16"')), "own checksum"),
+    "manifest is a git-lfs pointer": (lambda f: (f / "manifest.json").write_text(LFS), "git lfs pull"),
+    "tensors are a git-lfs pointer": (lambda f: (f / MODEL).write_text(LFS), "git lfs pull"),
+    "future format": (forge(lambda f, m: m.update(format=2)), "upgrade lockstep"),
+    "no format": (forge(lambda f, m: m.pop("format")), "no valid format"),
+    "format is true": (forge(lambda f, m: m.update(format=True)), "no valid format"),
+    "world size is text": (forge(lambda f, m: m.update(world_size="2")), "world_size"),
+    "files are a list": (forge(lambda f, m: m.update(files=[])), "no objects"),
+    "state not listed": (forge(lambda f, m: m["files"].pop("state.json")), "does not list state.json"),
+    "size is a float": (forge(lambda f, m: m["files"]["state.json"].update(size=1.0)), "no valid size"),
+    "empty file": (lambda f: (f / MODEL).write_bytes(b""), "0 bytes instead of"),
+    "missing file": (lambda f: (f / MODEL).unlink(), "is missing"),
+    "file is a link": (to_link, "is a link"),
+    "file is a pipe": (to_pipe, "no regular file"),
+    "file is a folder": (to_folder, "no regular file"),
+    "file outside": (forge(outside), "forbidden name"),
+    "file with an absolute path": (forge(lambda f, m: m["files"].update({"/etc/hostname": {"size": 1, "crc32": "0"}})), "forbidden name"),
+    "file that is code": (forge(lambda f, m: replace(f, m, "model.pkl", b"x")), "forbidden name"),
+    "tensor without a group": (forge(lambda f, m: m["tensors"].update(w=m["tensors"].pop("model/w"))), "lists a tensor 'w'"),
+    "tensor name climbs": (forge(lambda f, m: m["tensors"].update({"model/../w": m["tensors"].pop("model/w")})), "lists a tensor"),
+    "dtype names code": (forge(lambda f, m: m["tensors"]["model/w"].update(dtype="os.system")), "no valid dtype"),
+    "dtype is a list": (forge(lambda f, m: m["tensors"]["model/w"].update(dtype=[])), "no valid dtype"),
+    "wrong dtype": (forge(lambda f, m: m["tensors"]["model/w"].update(dtype="int32")), r"F32 \[4, 5\], the manifest as I32"),
+    "wrong shape": (
+        forge(lambda f, m: m["tensors"]["model/b"].update(shape=[1, 5], pieces=[{**piece(m, "model/b"), "shape": [1, 5], "offsets": [0, 0]}])),
+        r"I64 \[5\]",
+    ),
+    "negative shape": (forge(lambda f, m: m["tensors"]["model/w"].update(shape=[-8, 5])), "no valid shape"),
+    "huge shape": (forge(lambda f, m: m["tensors"]["model/w"].update(shape=[2**61, 2**61])), "elements are missing"),
+    "shape that overflows": (forge(lambda f, m: m["tensors"]["model/w"].update(shape=[2**64, 5])), "no valid shape"),
+    "missing piece": (forge(lambda f, m: m["tensors"]["model/w"]["pieces"].pop()), "20 of 40 elements are missing"),
+    "overlapping pieces": (forge(lambda f, m: piece(m, number=1).update(offsets=[3, 0])), "overlaps another"),
+    "piece out of range": (forge(lambda f, m: piece(m, number=1).update(offsets=[5, 0])), "does not lie in shape"),
+    "piece without file": (forge(lambda f, m: piece(m).pop("file")), "not listed"),
+    "piece in an unlisted file": (forge(lambda f, m: piece(m).update(file="extra2.safetensors")), "not listed"),
+    "piece in a JSON file": (forge(lambda f, m: piece(m).update(file="state.json")), "not listed"),
+    "two pieces in a file": (forge(lambda f, m: piece(m, number=1).update(file=MODEL)), "a piece of it already"),
+    "piece in another file": (forge(lambda f, m: piece(m).update(file="extra.safetensors")), "does not hold model/w"),
+    "no pieces": (forge(lambda f, m: m["tensors"]["model/w"].update(pieces=[])), "no piece was saved"),
+    "huge header": (forge(lambda f, m: replace(f, m, MODEL, header(b"{}", 2**63))), "no safetensors file"),
+    "header beyond the end": (forge(lambda f, m: replace(f, m, MODEL, header(b"{}", 10**6))), "no safetensors file"),
+    "deep header": (forge(lambda f, m: replace(f, m, MODEL, header(b'{"w":' + DEEP + b"}"))), "no safetensors file"),
+    "header with data out of range": (
+        forge(lambda f, m: replace(f, m, MODEL, header(b'{"w":{"dtype":"F32","shape":[4,5],"data_offsets":[0,80]}}'))),
+        "no safetensors file",
+    ),
+    "header with overflow": (
+        forge(lambda f, m: replace(f, m, MODEL, header(b'{"w":{"dtype":"F32","shape":[4611686018427387905,4],"data_offsets":[0,16]}}') + bytes(16))),
+        "no safetensors file",
+    ),
+    "pickle instead of tensors": (forge(lambda f, m: replace(f, m, MODEL, b"\x80\x04cos\nsystem\n(S'echo'\ntR.")), "no safetensors file"),
+    "state repeats a key": (forge(lambda f, m: replace(f, m, "state.json", b'{"a":1,"a":2}')), "a key occurs twice"),
+    "state is deep": (forge(lambda f, m: replace(f, m, "state.json", b'{"a":' + DEEP + b"}")), "no valid JSON"),
+    "state is a number": (forge(lambda f, m: replace(f, m, "state.json", b"1")), "no JSON object"),
+    "state without strategy": (forge(lambda f, m: replace(f, m, "state.json", b'{"strategy":[]}')), "'strategy'"),
+    "rank state is binary": (forge(lambda f, m: replace(f, m, "rank-00001.json", b"\xff")), "no valid JSON"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_folders_are_refused_by_name(tmp_path: Path, two_ranks: Path, case: str) -> None:
+    folder = tmp_path / "a"
+    shutil.copytree(two_ranks, folder)
+    edit, message = HOSTILE[case]
+    edit(folder)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        contents(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.ckpt").write_bytes(b"x")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path, message in (
+        (tmp_path / "model.ckpt", "is no folder"),
+        (tmp_path / "nothing", "no checkpoint at"),
+        (tmp_path / "model.ckpt" / "x", "cannot be opened: Not a directory"),
+        (tmp_path / "loop", "cannot be opened: Too many levels"),
+        (tmp_path / "a\0b", "cannot be opened: embedded null"),
+        (tmp_path, "manifest.json is missing"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            Checkpoint.open(path)
+        assert not is_checkpoint(path)
+
+
+def test_files_that_the_manifest_does_not_list_are_ignored(tmp_path: Path, two_ranks: Path) -> None:
+    folder = tmp_path / "a"
+    shutil.copytree(two_ranks, folder)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "rank-00002.json").write_text('{"rng": "planted"}')
+    (folder / "model.safetensors").symlink_to("/etc/hostname")
+    assert contents(folder) == contents(two_ranks)
+
+
+def test_verification_and_reading_of_a_part_take_constant_memory(tmp_path: Path) -> None:
+    size = 16 << 20
+    save_alone(tmp_path / "a", {"model/w": torch.zeros(size // 4, 4, dtype=torch.uint8), "model/v": torch.zeros(4 * size, dtype=torch.uint8)})
+    tracemalloc.start()
+    loaded = Checkpoint.open(tmp_path / "a")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < size / 2
+    assert loaded.read("model/v", (5,), (3,)).untyped_storage().nbytes() == 3
+
+
+# ---- full and forbidden disks ----------------------------------------------------------------------
+
+FULL_DISK = (
+    COMMON
+    + """
+import subprocess, threading
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", root], check=True)
+path = root / "runs" / "last"
+write(path, 1)
+before = sorted(os.listdir(path))
+
+def refused(call):
+    try:
+        call()
+    except checkpoint.CheckpointError as error:
+        assert str(path) in str(error) and "No space left on device (ENOSPC)" in str(error), error
+        assert step_of(path) == 1 and os.listdir(path.parent) == ["last"] and sorted(os.listdir(path)) == before
+        return str(error)
+    raise AssertionError("a full disk was not noticed")
+
+print(refused(lambda: write(path, 2, 1_000_000)))
+
+barrier, slot, errors = threading.Barrier(2, timeout=20), [None], [None, None]
+def rank(number):
+    def broadcast(value):
+        if number == 0:
+            slot[0] = value
+        barrier.wait()
+        received = slot[0]
+        barrier.wait()
+        return received
+    try:
+        shard = Shard(torch.zeros(1_000_000 if number else 1), (1_000_001,), (number,))
+        checkpoint.save(path, rank=number, world_size=2, tensors={"model/w": shard}, state={}, barrier=barrier.wait, broadcast=broadcast)
+    except checkpoint.CheckpointError as error:
+        errors[number] = error
+threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+for error in errors:
+    def again():
+        raise error
+    assert "rank 1" in refused(again)
+
+write(path, 3)
+assert step_of(path) == 3
+"""
+)
+
+
+def test_a_full_disk_raises_and_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
+    unshare = ("unshare", "-Urm")
+    if not shutil.which("unshare") or subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("unshare -Urm is not permitted here")
+    message = script(FULL_DISK, tmp_path, prefix=unshare)
+    assert "bytes; make room or choose another folder" in message
+
+
+FORBIDDEN = (
+    COMMON
+    + """
+os.chmod(root, 0o755)
+write(root / "a", 1)
+os.chmod(root, 0o555)
+if os.getuid() == 0:
+    os.setuid(65534)
+for path in (root / "a", root / "new" / "b"):
+    try:
+        write(path, 2)
+    except checkpoint.CheckpointError as error:
+        assert str(path) in str(error) and "Permission denied (EACCES)" in str(error) and "that you can write" in str(error), error
+    else:
+        raise AssertionError("written where that is forbidden")
+try:
+    checkpoint.remove(root / "a")
+except checkpoint.CheckpointError as error:
+    assert "Permission denied (EACCES)" in str(error)
+assert step_of(root / "a") == 1 and os.listdir(root) == ["a"]
+"""
+)
+
+
+def test_a_forbidden_folder_raises_and_changes_nothing() -> None:
+    # Not below tmp_path, whose parents only its owner may enter.
+    folder = tempfile.mkdtemp()
+    try:
+        script(FORBIDDEN, folder)
+    finally:
+        os.chmod(folder, 0o755)
+        shutil.rmtree(folder)
+
+
+def test_a_path_below_a_file_raises(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/file/a: .* after rank 0 had written 0 of its 32 bytes"):
+        save_step(tmp_path / "file" / "a", 1)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_saving_moves_no_random_stream(tmp_path: Path) -> None:
+    random.seed(0)
+    before = random.getstate(), torch.get_rng_state()
+    save_step(tmp_path / "a", 1)
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
