@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -20,8 +21,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from strategies.processes import RankTraceback
 from trainer import config
-from trainer.checkpoint import CheckpointError
 from trainer.config import ConfigError, Resolved, Run
 from trainer.trainer import Trainer
 
@@ -95,7 +96,7 @@ def _fit(run: Run) -> None:
 
 def _evaluate(run: Run, command: str) -> None:
     verb = run.trainer.validate if command == "validate" else run.trainer.test
-    verb(run.module, datamodule=run.datamodule, ckpt_path=run.ckpt_path)
+    verb(run.module, datamodule=run.datamodule, ckpt_path=run.ckpt_path, verbose=False)
     _print_block(run.trainer, f"{command}: {run.ckpt_path or 'initial weights'}", _metric_rows(run.trainer.callback_metrics))
 
 
@@ -192,16 +193,14 @@ FRAMEWORK = tuple(str(Path(__file__).resolve().parent.parent / name) + os.sep fo
 
 
 def _is_framework_error(error: Exception) -> bool:
-    """Whether Lockstep itself raised this about the user's input, outside their code: then the message says all.
-
-    The error of a rank carries that rank's traceback as its cause, and comes from within the run.
-    """
-    if not isinstance(error, CheckpointError | ValueError | TypeError | RuntimeError | ImportError | OSError) or error.__cause__ is not None:
+    """Whether Lockstep itself raised this about the user's input, outside their code: then the message says all."""
+    if not isinstance(error, ValueError | TypeError | RuntimeError | ImportError | OSError | FloatingPointError):
         return False
-    files = [os.path.realpath(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    ours = [file for file in files if file.startswith(FRAMEWORK)]
-    others = [file for file in files if not file.startswith(FRAMEWORK)]
-    if any(not file.startswith(LIBRARIES) for file in others):
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error.__cause__, RankTraceback):
+        files += re.findall(r'^  File "(.+?)", line', str(error.__cause__), flags=re.MULTILINE)
+    files = [os.path.realpath(file) if os.path.exists(file) else file for file in files]
+    if not all(file.startswith((*FRAMEWORK, *LIBRARIES)) for file in files):
         return False
     # An OSError is raised in the standard library, the others where the rule is.
-    return bool(ours) and (files[-1] == ours[-1] or isinstance(error, OSError))
+    return isinstance(error, OSError) or (bool(files) and files[-1].startswith(FRAMEWORK))

@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from callbacks.base import Callback, Logger
+from callbacks.base import Callback
 from strategies.base import Strategy
 from trainer.datamodule import DataModule
 from trainer.module import Module
@@ -65,12 +65,6 @@ BASES: dict[type, str | None] = {
     Dataset: None,
 }
 """What a config may name a class of, and the package in which a name without a dot is looked up."""
-
-TRAINER_SLOTS: dict[str, Any] = {
-    "callbacks": list[Callback] | Callback | None,
-    "logger": bool | Logger | list[Logger] | None,
-    "strategy": str | Strategy,
-}
 
 
 class ConfigError(ValueError):
@@ -212,9 +206,8 @@ def _check_top_level(name: str, origin: str) -> None:
 
 
 @functools.cache
-def _trainer_arguments() -> dict[str, Any]:
-    arguments, _ = _arguments(Trainer, object)
-    return {name: (parameter, TRAINER_SLOTS.get(name, annotation)) for name, (parameter, annotation) in arguments.items()}
+def _trainer_arguments() -> dict[str, tuple[inspect.Parameter, Any]]:
+    return _arguments(Trainer, object)[0]
 
 
 def _parse_override(text: str) -> tuple[Key, Any]:
