@@ -52,8 +52,7 @@ class LRScaling(LRFactor):
             raise ValueError("LRScaling needs the number of samples of an optimizer step, which this loader does not tell: give global_batch_size=...")
         ratio = size / self.reference_batch_size
         factor = self.factor = ratio if self.rule == "linear" else math.sqrt(ratio)
-        if trainer.is_global_zero:
-            print(self._arithmetic(trainer, size), flush=True)
+        trainer.print(self._arithmetic(trainer, size))
         self._multiply(trainer, lambda: factor)
 
     def _arithmetic(self, trainer: Trainer, size: float) -> str:

@@ -60,8 +60,7 @@ class LRWarmup(LRFactor):
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         if self.epochs is not None:
-            num_batches = trainer.num_training_batches
-            if not math.isfinite(num_batches):
+            if trainer.windows_per_epoch is None:
                 raise ValueError(f"LRWarmup(epochs={self.epochs}) needs the length of an epoch, which this loader does not tell: give steps=... instead")
-            self.steps = round(self.epochs * math.ceil(num_batches / trainer.accumulate_grad_batches))
+            self.steps = round(self.epochs * trainer.windows_per_epoch)
         self._multiply(trainer, lambda: self.factor_at(trainer.global_step))

@@ -19,7 +19,7 @@ def trainer(*optimizers: torch.optim.Optimizer, batch_size: int | None = 256, ra
     return SimpleNamespace(
         global_step=0,
         optimizers=list(optimizers),
-        is_global_zero=rank == 0,
+        print=print if rank == 0 else lambda *_: None,
         train_dataloader=SimpleNamespace(batch_size=batch_size),
         strategy=SimpleNamespace(data_size=4),
         accumulate_grad_batches=2,

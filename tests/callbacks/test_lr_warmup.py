@@ -31,7 +31,7 @@ class Run:
         self.scheduler = scheduler(self.optimizer) if scheduler else None
         self.callbacks = callbacks
         self.accumulate = accumulate
-        self.trainer: Any = SimpleNamespace(global_step=0, optimizers=[self.optimizer], num_training_batches=10, accumulate_grad_batches=accumulate)
+        self.trainer: Any = SimpleNamespace(global_step=0, optimizers=[self.optimizer], windows_per_epoch=3)
         self.effective: list[float] = []
         self.shown: list[float] = []
         self.announced: list[float] = []
@@ -128,12 +128,12 @@ def test_epochs_are_counted_in_the_steps_of_this_run() -> None:
     warmup = LRWarmup(epochs=1.5)
     with pytest.raises(RuntimeError, match="once fit has started"):
         warmup.factor_at(0)
-    run = Run(None, warmup, accumulate=4).start()  # 10 micro-batches: steps of 4, 4 and 2
+    run = Run(None, warmup).start()
     assert warmup.steps == 4  # 1.5 epochs of 3 steps, 4.5, rounded to even
     assert run.steps(5).effective == pytest.approx([BASE * f / 5 for f in (1, 2, 3, 4, 5)], abs=1e-15)
 
     endless = Run(None, LRWarmup(epochs=1))
-    endless.trainer.num_training_batches = math.inf
+    endless.trainer.windows_per_epoch = None
     with pytest.raises(ValueError, match="give steps="):
         endless.start()
 

@@ -1,0 +1,187 @@
+"""EarlyStopping: end the run when a metric no longer improves."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from callbacks.base import Callback
+from callbacks.monitored_metric import MonitoredMetric, check_keys
+
+if TYPE_CHECKING:
+    from trainer import Module, Trainer
+
+
+class EarlyStopping(Callback):
+    """Set `trainer.should_stop` when a metric has not improved for `patience` checks, or has left its bounds.
+
+    Metrics are equal on all ranks, so all ranks decide alike, without a collective. Skipped in the
+    sanity check and with `fast_dev_run`. The reason to stop is printed on rank 0. A run that is resumed
+    where it had stopped stops again at once, unless the arguments now allow more.
+
+    Args:
+        monitor: Name of the metric in `trainer.callback_metrics`.
+        min_delta: The least change, in the metric's unit, that counts as improvement; its sign does not matter.
+        patience: Stop at the check that is this many without improvement, counted in checks, not epochs.
+        mode: "min" where lower is better, "max" where higher is.
+        strict: Raise ValueError when the metric should be there and is not; False warns once and goes on.
+        check_finite: Stop when the metric is NaN or infinite.
+        stopping_threshold: Stop once the metric is better than this: good enough.
+        divergence_threshold: Stop once the metric is worse than this: beyond hope.
+        check_on_train_epoch_end: True checks at the end of each training epoch, False after each
+            validation. None takes whichever brings the metric first.
+        verbose: Print every improvement.
+        log_rank_zero_only: Print improvements on rank 0 only; False prints on every rank, with its number.
+    """
+
+    best_score: Tensor
+    """The best value so far, 0-dim on CPU; infinitely bad before the first check."""
+    wait_count: int
+    """Checks since the last improvement."""
+    stopped_epoch: int
+    """Index of the epoch in which it stopped the run; 0 where it has not, see `stopping_reason`."""
+    stopping_reason: str | None
+    """Why it stopped the run, in one sentence; None where it has not."""
+
+    def __init__(
+        self,
+        monitor: str,
+        *,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        mode: str = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        verbose: bool = False,
+        log_rank_zero_only: bool = False,
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise ValueError(f'EarlyStopping knows the modes "min" and "max", but got mode={mode!r}')
+        if patience < 0:
+            raise ValueError(f"EarlyStopping needs a patience of 0 or more checks, but got {patience}")
+        self.monitor = monitor
+        self.min_delta = abs(min_delta)
+        self.patience = patience
+        self.mode = mode
+        self.strict = strict
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.verbose = verbose
+        self.log_rank_zero_only = log_rank_zero_only
+        self._metric = MonitoredMetric(monitor, "EarlyStopping", check_on_train_epoch_end)
+        self._reset()
+        self._fitting = False
+        self._warned = False
+
+    @property
+    def state_key(self) -> str:
+        return f"EarlyStopping[monitor={self.monitor}, mode={self.mode}]"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "stopping_reason": self.stopping_reason,
+            "best_score": float(self.best_score),
+            "last_score": self._last,
+            "check_on_train_epoch_end": self._metric.at_epoch_end,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        check_keys("EarlyStopping", state_dict, set(self.state_dict()))
+        self.wait_count = state_dict["wait_count"]
+        self.stopped_epoch = state_dict["stopped_epoch"]
+        self.stopping_reason = state_dict["stopping_reason"]
+        self.best_score = torch.tensor(state_dict["best_score"], dtype=torch.float64)
+        self._last = state_dict["last_score"]
+        if self._metric.at_epoch_end is None:
+            self._metric.at_epoch_end = state_dict["check_on_train_epoch_end"]
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        self._fitting = stage == "fit" and not trainer.fast_dev_run
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        self._metric.restart()
+        if trainer.global_step == 0:  # a run of its own, perhaps the second with this callback
+            self._reset()
+
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        if self._fitting and self.stopping_reason and self._reason():  # resumed where it had stopped: stop there again, unless the options allow more now
+            trainer.should_stop = True
+            trainer.print(f"EarlyStopping: the run had ended already: {self.stopping_reason}")
+
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        if self._fitting and not trainer.sanity_checking:
+            self._check(trainer, epoch_end=False)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        if self._fitting:
+            self._check(trainer, epoch_end=True)
+
+    def _reset(self) -> None:
+        self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf)
+        self.wait_count = self.stopped_epoch = 0
+        self.stopping_reason = None
+        self._last = math.nan
+
+    def _check(self, trainer: Trainer, *, epoch_end: bool) -> None:
+        fresh = self._metric.fresh(trainer, epoch_end=epoch_end)
+        problem = self._metric.overdue(trainer)
+        if problem and self.strict:
+            raise ValueError(problem)
+        if problem and not self._warned and trainer.is_global_zero:
+            self._warned = True
+            warnings.warn(problem, stacklevel=2)
+        if not fresh or self.monitor not in trainer.callback_metrics:
+            return
+        current = trainer.callback_metrics[self.monitor].detach().clone()
+        self._last = float(current)
+        usable = math.isfinite(self._last) or not self.check_finite
+        if usable and self._better(self._last, self._with_delta(float(self.best_score))):
+            self._say(trainer, f"{self.monitor} improved from {float(self.best_score):.6g} to {self._last:.6g}")
+            self.best_score = current
+            self.wait_count = 0
+        else:
+            self.wait_count += 1
+        self.stopping_reason = self._reason()
+        if self.stopping_reason:
+            self.stopped_epoch = trainer.current_epoch
+            trainer.should_stop = True
+            trainer.print(f"EarlyStopping: {self.stopping_reason}")
+
+    def _reason(self) -> str | None:
+        """Why the last check must end the run, by the options of now."""
+        shown = f"{self.monitor} = {self._last:.6g}"
+        best = f"{float(self.best_score):.6g}"
+        if self.check_finite and not math.isfinite(self._last):
+            return f"{shown} is not finite; the best was {best}"
+        if self.stopping_threshold is not None and self._better(self._last, self.stopping_threshold):
+            return f"{shown} is better than the stopping threshold {self.stopping_threshold:.6g}"
+        if self.divergence_threshold is not None and self._better(self.divergence_threshold, self._last):
+            return f"{shown} is worse than the divergence threshold {self.divergence_threshold:.6g}"
+        if self.wait_count and self.wait_count >= self.patience:
+            return f"{shown} is check number {self.wait_count} in a row without improvement over {best}"
+        return None
+
+    def _better(self, value: float, than: float) -> bool:
+        return value < than if self.mode == "min" else value > than
+
+    def _with_delta(self, score: float) -> float:
+        return score - self.min_delta if self.mode == "min" else score + self.min_delta
+
+    def _say(self, trainer: Trainer, text: str) -> None:
+        if not self.verbose:
+            return
+        name = "EarlyStopping" if trainer.world_size == 1 else f"EarlyStopping on rank {trainer.global_rank}"
+        if trainer.is_global_zero:
+            trainer.print(f"{name}: {text}")
+        elif not self.log_rank_zero_only:
+            print(f"{name}: {text}", flush=True)

@@ -1,0 +1,378 @@
+"""ModelCheckpoint: when to save, under which name, and which checkpoints to keep."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+import warnings
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from callbacks.base import Callback
+from callbacks.monitored_metric import MonitoredMetric, check_keys
+
+if TYPE_CHECKING:
+    from trainer import Module, Trainer
+
+PLACEHOLDER = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
+
+
+class ModelCheckpoint(Callback):
+    """Save the run periodically, under a name made of its metrics, and keep the best or the latest few.
+
+    A checkpoint is a folder `<dirpath>/<filename>`. All ranks decide alike: metrics are equal on all of
+    them, and what only rank 0 knows (its clock, which names are taken) is broadcast. Nothing is saved
+    in the sanity check, with `fast_dev_run`, outside `fit`, or twice for the same step.
+
+    When: without one of the `every_n_...`, after every validation and, where that has not saved the
+    same step, at the end of every training epoch; with `monitor` only at the one of the two moments
+    that brings the metric. When training ends, its last state is saved too, unless it is saved already
+    or `monitor` alone decides.
+
+    Which are kept: with `monitor` the `save_top_k` best, without it the `save_top_k` latest. A new one
+    is committed before an older one is removed, so `save_top_k + 1` are on the disk for a moment. NaN
+    counts as the worst value, and so does a metric that no validation has brought yet when a step or
+    time asks for a save; among those the newest is kept, so there is always something to resume from.
+    Only checkpoints that this callback has made, in its own `dirpath`, are ever removed.
+
+    Args:
+        dirpath: Folder of the checkpoints; None takes `<trainer.log_dir>/checkpoints`.
+        filename: Template such as "{epoch}-{step}-{val/loss:.3f}" of `epoch` (the running one, from 0),
+            `step` (optimizer steps completed) and metrics with format specifications; "/" becomes "_".
+            A name that is taken gets "-v1". None takes "{epoch}-{step}".
+        monitor: Metric in `trainer.callback_metrics`, or "step" or "epoch". A metric that should be
+            there and is not raises ValueError.
+        mode: "min" where lower is better, "max" where higher is.
+        save_top_k: How many to keep; -1 keeps all, 0 none.
+        save_last: Keep the latest state as `<dirpath>/last` besides. It is a checkpoint of its own,
+            replaced atomically, and costs a second write each time.
+        every_n_train_steps: Save every that many optimizer steps instead.
+        every_n_epochs: Save only in every that-many-th epoch.
+        train_time_interval: Save whenever that much time of training has passed instead. Looked at
+            every `log_every_n_steps` optimizer steps, because ranks have to agree.
+        save_on_train_epoch_end: True saves only at the end of training epochs, False only after
+            validations.
+        auto_insert_metric_name: Write "val_loss=0.123" where False writes "0.123".
+        verbose: Rank 0 prints what it saves.
+    """
+
+    dirpath: str | None
+    """Absolute; None until `setup` where none was given."""
+    best_k_models: dict[str, Tensor]
+    """Paths of the checkpoints kept, and what ranks them (0-dim, CPU): the metric, or the step without `monitor`."""
+    last_model_path: str
+    """Path of the `last` checkpoint, or ""."""
+    current_score: Tensor | None
+    """The metric when it was looked at last."""
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        *,
+        monitor: str | None = None,
+        mode: str = "min",
+        save_top_k: int = 1,
+        save_last: bool = False,
+        every_n_train_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        train_time_interval: timedelta | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        auto_insert_metric_name: bool = True,
+        verbose: bool = False,
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise ValueError(f'ModelCheckpoint knows the modes "min" and "max", but got mode={mode!r}')
+        if save_top_k < -1:
+            raise ValueError(f"ModelCheckpoint needs save_top_k of 0 or more, or -1 to keep all, but got {save_top_k}")
+        periods = {"every_n_train_steps": every_n_train_steps, "every_n_epochs": every_n_epochs}
+        for name, period in periods.items():
+            if period is not None and period < 1:
+                raise ValueError(f"ModelCheckpoint needs {name} of 1 or more, but got {period}")
+        given = [name for name, value in {**periods, "train_time_interval": train_time_interval}.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"ModelCheckpoint saves by steps, by epochs or by time, but got {' and '.join(given)}: add one ModelCheckpoint for each")
+        if save_on_train_epoch_end is not None and given and given != ["every_n_epochs"]:
+            raise ValueError(f"ModelCheckpoint with {given[0]} does not look at epoch ends, but got save_on_train_epoch_end={save_on_train_epoch_end}")
+        self.filename = filename or "{epoch}-{step}"
+        _check_template(self.filename)
+        if save_last and self.filename == "last":
+            raise ValueError('ModelCheckpoint keeps the latest state as "last" with save_last=True, but got filename="last" too: give another filename')
+        self.dirpath = self._given_dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
+        self.monitor = monitor
+        self.mode = mode
+        self.save_top_k = save_top_k
+        self.save_last = save_last
+        self.every_n_train_steps = every_n_train_steps
+        self.every_n_epochs = every_n_epochs
+        self.train_time_interval = train_time_interval
+        self.save_on_train_epoch_end = save_on_train_epoch_end
+        self.auto_insert_metric_name = auto_insert_metric_name
+        self.verbose = verbose
+        self.best_k_models = {}
+        self.last_model_path = ""
+        self.current_score = None
+        self._metric = MonitoredMetric(monitor, "ModelCheckpoint", save_on_train_epoch_end) if monitor not in (None, "step", "epoch") else None
+        self._fitting = False
+        self._warnings: set[str] = set()  # given already
+        self._moved_from: str | None = None  # dirpath of the run that was resumed, until paths are found again
+        self._considered_step = 0  # the last step that was looked at, saved or not
+        self._seen_step = 0  # global_step at the last batch end
+        self._saved_at = 0.0  # this process's clock, in seconds, at the last save by time
+
+    @property
+    def state_key(self) -> str:
+        options = ("monitor", "mode", "every_n_train_steps", "every_n_epochs", "train_time_interval")
+        return f"ModelCheckpoint[{', '.join(f'{name}={getattr(self, name)}' for name in options)}]"
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint, or the latest without `monitor`; "" where there is none."""
+        return min(self.best_k_models, key=self._badness, default="")
+
+    @property
+    def best_model_score(self) -> Tensor | None:
+        """The metric of `best_model_path`; None without `monitor`."""
+        return self.best_k_models.get(self.best_model_path) if self.monitor is not None else None
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The worst of the checkpoints kept, the next to go; "" while there are fewer than `save_top_k`."""
+        return max(self.best_k_models, key=self._badness) if 0 < self.save_top_k <= len(self.best_k_models) else ""
+
+    @property
+    def kth_value(self) -> Tensor | None:
+        """What ranks `kth_best_model_path`."""
+        return self.best_k_models.get(self.kth_best_model_path)
+
+    def format_checkpoint_name(self, metrics: dict[str, Any]) -> str:
+        """The folder's name for these values; one that is missing is written as nan."""
+
+        def fill(match: re.Match[str]) -> str:
+            name, spec = match[1], match[2] or ""
+            value = metrics.get(name, math.nan)
+            value = value.item() if isinstance(value, Tensor) else value
+            try:
+                text = format(value, spec)
+            except ValueError:  # an integer's specification and a value that is none: a plain name rather than no checkpoint
+                text = format(value)
+            return f"{name}={text}" if self.auto_insert_metric_name else text
+
+        return PLACEHOLDER.sub(fill, self.filename).replace("/", "_").replace(os.sep, "_")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "dirpath": self.dirpath,
+            "best_k_models": [[self._relative(path), float(score)] for path, score in self.best_k_models.items()],
+            "last_model_path": self._relative(self.last_model_path),
+            "current_score": None if self.current_score is None else float(self.current_score),
+            "considered_step": self._considered_step,
+            "save_on_train_epoch_end": self._metric.at_epoch_end if self._metric else None,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        check_keys("ModelCheckpoint", state_dict, set(self.state_dict()))
+        self._moved_from = state_dict["dirpath"]
+        self.dirpath = self.dirpath or self._moved_from
+        folder = self._moved_from or ""
+        self.best_k_models = {os.path.join(folder, path): _tensor(score) for path, score in state_dict["best_k_models"]}
+        self.last_model_path = os.path.join(folder, state_dict["last_model_path"]) if state_dict["last_model_path"] else ""
+        self.current_score = None if state_dict["current_score"] is None else _tensor(state_dict["current_score"])
+        self._considered_step = state_dict["considered_step"]
+        if self._metric and self._metric.at_epoch_end is None:
+            self._metric.at_epoch_end = state_dict["save_on_train_epoch_end"]
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        self._fitting = stage == "fit" and not trainer.fast_dev_run
+        if not self._fitting:
+            return
+        self.dirpath = self._given_dirpath or os.path.abspath(os.path.join(trainer.log_dir or trainer.default_root_dir, "checkpoints"))
+        if trainer.is_global_zero:
+            try:
+                os.makedirs(self.dirpath, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"the checkpoint folder {self.dirpath} cannot be made ({error.strerror}): give ModelCheckpoint another dirpath") from error
+            if not os.access(self.dirpath, os.W_OK | os.X_OK):
+                raise ValueError(f"the checkpoint folder {self.dirpath} cannot be written: give ModelCheckpoint another dirpath")
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        if not self._fitting:
+            return
+        if self._metric:
+            self._metric.restart()
+        if trainer.global_step == 0:  # a run of its own, perhaps the second with this callback
+            self.best_k_models, self.last_model_path, self.current_score, self._considered_step = {}, "", None, 0
+        elif self._moved_from is not None:
+            self._find_again(trainer, self._moved_from)
+        self._moved_from = None
+
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        self._seen_step = trainer.global_step
+        self._saved_at = time.monotonic()
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step, seen = trainer.global_step, self._seen_step
+        if step == seen:  # in the middle of an accumulation window
+            return
+        self._seen_step = step
+        if not self._fitting:
+            return
+        if self.every_n_train_steps is not None:
+            due = step // self.every_n_train_steps > seen // self.every_n_train_steps
+        elif self.train_time_interval is not None:
+            every = max(1, trainer.log_every_n_steps)
+            due = step // every > seen // every and trainer.strategy.broadcast(time.monotonic() - self._saved_at >= self.train_time_interval.total_seconds())
+        else:
+            return
+        if due:
+            self._consider(trainer)
+            self._saved_at = time.monotonic()
+
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        if self._fitting and not trainer.sanity_checking:
+            self._consider_epoch(trainer, epoch_end=False)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        if self._fitting:
+            self._consider_epoch(trainer, epoch_end=True)
+
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        if self._fitting and (self.save_last or self.monitor is None):
+            self._consider(trainer, rank=self.monitor is None)
+
+    def _consider_epoch(self, trainer: Trainer, *, epoch_end: bool) -> None:
+        if self._metric:
+            due = self._metric.fresh(trainer, epoch_end=epoch_end)
+            self._complain(trainer)
+        else:
+            due = self.save_on_train_epoch_end in (None, epoch_end)
+        by_epochs = self.every_n_train_steps is None and self.train_time_interval is None
+        if due and by_epochs and (trainer.current_epoch + 1) % (self.every_n_epochs or 1) == 0:
+            self._consider(trainer)
+
+    def _consider(self, trainer: Trainer, rank: bool = True) -> None:
+        """Save the state after the last step where it belongs among those to keep; with `rank` False only as `last`."""
+        if trainer.global_step in (0, self._considered_step):
+            return
+        self._considered_step = trainer.global_step
+        if self.save_last and not self.last_model_path:  # before the first save, so that every checkpoint knows whose `last` is
+            self.last_model_path = self._free_path(trainer, "last")
+        if rank:
+            self._save_ranked(trainer, self._score(trainer))
+        if self.save_last:
+            trainer.save_checkpoint(self.last_model_path)
+
+    def _save_ranked(self, trainer: Trainer, score: Tensor) -> None:
+        leaving = self.kth_best_model_path
+        worst = self.kth_value
+        unranked = worst is not None and math.isnan(float(worst)) and math.isnan(float(score))
+        if self.save_top_k == 0 or (worst is not None and not unranked and not self._order(score) < self._order(worst)):
+            return
+        kept = dict(self.best_k_models)
+        name = self._name(trainer)
+        if leaving == os.path.join(str(self.dirpath), name):
+            path = leaving  # the same name again: replaced atomically
+            del self.best_k_models[path]
+        else:
+            path = self._free_path(trainer, name)
+        self.best_k_models[path] = score  # before the save, so that the checkpoint knows of itself
+        try:
+            trainer.save_checkpoint(path)
+        except BaseException:
+            self.best_k_models = kept
+            raise
+        if self.verbose:
+            reached = "" if self.monitor is None else f"{self.monitor} = {float(score):.6g}, "
+            trainer.print(f"ModelCheckpoint: epoch {trainer.current_epoch}, step {trainer.global_step}: {reached}saved {path}")
+        while len(self.best_k_models) > self.save_top_k > 0:
+            gone = self.kth_best_model_path
+            del self.best_k_models[gone]
+            if os.path.dirname(gone) == self.dirpath:
+                trainer.remove_checkpoint(gone)
+
+    def _score(self, trainer: Trainer) -> Tensor:
+        if self._metric is None:
+            score = torch.tensor(trainer.current_epoch if self.monitor == "epoch" else trainer.global_step)
+        else:
+            self._complain(trainer)
+            value = trainer.callback_metrics.get(self._metric.name)
+            score = torch.tensor(math.nan) if value is None else value.detach().clone()
+            if value is None:
+                self._warn_once(trainer, f"{self.monitor!r}, which ModelCheckpoint monitors, has no value yet: what is saved until then ranks as the worst")
+        self.current_score = None if self.monitor is None else score
+        return score
+
+    def _complain(self, trainer: Trainer) -> None:
+        problem = self._metric.overdue(trainer) if self._metric else None
+        if problem:
+            raise ValueError(problem)
+
+    def _order(self, score: Tensor) -> tuple[bool, float]:
+        """A key that grows from the best to the worst."""
+        value = float(score)
+        lower_is_better = self.mode == "min" and self.monitor is not None
+        return (True, 0.0) if math.isnan(value) else (False, value if lower_is_better else -value)
+
+    def _badness(self, path: str) -> tuple[bool, float]:
+        return self._order(self.best_k_models[path])
+
+    def _name(self, trainer: Trainer) -> str:
+        metrics = {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        for match in PLACEHOLDER.finditer(self.filename):
+            if match[1] not in metrics and match[1] != self.monitor:
+                self._warn_once(trainer, f"the filename of ModelCheckpoint names {match[1]!r}, which has no value now and is written as nan")
+        return self.format_checkpoint_name(metrics)
+
+    def _free_path(self, trainer: Trainer, name: str) -> str:
+        """A path for this name that nothing has, equal on all ranks."""
+        path = free = os.path.join(str(self.dirpath), name)
+        version = 0
+        while trainer.is_global_zero and os.path.lexists(free):
+            version += 1
+            free = f"{path}-v{version}"
+        return str(trainer.strategy.broadcast(free))
+
+    def _warn_once(self, trainer: Trainer, text: str) -> None:
+        if trainer.is_global_zero and text not in self._warnings:
+            self._warnings.add(text)
+            warnings.warn(text, stacklevel=2)
+
+    def _relative(self, path: str) -> str:
+        return os.path.basename(path) if os.path.dirname(path) == self.dirpath else path
+
+    def _find_again(self, trainer: Trainer, folder: str) -> None:
+        """Look up the checkpoints of the resumed run: in `dirpath` where it was moved there, else where they were, or forget them."""
+
+        def find(path: str) -> str:
+            moved = os.path.join(str(self.dirpath), os.path.basename(path))
+            places = [moved, path] if os.path.dirname(path) == folder else [path]
+            return next((place for place in places if trainer.is_global_zero and trainer.is_checkpoint(place)), "")
+
+        paths = [*self.best_k_models, self.last_model_path]
+        *found, last = trainer.strategy.broadcast([find(path) if path else "" for path in paths])
+        self.best_k_models = {path: score for path, score in zip(found, self.best_k_models.values(), strict=True) if path}
+        self.last_model_path = last if os.path.dirname(last) == self.dirpath else ""
+
+
+def _check_template(filename: str) -> None:
+    for match in PLACEHOLDER.finditer(filename):
+        spec = match[2] or ""
+        for value in (0, 0.0):
+            try:
+                format(value, spec)
+                break
+            except ValueError:
+                continue
+        else:
+            raise ValueError(f"filename={filename!r} of ModelCheckpoint has the format specification {spec!r}, which no number takes: write it like ':.3f'")
+    if "{" in PLACEHOLDER.sub("", filename) or "}" in PLACEHOLDER.sub("", filename):
+        raise ValueError(f"filename={filename!r} of ModelCheckpoint has a brace without its pair: write placeholders like '{{epoch}}' or '{{val/loss:.3f}}'")
+
+
+def _tensor(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
