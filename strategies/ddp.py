@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -47,13 +48,15 @@ class DDP(EagerStrategy):
             raise ValueError("find_unused_parameters=True contradicts static_graph=True; give one of them")
         self.sync_batchnorm = sync_batchnorm
         self.timeout_s = timeout_s
-        self._options = {
+        self._options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
-            "broadcast_buffers": broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
         }
+        if not broadcast_buffers:  # renamed in torch 2.13
+            renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+            self._options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
         self._first_window = True
 
     def configure(self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true") -> None:

@@ -577,12 +577,12 @@ class Trainer:
 
     def _adopt(self, module: Module, result: dict[str, Any]) -> None:
         """Take over what rank 0 brought back."""
-        own_state = module.state_dict()
-        if set(own_state) == set(result["weights"]):
-            module.load_state_dict(result["weights"])
-        else:
+        if set(module.state_dict()) != set(result["weights"]):
             module.configure_model()
-            module.load_state_dict(result["weights"])
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if isinstance(tensor, Tensor) and tensor.dtype != result["weights"][name].dtype:
+                tensor.data = tensor.data.to(result["weights"][name].dtype)  # the strategy placed it in the run's precision
+        module.load_state_dict(result["weights"])
         self.progress.load_state_dict(result["progress"])
         for item, state in zip(self.callbacks, result["callbacks"], strict=True):
             item.load_state_dict(state)
