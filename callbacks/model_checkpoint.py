@@ -275,7 +275,7 @@ class ModelCheckpoint(Callback):
             return
         kept = dict(self.best_k_models)
         name = self._name(trainer)
-        if leaving == os.path.join(str(self.dirpath), name):
+        if os.path.dirname(leaving) == self.dirpath and re.fullmatch(re.escape(name) + r"(-v\d+)?", os.path.basename(leaving)):
             path = leaving  # the same name again: replaced atomically
             del self.best_k_models[path]
         else:

@@ -16,6 +16,7 @@ import torch
 
 from callbacks import model_checkpoint as module
 from callbacks.model_checkpoint import ModelCheckpoint
+from strategies.ddp import DDP
 from strategies.state import Shard
 from trainer.checkpoint import Checkpoint, CheckpointError, is_checkpoint, remove, save
 
@@ -33,7 +34,7 @@ class Run:
         self.sanity_checking = self.fast_dev_run = False
         self.log_every_n_steps = 50
         self.val_dataloaders: list[Any] = [object()]
-        self.strategy: Any = SimpleNamespace(broadcast=lambda value: value)
+        self.strategy: Any = SimpleNamespace(rank=0, world_size=1, broadcast=lambda value: value, barrier=lambda: None)
         self.print = print
         self.events: list[str] = []
         if start:
@@ -55,9 +56,13 @@ class Run:
     def save_checkpoint(self, path: str) -> None:
         self.events.append(f"save {os.path.basename(path)}")
         tensors = {"model/step": Shard.whole(torch.tensor(self.global_step))}
-        save(path, rank=0, world_size=1, tensors=tensors, state={"progress": {"global_step": self.global_step}, "callback": self.callback.state_dict()})
+        state = {"progress": {"global_step": self.global_step}, "callback": self.callback.state_dict()}
+        s = self.strategy
+        save(path, rank=s.rank, world_size=s.world_size, tensors=tensors if s.rank == 0 else {}, state=state, barrier=s.barrier, broadcast=s.broadcast)
 
     def remove_checkpoint(self, path: str) -> None:
+        if not self.is_global_zero:
+            return
         newest = next(event for event in reversed(self.events) if event.startswith("save")).removeprefix("save ")
         assert is_checkpoint(os.path.join(os.path.dirname(path), newest)), "a checkpoint is removed only once the newer one is committed"
         self.events.append(f"remove {os.path.basename(path)}")
@@ -198,6 +203,35 @@ def test_time_is_looked_at_every_log_every_n_steps(run: Callable[..., Run], monk
         r.train(1)
     r.validate().end_epoch()
     assert sorted(r.found().values()) == [100, 200, 300]
+
+
+def _on_a_rank(folder: Path) -> list[list[int]]:
+    """Two fits of 300 steps, one second each by rank 0's clock; by rank 1's no time passes. The steps that every rank saved at."""
+    strategy = DDP()
+    strategy.configure(devices=2, accelerator="cpu")
+    strategy.setup()
+    now = 0.0
+    module.time = SimpleNamespace(monotonic=lambda: now)  # type: ignore[assignment]
+    saved = []
+    for _ in range(2):  # the second finds the names taken
+        run = Run(ModelCheckpoint(folder, "{epoch}", train_time_interval=timedelta(minutes=1), save_last=True), folder, start=False)
+        run.strategy, run.is_global_zero = strategy, strategy.rank == 0
+        run.start()
+        for _ in range(300):
+            now += 1.0 if strategy.rank == 0 else 0.0
+            run.train(1)
+            saved += [run.global_step] * len(run.events)
+            run.events.clear()
+    steps: list[list[int]] = strategy.all_gather(torch.tensor(saved)).tolist()
+    strategy.teardown()
+    return steps
+
+
+def test_ranks_with_other_clocks_save_at_the_same_steps_under_the_same_names(tmp_path: Path, run_ranks: Callable[..., Any]) -> None:
+    steps = [step for step in (100, 200, 300) for _ in ("epoch=0", "last")] * 2
+    assert run_ranks(_on_a_rank, 2, tmp_path) == [steps, steps]
+    found = {path.name: int(Checkpoint.open(path).read("model/step")) for path in tmp_path.iterdir()}
+    assert found == {"epoch=0": 300, "last": 300, "epoch=0-v1": 300, "last-v1": 300}
 
 
 # ---- which -----------------------------------------------------------------------------------------
