@@ -1,0 +1,223 @@
+"""The process that forks ranks: torch is imported once, and a rank starts in milliseconds.
+
+Not `multiprocessing`'s fork server: its children first run the user's script again (which cannot be switched off for one
+process without patching it), write to the files that were open when the server started, and outlive a launcher that was killed.
+
+Who ends whom: the server sees the launcher's end (a socket, and its parent's process id once a second, as processes
+that the launcher forked may hold the socket open) and sends SIGKILL to every rank's process group. Ranks die with the server
+by PR_SET_PDEATHSIG (Linux). Neither needs anything from the rank, so code that holds the GIL for ever ends as well.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import importlib
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from strategies import rank as rank_module
+
+PRELOAD = ("torch._dynamo", "torch.distributed", "torch.nn.parallel.distributed", "torch.optim")
+"""Imported beside torch: the first optimizer and the first DDP of a process would import dynamo, 1 to 2 s a rank."""
+MAX_RANKS = 200
+"""Ranks of one launch: a message carries a socket for each, and the kernel takes 253."""
+END = struct.Struct("ii")
+"""What the server says when a rank has ended: rank, exit code (negative for a signal)."""
+
+# Of the environment, what libraries read while they are imported, which for a running server was in the past.
+_IMPORT_TIME = ("ATEN_", "CUDA_", "GLOO_", "KMP_", "LD_", "MALLOC_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TORCH")
+
+
+class Server:
+    """The launcher's handle of a server, which serves one launch at a time."""
+
+    def __init__(self, key: tuple[Any, ...], num_threads: str) -> None:
+        self.key = key
+        self.owner = os.getpid()
+        self.control, theirs = socket.socketpair()
+        # First the folder that this very package came from, whatever the user's path holds under the same name.
+        path = [str(Path(__file__).resolve().parents[1]), *sys.path]
+        code = f"import sys; sys.path[:] = {path!r}; from strategies.forkserver import serve; serve({theirs.fileno()})"
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": num_threads},
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
+            )
+
+    def start(self, folder: str, fds: list[int]) -> None:
+        """Fork ranks. `fds`: a socket for signals and ends, standard output and error, program, work, a socket for each rank.
+
+        Raises OSError where the server is gone.
+        """
+        socket.send_fds(self.control, [folder.encode()], fds)
+
+    def close(self) -> None:
+        self.control.close()
+        if self.owner != os.getpid():  # a copy in a process that the launcher forked
+            self.process.returncode = 0
+            return
+        try:
+            self.process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+_idle: Server | None = None
+_lock = threading.Lock()
+
+
+def take(num_ranks: int) -> Server:
+    """The idle server where it still fits, or a new one; `give_back` it."""
+    num_threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, _num_cores() // num_ranks))
+    key = (num_threads, *sorted(item for item in os.environ.items() if item[0].startswith(_IMPORT_TIME)))
+    server = _swap(None)
+    if server is not None and (server.owner != os.getpid() or server.key != key or server.process.poll() is not None):
+        server.close()
+        server = None
+    return server or Server(key, num_threads)
+
+
+def give_back(server: Server) -> None:
+    """Keep the server for the next launch of this process."""
+    other = _swap(server)
+    if other is not None:
+        other.close()
+    atexit.unregister(_close_idle)
+    atexit.register(_close_idle)
+
+
+def _close_idle() -> None:
+    server = _swap(None)
+    if server is not None:
+        server.close()
+
+
+def _swap(server: Server | None) -> Server | None:
+    global _idle
+    with _lock:
+        server, _idle = _idle, server
+    return server
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# ---- in the server -------------------------------------------------------------------------------------
+
+
+def serve(control_fd: int) -> None:
+    """Main of the server: fork ranks on request until the launcher is gone."""
+    # A signal to every process of a job must not cut the ranks' own ending short.
+    signal.pthread_sigmask(signal.SIG_BLOCK, rank_module.SIGNALS)
+    launcher = os.getppid()
+    for name in PRELOAD:
+        importlib.import_module(name)
+    wake, wake_writer = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(wake_writer, False)
+    signal.set_wakeup_fd(wake_writer)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    gc.collect()
+    gc.freeze()  # a collection in a rank would write to every page that it shares with the others
+    with socket.socket(fileno=control_fd) as control:
+        while True:
+            while not select.select([control], [], [], 1.0)[0]:
+                if os.getppid() != launcher:
+                    return
+            message, fds, _, _ = socket.recv_fds(control, 4096, 253)
+            if not message:
+                return
+            folder = message.decode()
+            with socket.socket(fileno=fds[0]) as ranks:
+                pids = {_fork(rank, folder, fds, [control_fd, wake, wake_writer]): rank for rank in range(len(fds) - 5)}
+                for fd in fds[1:]:
+                    os.close(fd)
+                _watch(ranks, pids, launcher, wake)
+            if os.getppid() != launcher:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _watch(ranks: socket.socket, pids: dict[int, int], launcher: int, wake: int) -> None:
+    """Pass signals on to the ranks and their ends to the launcher; kill them when it is gone. Returns when all have ended."""
+    alone = False
+    while pids:
+        sources: list[Any] = [wake] if alone else [wake, ranks]
+        ready = select.select(sources, [], [], 1.0)[0]
+        signals = ranks.recv(64) if ranks in ready else b""
+        if not alone and (os.getppid() != launcher or (ranks in ready and not signals)):
+            alone = True
+            signals = bytes([signal.SIGKILL])
+        for signum in signals:
+            for pid in pids:
+                with suppress(OSError):
+                    # Loader workers and other children of a rank get the last signal only: before it they end with their rank.
+                    (os.killpg if signum == signal.SIGKILL else os.kill)(pid, signum)
+        with suppress(BlockingIOError):
+            os.read(wake, 4096)
+        for pid in list(pids):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended:
+                continue
+            exitcode = os.waitstatus_to_exitcode(status)
+            if exitcode:
+                with suppress(OSError):  # what a failed rank left running; while anything does, the group keeps its id
+                    os.killpg(pid, signal.SIGKILL)
+            with suppress(OSError):
+                ranks.sendall(END.pack(pids[pid], exitcode))
+            del pids[pid]
+
+
+def _fork(rank: int, folder: str, fds: list[int], servers: list[int]) -> int:
+    server = os.getpid()
+    pid = os.fork()
+    if pid:
+        with suppress(OSError):
+            os.setpgid(pid, pid)  # here and there, as either may come first
+        return pid
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != server:  # it died before the line above
+            os._exit(1)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        connection, stdout, stderr, program, work, *channels = fds
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        for fd in (*servers, connection, stdout, stderr, *channels[:rank], *channels[rank + 1 :]):
+            os.close(fd)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # lines of several ranks must not mix
+        with socket.socket(fileno=channels[rank]) as channel:
+            rank_module.run(rank, len(channels), folder, program, work, channel)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)  # no interpreter shutdown: engines with threads of their own abort in it now and then
+
+
+__all__ = ["END", "MAX_RANKS", "Server", "give_back", "serve", "take"]

@@ -1,0 +1,119 @@
+"""Objects in one anonymous file: how work reaches the ranks and how a result comes home.
+
+Functions and classes of `__main__` travel by value (cloudpickle), everything importable by name. The bytes of
+tensors on the CPU and of numpy arrays lie beside the pickle and are mapped, not read: any number of processes
+that unpack one file share its pages until they write to them. The file has no name, so nothing is left
+when the last process that holds it ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import mmap
+import os
+import pickle
+import struct
+import tempfile
+from typing import Any
+
+import cloudpickle
+import torch
+
+_ALIGN = 64  # what torch's own allocator gives; vector instructions are slower below it
+
+
+def pack(value: Any) -> int:
+    """Write `value` into an anonymous file and return its descriptor, which the caller closes.
+
+    Tensors that share memory share it again after `unpack`, tied parameters stay tied. Costs one copy of the tensors' bytes.
+    Raises TypeError for what cannot be pickled (a lock, an open file, a generator).
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    data = dumps(value, buffers)
+    parts = [memoryview(data), *(buffer.raw() for buffer in buffers)]
+    header = struct.pack(f"{1 + len(parts)}q", len(parts), *(part.nbytes for part in parts))
+    fd = _anonymous_file()
+    try:
+        offset = _write(fd, memoryview(header), 0)
+        for part in parts:
+            offset = _write(fd, part, -(-offset // _ALIGN) * _ALIGN)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def unpack(fd: int) -> Any:
+    """Return what `pack` wrote to `fd`. Its tensors and arrays are private views of the file, writable and copied page by page on write.
+
+    Their storages cannot be resized. Raises whatever importing or building the objects raises.
+    """
+    view = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+    (num_parts,) = struct.unpack_from("q", view)
+    offset = 8 + 8 * num_parts
+    parts = []
+    for size in struct.unpack_from(f"{num_parts}q", view, 8):
+        offset = -(-offset // _ALIGN) * _ALIGN
+        parts.append(view[offset : offset + size])
+        offset += size
+    return pickle.loads(parts[0], buffers=parts[1:])
+
+
+def dumps(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes:
+    """Pickle as `pack` does; with `buffers` the bytes of tensors and arrays are appended there, not copied into the result."""
+    file = io.BytesIO()
+    try:
+        _Pickler(file, protocol=5, buffer_callback=None if buffers is None else buffers.append).dump(value)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise TypeError(f"What goes to the ranks and what comes back must be picklable, but {error}: create it on the rank, or leave it out") from error
+    return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Takes storages out of torch's own pickling of tensors, so that every kind of tensor keeps its way of being rebuilt."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        # By identity of the storage, which pickle's memo keeps: that is what preserves sharing between tensors.
+        if type(obj) is torch.storage.TypedStorage and obj._untyped_storage.device.type == "cpu":
+            return _typed_storage, (obj._untyped_storage, obj.dtype)
+        if type(obj) is torch.UntypedStorage and obj.device.type == "cpu":
+            size = obj.nbytes()
+            return _untyped_storage, (pickle.PickleBuffer((ctypes.c_ubyte * size).from_address(obj.data_ptr())) if size else None,)
+        # torch cannot pickle the dtypes that it added last (uint16, float8): hand them over as integers of their width.
+        if type(obj) is torch.Tensor and obj.dtype in torch.storage._new_dtypes() and obj.device.type == "cpu":
+            return _viewed, (obj.detach().view(_INTEGERS[obj.itemsize]), obj.dtype, obj.requires_grad)
+        return super().reducer_override(obj)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _viewed(tensor: torch.Tensor, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+    return tensor.view(dtype).requires_grad_(requires_grad)
+
+
+def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def _untyped_storage(buffer: Any) -> torch.UntypedStorage:
+    return torch.UntypedStorage(0) if buffer is None else torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):  # Linux: memory that needs no /dev/shm, which is tiny in many containers
+        return os.memfd_create("lockstep")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _write(fd: int, data: memoryview, offset: int) -> int:
+    """Write all of `data` at `offset` (one call writes at most 2 GiB); return the offset behind it."""
+    while data.nbytes:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+    return offset
+
+
+__all__ = ["dumps", "pack", "unpack"]

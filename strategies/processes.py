@@ -1,0 +1,281 @@
+"""Start the ranks of one node, watch them, and bring rank 0's result home.
+
+    launcher   the user's program: sends the work and supervises; never runs what the ranks run
+    └─ server  torch is imported; forks the ranks and kills them when the launcher is gone (`strategies/forkserver.py`)
+       ├─ rank 0
+       └─ rank 1 ...  each leads a process group, so that its data loader workers go with it (`strategies/rank.py`)
+
+A rank never imports the user's `__main__`: what is defined there arrives by value (`strategies/payload.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from strategies import forkserver
+from strategies.payload import dumps, pack, unpack
+from strategies.rank import PHASE, Failure, cut, library_state, program_state, read_phase, set_phase, where
+from strategies.rendezvous import destroy_process_group, init_process_group
+
+T = TypeVar("T")
+
+_SETTLE_S = 0.2  # after a failure: others that failed at the same moment may still report, and the earliest is the one to name
+_SETTLE_SECONDARY_S = 1.5  # while only consequences (a peer closed the connection) are known, the cause may be on its way out
+_TERMINATE_S = 2.0  # from SIGTERM to SIGKILL for what is left; with the line above everything is gone within 4 s of a failure
+
+
+class RankFailure(RuntimeError):
+    """A rank ended without an exception that could be handed on: killed, exited, or with one that cannot be unpickled."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        signal: str | None = None,
+        exitcode: int | None = None,
+        step: int | None = None,
+        phase: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        """The rank, or None where it was the server."""
+        self.signal = signal
+        """Name of the signal that killed it, such as SIGKILL, or None."""
+        self.exitcode = exitcode
+        """Its exit code, where it exited by itself."""
+        self.step = step
+        """The `global_step` that it gave to `set_phase` last."""
+        self.phase = phase
+        """The phase that it gave to `set_phase` last."""
+
+
+class RankTraceback(Exception):
+    """The traceback of another process as text: the cause of what `launch` raises, so it is printed first."""
+
+
+def launch(fn: Callable[..., T], args: tuple[Any, ...], num_ranks: int, *, grace_s: float = 60.0) -> T:
+    """Run `fn(*args)` in `num_ranks` new processes on this node and return what it returned on rank 0.
+
+    Each rank gets its own copy of `fn` and `args` (cloudpickle, so classes and functions of a notebook or an unguarded script
+    work); the bytes of CPU tensors and numpy arrays are shared until written to. Ranks start with this process's working folder,
+    environment, import path, warning filters, random number generators, default dtype and torch's numeric flags, with cores /
+    num_ranks threads each unless OMP_NUM_THREADS is set, without standard input, and find their place by `environment.detect()`.
+
+    The exception of a rank is raised here as itself, its traceback there as the cause; a rank that was killed or just exited raises
+    RankFailure. The other ranks then get SIGTERM and after 2 s SIGKILL; nothing is left when `launch` ends, in whichever way.
+    Called in the main thread, SIGINT and SIGTERM are passed on to the ranks, which may finish their way within `grace_s` seconds;
+    a third signal kills them. Raises TypeError for what cannot be pickled, ValueError for `num_ranks` out of 1 to 200.
+    """
+    if not 1 <= num_ranks <= forkserver.MAX_RANKS:
+        raise ValueError(f"The number of ranks on a node must be from 1 to {forkserver.MAX_RANKS}, but it is {num_ranks}: give another number of devices")
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # as in some daemons
+            stream.flush()
+    with ExitStack() as stack:
+        program, work = pack(program_state()), pack((fn, args, library_state()))
+        stack.callback(os.close, program)
+        stack.callback(os.close, work)
+        folder = tempfile.mkdtemp(prefix="lockstep-")  # only this user may enter it
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        server = forkserver.take(num_ranks)
+        stack.callback(forkserver.give_back, server)
+        ranks = _Ranks(server, num_ranks, folder, program, work)
+        stack.callback(ranks.close)
+        return ranks.supervise(grace_s)
+
+
+class _Ranks:
+    """The ranks of one launch, as the launcher sees them."""
+
+    def __init__(self, server: forkserver.Server, num_ranks: int, folder: str, program: int, work: int) -> None:
+        self.folder = Path(folder)
+        self.running = set(range(num_ranks))
+        self.silent = set(self.running)  # have not reported how their work went
+        self.result: Any = None
+        self.failures: list[Failure] = []
+        self.passed_on: list[int] = []  # signals that the launcher got
+        self.sent: list[int] = []  # signals to clean up
+        self.terminate_at = self.kill_at = math.inf  # time.monotonic()
+        for rank in self.running:
+            Path(folder, f"{rank}.phase").write_bytes(bytes(PHASE.size))
+            Path(folder, f"{rank}.fatal").touch()
+        pairs = [socket.socketpair() for _ in range(1 + num_ranks)]
+        self.control, *self.channels = (ours for ours, _ in pairs)
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            outputs = [fd if _is_open(fd) else null for fd in (1, 2)]
+            server.start(folder, [pairs[0][1].fileno(), *outputs, program, work, *(theirs.fileno() for _, theirs in pairs[1:])])
+        except OSError as error:
+            raise RankFailure(f"The process that starts ranks ended by itself (exit code {server.process.wait()}): see what it printed above") from error
+        finally:
+            os.close(null)
+            for _, theirs in pairs:
+                theirs.close()
+
+    def supervise(self, grace_s: float) -> Any:
+        """Wait until every rank has ended; return the result of rank 0 or raise what went wrong first."""
+        with self._passing_on_signals(grace_s):
+            while self.running:
+                now = time.monotonic()
+                for due, cleanup in ((self.terminate_at, signal.SIGTERM), (self.kill_at, signal.SIGKILL)):
+                    if now >= due and cleanup not in self.sent:
+                        self.sent.append(cleanup)
+                        self._send(cleanup)
+                timeout = min(at - now for at in (now + 1.0, self.terminate_at, self.kill_at) if at > now)
+                ready: list[Any] = select.select([self.control, *(self.channels[rank] for rank in self.silent)], [], [], timeout)[0]
+                for rank in [rank for rank in self.silent if self.channels[rank] in ready]:
+                    self._hear(rank, grace_s)
+                if self.control in ready:
+                    self._hear_ends(grace_s)
+        if not self.failures:
+            return self.result
+        _raise(min(self.failures, key=lambda failure: (failure.secondary, failure.time)))
+
+    def close(self) -> None:
+        """Leave no rank behind: the server kills what still runs when this end is shut, and shuts its own when all are gone."""
+        with suppress(OSError):
+            self.control.shutdown(socket.SHUT_WR)
+            self.control.settimeout(5.0)
+            while self.control.recv(4096):
+                pass
+        for end in (self.control, *self.channels):
+            end.close()
+
+    @contextmanager
+    def _passing_on_signals(self, grace_s: float) -> Iterator[None]:
+        def pass_on(signum: int, frame: Any) -> None:
+            self.passed_on.append(signum)
+            self._send(signum)
+            now = time.monotonic()
+            self.kill_at = now if len(self.passed_on) >= 3 else min(self.kill_at, now + grace_s)
+
+        previous: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():  # Python's rule for handlers
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
+                    previous[signum] = signal.signal(signum, pass_on)
+        try:
+            yield
+        finally:
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+
+    def _send(self, signum: int) -> None:
+        with suppress(OSError):  # the server is gone, and the ranks with it
+            self.control.send(bytes([signum]))
+
+    def _hear(self, rank: int, grace_s: float) -> None:
+        """Take the report of a rank; a rank whose channel closes without one is dying, and its end will tell how."""
+        with suppress(OSError):
+            kind, fds, _, _ = socket.recv_fds(self.channels[rank], 1, 1)
+            if not kind:
+                time.sleep(0.001)  # until the server says so
+                return
+            self.silent.discard(rank)
+            try:
+                outcome = unpack(fds[0])
+            except Exception as error:
+                outcome = Failure(rank, time.monotonic(), *read_phase(self.folder / f"{rank}.phase"), message="")
+                outcome.message = f"rank {rank} returned what cannot be unpickled in the launcher ({type(error).__name__}: {error}): return data"
+            finally:
+                os.close(fds[0])
+            if isinstance(outcome, Failure):
+                self._note(outcome, grace_s)
+            elif rank == 0:
+                self.result = outcome
+
+    def _hear_ends(self, grace_s: float) -> None:
+        data = self.control.recv(4096)
+        while len(data) % forkserver.END.size:
+            data += self.control.recv(forkserver.END.size - len(data) % forkserver.END.size)
+        if not data:
+            raise RankFailure(f"The process that starts ranks died, and ranks {sorted(self.running)} with it: see what it printed above, and start again")
+        for rank, exitcode in forkserver.END.iter_unpack(data):
+            self.running.discard(rank)
+            if rank in self.silent:
+                self._hear(rank, grace_s)  # a report may have come just before the end
+            if rank in self.silent:
+                self.silent.discard(rank)
+                self._died(rank, exitcode, grace_s)
+
+    def _died(self, rank: int, exitcode: int, grace_s: float) -> None:
+        if self.failures and -exitcode in self.sent:
+            return  # by our hand, after what the failures tell
+        step, phase = read_phase(self.folder / f"{rank}.phase")
+        place = where(rank, step, phase).partition(", ")[2]
+        place = f" ({place})" if place else ""
+        failure = Failure(rank, time.monotonic(), step, phase, "", exitcode=exitcode)
+        if -exitcode in self.sent:
+            failure.message = f"rank {rank} had not ended {grace_s:g} s after {_name(self.passed_on[0])} and was killed{place}"
+        elif -exitcode in self.passed_on:  # it has no handler, which is a way to end
+            failure.stop = True
+            failure.error = dumps(KeyboardInterrupt() if -exitcode == signal.SIGINT else SystemExit(128 - exitcode))
+        elif exitcode < 0:
+            failure.text = cut((self.folder / f"{rank}.fatal").read_text(errors="replace"))
+            hint = "; where nobody sent it, the kernel did, short of memory" if -exitcode == signal.SIGKILL else ""
+            failure.message = f"rank {rank} was killed by {_name(-exitcode)}{place}{hint}"
+        else:
+            failure.message = f"rank {rank} exited with code {exitcode} before its work was done{place}"
+        self._note(failure, grace_s)
+
+    def _note(self, failure: Failure, grace_s: float) -> None:
+        now = time.monotonic()
+        if failure.stop and not self.sent:
+            self.kill_at = min(self.kill_at, now + grace_s)
+        else:
+            failure.secondary |= failure.stop  # what our own SIGTERM brought about
+            self.terminate_at = min(self.terminate_at, now + (_SETTLE_SECONDARY_S if failure.secondary else _SETTLE_S))
+            self.kill_at = min(self.kill_at, self.terminate_at + _TERMINATE_S)
+        self.failures.append(failure)
+
+
+def _raise(failure: Failure) -> NoReturn:
+    error: BaseException | None = None
+    if failure.error is not None:
+        with suppress(Exception):  # whatever its constructor does here: the text says what it was
+            error = pickle.loads(failure.error)
+    if error is None:
+        code = failure.exitcode
+        killed = code is not None and code < 0
+        error = RankFailure(
+            failure.message,
+            rank=failure.rank,
+            signal=_name(-code) if code is not None and killed else None,
+            exitcode=None if killed else code,
+            step=failure.step,
+            phase=failure.phase,
+        )
+    raise error from (RankTraceback(f"{where(failure.rank, failure.step, failure.phase)}\n{failure.text}") if failure.text else None)
+
+
+def _name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:  # a real-time signal
+        return f"signal {signum}"
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+__all__ = ["RankFailure", "RankTraceback", "destroy_process_group", "init_process_group", "launch", "set_phase"]

@@ -1,0 +1,248 @@
+"""A rank started by `processes.launch`: take over the program's state, do the work, report the result or what went wrong."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import importlib
+import mmap
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from strategies.payload import dumps, pack, unpack
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Blocked in the server, so that none is lost between the fork of a rank and its own handlers."""
+
+PHASE = struct.Struct("q120s")
+"""Layout of the file in which a rank says what it does: global_step or -1, and the phase."""
+
+_MAX_TRACEBACK_LINES = 30  # the launcher's own frames and the message come on top, 60 together
+_MAX_LINE_LENGTH = 1000
+
+# ---- what this process is doing ------------------------------------------------------------------------
+
+_phase: tuple[int | None, str] = (None, "")
+_board: mmap.mmap | None = None  # the same where the launcher can read it after this process was killed
+
+
+def set_phase(step: int | None, phase: str) -> None:
+    """Note what this process does, for the report of a failure: `set_phase(3, "training_step")`. Costs half a microsecond."""
+    global _phase
+    _phase = step, phase
+    if _board is not None:
+        PHASE.pack_into(_board, 0, -1 if step is None else step, phase.encode())
+
+
+def read_phase(path: Path) -> tuple[int | None, str]:
+    """What the rank of this file gave to `set_phase` last."""
+    step, phase = PHASE.unpack(path.read_bytes())
+    return None if step < 0 else step, phase.rstrip(b"\0").decode(errors="replace")
+
+
+def where(rank: int, step: int | None, phase: str) -> str:
+    return f"rank {rank}" + (f", step {step}" if step is not None else "") + (f", in {phase}" if phase else "")
+
+
+# ---- what the launcher hands over ----------------------------------------------------------------------
+
+
+def program_state() -> dict[str, Any]:
+    """What a rank takes over from the launcher before it imports anything of the user's."""
+    return {
+        "environ": dict(os.environ),
+        "folder": os.getcwd(),
+        "path": [entry for entry in sys.path if isinstance(entry, str)],
+        "argv": list(sys.argv),
+        "start_method": multiprocessing.get_start_method(allow_none=True),
+    }
+
+
+def library_state() -> dict[str, Any]:
+    """What a program sets once for its process, and ranks would lack because they do not run it."""
+    precision = None
+    with suppress(RuntimeError):  # raised where the program has set torch.backends...fp32_precision
+        precision = torch.get_float32_matmul_precision()
+    return {
+        "random": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "dtype": torch.get_default_dtype(),
+        "deterministic": (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+        "matmul": precision,
+        "precisions": [owner.fp32_precision for owner in _precisions()],
+        "warnings": list(warnings.filters),
+    }
+
+
+def _precisions() -> list[Any]:
+    backends: Any = torch.backends
+    return [backends, backends.cuda.matmul, backends.cudnn, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn, backends.mkldnn.matmul]
+
+
+def _take_over_program(state: dict[str, Any]) -> None:
+    os.environ.clear()
+    os.environ.update(state["environ"])
+    os.chdir(state["folder"])
+    sys.path[:] = state["path"]
+    importlib.invalidate_caches()  # folders may have changed since the server looked
+    sys.argv[:] = state["argv"]
+    if state["start_method"] is not None:
+        multiprocessing.set_start_method(state["start_method"], force=True)
+
+
+def _take_over_library(state: dict[str, Any]) -> None:
+    random.setstate(state["random"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.set_default_dtype(state["dtype"])
+    torch.use_deterministic_algorithms(state["deterministic"][0], warn_only=state["deterministic"][1])
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = state["cudnn"]
+    if state["matmul"] is not None:
+        torch.set_float32_matmul_precision(state["matmul"])
+    for owner, precision in zip(_precisions(), state["precisions"], strict=True):
+        if owner.fp32_precision != precision:
+            owner.fp32_precision = precision
+    warnings.resetwarnings()  # also forgets what was shown
+    warnings.filters.extend(state["warnings"])  # type: ignore[attr-defined]
+
+
+# ---- the rank ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Failure:
+    """How a rank ended that did not return."""
+
+    rank: int
+    time: float
+    """time.monotonic(), which all processes of a machine share."""
+    step: int | None
+    phase: str
+    message: str
+    """One line for a RankFailure, where there is no exception to raise."""
+    text: str = ""
+    """Its traceback, cut to size."""
+    error: bytes | None = None
+    """The exception, pickled."""
+    exitcode: int | None = None
+    """Where it died without an exception; negative for a signal."""
+    stop: bool = False
+    """SystemExit or KeyboardInterrupt: the rank chose to end, and the others may be ending as well."""
+    secondary: bool = False
+    """What happens to a rank when another one ends."""
+
+
+def run(rank: int, num_ranks: int, folder: str, program_fd: int, work_fd: int, channel: socket.socket) -> None:
+    """Main of a rank, entered with `SIGNALS` blocked. Sends one file over `channel`: the result (of rank 0) or a `Failure`."""
+    global _board
+    _take_over_program(unpack(program_fd))
+    os.close(program_fd)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "OMP_NUM_THREADS": torch.get_num_threads()}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update(LOCKSTEP_LAUNCHER="lockstep", LOCKSTEP_INIT_METHOD=f"file://{folder}/store")
+    with open(Path(folder, f"{rank}.phase"), "r+b") as file:
+        _board = mmap.mmap(file.fileno(), PHASE.size)
+    fatal = open(Path(folder, f"{rank}.fatal"), "w")  # noqa: SIM115  # for the life of the process
+    faulthandler.enable(fatal, all_threads=False)
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        set_phase(None, "start")
+        fn, args, library = unpack(work_fd)
+        os.close(work_fd)
+        _take_over_library(library)
+        result = fn(*args)
+        set_phase(_phase[0], "return of the result")
+        outcome = pack(result if rank == 0 else None)
+    except BaseException as error:
+        outcome = pack(_describe(rank, error))
+    socket.send_fds(channel, [b"."], [outcome])
+    # What an interpreter does at its end: wait for threads, stop idle executors, flush what registered for it.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+
+
+# A peer that is gone, in the words of gloo, NCCL and torch's stores.
+_CONSEQUENCE = re.compile(r"gloo/|ProcessGroup(Gloo|NCCL|MPI)|NCCL|Connection (closed|reset) by peer|Broken pipe|Socket (closed|[Tt]imeout)|TCPStore|FileStore")
+
+
+def _describe(rank: int, error: BaseException) -> Failure:
+    step, phase = _phase
+    start = error.__traceback__
+    while start is not None and start.tb_next is not None and start.tb_frame.f_code.co_filename == __file__:
+        start = start.tb_next
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    return Failure(
+        rank=rank,
+        time=time.monotonic(),
+        step=step,
+        phase=phase,
+        message=f"{type(error).__name__} in {where(rank, step, phase)}: {error}",
+        text=cut("".join(traceback.format_exception(type(error), error, start))),
+        error=_pickle_error(error),
+        stop=isinstance(error, SystemExit | KeyboardInterrupt),
+        secondary=any(isinstance(link, RuntimeError | OSError) and _CONSEQUENCE.search(str(link)) is not None for link in chain),
+    )
+
+
+def _pickle_error(error: BaseException) -> bytes | None:
+    """The exception pickled such that it can be unpickled; None where nothing helps."""
+    for candidate in (error, _Bare(error)):
+        with suppress(Exception):
+            data = dumps(candidate)
+            if type(pickle.loads(data)) is type(error):
+                return data
+    return None
+
+
+class _Bare:
+    """An exception whose constructor takes other arguments than `args`: rebuilt without a call of the constructor."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self.error), self.error.args, dict(vars(self.error)))
+
+
+def _rebuild(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(attributes)
+    return error
+
+
+def cut(text: str) -> str:
+    """The text with its middle left out where it is long."""
+    lines = [line if len(line) <= _MAX_LINE_LENGTH else line[:_MAX_LINE_LENGTH] + " ..." for line in text.rstrip().splitlines()]
+    if len(lines) > _MAX_TRACEBACK_LINES:
+        head = 6
+        tail = _MAX_TRACEBACK_LINES - head - 1
+        lines = [*lines[:head], f"  ... {len(lines) - head - tail} lines cut ...", *lines[-tail:]]
+    return "\n".join(lines)
+
+
+__all__ = ["PHASE", "SIGNALS", "Failure", "cut", "library_state", "program_state", "read_phase", "run", "set_phase", "where"]

@@ -1,0 +1,101 @@
+"""How ranks that run find each other: a store to meet at, the process group, and leaving it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import tempfile
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from strategies.environment import World
+
+
+def init_process_group(world: World, backend: str | None = None, timeout_s: float = 1800.0) -> None:
+    """Join the ranks of `world` in the default process group; every rank calls it.
+
+    `backend` None is gloo, and NCCL beside it where CUDA is available. `timeout_s` bounds the rendezvous and every collective.
+    On one node all sockets are on the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME says otherwise, and rank 0
+    hosts a TCP store, where one is needed, there. Raises what torch raises where the ranks do not meet.
+    """
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if world.num_nodes == 1:
+        loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+        if loopback is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=_store(world, timeout), rank=world.rank, world_size=world.world_size, timeout=timeout)
+
+
+def destroy_process_group(timeout_s: float = 2.0) -> None:
+    """Leave the default process group, if there is one, and return within `timeout_s` seconds.
+
+    Gloo waits for what is in flight, up to the timeout of the collective, even when its peer is gone; that wait goes on
+    in a thread that nobody waits for.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+
+    def destroy() -> None:
+        with suppress(Exception):  # of a group that has failed already
+            dist.destroy_process_group()
+
+    thread = threading.Thread(target=destroy, name="destroy_process_group", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+
+
+def _store(world: World, timeout: timedelta) -> dist.Store:
+    if world.init_method is None:
+        return dist.FileStore(_mpi_file(), world.world_size)
+    url = urlsplit(world.init_method)
+    if url.scheme == "file":
+        return dist.FileStore(url.path, world.world_size)
+    if url.scheme == "env":
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    else:
+        host, port = url.hostname or "", url.port or 0  # environment.detect has seen to both
+    if url.scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.TCPStore(host, port, world.world_size, is_master=False, timeout=timeout)
+        if world.num_nodes > 1:
+            return store  # agents of several nodes may count restarts differently
+        # The agent keeps one store over restarts, in which gloo would find the addresses of the ranks that died.
+        return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    if world.num_nodes > 1:
+        return dist.TCPStore(host, port, world.world_size, is_master=world.rank == 0, timeout=timeout)
+    if world.rank != 0:
+        return dist.TCPStore("127.0.0.1", port, world.world_size, is_master=False, timeout=timeout)
+    # TCPStore would listen on every interface; a socket that listens already keeps it to the loopback.
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        return dist.TCPStore("127.0.0.1", port, world.world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+
+
+def _mpi_file() -> str:
+    """A path that the ranks of one mpirun on this node agree on, and no other mpirun does.
+
+    Open MPI tells every rank the address of its own server, new with every run; elsewhere the parent process is mpirun's.
+    """
+    run = [value for name, value in sorted(os.environ.items()) if name.startswith(("PMIX_NAMESPACE", "PMIX_SERVER_URI", "OMPI_MCA_orte_local_daemon_uri"))]
+    if not run:
+        with suppress(OSError):  # /proc is Linux's
+            run = [Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]]  # when it started
+        run.append(str(os.getppid()))
+    folder = Path(tempfile.gettempdir(), f"lockstep-mpi-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
+        raise RuntimeError(f"Ranks of mpirun meet in {folder}, which must be a folder that only this user may enter: remove it, or set MASTER_ADDR")
+    return str(folder / hashlib.sha256(json.dumps(run).encode()).hexdigest()[:32])
+
+
+__all__ = ["destroy_process_group", "init_process_group"]
