@@ -1,0 +1,595 @@
+"""Which samples each rank sees, when: duty three of the Strategy contract.
+
+An epoch has an order: a pure function of (seed, epoch), equal on all ranks. It is cut into global
+micro-batches, each of them into one contiguous piece a rank, and `accumulate` of them make a window.
+So a global batch is the same set of samples on any number of ranks, and the pieces in the order
+(micro-batch, rank) give the epoch's order back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, count, islice
+from typing import Any, TypeAlias
+
+import numpy as np
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from strategies.fetcher import Items, Randomness, Samples, Share, Workers, announce, guess_batch_size, keep
+from strategies.permutation import Permutation, mix
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """What one rank feeds one forward with."""
+
+    batch: Any
+    """What the loader's collate function made."""
+    num_samples: int
+    """Samples of this rank's batch; 0 marks padding: a batch to run with zero weight where ranks must keep step."""
+    batch_idx: int = 0
+    """Index of the batch in its epoch on this rank; set by who drives the loop."""
+    output: Any = None
+    """What the step function returned for it, detached; set by `forward_backward`."""
+
+
+@dataclass(slots=True)
+class Window:
+    """What one optimizer step sees: this rank's micro-batches, in order; equally many on every rank."""
+
+    micro_batches: list[MicroBatch]
+    num_samples: int
+    """Samples over all micro-batches and ranks."""
+
+
+class ShardedLoader:
+    """This rank's share of a loader, in windows of one optimizer step.
+
+    What a loader may be, and how it is shared out:
+
+    - a DataLoader over a map-style dataset. `batch_size` is per rank, or with `split` the global batch
+      of a window. Its RandomSampler becomes a computed permutation and a DistributedSampler is
+      replaced; any other sampler or batch sampler keeps its order: every rank iterates all of it, under
+      a random state seeded from (seed, epoch), reading ahead (1,024 indices or 32 batches). A custom batch sampler
+      keeps its batches: batch i goes to rank i % size, or is cut with `split`;
+    - a DataLoader over an IterableDataset: every rank and every worker iterates all of it, as if alone
+      (`get_worker_info()` is None), under a random state seeded from (seed, epoch), and keeps its share.
+      So it must yield the same on every rank. A dataset with the attribute `shards_itself = True` is
+      iterated as it is, and the ranks agree on each window with a collective;
+    - any other iterable of batches, or a function that returns one: every rank iterates all of it and
+      batch i goes to rank i % size. An object with only `__getitem__` and `__len__`, like a DataLoader
+      with `batch_size=None`, is read by each rank for its own batches. The number of samples is guessed.
+
+    In workers the random state is seeded for each sample from (seed, epoch, its place in the order), so
+    an augmentation depends on neither the number of ranks and workers nor on where a run resumed.
+    Without workers samples draw from the run's own random state; iterating itself draws nothing from it.
+
+    `rank` of `size` counts the ranks that see different samples. `sum_over_ranks` is a collective that
+    sums an int over them; it is called once a window where a rank cannot know the others' samples.
+
+    Raises ValueError where the loader is empty or cannot be cut as asked, TypeError for what is no loader.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        rank: int,
+        size: int,
+        seed: int,
+        shuffle: bool | None = None,
+        accumulate: int = 1,
+        split: bool = False,
+        sum_over_ranks: Callable[[int], int] | None = None,
+    ) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank must be in [0, size), but rank is {rank} and size is {size}")
+        if accumulate < 1:
+            raise ValueError(f"accumulate is the number of micro-batches of a window and must be at least 1, but it is {accumulate}")
+        self.loader = loader
+        """The loader as it was given."""
+        self.dataset = getattr(loader, "dataset", loader)
+        """The dataset of the loader; the loader itself where it has none."""
+        self._source = _source(loader, Share(rank, size, seed, accumulate, split), shuffle)
+        self._sum = sum_over_ranks
+        if size > 1 and sum_over_ranks is None and self._source.counts_own:
+            raise ValueError(f"{type(loader).__name__} shows a rank only its own samples, so sum_over_ranks must be given when size is {size}")
+        if self._source.num_micro_batches == 0:
+            raise ValueError(f"the loader is empty: {self._source.describe()}")
+
+    def windows(self, epoch: int, start: int = 0, limit: int | None = None) -> Iterator[Window]:
+        """The windows of `epoch` that follow its first `start` samples (over all ranks).
+
+        `limit` is the number of micro-batches a rank of the whole epoch. To start later costs nothing
+        where the order is computed; other samplers and iterables are replayed and skipped, unless
+        `load_state_dict` brought an iterable dataset's own state. Every rank calls it alike and reads
+        equally many windows. Raises ValueError for a loader that yields nothing, RuntimeError where an
+        iterator is read a second time.
+        """
+        if start < 0 or (limit is not None and limit < 0):
+            raise ValueError(f"start and limit must not be negative, but start is {start} and limit is {limit}")
+        self._source.check(start)
+        return self._agreed_windows(epoch, start, limit) if self._source.shards_itself else self._windows(epoch, start, limit)
+
+    def __len__(self) -> int:
+        """Micro-batches of an epoch on each rank. Raises TypeError where that is unknown."""
+        if self._source.num_micro_batches is None:
+            raise TypeError(f"{type(self.loader).__name__} over {type(self.dataset).__name__} has no length")
+        return self._source.num_micro_batches
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of an epoch over all ranks, or None where that is unknown."""
+        return self._source.num_samples
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a full window over all ranks, or None where batches are not ours to cut."""
+        return self._source.window_samples
+
+    def num_windows(self, limit: int | None = None) -> int | None:
+        """Windows of an epoch of at most `limit` micro-batches a rank, or None where its length is unknown."""
+        total = self._source.num_micro_batches
+        if total is None:
+            return None
+        return -(-(total if limit is None else min(total, limit)) // self._source.window_micro_batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of an iterable dataset that has its own, after the last window read; else {}.
+
+        A dataset's copies in DataLoader workers are out of reach: then it is {}, and resuming replays.
+        The state is the same on all ranks, unless the dataset shards itself.
+        """
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take `state` for the next `windows` of its epoch, which then need not replay."""
+        self._source.load_state_dict(state)
+
+    def _windows(self, epoch: int, start: int, limit: int | None) -> Iterator[Window]:
+        micro_batches: list[MicroBatch] = []
+        total, empty = 0, start == 0 and limit != 0
+        for batch, num_samples, all_samples, closes in self._source.pieces(epoch, start, limit):
+            micro_batches.append(MicroBatch(batch, num_samples))
+            total += all_samples
+            if closes:
+                yield Window(micro_batches, self._over_ranks(total))
+                micro_batches, total, empty = [], 0, False
+        if micro_batches:
+            yield Window(micro_batches, self._over_ranks(total))
+        elif empty:
+            raise ValueError(f"the loader yielded no batch in epoch {epoch}: {self._source.describe()}")
+
+    def _over_ranks(self, total: int) -> int:
+        return self._sum(total) if self._sum is not None and self._source.counts_own and self._source.share.size > 1 else total
+
+    def _agreed_windows(self, epoch: int, start: int, limit: int | None) -> Iterator[Window]:
+        """Windows of a dataset that shards itself: no rank knows when the others end."""
+        seen, done = self._source.resumed(epoch, start)
+        pieces = self._source.pieces(epoch, start, None)
+        padding, empty = None, start == 0 and limit != 0
+        while limit is None or done < limit:
+            want = self._source.share.accumulate if limit is None else min(self._source.share.accumulate, limit - done)
+            mine = [MicroBatch(batch, num_samples) for batch, num_samples, _, _ in islice(pieces, want)]
+            # One sum carries both the samples and how many ranks ran short.
+            shared = self._over_ranks(sum(micro.num_samples for micro in mine) + ((len(mine) < want) << 32))
+            if shared >> 32:
+                have = 0
+                while have < want and self._over_ranks(int(len(mine) > have)):
+                    have += 1
+                want = have
+            if want == 0:
+                break
+            if mine:
+                padding = mine[-1].batch
+            mine += [MicroBatch(padding, 0) for _ in range(want - len(mine))]
+            seen, done, empty = seen + shared % (1 << 32), done + want, False
+            if seen > start:
+                self._source.mark(seen, done)
+                yield Window(mine, shared % (1 << 32))
+        if empty:
+            raise ValueError(f"the loader yielded no batch in epoch {epoch}: {self._source.describe()}")
+
+
+# ---- where batches come from ---------------------------------------------------------------------
+
+_READ_AHEAD, _READ_AHEAD_BATCHES = 1024, 32
+"""Indices, or batches of them, of a user's sampler that are read at once, as switching the random state costs about 25 us."""
+_BLOCK = 4096
+"""Indices of the permutation that are computed at once."""
+
+
+_Piece: TypeAlias = tuple[Any, int, int, bool]
+"""A micro-batch: (batch, samples of this rank, samples of all ranks, last of its window)."""
+_Task: TypeAlias = tuple[Any, int, int, int, bool]
+"""What to fetch for one: (indices, position of the first in the order, then as in `_Piece`)."""
+
+
+class _Source(ABC):
+    """Where the pieces of a rank come from."""
+
+    share: Share
+    num_samples: int | None = None
+    num_micro_batches: int | None = None
+    window_samples: int | None = None
+    window_micro_batches: int
+    counts_own = False
+    """True where a rank counts only its own samples."""
+    shards_itself = False
+
+    @abstractmethod
+    def pieces(self, epoch: int, start: int, limit: int | None) -> Iterator[_Piece]: ...
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What was looked at, for the message that it is empty."""
+
+    @abstractmethod
+    def check(self, start: int) -> None:
+        """Raise where an epoch cannot be read from `start`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            raise ValueError("the loader's state comes from an iterable dataset with its own state, read without workers, which this loader is not")
+
+    def resumed(self, epoch: int, start: int) -> tuple[int, int]:
+        """Samples and micro-batches that a loaded state makes it needless to replay."""
+        return 0, 0
+
+    def mark(self, samples: int, micro_batches: int) -> None:
+        """Note what all ranks have read, for `state_dict`, where this one cannot know it."""
+        raise NotImplementedError
+
+
+def _source(loader: Any, share: Share, shuffle: bool | None) -> _Source:
+    if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and type(loader)._get_iterator is DataLoader._get_iterator:
+        return _Streamed(loader.dataset, share, shuffle, loader) if isinstance(loader.dataset, IterableDataset) else _Indexed(loader, share, shuffle)
+    if hasattr(loader, "__iter__"):
+        return _Streamed(loader, share, shuffle)
+    if hasattr(loader, "__getitem__") and hasattr(loader, "__len__"):
+        return _Indexed(DataLoader(loader, batch_size=None, collate_fn=keep), share, shuffle)
+    if callable(loader):
+        return _Streamed(_Factory(loader), share, shuffle)
+    raise TypeError(f"a loader is a DataLoader, an iterable of batches or a function that returns one, but it is {type(loader).__name__}")
+
+
+class _Indexed(_Source):
+    """A map-style dataset: ranks know the order and fetch only their own pieces."""
+
+    def __init__(self, loader: DataLoader[Any], share: Share, shuffle: bool | None) -> None:
+        self.share = share
+        self.window_micro_batches = share.accumulate
+        self._workers = Workers(loader, share)
+        sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        self._batches = loader.batch_sampler is not None and type(sampler) is not BatchSampler
+        if self._batches and shuffle is not None:
+            raise ValueError(f"shuffle={shuffle} cannot be forced on {type(sampler).__name__}, which makes its own batches: give the DataLoader a batch_size")
+        cut = type(sampler) is BatchSampler
+        self.counts_own = not cut and not self._batches
+        if self.counts_own and share.split and share.size * share.accumulate > 1:
+            raise ValueError(f"split needs batches that can be cut, but {_name(loader)} makes its own (batch_size is None)")
+        self._drop_last: bool
+        batch_size, self._drop_last = (sampler.batch_size, sampler.drop_last) if cut else (1, False)
+        self._order(sampler.sampler if cut else sampler, loader, shuffle)
+        self._unit: int = batch_size if share.split else batch_size * share.size
+        # A fetched key is a list of samples to collate, a list that the dataset takes whole, or one ready batch.
+        self._fetcher = Samples(loader.dataset, loader.collate_fn, share.seed, one_by_one=loader.batch_sampler is not None)
+        self._measure()
+
+    def _order(self, sampler: Any, loader: DataLoader[Any], shuffle: bool | None) -> None:
+        """Find what decides the order: `_length` and `_shuffled`, or the user's own `_sampler`."""
+        self._sampler: Any = None
+        self._shuffled = bool(shuffle)
+        if shuffle is not None:
+            self._length: int | None = len(loader.dataset)  # type: ignore[arg-type]
+        elif type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+            self._length, self._shuffled = len(sampler.data_source), True
+        elif type(sampler) is SequentialSampler:
+            self._length = len(sampler.data_source)
+        elif type(sampler) is DistributedSampler:
+            self._length, self._shuffled = len(sampler.dataset), sampler.shuffle  # type: ignore[arg-type]
+            self._drop_last = self._drop_last or sampler.drop_last
+        elif getattr(sampler, "num_replicas", 1) != 1:
+            raise ValueError(
+                f"{type(sampler).__name__} has num_replicas={sampler.num_replicas}, but Lockstep itself shares samples out: give it num_replicas=1 and rank=0"
+            )
+        else:
+            self._sampler, self._length = sampler, _length(sampler)
+
+    def _measure(self) -> None:
+        if self._length is None:
+            full = None
+        else:
+            full = self._length - self._length % self._unit if self._drop_last else self._length
+        share = self.share
+        if self._batches:
+            if full is not None:
+                self.num_micro_batches = full * share.accumulate if share.split else -(-full // share.size)
+        elif share.split:
+            self.window_micro_batches = min(share.accumulate, self._unit)
+            if full is not None:
+                windows, rest = divmod(full, self._unit)
+                self.num_micro_batches = windows * self.window_micro_batches + min(share.accumulate, rest)
+        elif full is not None:
+            self.num_micro_batches = -(-full // self._unit)
+        if not self.counts_own and not self._batches:
+            self.num_samples = full
+            self.window_samples = self._unit if share.split else self._unit * share.accumulate
+
+    def describe(self) -> str:
+        if self._drop_last and self._length:
+            return f"drop_last drops the only global micro-batch, as the dataset has {self._length} samples and a full one {self._unit}"
+        return f"{_name(self._fetcher.dataset)} has {self._length or 0} samples or its sampler gives none"
+
+    def check(self, start: int) -> None:
+        if self.num_samples is not None and self._length is not None and start > self._length:
+            raise ValueError(f"start is a number of samples of the epoch, which has {self._length}, but start is {start}")
+
+    def pieces(self, epoch: int, start: int, limit: int | None) -> Iterator[_Piece]:
+        if start and self.counts_own:
+            start = self._items_before(epoch, start)
+        tasks = self._tasks(epoch, start, limit)
+        counts: deque[tuple[int, int, bool]] = deque()
+
+        def keys() -> Iterator[tuple[int, int, Any]]:
+            for indices, position, num_samples, all_samples, closes in tasks:
+                counts.append((num_samples, all_samples, closes))
+                yield epoch, position, indices[0] if self.counts_own else indices
+
+        for batch in self._workers.run(self._fetcher, keys(), epoch):
+            num_samples, all_samples, closes = counts.popleft()
+            if self.counts_own:
+                num_samples = all_samples = guess_batch_size(batch) if num_samples else 0
+            yield batch, num_samples, all_samples, closes
+
+    def _items_before(self, epoch: int, start: int) -> int:
+        """How many batches hold the first `start` samples: only reading them tells."""
+        alone = replace(self.share, rank=0, size=1)
+        tasks = self._indices(epoch, self._cut(self._units(epoch, 0, 1), 0, alone))
+        keys = ((epoch, position, indices[0]) for indices, position, *_ in tasks)
+        seen = number = 0
+        # What the dataset draws here was drawn before the run was interrupted.
+        with Randomness(0):
+            for batch in self._workers.run(self._fetcher, keys, epoch):
+                number += 1
+                seen += guess_batch_size(batch)
+                if seen >= start:
+                    break
+        return number
+
+    def _tasks(self, epoch: int, start: int, limit: int | None) -> Iterator[_Task]:
+        if self._batches:
+            batches, done = self._batches_after(epoch, start)
+            tasks = self._cut(batches, start, self.share) if self.share.split else self._deal(batches, start)
+        else:
+            done = start // self._unit * (self.window_micro_batches if self.share.split else 1)
+            tasks = self._indices(epoch, self._cut(self._units(epoch, start, self._unit), start, self.share))
+        return tasks if limit is None else islice(tasks, max(0, limit - done))
+
+    def _units(self, epoch: int, start: int, unit: int) -> Iterator[Sequence[Any]]:
+        """What is cut as a whole: positions of the order, or a user's sampler's own indices."""
+        if self._sampler is None:
+            assert self._length is not None
+            stop = self._length - self._length % unit if self._drop_last else self._length
+            for begin in range(start, stop, unit):
+                yield range(begin, min(begin + unit, stop))
+            return
+        indices = self._replay(epoch)
+        deque(islice(indices, start), maxlen=0)
+        while taken := list(islice(indices, unit)):
+            if self._drop_last and len(taken) < unit:
+                # Where `start` is no multiple of the unit, what an undisturbed epoch keeps may end inside this one.
+                taken = taken[: max(0, len(taken) - (start + len(taken)) % unit)]
+                if not taken:
+                    return
+            yield taken
+            start += len(taken)
+
+    def _cut(self, units: Iterator[Sequence[Any]], position: int, share: Share) -> Iterator[_Task]:
+        for number, unit in enumerate(units, 1):
+            parts = min(share.accumulate, len(unit)) if share.split else 1
+            for part in range(parts):
+                begin, end = _bounds(len(unit), part, parts)
+                first, last = _bounds(end - begin, share.rank, share.size)
+                closes = part + 1 == parts if share.split else number % share.accumulate == 0
+                mine = unit[begin + first : begin + last] or unit[begin : begin + 1]
+                yield mine, position + begin + (first if last > first else 0), last - first, end - begin, closes
+            position += len(unit)
+
+    def _indices(self, epoch: int, tasks: Iterator[_Task]) -> Iterator[_Task]:
+        """Turn ranges of positions into lists of indices, many at once."""
+        if self._sampler is not None:
+            yield from tasks
+            return
+        assert self._length is not None
+        permutation = Permutation(self._length, self.share.seed, epoch) if self._shuffled else None
+        at_once = max(1, _BLOCK * self.share.size // self._unit)
+        while block := list(islice(tasks, at_once)):
+            if permutation is None:
+                for task in block:
+                    yield list(task[0]), *task[1:]
+                continue
+            indices = permutation.take(np.concatenate([np.arange(task[0].start, task[0].stop) for task in block])).tolist()
+            begin = 0
+            for task in block:
+                end = begin + len(task[0])
+                yield indices[begin:end], *task[1:]
+                begin = end
+
+    def _batches_after(self, epoch: int, start: int) -> tuple[Iterator[list[Any]], int]:
+        """The batches of a user's batch sampler after `start` samples, and how many micro-batches they follow."""
+        batches = map(list, self._replay(epoch))
+        passed = done = 0
+        while start > 0:
+            batch = next(batches, None)
+            if batch is None:
+                break
+            if len(batch) > start:
+                return chain([batch[start:]], batches), done if self.share.split else passed // self.share.size
+            start -= len(batch)
+            passed += 1
+            done += min(self.share.accumulate, len(batch))
+        return batches, done if self.share.split else passed // self.share.size
+
+    def _deal(self, batches: Iterator[list[Any]], position: int) -> Iterator[_Task]:
+        rank = self.share.rank
+        for number in count(1):
+            dealt = list(islice(batches, self.share.size))
+            if not dealt:
+                return
+            sizes = [len(batch) for batch in dealt]
+            closes = number % self.share.accumulate == 0
+            if rank < len(dealt):
+                yield dealt[rank], position + sum(sizes[:rank]), sizes[rank], sum(sizes), closes
+            else:
+                yield dealt[0][:1], position, 0, sum(sizes), closes
+            position += sum(sizes)
+
+    def _replay(self, epoch: int) -> Iterator[Any]:
+        """Iterate the user's sampler as every other rank does, leaving the run's random state alone."""
+        ahead = _READ_AHEAD_BATCHES if self._batches else _READ_AHEAD
+        announce(self._sampler, self.share.seed, epoch)
+        apart = Randomness(mix(self.share.seed, epoch))
+        with apart:
+            items = iter(self._sampler)
+        while True:
+            with apart:
+                read = list(islice(items, ahead))
+            yield from read
+            if len(read) < ahead:
+                return
+
+
+class _Streamed(_Source):
+    """An iterable dataset, or any iterable of batches: every rank iterates all of it and keeps its share."""
+
+    def __init__(self, iterable: Any, share: Share, shuffle: bool | None, loader: DataLoader[Any] | None = None) -> None:
+        name = _name(iterable)
+        if shuffle:
+            raise ValueError(f"shuffle=True needs a dataset with indices, but {name} can only be iterated")
+        self.share = share
+        self.window_micro_batches = share.accumulate
+        self._iterable = iterable
+        self._workers = None if loader is None else Workers(loader, share)
+        self.shards_itself = self.counts_own = loader is not None and bool(getattr(iterable, "shards_itself", False))
+        batch_size = None if loader is None else loader.batch_size
+        if share.split and share.size * share.accumulate > 1:
+            if batch_size is None:
+                raise ValueError(f"split needs batches that can be cut, but {name} yields ready ones")
+            if batch_size % (share.size * share.accumulate):
+                raise ValueError(
+                    f"with split the batch_size of an iterable dataset must divide by ranks times micro-batches, but it is {batch_size} "
+                    f"and they are {share.size} * {share.accumulate}"
+                )
+            batch_size //= share.size * share.accumulate
+        self._fetcher = Items(iterable, share, batch_size, None if loader is None else loader.collate_fn, loader is not None and loader.drop_last)
+        self._runs = count()
+        self._read = False
+        self._live: Items | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        if batch_size is not None:
+            self.window_samples = batch_size * share.size * share.accumulate
+        length = None if self.shards_itself else _length(iterable)
+        if length is not None:
+            unit = (batch_size or 1) * share.size
+            if loader is not None and loader.drop_last:
+                length -= length % unit
+            self.num_micro_batches = -(-length // unit)
+            self.num_samples = None if batch_size is None else length
+
+    def describe(self) -> str:
+        return f"{_name(self._iterable)} gives no item" + (" or drop_last drops all" if self._fetcher.drop_last else "")
+
+    def check(self, start: int) -> None:
+        # A length that an iterable reports is an estimate, so `start` is not checked against it.
+        if self._read and isinstance(self._iterable, Iterator):
+            raise RuntimeError(
+                f"{_name(self._iterable)} is an iterator and can be read only once: give a list, a DataLoader or a function that returns a new iterator"
+            )
+        self._read = True
+
+    def pieces(self, epoch: int, start: int, limit: int | None) -> Iterator[_Piece]:
+        run = next(self._runs)
+        if self.shards_itself:
+            # The ranks agree on the windows to skip and on the last.
+            start, limit = self.resumed(epoch, start)[0], None
+        keys = ((run, epoch, start, limit, number) for number in count())
+        fetcher = self._fetcher.copy()
+        if self._workers is None or not self._workers.num_workers:
+            self._live = fetcher
+            if self._loaded is not None and self._fits(epoch, start):
+                fetcher.resume(self._loaded)
+            self._loaded = None
+        fetched = map(fetcher.__getitem__, keys) if self._workers is None else self._workers.run(fetcher, keys, epoch)
+        still = max(1, self._workers.num_workers) if self.shards_itself and self._workers is not None else 1
+        number = 0
+        for batch, num_samples, all_samples in fetched:
+            if all_samples < 0:
+                still -= 1
+                if not still:
+                    return
+                continue
+            number += 1
+            yield batch, num_samples, all_samples, number % self.share.accumulate == 0
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._loaded is not None:
+            return dict(self._loaded)
+        return {} if self._live is None else self._live.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not state:
+            self._loaded = None
+        elif not self._fetcher.has_state or (self._workers is not None and self._workers.num_workers):
+            super().load_state_dict(state)
+        elif set(state) != set(Items.STATE):
+            raise ValueError(f"the state of an iterable dataset has the keys {sorted(Items.STATE)}, but it has {sorted(state)}")
+        else:
+            self._loaded = state
+
+    def resumed(self, epoch: int, start: int) -> tuple[int, int]:
+        return (self._loaded["samples"], self._loaded["micro_batches"]) if self._loaded is not None and self._fits(epoch, start) else (0, 0)
+
+    def _fits(self, epoch: int, start: int) -> bool:
+        return self._loaded is not None and self._loaded["epoch"] == epoch and self._loaded["samples"] <= start
+
+    def mark(self, samples: int, micro_batches: int) -> None:
+        if self._live is not None:
+            self._live.samples, self._live.micro_batches = samples, micro_batches
+
+
+@dataclass(frozen=True)
+class _Factory:
+    """An iterable of what a function returns."""
+
+    make: Callable[[], Iterable[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.make())
+
+
+def _name(value: Any) -> str:
+    return getattr(value.make, "__name__", "the function") if isinstance(value, _Factory) else type(value).__name__
+
+
+def _length(value: Any) -> int | None:
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _bounds(length: int, part: int, parts: int) -> tuple[int, int]:
+    """Begin and end of one of `parts` contiguous pieces, the first of which are one longer where they must be uneven."""
+    quotient, rest = divmod(length, parts)
+    begin = part * quotient + min(part, rest)
+    return begin, begin + quotient + (part < rest)
+
+
+__all__ = ["MicroBatch", "ShardedLoader", "Window", "guess_batch_size"]
