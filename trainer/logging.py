@@ -148,15 +148,15 @@ class MetricStore:
         """JSON data: the running sums of this rank and the epoch's values."""
         for entry in self.entries.values():
             self._settle(entry)
-        return {e.name: [*e.flags(), e.metric is not None, e.number, e.count, e.epoch_value, e.epoch_count] for e in self.entries.values()}
+        return {e.name: [*e.flags(), self._path(e.metric), e.number, e.count, e.epoch_value, e.epoch_count] for e in self.entries.values()}
 
     def load_state_dict(self, state: dict[str, Any], same_rank: bool) -> None:
         """Take back `state_dict`; without `same_rank` only the epoch's values, which all ranks share."""
-        for name, (reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only, is_metric, number, count, epoch_value, epoch_count) in state.items():
-            if is_metric:
-                continue  # the object comes with the module's next call of log
+        for name, (reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only, metric, number, count, epoch_value, epoch_count) in state.items():
             entry = self._new(name, reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only)
             entry.epoch_value, entry.epoch_count = epoch_value, epoch_count
+            if metric is not None:
+                entry.metric = self.module.get_submodule(metric)  # type: ignore[union-attr]
             if same_rank:
                 entry.number, entry.count = number, count
 

@@ -1,0 +1,205 @@
+"""A run killed at any instant and resumed is the run that was never killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from callbacks import Callback, EarlyStopping, LRWarmup, ModelCheckpoint
+from tests.trainer.toy import Net, equal, loader, quiet, weights
+from trainer import CheckpointError, Trainer
+
+KILL = "LOCKSTEP_TEST_KILL"
+
+
+class Killer(Callback):
+    """Ends the process without warning in the batch that the environment names, once."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        where = os.environ.get(KILL)
+        if where is not None and trainer.current_epoch == 1 and batch_idx == int(where) and trainer.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Rich(Net):
+    """Everything that has state: two optimizers, schedulers of both intervals, dropout, BatchNorm, a torchmetrics sum."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+        from torchmetrics.classification import MulticlassAccuracy
+
+        self.norm = nn.BatchNorm1d(8)
+        self.train_acc = MulticlassAccuracy(3)
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self.net(self.norm(x))
+        self.train_acc(logits, y)
+        self.log("train/acc", self.train_acc, on_step=False, on_epoch=True)
+        loss = F.cross_entropy(logits, y)
+        self.log("train/loss", loss, on_step=True, on_epoch=True)
+        return {"net": loss, "norm": loss * 0.5 + logits.square().mean()}
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        second = torch.optim.SGD(self.norm.parameters(), lr=1e-2, momentum=0.9)
+        return {
+            "net": {"optimizer": first, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.ExponentialLR(first, 0.97), "interval": "step"}},
+            "norm": {"optimizer": second, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(second, patience=0), "monitor": "val/loss"}},
+        }
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", F.cross_entropy(self.net(self.norm(batch[0])), batch[1]))
+
+
+def run(root: str, devices: int, every: int | None, ckpt_path: str | None = None, workers: int = 0, **options: Any) -> tuple[Trainer, Rich]:
+    torch.manual_seed(3)
+    model = Rich()
+    savers = [ModelCheckpoint(every_n_train_steps=every, save_top_k=2)] if every else []
+    trainer = quiet(
+        default_root_dir=root,
+        strategy="single" if devices == 1 else "ddp",
+        devices=devices,
+        max_epochs=3,
+        accumulate_grad_batches=2,
+        log_every_n_steps=3,
+        seed=7,
+        enable_checkpointing=bool(every),
+        callbacks=[Killer(), EarlyStopping("val/loss", patience=10), LRWarmup(steps=5), *savers],
+        **options,
+    )
+    trainer.fit(model, loader(84, 4, shuffle=True, num_workers=workers), loader(20), ckpt_path=ckpt_path)
+    return trainer, model
+
+
+def state_of(trainer: Trainer, model: Rich) -> dict[str, Any]:
+    return {"step": trainer.global_step, "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()}, "weights": [*weights(model), *model.buffers()]}
+
+
+@pytest.mark.parametrize(("devices", "kill", "every"), [(1, 13, 4), (1, 2, 1), (2, 7, 3)])
+def test_killed_in_the_middle_of_an_epoch_and_resumed(tmp_path: Path, devices: int, kill: int, every: int) -> None:
+    code = f"from tests.trainer.test_resume import run; run({str(tmp_path)!r}, {devices}, {every})"
+    root = Path(__file__).parents[2]
+    killed = subprocess.run([sys.executable, "-c", code], env={**os.environ, KILL: str(kill), "PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=100)
+    assert killed.returncode != 0
+    if devices == 1:
+        assert killed.returncode == -signal.SIGKILL
+    else:
+        assert "SIGKILL" in killed.stderr and "rank 0" in killed.stderr
+    assert list((tmp_path / "Rich/version_0/checkpoints").glob("epoch=1-*"))
+
+    resumed = state_of(*run(str(tmp_path), devices, every, ckpt_path="auto"))
+    undisturbed = state_of(*run(str(tmp_path / "other"), devices, None))
+    assert resumed["step"] == undisturbed["step"]
+    assert equal(resumed["weights"], undisturbed["weights"])
+    assert resumed["metrics"] == undisturbed["metrics"]
+    assert not (tmp_path / "Rich/version_1").exists(), "the run goes on in its folder"
+
+
+@pytest.mark.parametrize("step", range(1, 34, 4))
+def test_every_checkpoint_of_a_run_leads_to_the_same_end(tmp_path: Path, step: int) -> None:
+    """Steps within epochs, at their ends, and before and after validations, with val_check_interval between."""
+    options: dict[str, Any] = {"val_check_interval": 6}
+    expected = state_of(*run(str(tmp_path), 1, None, **options))
+
+    class SaveAt(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == step and not trainer.window_is_open and not trainer.is_checkpoint("saved"):
+                trainer.save_checkpoint("saved")
+                trainer.should_stop = True
+
+    torch.manual_seed(3)
+    first = quiet(max_epochs=3, accumulate_grad_batches=2, log_every_n_steps=3, seed=7, callbacks=[EarlyStopping("val/loss", patience=10), LRWarmup(steps=5), SaveAt()], **options)
+    first.fit(Rich(), loader(84, 4, shuffle=True), loader(20))
+    assert first.is_checkpoint("saved")
+    resumed = state_of(*run(str(tmp_path / "again"), 1, None, ckpt_path="saved", **options))
+    assert equal(resumed["weights"], expected["weights"])
+    assert resumed["metrics"] == expected["metrics"]
+
+
+def test_checkpoints_of_epoch_end_hooks_do_not_repeat_the_epoch_end(tmp_path: Path) -> None:
+    """ModelCheckpoint saves in on_validation_end or on_train_epoch_end: schedulers and stoppers must move once."""
+    options = {"limit_val_batches": 2}
+    expected = state_of(*run(str(tmp_path / "straight"), 1, None, **options))
+    torch.manual_seed(3)
+    first = quiet(
+        default_root_dir=str(tmp_path),
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        log_every_n_steps=3,
+        seed=7,
+        enable_checkpointing=True,
+        callbacks=[Killer(), EarlyStopping("val/loss", patience=10), LRWarmup(steps=5), ModelCheckpoint(save_top_k=-1)],
+        **options,
+    )
+    first.fit(Rich(), loader(84, 4, shuffle=True), loader(20))
+    for folder in sorted((tmp_path / "Rich/version_0/checkpoints").iterdir()):
+        resumed = state_of(*run(str(tmp_path / "again"), 1, None, ckpt_path=str(folder), **options))
+        assert resumed["metrics"] == expected["metrics"], folder.name
+        assert equal(resumed["weights"], expected["weights"]), folder.name
+
+
+def test_longer_run_continues_where_max_steps_ended(tmp_path: Path) -> None:
+    def fit(steps: int, ckpt: str | None) -> Net:
+        torch.manual_seed(0)
+        model = Net(dropout=0.2)
+        trainer = quiet(default_root_dir=str(tmp_path), max_epochs=None, max_steps=steps, enable_checkpointing=True, seed=1)
+        trainer.fit(model, loader(40, 4, shuffle=True), loader(8), ckpt_path=ckpt)
+        return model
+
+    fit(7, None)
+    assert equal(weights(fit(23, "last")), weights(fit(23, None)))
+
+
+def test_sigterm_stops_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from callbacks import Callback
+from tests.trainer.toy import *
+class Stop(Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 5 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+quiet(default_root_dir={str(tmp_path)!r}, devices=2, max_epochs=9, enable_checkpointing=True, callbacks=[Stop()]).fit(net(), loader(40, 4))
+"""
+    stopped = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}, capture_output=True, text=True, timeout=100)
+    assert stopped.returncode == 143, stopped.stderr
+    assert "stopped by SIGTERM after step 6" in stopped.stderr
+    assert (tmp_path / "Net/version_0/checkpoints/interrupted-step=6/manifest.json").exists()
+
+
+def test_inside_a_window_a_checkpoint_is_refused() -> None:
+    class Early(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            trainer.save_checkpoint("half")
+
+    with pytest.raises(RuntimeError, match="inside an accumulation window"):
+        quiet(accumulate_grad_batches=2, callbacks=[Early()]).fit(Net(), loader(16, 4))
+
+
+def test_checkpoint_of_another_module_is_refused_by_name(tmp_path: Path) -> None:
+    trainer = quiet(callbacks=[ModelCheckpoint(dirpath=tmp_path)], enable_checkpointing=True)
+    trainer.fit(Net(), loader(16))
+    with pytest.raises(CheckpointError, match="net.0.weight has shape \\[16, 8\\]"):
+        quiet().fit(Net(width=4), loader(16), ckpt_path=trainer.checkpoint_callback.best_model_path)
+
+
+def test_load_from_checkpoint_rebuilds_the_module(tmp_path: Path) -> None:
+    model = Net(width=5)
+    trainer = quiet(callbacks=[ModelCheckpoint(dirpath=tmp_path)], enable_checkpointing=True)
+    trainer.fit(model, loader(16))
+    path = trainer.checkpoint_callback.best_model_path
+    loaded = Net.load_from_checkpoint(path)
+    assert loaded.hparams == {"width": 5, "dropout": 0.0, "lr": 1e-2, "optimizer": "AdamW"}
+    assert equal(weights(loaded), weights(model))
+    assert Net.load_from_checkpoint(path, lr=0.5).hparams.lr == 0.5
