@@ -111,6 +111,7 @@ def test_a_second_run_with_the_same_callback_starts_anew() -> None:
     callback = EarlyStopping("val/loss", patience=1)
     assert checks(callback, start(callback), 1.0, 1.0) == 2
     assert checks(callback, start(callback), 3.0, 2.0, 2.0) == 3
+    assert moments(callback, start(callback), "ev") == [0, 0], "no validation of this run is overdue after its first epoch"
 
 
 def test_state_of_another_shape_is_refused() -> None:

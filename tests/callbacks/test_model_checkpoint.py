@@ -206,7 +206,7 @@ def test_time_is_looked_at_every_log_every_n_steps(run: Callable[..., Run], monk
 
 
 def _on_a_rank(folder: Path) -> list[list[int]]:
-    """Two fits of 300 steps, one second each by rank 0's clock; by rank 1's no time passes. The steps that every rank saved at."""
+    """Two fits of 300 steps of one second, but none by rank 1's clock; for each rank and fit the steps saved at, and which names got a version."""
     strategy = DDP()
     strategy.configure(devices=2, accelerator="cpu")
     strategy.setup()
@@ -222,14 +222,16 @@ def _on_a_rank(folder: Path) -> list[list[int]]:
             run.train(1)
             saved += [run.global_step] * len(run.events)
             run.events.clear()
+        saved += [run.callback.best_model_path.endswith("-v1"), run.callback.last_model_path.endswith("-v1")]
     steps: list[list[int]] = strategy.all_gather(torch.tensor(saved)).tolist()
     strategy.teardown()
     return steps
 
 
 def test_ranks_with_other_clocks_save_at_the_same_steps_under_the_same_names(tmp_path: Path, run_ranks: Callable[..., Any]) -> None:
-    steps = [step for step in (100, 200, 300) for _ in ("epoch=0", "last")] * 2
-    assert run_ranks(_on_a_rank, 2, tmp_path) == [steps, steps]
+    steps = [step for step in (100, 200, 300) for _ in ("epoch=0", "last")]
+    both_fits = [*steps, False, False, *steps, True, True]
+    assert run_ranks(_on_a_rank, 2, tmp_path) == [both_fits, both_fits]
     found = {path.name: int(Checkpoint.open(path).read("model/step")) for path in tmp_path.iterdir()}
     assert found == {"epoch=0": 300, "last": 300, "epoch=0-v1": 300, "last-v1": 300}
 
