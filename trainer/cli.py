@@ -91,7 +91,7 @@ def _fit(run: Run) -> None:
         rows.append(("best", str(best)))
     if trainer.log_dir is not None:
         rows += [("run", str(trainer.log_dir)), ("view", f"tensorboard --logdir {trainer.log_dir}")]
-    _print_block(trainer, f"fit: {trainer.current_epoch} epochs, {trainer.global_step} steps", rows)
+    _print_block(trainer, f"fit: {_count(trainer.current_epoch, 'epoch')}, {_count(trainer.global_step, 'step')}", rows)
 
 
 def _evaluate(run: Run, command: str) -> None:
@@ -123,6 +123,10 @@ def _refuse_untrained(command: str, resolved: Resolved) -> None:
 
 
 # ---- output ------------------------------------------------------------------------------------------
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _metric_rows(metrics: dict[str, Tensor]) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ CSV = "trainer.logger={class: CSVLogger}"
 
 def run(*arguments: str, root: Path, timeout_s: float = 110) -> str:
     """Run a command from the repository's root with its runs below `root`; return what it printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "OMP_NUM_THREADS": "1"}
     overrides = [f"default_root_dir={root}", "accelerator=cpu"]
     result = subprocess.run([sys.executable, *arguments, *overrides], cwd=REPO_ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert result.returncode == 0, result.stdout + result.stderr

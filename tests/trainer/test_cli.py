@@ -134,6 +134,18 @@ def test_evaluation_and_prediction_of_a_checkpoint(capsys: pytest.CaptureFixture
     assert (tensors["output"] - 2 * tensors["input"] - 1).abs().mean() == pytest.approx(float(fitted["error"]), rel=1e-4)
 
 
+def test_a_run_goes_on_where_it_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "run.yaml", "max_epochs=4", "default_root_dir=whole"]) == 0
+    whole = block(capsys.readouterr().out, "fit: ")
+    assert main(["fit", "run.yaml", "ckpt_path=auto", "default_root_dir=halves"]) == 0
+    assert main(["fit", "run.yaml", "ckpt_path=auto", "default_root_dir=halves", "max_epochs=4"]) == 0
+    captured = capsys.readouterr()
+    assert "starting afresh" in captured.err
+    assert "resuming" in captured.err
+    halves = block(captured.out, "fit: 4 epochs, 24 steps")
+    assert (halves["loss"], halves["error"]) == (whole["loss"], whole["error"])
+
+
 def test_evaluation_without_a_checkpoint_must_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "run.yaml"]) == 2
     assert capsys.readouterr().err.startswith("lockstep: error: ckpt_path: missing; validate needs ckpt_path=CHECKPOINT, or ckpt_path=null")
