@@ -37,6 +37,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -450,11 +451,8 @@ class _Writer:
 
     def tell(self, part: dict[str, Any]) -> None:
         """Leave `part` for rank 0. A part that cannot be written says by its absence that this rank failed."""
-        try:
-            with open(self.temporary / _part(self.rank), "x") as file:
-                json.dump(part, file)
-        except OSError:
-            pass
+        with suppress(OSError), open(self.temporary / _part(self.rank), "x") as file:
+            json.dump(part, file)
 
     def part_of(self, rank: int) -> dict[str, Any]:
         try:
@@ -548,10 +546,8 @@ class _Writer:
     def _lock(self, folder: Path) -> None:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         self.locks.append(descriptor)
-        try:
+        with suppress(OSError):  # a file system without locks: `clean` goes by age there
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            pass  # no locks on this file system: `clean` goes by age there
 
     def _merge(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         merged: dict[str, Any] = {}
@@ -690,7 +686,7 @@ def _exchange(one: Path, other: Path) -> bool:
 def _refuse_foreign(path: Path, verb: str) -> None:
     """Leave alone what is not a checkpoint, whole or damaged. An empty folder is nobody's loss."""
     mode = os.lstat(path).st_mode
-    if not stat.S_ISDIR(mode) or not os.path.lexists(path / MANIFEST) and os.listdir(path):
+    if not stat.S_ISDIR(mode) or (not os.path.lexists(path / MANIFEST) and os.listdir(path)):
         kind = "a link" if stat.S_ISLNK(mode) else "no checkpoint"
         raise CheckpointError(f"{path} exists and is {kind}, so it is not {verb}: choose another path, or remove it by hand")
 
@@ -855,7 +851,7 @@ def _open_regular(folder: Path, name: str) -> BinaryIO:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         known = {errno.ENOENT: "is missing", errno.ELOOP: "is a link"}
-        what = known.get(getattr(error, "errno", None), f"cannot be opened ({_reason(error)})")
+        what = known.get(getattr(error, "errno", 0), f"cannot be opened ({_reason(error)})")
         raise _unusable(folder, f"{name} {what}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

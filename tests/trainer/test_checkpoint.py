@@ -134,7 +134,8 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         back = loaded.read(name)
         assert (back.dtype, back.shape, back.device.type) == (tensor.dtype, tensor.shape, "cpu"), name
-        assert loaded.dtype(name) == tensor.dtype and loaded.shape(name) == tuple(tensor.shape)
+        assert loaded.dtype(name) == tensor.dtype
+        assert loaded.shape(name) == tuple(tensor.shape)
         assert raw(back) == raw(tensor), name
 
 
@@ -152,11 +153,16 @@ def test_json_state_comes_back(tmp_path: Path) -> None:
     assert math.isnan(loaded.state.pop("nan"))
     expected = {key: value for key, value in state.items() if key != "nan"}
     expected["strategy"] = {"param_groups": [{"lr": 0.1, "betas": [0.9, 0.999]}]}
-    assert loaded.state == expected and math.copysign(1, loaded.state["floats"][-1]) == -1
+    assert loaded.state == expected
+    assert math.copysign(1, loaded.state["floats"][-1]) == -1
     assert list(loaded.state["ordered"]) == ["b", "a"]
-    assert loaded.meta == expected["strategy"] and loaded.global_step == 12 and loaded.world_size == 1
-    assert loaded.rank_state(0) == {"rng": [1, 2]} and loaded.rank_state(1) is None
-    assert loaded.path == tmp_path / "a" and loaded.versions["torch"] == torch.__version__
+    assert loaded.meta == expected["strategy"]
+    assert loaded.global_step == 12
+    assert loaded.world_size == 1
+    assert loaded.rank_state(0) == {"rng": [1, 2]}
+    assert loaded.rank_state(1) is None
+    assert loaded.path == tmp_path / "a"
+    assert loaded.versions["torch"] == torch.__version__
 
 
 def test_model_file_is_a_plain_state_dict(tmp_path: Path) -> None:
@@ -201,16 +207,20 @@ def test_any_layout_is_read_in_any_other(tmp_path: Path, splits: tuple[int, int]
     world_size = len(pieces)
     assert on_ranks(world_size, tmp_path / "a", arguments) == [tmp_path / "a"] * world_size
     loaded = Checkpoint.open(tmp_path / "a")
-    assert loaded.world_size == world_size and [loaded.rank_state(rank) for rank in range(world_size)] == [{"rank": rank} for rank in range(world_size)]
+    assert loaded.world_size == world_size
+    assert [loaded.rank_state(rank) for rank in range(world_size)] == [{"rank": rank} for rank in range(world_size)]
     assert torch.equal(loaded.read("model/w"), tensor)
-    assert loaded.read("optimizer/adam/w/step") == scalar and loaded.shape("model/empty") == (0, 3)
+    assert loaded.read("optimizer/adam/w/step") == scalar
+    assert loaded.shape("model/empty") == (0, 3)
     for other, _ in LAYOUTS:
         for piece in cut(tensor, other):
             assert torch.equal(loaded.read("model/w", piece.offsets, tuple(piece.tensor.shape)), piece.tensor)
     assert torch.equal(loaded.read("model/w", (1, 2)), tensor[1:, 2:])
     # What one rank alone wrote is a plain file, and nothing of the exchange between ranks stays.
     files = set(os.listdir(tmp_path / "a"))
-    assert "optimizer.safetensors" in files and not any(name.startswith("part") for name in files) and not leftovers(tmp_path)
+    assert "optimizer.safetensors" in files
+    assert not any(name.startswith("part") for name in files)
+    assert not leftovers(tmp_path)
     if world_size == 4:
         assert {f"model-0000{rank}-of-00004.safetensors" for rank in range(4)} <= files
 
@@ -279,7 +289,8 @@ def test_a_failure_of_one_rank_raises_on_all_and_leaves_nothing(tmp_path: Path, 
         with pytest.raises(CheckpointError, match=message):
             raise error
         assert str(tmp_path / "a") in str(error)
-    assert Checkpoint.open(tmp_path / "a").global_step == 1 and os.listdir(tmp_path) == ["a"]
+    assert Checkpoint.open(tmp_path / "a").global_step == 1
+    assert os.listdir(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -400,7 +411,8 @@ def test_what_is_not_a_checkpoint_is_neither_replaced_nor_removed(tmp_path: Path
             remove(tmp_path / name)
     with pytest.raises(CheckpointError, match="begin with a dot"):
         save_step(tmp_path / ".a", 2)
-    assert sorted(os.listdir(tmp_path)) == before and (tmp_path / "results" / "thesis.txt").read_text() == "years of work"
+    assert sorted(os.listdir(tmp_path)) == before
+    assert (tmp_path / "results" / "thesis.txt").read_text() == "years of work"
     (tmp_path / "empty").mkdir()
     assert Checkpoint.open(save_step(tmp_path / "empty", 3)).global_step == 3
 
@@ -415,8 +427,10 @@ def test_replacing_leaves_only_the_new_one(tmp_path: Path, monkeypatch: pytest.M
     save_alone(tmp_path / "a", {"extra/only in the first": torch.zeros(3)}, {"progress": {"global_step": 1}})
     save_step(tmp_path / "a", 2)
     loaded = Checkpoint.open(tmp_path / "a")
-    assert loaded.global_step == 2 and loaded.names() == ["model/weight"]
-    assert os.listdir(tmp_path) == ["a"] and sorted(os.listdir(tmp_path / "a")) == ["manifest.json", "model.safetensors", "state.json"]
+    assert loaded.global_step == 2
+    assert loaded.names() == ["model/weight"]
+    assert os.listdir(tmp_path) == ["a"]
+    assert sorted(os.listdir(tmp_path / "a")) == ["manifest.json", "model.safetensors", "state.json"]
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
@@ -446,7 +460,8 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monke
         renames = [position for position, call in enumerate(calls) if call == "rename"]
         before = calls[: renames[0]]
         assert {"model.safetensors", "extra.safetensors", "rank-00000.json", "state.json"} <= set(before[:-2])
-        assert before[-2] == "manifest.json" and before[-1].startswith(".a.tmp-")
+        assert before[-2] == "manifest.json"
+        assert before[-1].startswith(".a.tmp-")
         assert calls[renames[-1] :] == ["rename", "deep"]
         assert number or tmp_path.name in before
 
@@ -457,7 +472,8 @@ def test_a_damaged_checkpoint_can_be_replaced(tmp_path: Path) -> None:
 
 
 def test_newest_orders_by_step_then_time_and_skips_what_is_damaged(tmp_path: Path) -> None:
-    assert newest(tmp_path) is None and newest(tmp_path / "nowhere") is None
+    assert newest(tmp_path) is None
+    assert newest(tmp_path / "nowhere") is None
     for name, step in (("z", 1), ("c", 10), ("b", 10), ("y", 9)):
         save_step(tmp_path / name, step)
     (tmp_path / "other").mkdir()
@@ -468,14 +484,16 @@ def test_newest_orders_by_step_then_time_and_skips_what_is_damaged(tmp_path: Pat
     with pytest.warns(UserWarning, match=f"{tmp_path}/b cannot be used: model.safetensors has changed"):
         assert newest(tmp_path) == tmp_path / "c"
     (tmp_path / "c" / "manifest.json").write_text("{")
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="cannot be used") as caught:
         assert newest(tmp_path) == tmp_path / "y"
     assert sorted(str(warning.message).split()[2] for warning in caught) == [f"{tmp_path}/b", f"{tmp_path}/c"]
 
 
 def test_is_checkpoint_asks_for_a_manifest_and_sizes(tmp_path: Path) -> None:
     path = save_step(tmp_path / "a", 1)
-    assert is_checkpoint(path) and not is_checkpoint(tmp_path) and not is_checkpoint(tmp_path / "b")
+    assert is_checkpoint(path)
+    assert not is_checkpoint(tmp_path)
+    assert not is_checkpoint(tmp_path / "b")
     with open(path / "model.safetensors", "ab") as file:
         file.write(b"x")
     assert not is_checkpoint(path)
@@ -486,14 +504,16 @@ def test_an_aside_copy_is_found_and_put_back(tmp_path: Path) -> None:
     os.rename(tmp_path / "a", tmp_path / ".a.old-0123abcd")
     assert Checkpoint.open(tmp_path / "a").global_step == 1
     assert newest(tmp_path) == tmp_path / ".a.old-0123abcd"
-    assert clean(tmp_path) == [tmp_path / ".a.old-0123abcd"] and newest(tmp_path) == tmp_path / "a"
+    assert clean(tmp_path) == [tmp_path / ".a.old-0123abcd"]
+    assert newest(tmp_path) == tmp_path / "a"
     shutil.copytree(tmp_path / "a", tmp_path / ".a.old-0123abcd")
     save_step(tmp_path / "a", 2)
     assert os.listdir(tmp_path) == ["a"]
     shutil.copytree(tmp_path / "a", tmp_path / ".a.old-0123abcd")
     remove(tmp_path / "a")
     remove(tmp_path / "a")
-    assert not os.listdir(tmp_path) and newest(tmp_path) is None
+    assert not os.listdir(tmp_path)
+    assert newest(tmp_path) is None
 
 
 def test_clean_leaves_living_writers_and_strangers_alone(tmp_path: Path) -> None:
@@ -513,7 +533,8 @@ def test_clean_leaves_living_writers_and_strangers_alone(tmp_path: Path) -> None
 
     assert on_ranks(2, tmp_path / "a", arguments) == [tmp_path / "a"] * 2
     assert found == [[tmp_path / ".a.tmp-00000000"]]
-    assert sorted(os.listdir(tmp_path)) == [".b.tmp-11111111", ".git", "a"] and is_checkpoint(tmp_path / "a")
+    assert sorted(os.listdir(tmp_path)) == [".b.tmp-11111111", ".git", "a"]
+    assert is_checkpoint(tmp_path / "a")
 
 
 # ---- kills -----------------------------------------------------------------------------------------
@@ -544,19 +565,16 @@ AT_EVERY_CALL = (
     COMMON
     + """
 def killed_at(point, action):
-    'Fork, run the action, and kill it before its call number `point` into the system. True where it ended first.'
+    'Fork, run the action, and kill it before its call number `point` that may change a disk. True where it ended first.'
     pid = os.fork()
     if pid == 0:
         left = point
         def count(frame, event, function):
             nonlocal left
-            if event == "c_call":
-                owner = getattr(function, "__self__", None)
-                module = getattr(function, "__module__", None) or type(owner).__module__
-                if module in ("posix", "_io", "io", "fcntl") or type(owner).__module__ == "_io":
-                    left -= 1
-                    if left == 0:
-                        os.kill(os.getpid(), signal.SIGKILL)
+            if event == "c_call" and function.__name__ in ("open", "write", "flush", "fsync", "mkdir", "rename", "unlink", "rmdir"):
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
         sys.setprofile(count)
         action()
         os._exit(0)
@@ -602,12 +620,16 @@ for mode in ("exchange", "fresh", "remove", "fallback"):
 )
 
 
-def test_a_kill_before_any_system_call_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
-    lines = script(AT_EVERY_CALL, tmp_path).split("\n")
+def test_a_kill_before_any_change_on_the_disk_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
+    # In memory where there is such a folder, as a disk would be waited for thousands of times.
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
+        lines = script(AT_EVERY_CALL, folder).split("\n")
     points = {line.split()[0]: int(line.split()[1]) for line in lines if line}
     assert points.keys() == {"exchange", "fresh", "remove", "fallback"}
-    # A save makes some 40 calls: fewer would mean that the kills missed it.
-    assert min(points["exchange"], points["fallback"], points["fresh"]) > 30 and points["remove"] > 10
+    # Fewer would mean that the kills miss something.
+    assert min(points["exchange"], points["fallback"], points["fresh"]) > 25
+    assert points["remove"] > 5
 
 
 AT_RANDOM = (
@@ -649,7 +671,8 @@ print(rounds_with_progress, acknowledged)
 
 def test_random_kills_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
     rounds, steps = map(int, script(AT_RANDOM, tmp_path).split())
-    assert rounds > 10 and steps > 25
+    assert rounds > 10
+    assert steps > 25
 
 
 # ---- damage ----------------------------------------------------------------------------------------
@@ -754,10 +777,11 @@ def test_five_hundred_mutations_load_bit_identical_or_raise_checkpoint_error(tmp
         kind = mutate(draw, folder)
         is_checkpoint(folder)
         try:
-            assert contents(folder) == expected, (number, kind)
+            right = contents(folder) == expected
         except CheckpointError as error:
-            assert str(folder) in str(error), (number, kind)
+            right = str(folder) in str(error)
             refused += 1
+        assert right, (number, kind)
         shutil.rmtree(folder)
     assert refused > 400
 
@@ -1059,4 +1083,5 @@ def test_saving_moves_no_random_stream(tmp_path: Path) -> None:
     random.seed(0)
     before = random.getstate(), torch.get_rng_state()
     save_step(tmp_path / "a", 1)
-    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
