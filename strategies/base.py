@@ -93,6 +93,8 @@ class Strategy(ABC):
     """Index of this rank among those that see different samples; ranks that share samples share it."""
     data_size: int
     """Number of different shares that the global batch is cut into."""
+    reports: bool
+    """Of the ranks that share samples exactly one is True: what it logs and predicts stands for all of them."""
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 
@@ -176,7 +178,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def evaluate(self, placed: nn.Module, step_fn: Callable[..., Any], micro_batch: MicroBatch, *args: Any) -> Any:
-        """Return `step_fn(micro_batch.batch, *args)` without gradient sync; None for a micro-batch of padding."""
+        """Return `step_fn(micro_batch.batch, *args)` without gradient sync; None for a micro-batch of padding.
+
+        A rank that does not report may return None as well.
+        """
 
     @abstractmethod
     def backward(self, placed: nn.Module, loss: Tensor, weight: float = 1.0) -> None:

@@ -80,7 +80,7 @@ class EagerStrategy(Strategy):
     def setup(self) -> None:
         world = None if self.single_process else environment.detect()
         self.rank, self.local_rank, self.world_size = (world.rank, world.local_rank, world.world_size) if world else (0, 0, 1)
-        self.data_rank, self.data_size = self.rank, self.world_size
+        self.data_rank, self.data_size, self.reports = self.rank, self.world_size, True
         self.device = torch.device(self._accelerator, self.local_rank) if self._accelerator == "cuda" else torch.device(self._accelerator)
         self._ready = True
         if self.device.type == "cuda":
@@ -150,7 +150,7 @@ class EagerStrategy(Strategy):
                     finite = False
             micro_batch.output = detach(output)
             if i == last and self._control is not None:
-                self._control.send(note() if note else Note(), count, finite)
+                self._control.send(note() if note else Note(), count if self.reports else 0.0, finite)
             for j, (value, inputs) in enumerate(losses):
                 if before_backward is not None:
                     before_backward(value)

@@ -125,10 +125,12 @@ def evaluate(trainer: Trainer, module: Module, loaders: list[ShardedLoader], sta
 
 
 def in_dataset_order(trainer: Trainer, outputs: list[Any]) -> list[Any]:
-    """The predictions of all ranks, a batch of one rank an item, in the order of the dataset. Every rank calls it."""
+    """The predictions of all ranks, a batch of one data rank an item, in the order of the dataset. Every rank calls it."""
     strategy = trainer.strategy
-    if strategy.data_size == 1:
+    if strategy.world_size == 1:
         return outputs
+    outputs = outputs if strategy.reports else []
+    places = strategy.all_gather(torch.tensor(strategy.data_rank)).tolist()
     pieces: dict[str, Any] = {}
     try:
         layout = pack(outputs, "predictions", pieces)
@@ -136,7 +138,8 @@ def in_dataset_order(trainer: Trainer, outputs: list[Any]) -> list[Any]:
         raise TypeError(f"predict_step on several ranks must return tensors, numbers, strings, or lists, tuples and dicts of them: {error}") from None
     parts = [json.loads(text) for text in _gather_bytes(strategy, json.dumps(layout).encode())]
     tensors = _gather_tensors(strategy, {name: shard.tensor for name, shard in pieces.items()})
-    ranks = [unpack(part, read.__getitem__) for part, read in zip(parts, tensors, strict=True)]
+    unpacked = [unpack(part, read.__getitem__) for part, read in zip(parts, tensors, strict=True)]
+    ranks = [part for _, part in sorted(zip(places, unpacked, strict=True), key=lambda pair: pair[0]) if part]
     return [rank[i] for i in range(max(map(len, ranks))) for rank in ranks if i < len(rank)]
 
 

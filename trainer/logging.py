@@ -23,14 +23,15 @@ REDUCTIONS = {"mean", "sum", "max", "min"}
 class Entry:
     """One logged name."""
 
-    __slots__ = ("count", "epoch_count", "epoch_value", "logger", "metric", "name", "number", "on_epoch", "on_step", "prog_bar", "rank_zero_only", "reduce_fx", "total")
+    __slots__ = ("count", "epoch_count", "epoch_value", "logger", "metric", "name", "number", "on_epoch", "on_step", "prog_bar", "rank_zero_only", "reduce_fx", "start", "total")
 
     def __init__(self, name: str, reduce_fx: str, on_step: bool, on_epoch: bool, prog_bar: bool, logger: bool, rank_zero_only: bool) -> None:
         self.name, self.reduce_fx, self.on_step, self.on_epoch = name, reduce_fx, on_step, on_epoch
         self.prog_bar, self.logger, self.rank_zero_only = prog_bar, logger, rank_zero_only
+        self.start = 0.0 if reduce_fx in ("mean", "sum") else -float("inf") if reduce_fx == "max" else float("inf")
         self.metric: Any = None
         self.total: Tensor | None = None  # what tensors added since the last reduction, on their device
-        self.number = 0.0 if reduce_fx in ("mean", "sum") else -float("inf") if reduce_fx == "max" else float("inf")
+        self.number = self.start
         self.count = 0.0  # of this rank, since the last reduction
         self.epoch_value = self.number  # over all ranks, since the epoch began
         self.epoch_count = 0.0
@@ -116,6 +117,8 @@ class MetricStore:
         shared = sorted((e for e in self.entries.values() if not e.rank_zero_only), key=lambda e: e.name)
         local = [e for e in self.entries.values() if e.rank_zero_only]
         mine = self._pack(shared)
+        if not strategy.reports:  # another rank stands for the same samples
+            mine = torch.tensor([x for e in shared for x in (e.start, 0.0)], dtype=torch.float64)
         rows = [mine.tolist()] if strategy.world_size == 1 or not shared else strategy.all_gather(mine).tolist()
         shown: dict[str, float] = {}
         for entries, values in ((shared, rows), (local, [self._pack(local).tolist()])):
@@ -205,10 +208,9 @@ class MetricStore:
 
     def _reduce_entry(self, entry: Entry, values: list[float], counts: list[float], shown: dict[str, float], epoch_end: bool, reset: bool) -> None:
         count = sum(counts)
-        start = 0.0 if entry.reduce_fx in ("mean", "sum") else -float("inf") if entry.reduce_fx == "max" else float("inf")
         combine = {"mean": sum, "sum": sum, "max": max, "min": min}[entry.reduce_fx]
         value = combine(values)
-        entry.number, entry.count = start, 0.0
+        entry.number, entry.count = entry.start, 0.0
         both = entry.on_step and entry.on_epoch
         if count:
             if entry.on_step and not epoch_end:
@@ -230,7 +232,7 @@ class MetricStore:
             if reset:
                 if entry.metric is not None and entry.epoch_count:
                     entry.metric.reset()
-                entry.epoch_value, entry.epoch_count = start, 0.0
+                entry.epoch_value, entry.epoch_count = entry.start, 0.0
 
 
 def _metric_values(name: str, metric: Any) -> dict[str, float]:

@@ -1,0 +1,144 @@
+"""Every strategy passes the same suite, on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from strategies import DDP, SingleDevice, Strategy
+from tests.strategies import contract
+from tests.strategies.contract import Plan, difference, reference, saved_weights
+
+STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
+    "single": (SingleDevice, 1),
+    "ddp 2": (DDP, 2),
+    "ddp 3": (DDP, 3),
+    "ddp static graph": (lambda: DDP(static_graph=True), 2),
+    "ddp unused": (lambda: DDP(find_unused_parameters=True), 2),
+}
+"""How to build each strategy, and its number of devices."""
+
+PLANS = {
+    "plain": Plan(),
+    "accumulation": Plan(accumulate=3),
+    "clip norm": Plan(clip=0.1),
+    "clip value": Plan(clip=0.003, clip_algorithm="value"),
+    "token counts": Plan(step="token_step", accumulate=2),
+    "uneven": Plan(num_samples=13, global_batch=5),
+    "ranks without samples": Plan(num_samples=5, global_batch=4, accumulate=2),
+    "momentum": Plan(optimizer="SGD", accumulate=2, clip=0.5),
+}
+
+
+@pytest.fixture(params=STRATEGIES, scope="module")
+def made(request: pytest.FixtureRequest) -> tuple[Strategy, int]:
+    make, devices = STRATEGIES[request.param]
+    return make(), devices
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_gradients_are_those_of_one_process(made: tuple[Strategy, int], plan: Plan, tmp_path: Path) -> None:
+    found = contract.run(*made, plan, tmp_path / "end")
+    model, expected = reference(plan)
+    assert difference(saved_weights(tmp_path / "end"), model) < 1e-11
+    assert found["counts"] == pytest.approx(expected["counts"], rel=1e-12)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-9)
+    assert torch.tensor(found["outputs"]).allclose(torch.tensor(expected["outputs"]), rtol=1e-9, atol=1e-9)
+
+
+def test_state_goes_to_one_process_and_back(made: tuple[Strategy, int], tmp_path: Path) -> None:
+    """Model and optimizer state saved here goes on there as if nothing had happened, in both directions."""
+    half, whole = Plan(epochs=1), Plan(epochs=2)
+    model, kept = reference(half)
+    expected, _ = reference(half, model, kept["optimizer"])
+    contract.run(*made, half, tmp_path / "here")
+    contract.run(SingleDevice(), 1, replace(half, start_from=str(tmp_path / "here")), tmp_path / "here then one")
+    contract.run(SingleDevice(), 1, half, tmp_path / "one")
+    contract.run(*made, replace(half, start_from=str(tmp_path / "one")), tmp_path / "one then here")
+    for folder in ("here then one", "one then here"):
+        assert difference(saved_weights(tmp_path / folder), expected) < 1e-11
+    assert whole.epochs == 2
+
+
+def test_single_precision_agrees_to_rounding(made: tuple[Strategy, int], tmp_path: Path) -> None:
+    plan = Plan(precision="32-true", optimizer="SGD", clip=1.0)
+    contract.run(*made, plan, tmp_path / "end")
+    assert difference(saved_weights(tmp_path / "end"), reference(plan)[0]) < 1e-5
+
+
+def test_mixed_precision_trains(made: tuple[Strategy, int], tmp_path: Path) -> None:
+    plan = Plan(precision="bf16-mixed", optimizer="SGD")
+    contract.run(*made, plan, tmp_path / "end")
+    saved = saved_weights(tmp_path / "end")
+    assert all(value.dtype == torch.float32 for value in saved.values())
+    assert 0 < difference(saved, reference(replace(plan, precision="32-true"))[0]) < 0.05
+
+
+def facts_and_collectives(strategy: Strategy) -> dict[str, object]:
+    strategy.setup()
+    try:
+        rank, size = strategy.rank, strategy.world_size
+        assert 0 <= strategy.data_rank < strategy.data_size <= size
+        assert 0 <= strategy.local_rank <= rank < size
+        mine = torch.tensor([float(rank), 1.0])
+        strategy.barrier()
+        found = {
+            "sum": strategy.all_reduce(mine).tolist(),
+            "mean": strategy.all_reduce(mine, "mean").tolist(),
+            "max": strategy.all_reduce(mine, "max").tolist(),
+            "min": strategy.all_reduce(mine, "min").tolist(),
+            "gathered": strategy.all_gather(mine).tolist(),
+            "tensor": strategy.broadcast(torch.full((2,), rank), src=size - 1).tolist(),
+            "json": strategy.broadcast({"from": rank, "text": "ä" * 300}, src=size - 1)["from"],
+            "size": size,
+        }
+        assert mine.tolist() == [rank, 1.0], "arguments stay as they are"
+        shared = strategy.all_gather(torch.tensor(list(found["sum"])))  # type: ignore[call-overload]
+        assert all(torch.equal(row, shared[0]) for row in shared)
+        return found
+    finally:
+        strategy.teardown()
+
+
+def test_facts_and_collectives(made: tuple[Strategy, int]) -> None:
+    strategy, devices = made
+    strategy.configure(devices=devices, accelerator="cpu")
+    found = strategy.launch(facts_and_collectives, strategy)
+    n = found["size"]
+    assert n == devices or devices > 1
+    total = n * (n - 1) / 2
+    assert found["sum"] == [total, n] and found["mean"] == [total / n, 1.0]
+    assert found["max"] == [n - 1, 1.0] and found["min"] == [0.0, 1.0]
+    assert found["gathered"] == [[float(r), 1.0] for r in range(n)]
+    assert found["tensor"] == [n - 1] * 2 and found["json"] == n - 1
+    assert not dist.is_initialized()
+
+
+class OwnError(Exception):
+    pass
+
+
+def fail_on_last_rank(strategy: Strategy) -> None:
+    strategy.setup()
+    try:
+        if strategy.rank == strategy.world_size - 1:
+            raise OwnError("of a user")
+        strategy.barrier()
+    finally:
+        strategy.teardown()
+
+
+def test_exceptions_come_out_as_themselves(made: tuple[Strategy, int]) -> None:
+    strategy, devices = made
+    strategy.configure(devices=devices, accelerator="cpu")
+    with pytest.raises(OwnError, match="of a user"):
+        strategy.launch(fail_on_last_rank, strategy)
+
+
+def test_teardown_without_setup_does_nothing(made: tuple[Strategy, int]) -> None:
+    made[0].teardown()
