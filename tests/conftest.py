@@ -43,7 +43,8 @@ def isolate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     yield
     torch.set_default_dtype(dtype)
-    torch.use_deterministic_algorithms(deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:  # the setter imports the compiler: a second
+        torch.use_deterministic_algorithms(deterministic)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         pytest.fail("the test left a process group behind")
