@@ -399,7 +399,7 @@ class _Indexed(_Source):
                 first, last = _bounds(end - begin, share.rank, share.size)
                 closes = part + 1 == parts if share.split else number % share.accumulate == 0
                 mine = unit[begin + first : begin + last] or unit[begin : begin + 1]
-                yield mine, position + begin + (first if last > first else 0), last - first, end - begin, closes
+                yield mine, position + begin + first, last - first, end - begin, closes
             position += len(unit)
 
     def _indices(self, epoch: int, tasks: Iterator[_Task]) -> Iterator[_Task]:

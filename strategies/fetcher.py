@@ -280,11 +280,25 @@ class Workers:
 def guess_batch_size(batch: Any) -> int:
     """The number of samples of a batch whose making is unknown: the first dimension of its first tensor.
 
-    Looks through mappings, sequences and dataclasses, then asks `size` and `len`; a list of numbers or
-    strings counts its elements; 1 where nothing tells.
+    Looks through mappings, sequences and dataclasses, then asks `size` and `len`; a list of strings
+    counts them; 1 where nothing tells.
     """
     found = _first_length(batch)
     return 1 if found is None else found
+
+
+def keep(batch: Any) -> Any:
+    """The collate function of what is ready."""
+    return batch
+
+
+def announce(iterated: Any, seed: int, epoch: int) -> None:
+    """Tell the epoch to whatever of the user's decides an order, and seed the generators that it draws from."""
+    for part in (iterated, getattr(iterated, "batch_sampler", None), getattr(iterated, "sampler", None)):
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(epoch)
+        if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+            generator.manual_seed(mix(seed, epoch))
 
 
 class _QuietLoader(DataLoader[Any]):
@@ -320,19 +334,6 @@ class _StartWorker:
 _NOTHING = object()
 
 
-def keep(batch: Any) -> Any:
-    return batch
-
-
-def announce(iterated: Any, seed: int, epoch: int) -> None:
-    """Tell the epoch to whatever of the user's decides an order, and seed the generators that it draws from."""
-    for part in (iterated, getattr(iterated, "batch_sampler", None), getattr(iterated, "sampler", None)):
-        if callable(set_epoch := getattr(part, "set_epoch", None)):
-            set_epoch(epoch)
-        if isinstance(generator := getattr(part, "generator", None), torch.Generator):
-            generator.manual_seed(mix(seed, epoch))
-
-
 def _seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -346,7 +347,7 @@ def _first_length(value: Any) -> int | None:
         return None
     if isinstance(value, Mapping):
         return _first_known(value.values())
-    if isinstance(value, list) and value and isinstance(value[0], str | bytes | int | float):
+    if isinstance(value, list) and value and all(isinstance(element, str) for element in value):
         return len(value)
     if isinstance(value, list | tuple):
         return _first_known(value)

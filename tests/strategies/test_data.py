@@ -28,6 +28,7 @@ from torch.utils.data import (
     random_split,
 )
 
+from strategies import DDP
 from strategies.data import ShardedLoader, Window, guess_batch_size
 from strategies.permutation import Permutation
 
@@ -410,6 +411,9 @@ def test_batch_samplers_keep_their_batches() -> None:
     assert samples_of(pieces_of(read(make, 2, split=True, accumulate=2))) == batches
     # Resumed inside a batch, as another number of ranks may have left it.
     assert samples_of(pieces_of(read(make, 2, start=4))) == [[5, 9, 2, 6], [5]]
+    # What an epoch drops is what it would have dropped undisturbed.
+    dropping = DataLoader(Numbers(12), 8, sampler=list(range(12)), drop_last=True)
+    assert read(lambda: dropping, 1, start=9) == [[]]
     plain = BatchSampler(range(10), 4, drop_last=True)
     assert samples_of(pieces_of(read(lambda: DataLoader(Numbers(10), batch_sampler=plain), 1))) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -470,6 +474,21 @@ def test_augmentations_in_workers_depend_on_the_place_in_the_order_alone(persist
     assert noisy(make, epochs=(1,), start=8) == undisturbed[30:]
     assert noisy(lambda: make(2), size=2, epochs=(0, 1)) == undisturbed
     assert noisy(lambda: make(4, 1), epochs=(0, 1)) == undisturbed
+
+
+def add_noise(samples: list[Any]) -> tuple[torch.Tensor, ...]:
+    numbers = torch.tensor([sample[0] if isinstance(sample, tuple) else sample for sample in samples])
+    return numbers, torch.rand(len(samples)) + random.random() + float(np.random.rand())
+
+
+@pytest.mark.parametrize("dataset", [Numbers, Stream])
+def test_randomness_in_collate_functions_of_workers_resumes(dataset: Callable[[int], Any]) -> None:
+    def make() -> Any:
+        return DataLoader(dataset(22), 4, num_workers=2, collate_fn=add_noise)
+
+    undisturbed = noisy(make)
+    assert len({noise for _, noise in undisturbed}) == 22
+    assert noisy(make, start=12) == undisturbed[12:]
 
 
 def test_random_split_keeps_augmentations_by_sample() -> None:
@@ -600,6 +619,31 @@ def test_ready_batches_by_index(kind: str) -> None:
         read(make, 2)
     with pytest.raises(ValueError, match="split needs batches"):
         read(make, 1, split=True, accumulate=2)
+
+
+def test_counting_the_samples_of_ready_batches_leaves_the_random_state_alone() -> None:
+    def make() -> ShardedLoader:
+        return ShardedLoader(DataLoader(Noisy(6), batch_size=None), rank=0, size=1, seed=3)
+
+    windows = make().windows(0)
+    for _ in range(3):
+        next(windows)
+    state = random_states()[0], random.getstate(), np.random.get_state()
+    expected = [window.micro_batches[0].batch for window in windows]
+    torch.set_rng_state(torch.tensor(state[0], dtype=torch.uint8))
+    random.setstate(state[1])
+    np.random.set_state(state[2])
+    assert [window.micro_batches[0].batch for window in make().windows(0, start=3)] == expected
+
+
+def test_ready_batches_in_workers_resume_with_the_same_randomness() -> None:
+    def values(start: int) -> list[Any]:
+        loader = ShardedLoader(DataLoader(Noisy(6), batch_size=None, num_workers=2), rank=0, size=1, seed=3)
+        return [window.micro_batches[0].batch for window in loader.windows(0, start)]
+
+    undisturbed = values(0)
+    assert len({str(draws) for _, *draws in undisturbed}) == 6
+    assert values(3) == undisturbed[3:]
 
 
 def test_a_rank_reads_only_its_own_of_what_has_indices() -> None:
@@ -800,6 +844,21 @@ def test_a_stream_that_shards_itself_is_left_to_it_and_ranks_agree(size: int, nu
     assert pieces_of(limited) == [pieces[0][:1]]
 
 
+def read_own_stream_on_a_rank() -> list[Any]:
+    strategy = DDP()
+    strategy.configure(devices=2, accelerator="cpu")
+    strategy.setup()
+    loader = strategy.shard_loader(DataLoader(OwnStream(5, strategy.rank, 2), 2), seed=3, accumulate=2)
+    windows = [([to_list(micro.batch) for micro in window.micro_batches], window.num_samples) for window in loader.windows(0)]
+    both = [strategy.broadcast([[list(map(list, batches)), num] for batches, num in windows], src) for src in range(2)]
+    strategy.teardown()
+    return both
+
+
+def test_real_ranks_agree_on_a_stream_that_shards_itself(run_ranks: Callable[..., Any]) -> None:
+    assert run_ranks(read_own_stream_on_a_rank, 2) == [[[[[0, 2], [4]], 5]], [[[[1, 3], [1, 3]], 5]]]
+
+
 def test_a_rank_that_never_had_a_sample_has_no_batch() -> None:
     ranks, _ = read_together(lambda rank: DataLoader(OwnStream(2, rank, 3), 2), 3)
     assert [[(micro.batch is None, micro.num_samples) for micro in windows[0].micro_batches] for windows in ranks] == [[(False, 1)], [(False, 1)], [(True, 0)]]
@@ -832,6 +891,7 @@ def test_a_streams_own_state_spares_the_replay(size: int) -> None:
     number = len(undisturbed) // size
     assert values(resumed, 4 * size) == [value for rank in range(size) for value in undisturbed[rank * number + 1 : (rank + 1) * number]]
     assert dataset.read == 30 - 4 * size
+    assert resumed[0].state_dict()["samples"] == 30
     # A later place in the epoch skips only what is between; a state of another place or epoch is not used.
     dataset, resumed = make()
     resumed[0].load_state_dict(states[0])
@@ -957,7 +1017,8 @@ class WithLength:
         (WithSize(), 7),
         (WithLength(), 8),
         (["a", "bc", "d"], 3),
-        ([1.0, 2.0], 2),
+        ([3, 1.0, 2.0], 1),
+        (["name", torch.zeros(4)], 4),
         ("abc", 1),
         (None, 1),
         ({}, 1),
