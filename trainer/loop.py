@@ -73,7 +73,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                         hook(optimizer)
                     if clip is not None:
                         clip(optimizer)
-                    stepped |= run.step(optimizer, window)
+                    stepped |= strategy.optimizer_step(placed, optimizer) if run.own_step is None else run.own_step(optimizer, window)
                 if stepped:
                     _step_schedulers(trainer, module, "step")
                 for optimizer in optimizers:

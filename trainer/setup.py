@@ -64,7 +64,8 @@ class FitRun:
     training_step: Callable[[Any, int], Any]
     transfer: Callable[[Any], Any]
     clip: Callable[[Optimizer], Any] | None
-    step: Callable[[Optimizer, Window], bool]
+    own_step: Callable[[Optimizer, Window], bool] | None
+    """How optimizers step where the strategy alone does not know: the module's `optimizer_step`, or a closure."""
     parameters: dict[str, list[nn.Parameter]] | None
     before_backward: Callable[[Tensor], None] | None
     after_backward: Callable[[], None] | None
@@ -190,7 +191,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
         if overrides(module, "transfer_batch_to_device", Module)
         else strategy.to_device,
         clip=_clip(trainer, module),
-        step=_step(trainer, module, training_step),
+        own_step=_own_step(trainer, module, training_step),
         parameters=parameters,
         before_backward=_all_of(hooks.on_before_backward),
         after_backward=_all_of(hooks.on_after_backward),
@@ -256,12 +257,11 @@ def _clip(trainer: Trainer, module: Module) -> Callable[[Optimizer], Any] | None
     return lambda optimizer: strategy.clip_gradients(placed, optimizer, value, algorithm)
 
 
-def _step(trainer: Trainer, module: Module, training_step: Callable) -> Callable[[Optimizer, Window], bool]:
-    """How an optimizer steps: by the strategy, or by the module's own `optimizer_step`."""
+def _own_step(trainer: Trainer, module: Module, training_step: Callable) -> Callable[[Optimizer, Window], bool] | None:
     strategy, placed = trainer.strategy, trainer.placed
     own = overrides(module, "optimizer_step", Module)
     if not own and not any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
-        return lambda optimizer, window: strategy.optimizer_step(placed, optimizer)
+        return None
 
     def step(optimizer: Optimizer, window: Window) -> bool:
         calls = 0

@@ -441,7 +441,8 @@ class Trainer:
         self.log_dir = plan["log_dir"]
         for logger, folder in zip(self.loggers, plan["loggers"], strict=True):
             logger.log_dir = folder
-        return None if plan["checkpoint"] is None else Checkpoint.open(plan["checkpoint"])
+        # rank 0 has read every byte against its checksum
+        return None if plan["checkpoint"] is None else Checkpoint.open(plan["checkpoint"], verify=False)
 
     # ---- helpers -------------------------------------------------------------------------------------
 
@@ -518,7 +519,11 @@ class Trainer:
                     raise ValueError("ckpt_path='best' needs a ModelCheckpoint that has saved; fit first, or give a path")
             elif ckpt_path is not None:
                 checkpoint = ckpt_path
+            if checkpoint is not None:
+                Checkpoint.open(checkpoint)
             folder = _run_folder(base, version) if writes else None
+            if folder is not None and (folder / "checkpoints").is_dir():
+                files.clean(folder / "checkpoints")
             folders = []
             for logger in self.loggers:
                 root = Path(logger.save_dir or self.default_root_dir) / (logger.name or type(self._module).__name__)
