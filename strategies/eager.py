@@ -134,9 +134,11 @@ class EagerStrategy(Strategy):
         scale = self.data_size / window.num_samples  # gradients meet as a mean over ranks
         autocast, device_type = self.precision.autocast_dtype, self.device.type
         run = self._runner(placed, step_fn) if automatic else step_fn
+        exchanges, scaler = self.data_size > 1, self.precision.scaler
         count, finite = 0.0, True
         for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
-            self._sync_gradients(placed, i == last)
+            if exchanges:
+                self._sync_gradients(placed, i == last)
             call = run if micro_batch.num_samples or not automatic else self._runner(placed, None)
             if autocast is None:
                 output = call(micro_batch.batch, micro_batch.batch_idx)
@@ -148,13 +150,13 @@ class EagerStrategy(Strategy):
             for value, _ in losses:
                 if device_type == "cpu" and not math.isfinite(value.item()):  # no host sync on an accelerator
                     finite = False
-            micro_batch.output = detach(output)
+            micro_batch.output = output.detach() if isinstance(output, Tensor) else detach(output)
             if i == last and self._control is not None:
                 self._control.send(note() if note else Note(), count if self.reports else 0.0, finite)
             for j, (value, inputs) in enumerate(losses):
                 if before_backward is not None:
                     before_backward(value)
-                self._backward(value, inputs, retain=j < len(losses) - 1)
+                (value if scaler is None else scaler.scale(value)).backward(retain_graph=j < len(losses) - 1, inputs=inputs)
                 if after_backward is not None:
                     after_backward()
         if self._control is None:
@@ -164,7 +166,7 @@ class EagerStrategy(Strategy):
         if automatic and not alone and agreement.count and agreement.count != window.num_samples:
             gradients = [p.grad for p in placed.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, window.num_samples / agreement.count)
-        if self.precision.scaler is not None:
+        if scaler is not None:
             agreement = agreement._replace(non_finite_rank=None)  # the scaler skips such a step
         return agreement
 
@@ -179,7 +181,8 @@ class EagerStrategy(Strategy):
     def backward(self, placed: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
         if self._scaler_used:
             self._update_scaler()
-        self._backward(loss if weight == 1.0 else loss * weight)
+        loss = loss if weight == 1.0 else loss * weight
+        (loss if self.precision.scaler is None else self.precision.scaler.scale(loss)).backward()
         self._local_gradients = self.data_size > 1
 
     def clip_gradients(self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
@@ -279,11 +282,6 @@ class EagerStrategy(Strategy):
 
     # ---- helpers -----------------------------------------------------------------------------------
 
-    def _backward(self, loss: Tensor, inputs: Sequence[nn.Parameter] | None = None, retain: bool = False) -> None:
-        if self.precision.scaler is not None:
-            loss = self.precision.scaler.scale(loss)
-        loss.backward(retain_graph=retain, inputs=inputs)
-
     def _average_local_gradients(self, optimizer: Optimizer) -> None:
         """Manual optimization: bring the ranks together. Averaging twice changes nothing, so order does not matter."""
         if not self._local_gradients:
@@ -359,7 +357,7 @@ def weighted_losses(
         losses = [(output[name], parameters[name]) for name in parameters]
         numerator = count = float(num_samples)
     else:
-        value, numerator, count = split_loss(output, num_samples)
+        value, numerator, count = (output, num_samples, num_samples) if isinstance(output, Tensor) else split_loss(output, num_samples)
         losses = [] if value is None else [(value, None)]
     weight = numerator * scale if scale is not None else numerator / count if count else 0.0
     for i, (value, inputs) in enumerate(losses):

@@ -40,7 +40,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             for hook in hooks.on_train_epoch_start:
                 hook()
         steps_before, stop = progress.global_step, trainer.agree_to_stop()
-        if _validation_is_due(run, trainer):  # the checkpoint that this run came from was saved just before it
+        if run.val_every is not None and _validation_is_due(run, trainer):  # the checkpoint that this run came from was saved just before it
             _validate(trainer, module, run)
 
         windows = run.train_loader.windows(progress.current_epoch, progress.samples_seen, run.limit)
@@ -74,7 +74,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                     if clip is not None:
                         clip(optimizer)
                     stepped |= strategy.optimizer_step(placed, optimizer) if run.own_step is None else run.own_step(optimizer, window)
-                if stepped:
+                if stepped and schedulers:
                     _step_schedulers(trainer, module, "step")
                 for optimizer in optimizers:
                     for hook in hooks.on_before_zero_grad:
@@ -93,11 +93,11 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             for hook in hooks.on_train_batch_end:
                 hook(last.output, last.batch, last.batch_idx)
             metrics.in_batch = False
-            if _validation_is_due(run, trainer):
+            if run.val_every is not None and _validation_is_due(run, trainer):
                 _validate(trainer, module, run)
                 stop = trainer.agree_to_stop()
             stop = stop or agreement.stop or (trainer.max_steps is not None and progress.global_step >= trainer.max_steps)
-            if trainer.signal_agreed(agreement.stop):
+            if agreement.stop > 1:  # a signal's number
                 raise trainer.interrupted()
 
         if progress.global_step == steps_before and trainer.max_epochs is None and not stop:
@@ -147,8 +147,7 @@ def _prepared(trainer: Trainer, run: setup.FitRun, window: Window) -> Iterator[M
 
 
 def _validation_is_due(run: setup.FitRun, trainer: Trainer) -> bool:
-    if run.val_every is None:
-        return False
+    assert run.val_every is not None
     progress = trainer.progress
     if trainer.check_val_every_n_epoch is None:
         return progress.total_batches // run.val_every > progress.validations
@@ -183,8 +182,7 @@ def _close_epoch(trainer: Trainer, module: Module, run: setup.FitRun) -> None:
     progress.end_epoch()
     if trainer.check_val_every_n_epoch is not None:
         progress.validations = 0
-    stop = trainer.agree_to_stop()
-    if trainer.signal_agreed(stop):
+    if trainer.agree_to_stop() > 1:
         raise trainer.interrupted()
 
 

@@ -410,10 +410,6 @@ class Trainer:
         stop = self.note().stop
         return stop if self.world_size == 1 else int(self.strategy.all_reduce(torch.tensor(stop), "max"))
 
-    def signal_agreed(self, stop: int) -> bool:
-        """Whether the ranks stop for a signal."""
-        return stop > 1
-
     def interrupted(self) -> BaseException:
         """Commit a checkpoint; return what ends the process with 143 or 130. Every rank calls it."""
         number = int(self.strategy.all_reduce(torch.tensor(self._signal), "max"))
