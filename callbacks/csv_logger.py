@@ -1,0 +1,133 @@
+"""Metrics as a table in one CSV file, for a spreadsheet, pandas or a plot without TensorBoard."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from callbacks.base import Logger
+from callbacks.hparams import plain, write_hparams
+
+if TYPE_CHECKING:
+    from trainer import Module, Trainer
+
+
+class CSVLogger(Logger):
+    """Writes `metrics.csv` (a row each time that metrics are logged, first column `step`) and `hparams.yaml` into the run's folder.
+
+    A metric that appears later adds a column. When `fit` begins in a folder that has rows already,
+    those of later steps than the one it begins at are dropped, so a resumed run has each step once.
+
+    Args:
+        save_dir: folder above all runs; None takes the Trainer's `default_root_dir`.
+        name: folder of this experiment below `save_dir`; None takes the module's class name.
+        version: folder of this run below `name`, a number N for `version_N`; None takes the next free one.
+        flush_every: rows to collect before they are written; at 1 each row is in the file as soon as it is logged.
+    """
+
+    def __init__(
+        self, save_dir: str | os.PathLike[str] | None = None, *, name: str | None = None, version: str | int | None = None, flush_every: int = 1
+    ) -> None:
+        if flush_every < 1:
+            raise ValueError(f"flush_every must be at least 1 row, but it is {flush_every}")
+        self.save_dir = None if save_dir is None else os.fspath(save_dir)
+        self.name = name
+        self.version = version
+        self.flush_every = flush_every
+        self._is_writer = True
+        self._step = 0
+        self._hparams: dict[str, Any] = {}
+        self._rows: list[dict[str, Any]] = []  # not yet in the file
+        self._columns: list[str] | None = None  # of the file; None: not known, read it
+
+    @property
+    def root_dir(self) -> str | None:
+        """Folder of this experiment: the one above `log_dir`."""
+        return os.path.dirname(self.log_dir) if self.log_dir else None
+
+    @property
+    def path(self) -> str:
+        """The CSV file. Raises RuntimeError before the run's folder is known."""
+        if self.log_dir is None:
+            raise RuntimeError("CSVLogger has no folder yet: log metrics from within fit, validate, test or predict")
+        return os.path.join(self.log_dir, "metrics.csv")
+
+    @property
+    def experiment(self) -> CSVLogger:
+        return self
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        self._is_writer = trainer.is_global_zero
+        if self._hparams and self._is_writer and self.log_dir is not None:
+            write_hparams(self.log_dir, self._hparams)
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        self._step = trainer.global_step
+        if self._is_writer and os.path.exists(self.path):
+            self._rewrite((), keep=lambda step: step <= trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._step = trainer.global_step
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if not self._is_writer:
+            return
+        self._step = self._step if step is None else step
+        self._rows.append({"step": self._step} | {key: plain(value) for key, value in metrics.items()})
+        if len(self._rows) >= self.flush_every:
+            self.save()
+
+    def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
+        """Add `params` to `hparams.yaml`; before the run's folder is known they wait for it."""
+        if not self._is_writer:
+            return
+        self._hparams |= plain(params)
+        if self.log_dir is not None:
+            write_hparams(self.log_dir, self._hparams)
+        if metrics:
+            self.log_metrics(metrics)
+
+    def save(self) -> None:
+        """Write the collected rows. Raises OSError; the rows that could not be written are lost."""
+        if not self._rows:
+            return
+        rows, self._rows = self._rows, []
+        new = {key: None for row in rows for key in row}
+        if self._columns is None or not new.keys() <= set(self._columns):
+            self._rewrite(rows)
+            return
+        try:
+            with open(self.path, "a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self._columns).writerows(rows)
+        except OSError:
+            self._columns = None  # the last line may be torn: the next write reads and repairs the file
+            raise
+
+    def finalize(self, status: str) -> None:
+        self.save()
+
+    def _rewrite(self, rows: Iterable[Mapping[str, Any]], keep: Callable[[int], bool] = lambda step: True) -> None:
+        """Write the rows of the file whose step `keep` accepts, then `rows`, with the columns of all, as one rename."""
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        kept: list[Mapping[str, Any]] = []
+        if os.path.exists(self.path):
+            with open(self.path, newline="", encoding="utf-8") as file:
+                kept = [row for row in csv.DictReader(file) if _is_whole(row) and keep(int(row["step"]))]
+        everything = [*kept, *rows]
+        columns = list({"step": None} | {key: None for row in everything for key in row})
+        beside = f"{self.path}.{os.getpid()}.tmp"
+        with open(beside, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(everything)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, self.path)
+        self._columns = columns
+
+
+def _is_whole(row: Mapping[str | None, Any]) -> bool:
+    """False for a line that a full disk or a kill cut short, or that such a line ran into."""
+    return None not in row and None not in row.values() and str(row.get("step", "")).isdigit()

@@ -1,0 +1,73 @@
+"""Learning rates, and if wanted momentum and weight decay, beside the other curves of a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Literal
+
+from callbacks.base import Callback
+from callbacks.lr_factor import lr_factor
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from trainer import Module, Trainer
+
+
+class LearningRateMonitor(Callback):
+    """Logs the learning rate of every optimizer and parameter group under the step that it was used for.
+
+    The name is the scheduler's `name` where its config has one, else `lr-<optimizer class>`; a second
+    optimizer of that name gets `-1`, then `-2`. Several parameter groups append `/pg1`, `/pg2`, or `/<name>`
+    where the group has a "name". Momentum and weight decay append `-momentum` and `-weight_decay`.
+
+    Args:
+        logging_interval: "step" logs every `log_every_n_steps` optimizer steps, "epoch" at the start of every
+            training epoch; None logs each optimizer as often as its scheduler is stepped (without one: "step").
+        log_momentum: also log `momentum`, or the first of `betas`.
+        log_weight_decay: also log `weight_decay`.
+    """
+
+    def __init__(self, logging_interval: Literal["step", "epoch"] | None = None, log_momentum: bool = False, log_weight_decay: bool = False) -> None:
+        if logging_interval not in (None, "step", "epoch"):
+            raise ValueError(f"logging_interval must be 'step', 'epoch' or None, but it is {logging_interval!r}")
+        self.logging_interval = logging_interval
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
+        self._used: dict[str, float] = {}  # by the step that is being taken, where that step is logged
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        stats = self._stats(trainer, "epoch")
+        if stats:
+            trainer.log_metrics(stats)
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
+        # Read now, since schedulers move before the step is counted and logged.
+        if trainer.log_every_n_steps > 0 and (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+            self._used = self._stats(trainer, "step")
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._used:
+            trainer.log_metrics(self._used)
+            self._used = {}
+
+    def _stats(self, trainer: Trainer, interval: str) -> dict[str, float]:
+        stats: dict[str, float] = {}
+        seen: Counter[str] = Counter()
+        for optimizer in trainer.optimizers:
+            config = next((config for config in trainer.lr_scheduler_configs if getattr(config.scheduler, "optimizer", None) is optimizer), None)
+            name = (config.name if config else None) or f"lr-{type(optimizer).__name__}"
+            seen[name] += 1
+            if seen[name] > 1:
+                name = f"{name}-{seen[name] - 1}"
+            if interval != (self.logging_interval or (config.interval if config else "step")):
+                continue
+            for index, group in enumerate(optimizer.param_groups):
+                suffix = f"/{group['name']}" if "name" in group else f"/pg{index + 1}" if len(optimizer.param_groups) > 1 else ""
+                # float() of a rate that is a tensor on a device waits for the device; done only when logged.
+                stats[name + suffix] = float(group["lr"]) * lr_factor(optimizer)
+                if self.log_momentum:
+                    stats[f"{name}{suffix}-momentum"] = float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+                if self.log_weight_decay:
+                    stats[f"{name}{suffix}-weight_decay"] = float(group.get("weight_decay", 0.0))
+        return stats

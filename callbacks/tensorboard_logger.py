@@ -1,0 +1,194 @@
+"""Curves, hyperparameters, text, graph, images and sound of a run, written for TensorBoard."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from callbacks.base import Logger
+from callbacks.hparams import flatten, plain, to_yaml, write_hparams
+from callbacks.shadow import fitting, restored_rng, shadow
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from trainer import Module, Trainer
+
+MISSING = "TensorBoardLogger needs the package tensorboard, which is not installed: pip install tensorboard"
+
+
+class TensorBoardLogger(Logger):
+    """Writes TensorBoard event files and `hparams.yaml` into the run's folder; `tensorboard --logdir <save_dir>` shows them.
+
+    `logger.experiment` is a `torch.utils.tensorboard.SummaryWriter` on rank 0, for `add_image`,
+    `add_histogram`, `add_audio`, `add_figure` and the like; on other ranks all its methods do nothing.
+
+    Hyperparameters that are logged before the first metrics are written together with them: TensorBoard
+    keeps the first set that a run has. Its HPARAMS page compares runs by every scalar that they logged.
+
+    When `fit` begins in a folder that has events already, TensorBoard is told to hide those of later
+    steps than the one it begins at, so a resumed run has each step once.
+
+    Args:
+        save_dir: folder above all runs; None takes the Trainer's `default_root_dir`.
+        name: folder of this experiment below `save_dir`; None takes the module's class name.
+        version: folder of this run below `name`, a number N for `version_N`; None takes the next free one.
+        log_graph: trace `forward` on the module's `example_input_array` and show its graph.
+        default_hp_metric: log `hp_metric` = -1 with hyperparameters that come without metrics.
+        flush_secs: seconds after which what was logged is on disk at the latest.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        *,
+        name: str | None = None,
+        version: str | int | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = False,
+        flush_secs: float = 10.0,
+    ) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ImportError(MISSING)
+        self.save_dir = None if save_dir is None else os.fspath(save_dir)
+        self.name = name
+        self.version = version
+        self.default_hp_metric = default_hp_metric
+        self.flush_secs = flush_secs
+        self._draws_graph = log_graph
+        self._is_writer = True
+        self._step = 0
+        self._purge_step: int | None = None
+        self._writer: SummaryWriter | None = None
+        self._hparams: dict[str, Any] = {}
+        self._hparams_are_written = True
+
+    @property
+    def root_dir(self) -> str | None:
+        """Folder of this experiment: the one above `log_dir`."""
+        return os.path.dirname(self.log_dir) if self.log_dir else None
+
+    @property
+    def experiment(self) -> Any:
+        if not self._is_writer:
+            return _Nothing()
+        if self._writer is None:
+            if self.log_dir is None:
+                raise RuntimeError("TensorBoardLogger.experiment has no folder yet: use it from within fit, validate, test or predict")
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ImportError(MISSING) from error
+            self._writer = SummaryWriter(self.log_dir, purge_step=self._purge_step, flush_secs=self.flush_secs)
+            self._purge_step = None
+        return self._writer
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        self._is_writer = trainer.is_global_zero
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        self._step = trainer.global_step
+        if self._is_writer:
+            self._close()
+            self._purge_step = trainer.global_step + 1  # hides events of this step and later
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._step = trainer.global_step
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if not self._is_writer:
+            return
+        self._write_hparams()
+        self._step = self._step if step is None else step
+        for key, value in metrics.items():
+            self.experiment.add_scalar(key, value, self._step)
+
+    def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
+        """Show `params` on the HPARAMS and TEXT pages (nested names as `a/b`), and log `metrics` as scalars to compare runs by.
+
+        Written with the first metrics, or by `save` or `finalize`.
+        """
+        self._hparams |= plain(params)
+        self._hparams_are_written = False
+        if metrics is None and self.default_hp_metric:
+            metrics = {"hp_metric": -1.0}
+        if metrics:
+            self.log_metrics(metrics)
+
+    def log_text(self, key: str, text: str, step: int | None = None) -> None:
+        self.experiment.add_text(key, text, self._step if step is None else step)
+
+    def log_graph(self, module: Module, example_input: Any) -> None:
+        """Show the graph of `forward`, where the logger was made with `log_graph=True`; a failure costs one warning.
+
+        Parameters that are sharded over ranks cannot be traced on one rank: a warning says so.
+        """
+        if not (self._draws_graph and self._is_writer):
+            return
+        if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+            warnings.warn("TensorBoardLogger cannot draw the graph of a model that is sharded over ranks; set log_graph=False", stacklevel=2)
+            return
+        # Buffers are cloned: tracing runs forward, which moves the statistics of BatchNorm.
+        copy = shadow(module, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
+        try:
+            # The tracer warns of every Python branch, and torch prints the error that it raises.
+            with restored_rng(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+                warnings.simplefilter("ignore")
+                self.experiment.add_graph(copy, fitting(module, example_input), use_strict_trace=False)
+        except Exception as error:
+            warnings.warn(f"TensorBoardLogger could not trace the graph of {type(module).__name__}.forward: {str(error).strip().splitlines()[0]}", stacklevel=2)
+
+    def save(self) -> None:
+        self._write_hparams()
+        if self._writer is not None:
+            self._writer.flush()
+
+    def finalize(self, status: str) -> None:
+        self._write_hparams()
+        if self._hparams and self._writer is not None and status == "success":
+            # Only success is final: TensorBoard keeps the first status of a run, and others may be resumed.
+            self._add_hparams_summary(2)
+        self._close()
+
+    def _write_hparams(self) -> None:
+        if self._hparams_are_written or not self._hparams or not self._is_writer or self.log_dir is None:
+            return
+        self._hparams_are_written = True
+        write_hparams(self.log_dir, self._hparams)
+        self._add_hparams_summary(1)
+        self.experiment.add_text("hparams", f"```yaml\n{to_yaml(self._hparams)}```", self._step)
+
+    def _add_hparams_summary(self, part: int) -> None:
+        """Add one of the three summaries of the HPARAMS plugin: 1 starts the session, 2 ends it.
+
+        The first one (0) would fix the columns of all runs to those of one run; without it TensorBoard
+        gathers them from all.
+        """
+        from torch.utils.tensorboard.summary import hparams
+
+        writer = self.experiment
+        flat = {key: str(value) if isinstance(value, bool) else value for key, value in flatten(self._hparams).items()}
+        writer.file_writer.add_summary(hparams(flat, {})[part])
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            writer.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_writer": None}  # it owns a thread and a file; the next use opens another
+
+
+class _Nothing:
+    """Stands for the writer on ranks that do not write: every method exists and does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None

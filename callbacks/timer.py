@@ -1,0 +1,129 @@
+"""A budget of training time that holds across restarts."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from trainer import Module, Trainer
+
+Stage = Literal["train", "validate", "test", "predict"]
+
+
+class Timer(Callback):
+    """Measures the time spent in each stage and ends training when `duration` is used up.
+
+    Training time runs from `on_train_start` to `on_train_end`, validation within it included, and goes on
+    from the checkpoint's value when a run is resumed. Ranks whose clocks differ still stop at the same
+    step: the Trainer stops all of them as soon as `should_stop` is set on one.
+
+    Args:
+        duration: training time as `"DD:HH:MM:SS"`, a timedelta, or a dict of timedelta's arguments such as
+            `{"hours": 1, "minutes": 30}`; None only measures.
+        interval: when to look at the clock: "step", after each batch, or "epoch", after each training epoch.
+    """
+
+    def __init__(self, duration: str | timedelta | dict[str, float] | None = None, interval: Literal["step", "epoch"] = "step") -> None:
+        if interval not in ("step", "epoch"):
+            raise ValueError(f"interval must be 'step' or 'epoch', but it is {interval!r}")
+        self.interval = interval
+        self.duration_s = None if duration is None else _seconds(duration)
+        self._elapsed_s = dict.fromkeys(("train", "validate", "test", "predict"), 0.0)  # of spans that have ended
+        self._began: dict[str, float] = {}  # spans that run now, by the monotonic clock
+        self._deadline = float("inf")  # by the monotonic clock
+
+    def time_elapsed(self, stage: Stage = "train") -> float:
+        """Seconds spent in `stage` so far: "train", "validate", "test" or "predict"."""
+        if stage not in self._elapsed_s:
+            raise ValueError(f"stage must be one of {', '.join(self._elapsed_s)}, but it is {stage!r}")
+        return self._elapsed_s[stage] + (time.monotonic() - self._began[stage] if stage in self._began else 0.0)
+
+    def time_remaining(self) -> float | None:
+        """Seconds of training that are left, never below 0; None without a `duration`."""
+        return None if self.duration_s is None else max(0.0, self.duration_s - self.time_elapsed("train"))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in ("train", "validate", "test", "predict")}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._elapsed_s.update(state_dict["time_elapsed"])
+
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        self._began["train"] = time.monotonic()
+        remaining = self.time_remaining()
+        if remaining is not None:
+            self._deadline = time.monotonic() + remaining
+            self._stop_if_due(trainer)  # a resumed run may have nothing left
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.interval == "step" and time.monotonic() >= self._deadline:
+            self._stop_if_due(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        self._stop_if_due(trainer)
+
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        self._end("train")
+
+    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+        self._began["validate"] = time.monotonic()
+
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        self._end("validate")
+
+    def on_test_start(self, trainer: Trainer, module: Module) -> None:
+        self._began["test"] = time.monotonic()
+
+    def on_test_end(self, trainer: Trainer, module: Module) -> None:
+        self._end("test")
+
+    def on_predict_start(self, trainer: Trainer, module: Module) -> None:
+        self._began["predict"] = time.monotonic()
+
+    def on_predict_end(self, trainer: Trainer, module: Module) -> None:
+        self._end("predict")
+
+    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+        for running in list(self._began):  # an exception left them open
+            self._end(running)
+
+    def _end(self, stage: str) -> None:
+        if stage in self._began:
+            self._elapsed_s[stage] += time.monotonic() - self._began.pop(stage)
+
+    def _stop_if_due(self, trainer: Trainer) -> None:
+        if time.monotonic() >= self._deadline and not trainer.should_stop:
+            trainer.should_stop = True
+            if trainer.is_global_zero:
+                print(f"Timer: {timedelta(seconds=round(self.time_elapsed('train')))} of training are used up, stopping at step {trainer.global_step}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process has another monotonic clock.
+        return self.__dict__ | {"_elapsed_s": self.state_dict()["time_elapsed"], "_began": {}, "_deadline": float("inf")}
+
+
+def _seconds(duration: str | timedelta | dict[str, float]) -> float:
+    if isinstance(duration, str):
+        match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration.strip())
+        if match is None:
+            raise ValueError(f"duration must read DD:HH:MM:SS, for example '00:12:00:00' for 12 hours, but it is {duration!r}")
+        days, hours, minutes, seconds = map(int, match.groups())
+        length = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    elif isinstance(duration, dict):
+        try:
+            length = timedelta(**duration)
+        except TypeError:
+            names = "weeks, days, hours, minutes, seconds"
+            raise ValueError(f"duration as a dict takes numbers for {names}, but it is {duration}") from None
+    elif isinstance(duration, timedelta):
+        length = duration
+    else:
+        raise TypeError(f"duration must be a str 'DD:HH:MM:SS', a timedelta or a dict, but it is {duration!r}")
+    if length <= timedelta(0):
+        raise ValueError(f"duration must be longer than zero, but it is {duration!r}")
+    return length.total_seconds()

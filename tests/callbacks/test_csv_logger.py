@@ -1,0 +1,90 @@
+"""CSVLogger: the file as a spreadsheet reads it."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from callbacks.csv_logger import CSVLogger
+
+
+def begun(log_dir: Path, *, global_step: int = 0, rank: int = 0, **options: Any) -> CSVLogger:
+    """A logger whose `fit` has just begun."""
+    trainer: Any = SimpleNamespace(is_global_zero=rank == 0, global_step=global_step)
+    module: Any = nn.Linear(1, 1)
+    logger = CSVLogger(**options)
+    logger.log_dir = str(log_dir)
+    logger.setup(trainer, module, "fit")
+    logger.on_fit_start(trainer, module)
+    return logger
+
+
+def table(log_dir: Path) -> list[dict[str, str]]:
+    with open(log_dir / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_columns_grow_and_rows_are_there_at_once(tmp_path: Path) -> None:
+    logger = begun(tmp_path)
+    logger.log_metrics({"loss": 1.5}, step=1)
+    assert table(tmp_path) == [{"step": "1", "loss": "1.5"}]
+    logger.log_metrics({"loss": torch.tensor(0.5), "a, b": float("nan")}, step=2)  # type: ignore[dict-item]
+    logger.log_metrics({"a, b": 3.0}, step=3)
+    assert table(tmp_path) == [
+        {"step": "1", "loss": "1.5", "a, b": ""},
+        {"step": "2", "loss": "0.5", "a, b": "nan"},
+        {"step": "3", "loss": "", "a, b": "3.0"},
+    ]
+    assert os.listdir(tmp_path) == ["metrics.csv"]
+
+
+def test_a_resumed_run_has_each_step_once_even_after_a_torn_line(tmp_path: Path) -> None:
+    killed = begun(tmp_path)
+    for step in (10, 20, 30, 40):
+        killed.log_metrics({"loss": 1.0, "acc": 0.5}, step=step)
+    with open(tmp_path / "metrics.csv", "a") as file:
+        file.write("50,1.")
+    resumed = begun(tmp_path, global_step=20)
+    for step in (30, 40):
+        resumed.log_metrics({"loss": 2.0}, step=step)
+    assert [(row["step"], row["loss"]) for row in table(tmp_path)] == [("10", "1.0"), ("20", "1.0"), ("30", "2.0"), ("40", "2.0")]
+
+
+def test_rows_wait_for_flush_every_and_none_is_lost(tmp_path: Path) -> None:
+    logger = begun(tmp_path, flush_every=3)
+    for step in range(5):
+        logger.log_metrics({"loss": 1.0}, step=step)
+    assert len(table(tmp_path)) == 3
+    logger.finalize("failed")
+    assert len(table(tmp_path)) == 5
+
+
+def test_hyperparameters_given_before_the_run_reach_its_folder(tmp_path: Path) -> None:
+    logger = CSVLogger()
+    logger.log_hyperparams({"lr": 1e-5, "net": {"width": np.int64(8)}, "act": nn.ReLU})
+    logger.log_dir = str(tmp_path)
+    logger.setup(SimpleNamespace(is_global_zero=True), nn.Identity(), "fit")  # type: ignore[arg-type]
+    logger.log_hyperparams({"seed": 3})
+    assert yaml.safe_load((tmp_path / "hparams.yaml").read_text()) == {"lr": 1e-5, "net": {"width": 8}, "act": str(nn.ReLU), "seed": 3}
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    logger = begun(tmp_path, rank=1)
+    logger.log_metrics({"loss": 1.0}, step=1)
+    logger.log_hyperparams({"lr": 0.1})
+    logger.finalize("success")
+    assert not list(tmp_path.iterdir())
+
+
+def test_flush_every_is_checked() -> None:
+    with pytest.raises(ValueError, match="flush_every must be at least 1 row, but it is 0"):
+        CSVLogger(flush_every=0)

@@ -1,0 +1,90 @@
+"""LearningRateMonitor: names, and that each rate stands at the step it was used for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import ExponentialLR
+
+from callbacks.lr_factor import add_lr_factor
+from callbacks.lr_monitor import LearningRateMonitor
+
+MODULE: Any = nn.Identity()
+
+
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(1))
+
+
+def run(monitor: LearningRateMonitor, optimizers: list[Any], schedulers: list[Any] = [], *, num_steps: int = 4, every: int = 1) -> dict[int, dict[str, float]]:  # noqa: B006
+    """Two epochs of `num_steps` optimizer steps in the order of the Callback contract; what was logged, by step."""
+    logged: dict[int, dict[str, float]] = {}
+    trainer: Any = SimpleNamespace(global_step=0, log_every_n_steps=every, optimizers=optimizers, lr_scheduler_configs=schedulers)
+    trainer.log_metrics = lambda metrics: logged.setdefault(trainer.global_step, {}).update(metrics)
+    for _ in range(2):
+        monitor.on_train_epoch_start(trainer, MODULE)
+        for batch_idx in range(num_steps):
+            monitor.on_train_batch_start(trainer, MODULE, None, batch_idx)
+            for optimizer in optimizers:
+                monitor.on_before_optimizer_step(trainer, MODULE, optimizer)
+                optimizer.step()
+            for config in schedulers:
+                if config.interval == "step":
+                    config.scheduler.step()
+            trainer.global_step += 1
+            monitor.on_train_batch_end(trainer, MODULE, None, None, batch_idx)
+        monitor.on_train_epoch_end(trainer, MODULE)
+        for config in schedulers:
+            if config.interval == "epoch":
+                config.scheduler.step()
+    return logged
+
+
+def config(scheduler: Any, interval: str, name: str | None = None) -> Any:
+    return SimpleNamespace(scheduler=scheduler, interval=interval, name=name)
+
+
+def test_a_rate_stands_at_the_step_it_was_used_for() -> None:
+    optimizer = SGD([parameter()], lr=1.0)
+    logged = run(LearningRateMonitor(), [optimizer], [config(ExponentialLR(optimizer, 0.5), "step")], every=2)
+    assert logged == {2: {"lr-SGD": 0.5}, 4: {"lr-SGD": 0.125}, 6: {"lr-SGD": 0.5**5}, 8: {"lr-SGD": 0.5**7}}
+
+
+def test_by_epoch_it_follows_the_scheduler() -> None:
+    optimizer = SGD([parameter()], lr=1.0)
+    logged = run(LearningRateMonitor(), [optimizer], [config(ExponentialLR(optimizer, 0.5), "epoch", "my-rate")])
+    assert logged == {0: {"my-rate": 1.0}, 4: {"my-rate": 0.5}}
+
+
+def test_names_of_groups_and_of_several_optimizers() -> None:
+    groups = AdamW([{"params": [parameter()], "lr": 0.1}, {"params": [parameter()], "lr": 0.2}, {"params": [parameter()], "lr": 0.3, "name": "head"}])
+    optimizers = [groups, AdamW([parameter()], lr=0.4), SGD([parameter()], lr=0.5, momentum=0.9, weight_decay=0.01)]
+    logged = run(LearningRateMonitor("step", log_momentum=True, log_weight_decay=True), optimizers, num_steps=1)
+    assert {name: value for name, value in logged[1].items() if name.count("-") == 1 or name.endswith("-1")} == {
+        "lr-AdamW/pg1": 0.1,
+        "lr-AdamW/pg2": 0.2,
+        "lr-AdamW/head": 0.3,
+        "lr-AdamW-1": 0.4,
+        "lr-SGD": 0.5,
+    }
+    assert (logged[1]["lr-SGD-momentum"], logged[1]["lr-SGD-weight_decay"], logged[1]["lr-AdamW/pg1-momentum"]) == (0.9, 0.01, 0.9)
+
+
+def test_warmup_shows() -> None:
+    """The rate that is shown is the one that moved the parameters, factors of other callbacks included."""
+    optimizer = SGD([parameter()], lr=1.0)
+    steps = iter([0.25, 0.25, 0.5, 0.5])  # asked by the monitor and by the step
+    remove = add_lr_factor(optimizer, lambda: next(steps, 1.0))
+    logged = run(LearningRateMonitor("step"), [optimizer], num_steps=3)
+    remove()
+    assert [logged[step]["lr-SGD"] for step in (1, 2, 3)] == [0.25, 0.5, 1.0]
+
+
+def test_the_interval_is_checked() -> None:
+    with pytest.raises(ValueError, match="logging_interval must be 'step', 'epoch' or None, but it is 'batch'"):
+        LearningRateMonitor("batch")  # type: ignore[arg-type]
