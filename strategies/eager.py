@@ -249,7 +249,7 @@ class EagerStrategy(Strategy):
             shuffle=shuffle,
             accumulate=accumulate,
             split=split,
-            sum_over_ranks=lambda n: int(self.all_reduce(torch.tensor(n))),
+            sum_over_ranks=lambda n: int(self.all_reduce(torch.tensor(n))) * self.data_size // self.world_size,
         )
 
     # ---- 4. checkpointing ------------------------------------------------------------------------
