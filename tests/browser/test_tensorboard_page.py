@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.browser.page import CHROMEDRIVER, CHROMIUM, Page, open_browser, open_tensorboard
-from trainer import Module, Trainer
+from trainer import DataModule, Module, config
 
 pytestmark = [
     pytest.mark.browser,
@@ -40,6 +40,21 @@ class Fit(Module):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
 
 
+class Noisy(DataModule):
+    def train_dataloader(self) -> DataLoader:
+        x = torch.randn(64, 4)
+        return DataLoader(TensorDataset(x, x.sum(1, keepdim=True) + torch.randn(64, 1)), batch_size=4)
+
+    val_dataloader = train_dataloader
+
+
+CONFIG = """
+module: {class: tests.browser.test_tensorboard_page.Fit, width: 12}
+data: {class: tests.browser.test_tensorboard_page.Noisy}
+trainer: {max_epochs: 2, log_every_n_steps: 1, enable_progress_bar: false}
+"""
+
+
 def assert_not_blank(page: Page, path: Path) -> None:
     page.screenshot(path)
     pixels = np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3)
@@ -47,21 +62,18 @@ def assert_not_blank(page: Page, path: Path) -> None:
 
 
 def test_scalars_hparams_and_text(tmp_path: Path) -> None:
-    x = torch.randn(64, 4)
-    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
-    trainer = Trainer(max_epochs=2, log_every_n_steps=1, enable_progress_bar=False, default_root_dir=tmp_path / "runs")
-    trainer.fit(Fit(), loader, loader)
-    final_loss = trainer.callback_metrics["val/loss"].item()
+    Path("run.yaml").write_text(CONFIG)
+    run = config.build(config.resolve(["run.yaml"], []))
+    run.trainer.fit(run.module, datamodule=run.datamodule)
+    final_loss = run.trainer.callback_metrics["val/loss"].item()
 
     with open_tensorboard(tmp_path / "runs") as url, open_browser() as page:
-        page.open(url + "#timeseries")
-        text = page.wait_for("Fit/version_0", "/loss")
-        assert "train" in text
-        assert "val" in text
+        page.open(url + "?tagFilter=loss#timeseries")
+        page.wait_for("Fit/version_0", "2 cards", "train /loss", "val /loss")  # group and name are separate words there
         assert_not_blank(page, tmp_path / "timeseries.png")
 
         page.open(url + "#scalars")
-        page.wait_for("tag: train/loss", "tag: val/loss")
+        page.wait_for("Fit/version_0", "tag: train/loss")
         assert_not_blank(page, tmp_path / "scalars.png")
 
         page.open(url + "#hparams")
@@ -69,4 +81,4 @@ def test_scalars_hparams_and_text(tmp_path: Path) -> None:
         assert f"{final_loss:.5g}" in text, "the metric to compare runs by is that of the end of the run"
 
         page.open(url + "#text")
-        page.wait_for("config", "max_epochs", "log_every_n_steps")
+        page.wait_for("width: 12", "max_epochs: 2", "log_every_n_steps: 1")
