@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from callbacks.base import Logger
@@ -38,7 +38,9 @@ class CSVLogger(Logger):
         self.flush_every = flush_every
         self._is_writer = True
         self._step = 0
+        self._last_valid_step: int | None = None  # rows of later steps are to be dropped
         self._hparams: dict[str, Any] = {}
+        self._hparams_are_written = True
         self._rows: list[dict[str, Any]] = []  # not yet in the file
         self._columns: list[str] | None = None  # of the file; None: not known, read it
 
@@ -49,10 +51,8 @@ class CSVLogger(Logger):
 
     @property
     def path(self) -> str:
-        """The CSV file. Raises RuntimeError before the run's folder is known."""
-        if self.log_dir is None:
-            raise RuntimeError("CSVLogger has no folder yet: log metrics from within fit, validate, test or predict")
-        return os.path.join(self.log_dir, "metrics.csv")
+        """The CSV file; it exists once metrics were logged."""
+        return os.path.join(self.log_dir or "", "metrics.csv")
 
     @property
     def experiment(self) -> CSVLogger:
@@ -60,13 +60,11 @@ class CSVLogger(Logger):
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._is_writer = trainer.is_global_zero
-        if self._hparams and self._is_writer and self.log_dir is not None:
-            write_hparams(self.log_dir, self._hparams)
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        self._step = trainer.global_step
-        if self._is_writer and os.path.exists(self.path):
-            self._rewrite((), keep=lambda step: step <= trainer.global_step)
+        # The disk is touched only by what the Trainer calls behind its error boundary.
+        self._step = self._last_valid_step = trainer.global_step
+        self._columns = None
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._step = trainer.global_step
@@ -74,23 +72,27 @@ class CSVLogger(Logger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if not self._is_writer:
             return
+        if self.log_dir is None:
+            raise RuntimeError("CSVLogger has no folder yet: log metrics from within fit, validate, test or predict")
         self._step = self._step if step is None else step
         self._rows.append({"step": self._step} | {key: plain(value) for key, value in metrics.items()})
         if len(self._rows) >= self.flush_every:
             self.save()
 
     def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
-        """Add `params` to `hparams.yaml`; before the run's folder is known they wait for it."""
-        if not self._is_writer:
-            return
+        """Add `params` to `hparams.yaml`, written with the first metrics, or by `save` or `finalize`."""
         self._hparams |= plain(params)
-        if self.log_dir is not None:
-            write_hparams(self.log_dir, self._hparams)
+        self._hparams_are_written = False
         if metrics:
             self.log_metrics(metrics)
 
     def save(self) -> None:
         """Write the collected rows. Raises OSError; the rows that could not be written are lost."""
+        if not self._is_writer or self.log_dir is None:
+            return
+        if not self._hparams_are_written:
+            self._hparams_are_written = True
+            write_hparams(self.log_dir, self._hparams)
         if not self._rows:
             return
         rows, self._rows = self._rows, []
@@ -108,13 +110,14 @@ class CSVLogger(Logger):
     def finalize(self, status: str) -> None:
         self.save()
 
-    def _rewrite(self, rows: Iterable[Mapping[str, Any]], keep: Callable[[int], bool] = lambda step: True) -> None:
-        """Write the rows of the file whose step `keep` accepts, then `rows`, with the columns of all, as one rename."""
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        """Write the valid rows of the file, then `rows`, with the columns of all, as one rename."""
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        last_valid = self._last_valid_step
         kept: list[Mapping[str, Any]] = []
         if os.path.exists(self.path):
             with open(self.path, newline="", encoding="utf-8") as file:
-                kept = [row for row in csv.DictReader(file) if _is_whole(row) and keep(int(row["step"]))]
+                kept = [row for row in csv.DictReader(file) if _is_whole(row) and (last_valid is None or int(row["step"]) <= last_valid)]
         everything = [*kept, *rows]
         columns = list({"step": None} | {key: None for row in everything for key in row})
         beside = f"{self.path}.{os.getpid()}.tmp"
@@ -125,7 +128,7 @@ class CSVLogger(Logger):
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, self.path)
-        self._columns = columns
+        self._columns, self._last_valid_step = columns, None
 
 
 def _is_whole(row: Mapping[str | None, Any]) -> bool:

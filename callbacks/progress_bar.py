@@ -61,13 +61,12 @@ class ProgressBar(Callback):
         self._paused_s_a_batch = 0.0  # over the epochs that have ended
         self._pause_began: float | None = None
 
-    def print(self, *args: Any, sep: str = " ") -> None:
-        """Print to stdout like the builtin, above the bar instead of into it; on ranks other than 0 do nothing."""
-        text = sep.join(map(str, args))
+    def print(self, *values: Any, **options: Any) -> None:
+        """The builtin `print`, above the bar instead of into it; does nothing on ranks other than 0."""
         if self._screen is not None:
-            self._screen.write(text)
+            self._screen.print(*values, **options)
         elif self._is_rank_zero:
-            builtins.print(text, flush=True)
+            builtins.print(*values, **options)
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._reset()
@@ -86,20 +85,13 @@ class ProgressBar(Callback):
 
     # ---- training --------------------------------------------------------------------------------
 
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        self._start_epoch(trainer)  # a run that is resumed within an epoch does not start that again
+
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
         self._resume()
         self._finish_epoch(trainer)  # here, since what was logged at its end has been reduced by now
-        first = self._epoch is None
-        last_epoch = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else None
-        label = f"Epoch {trainer.current_epoch + 1}" + (f"/{last_epoch}" if last_epoch else "")
-        # A run that was resumed begins within its first epoch, at a batch that the first draw will tell.
-        self._epoch = _Meter(label, trainer.num_training_batches, None if first else 0)
-        self._epoch_index = trainer.current_epoch
-        self._done = 0
-        if time.monotonic() >= self._next_draw:
-            self._show(self._epoch, trainer)  # the first batch may take minutes
-        if first and self._screen is not None:
-            self._next_draw = 0.0  # that batch tells where the epoch began
+        self._start_epoch(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._done = batch_idx + 1
@@ -157,6 +149,19 @@ class ProgressBar(Callback):
 
     # ---- drawing ---------------------------------------------------------------------------------
 
+    def _start_epoch(self, trainer: Trainer) -> None:
+        first = self._epoch is None or not self._done
+        last_epoch = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else None
+        label = f"Epoch {trainer.current_epoch + 1}" + (f"/{last_epoch}" if last_epoch else "")
+        # A resumed run may begin within an epoch, at a batch that the first draw tells.
+        self._epoch = _Meter(label, trainer.num_training_batches, None if first else 0)
+        self._epoch_index = trainer.current_epoch
+        self._done = 0
+        if time.monotonic() >= self._next_draw:
+            self._show(self._epoch, trainer)  # the first batch may take minutes
+        if first and self._screen is not None:
+            self._next_draw = 0.0  # that batch tells where the epoch began
+
     def _draw_epoch(self, trainer: Trainer, gap_s: float = LOG_INTERVAL_S) -> None:
         if self._epoch is not None:
             self._epoch.update(self._done)
@@ -205,7 +210,7 @@ class ProgressBar(Callback):
 
     def _finish_epoch(self, trainer: Trainer, last: bool = False) -> None:
         """Count the epoch that has ended, and show it with its last metrics where that stays to be seen."""
-        if self._epoch is None:
+        if self._epoch is None or not self._done:
             return
         if last or (self._screen is not None and self._screen.keeps_epochs):
             self._draw_epoch(trainer, gap_s=0.0 if last else LOG_EPOCH_INTERVAL_S)
@@ -282,9 +287,9 @@ class _Screen(ABC):
     def show(self, parts: list[str], fraction: float | None, gap_s: float) -> None:
         """Show the parts of the line; where lines stay, only `gap_s` seconds after the one before. Raises OSError or ValueError."""
 
-    @abstractmethod
-    def write(self, text: str) -> None:
-        """Print a text of the user's to stdout."""
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print what the user wants to see."""
+        builtins.print(*values, **options)
 
     @abstractmethod
     def close(self) -> None:
@@ -304,13 +309,13 @@ class _Terminal(_Screen):
         # Two columns stay free: a terminal wraps a line that fills it, and what the user prints begins after a space.
         self._draw(_fit(parts, fraction, _columns(self._stream) - 2, self._blocks))
 
-    def write(self, text: str) -> None:
+    def print(self, *values: Any, **options: Any) -> None:
         line = self._line
         if line:
             self._draw("")
             self._stream.write("\r")
             self._stream.flush()
-        print(text, flush=True)
+        builtins.print(*values, **options | {"flush": True})
         if line:
             self._draw(line)
 
@@ -342,9 +347,6 @@ class _Notebook(_Screen):
         else:
             self._handle.update(data, raw=True)
 
-    def write(self, text: str) -> None:
-        print(text, flush=True)
-
     def close(self) -> None:
         self._handle = None
 
@@ -366,9 +368,6 @@ class _LogFile(_Screen):
         self._last = now
         self._stream.write(_joined(parts, fraction) + "\n")
         self._stream.flush()
-
-    def write(self, text: str) -> None:
-        print(text, flush=True)
 
     def close(self) -> None:
         pass

@@ -78,6 +78,8 @@ class TensorBoardLogger(Logger):
     def experiment(self) -> Any:
         if not self._is_writer:
             return _Nothing()
+        if self._purge_step is not None:
+            self._close()  # events of this step and later are hidden as the next file is opened
         if self._writer is None:
             if self.log_dir is None:
                 raise RuntimeError("TensorBoardLogger.experiment has no folder yet: use it from within fit, validate, test or predict")
@@ -93,10 +95,9 @@ class TensorBoardLogger(Logger):
         self._is_writer = trainer.is_global_zero
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        # The disk is touched only by what the Trainer calls behind its error boundary.
         self._step = trainer.global_step
-        if self._is_writer:
-            self._close()
-            self._purge_step = trainer.global_step + 1  # hides events of this step and later
+        self._purge_step = trainer.global_step + 1
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._step = trainer.global_step

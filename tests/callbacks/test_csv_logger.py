@@ -74,6 +74,7 @@ def test_hyperparameters_given_before_the_run_reach_its_folder(tmp_path: Path) -
     logger.log_dir = str(tmp_path)
     logger.setup(SimpleNamespace(is_global_zero=True), nn.Identity(), "fit")  # type: ignore[arg-type]
     logger.log_hyperparams({"seed": 3})
+    logger.log_metrics({"loss": 1.0}, step=1)
     assert yaml.safe_load((tmp_path / "hparams.yaml").read_text()) == {"lr": 1e-5, "net": {"width": 8}, "act": str(nn.ReLU), "seed": 3}
 
 

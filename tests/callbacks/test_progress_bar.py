@@ -140,7 +140,8 @@ def fit(
     bar.on_train_start(trainer, MODULE)
     num_batches = trainer.num_training_batches if math.isfinite(trainer.num_training_batches) else 50
     for _ in range(trainer.max_epochs or 1):
-        bar.on_train_epoch_start(trainer, MODULE)
+        if not first_batch:
+            bar.on_train_epoch_start(trainer, MODULE)
         for batch_idx in range(first_batch, num_batches):
             clock.now += batch_s
             trainer.global_step += 1
