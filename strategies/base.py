@@ -50,7 +50,7 @@ class Loss(NamedTuple):
 
     total: Tensor
     """Sum of the loss terms: a scalar with gradient."""
-    count: int | float | Tensor
+    count: int | float | Tensor  # type: ignore[assignment]  # hides tuple.count
     """How many terms were summed (tokens, pixels, samples): at least zero."""
 
 
@@ -66,7 +66,7 @@ class Note(NamedTuple):
 class Agreement(NamedTuple):
     """What all ranks know after `forward_backward`, equal on every rank."""
 
-    count: float
+    count: float  # type: ignore[assignment]  # hides tuple.count
     """Σ of what the losses counted over ranks and micro-batches; 0 means that there is no gradient."""
     stop: int
     """The largest `Note.stop` of all ranks."""

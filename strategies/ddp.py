@@ -121,7 +121,7 @@ class DDP(EagerStrategy):
         placed.require_backward_grad_sync = on or (self._first_window and self._options["static_graph"])  # type: ignore[assignment]
 
     def _user_model(self, placed: nn.Module) -> nn.Module:
-        return placed.module.model if isinstance(placed, DistributedDataParallel) else placed  # type: ignore[union-attr,return-value]
+        return placed.module.model if isinstance(placed, DistributedDataParallel) else placed
 
     def _reports_unused(self, placed: nn.Module) -> bool:
         return isinstance(placed, DistributedDataParallel) and not (self._options["find_unused_parameters"] or self._options["static_graph"])
@@ -164,4 +164,7 @@ class _UsedParameters:
 
 def _unused(names: list[str]) -> str:
     shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-    return f"these parameters got no gradient in a step: {shown}; use them in training_step, freeze them (requires_grad=False), or give strategy=DDP(find_unused_parameters=True)"
+    return (
+        f"these parameters got no gradient in a step: {shown}; "
+        "use them in training_step, freeze them (requires_grad=False), or give strategy=DDP(find_unused_parameters=True)"
+    )

@@ -59,12 +59,17 @@ class EagerStrategy(Strategy):
         name = type(self).__name__
         if world is None:
             if num_nodes != 1:
-                raise ValueError(f"num_nodes={num_nodes} needs a launcher that starts the ranks on every node, such as torchrun --nnodes={num_nodes}; none was found")
+                raise ValueError(
+                    f"num_nodes={num_nodes} needs a launcher that starts the ranks on every node, such as torchrun --nnodes={num_nodes}; none was found"
+                )
             return
         if self.single_process and world.world_size > 1:
             raise ValueError(f"strategy {name} runs on one process, but {world.launcher} started {world.world_size}; use strategy='ddp' or start one process")
         if not self.single_process and devices != "auto" and self._num_devices != world.local_world_size:
-            raise ValueError(f"devices={devices} contradicts {world.launcher}, which started {world.local_world_size} ranks on this node; give the same number or devices='auto'")
+            raise ValueError(
+                f"devices={devices} contradicts {world.launcher}, which started {world.local_world_size} ranks on this node; "
+                "give the same number or devices='auto'"
+            )
         if num_nodes not in (1, world.num_nodes):
             raise ValueError(f"num_nodes={num_nodes} contradicts {world.launcher}, which runs on {world.num_nodes} nodes; give the same number or leave it out")
 
@@ -145,7 +150,9 @@ class EagerStrategy(Strategy):
             else:
                 with torch.autocast(device_type, dtype=autocast):
                     output = call(micro_batch.batch, micro_batch.batch_idx)
-            losses, counted = weighted_losses(output, micro_batch.num_samples, None if alone else scale, parameters) if automatic else ([], micro_batch.num_samples)
+            losses, counted = (
+                weighted_losses(output, micro_batch.num_samples, None if alone else scale, parameters) if automatic else ([], micro_batch.num_samples)
+            )
             count += counted
             for value, _ in losses:
                 if device_type == "cpu" and not math.isfinite(value.item()):  # no host sync on an accelerator
@@ -348,11 +355,13 @@ def weighted_losses(
     `scale` turns a sum into this rank's part of the global mean; None means that the micro-batch is the
     whole of it.
     """
+    losses: list[tuple[Tensor, Sequence[nn.Parameter] | None]]
     if isinstance(output, Mapping) and parameters and "loss" not in output:
         wrong = sorted(set(map(str, output)) ^ set(parameters)) + [name for name, value in output.items() if not isinstance(value, Tensor)]
         if wrong:
             raise ValueError(
-                f"training_step must return one mean loss (a tensor) for each optimizer ({', '.join(parameters)}), or None, but {', '.join(wrong)} is none; name the losses after the optimizers"
+                f"training_step must return one mean loss (a tensor) for each optimizer ({', '.join(parameters)}), or None, but {', '.join(wrong)} is none; "
+                "name the losses after the optimizers"
             )
         losses = [(output[name], parameters[name]) for name in parameters]
         numerator = count = float(num_samples)
@@ -364,7 +373,9 @@ def weighted_losses(
         if value.numel() != 1:
             raise ValueError(f"training_step must return a scalar loss, but its loss has shape {list(value.shape)}; return its mean or Loss(total, count)")
         if not value.requires_grad:
-            raise ValueError("training_step returned a loss without gradient: it does not depend on a trainable parameter, or was detached or computed under no_grad")
+            raise ValueError(
+                "training_step returned a loss without gradient: it does not depend on a trainable parameter, or was detached or computed under no_grad"
+            )
         if weight != 1.0:
             losses[i] = (value * weight, inputs)
     return losses, count

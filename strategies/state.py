@@ -137,7 +137,9 @@ def restore_state(model: nn.Module, optimizers: dict[str, Optimizer], reader: Re
         groups = [unpack(group, reader.read) for group in saved["param_groups"]]
         have = [[order[i] for i in group["params"]] for group in current["param_groups"]]
         if [group["params"] for group in groups] != have:
-            raise ValueError(f"optimizer {key!r} holds other parameters or groups than the one that was saved: {_first_difference([g['params'] for g in groups], have)}")
+            raise ValueError(
+                f"optimizer {key!r} holds other parameters or groups than the one that was saved: {_first_difference([g['params'] for g in groups], have)}"
+            )
         index = {name: i for i, name in enumerate(order)}
         optimizer.load_state_dict(
             {
@@ -181,7 +183,8 @@ def names_of(parameter: Tensor, names: dict[int, str], optimizer: str) -> str:
         return names[id(parameter)]
     except KeyError:
         raise ValueError(
-            f"optimizer {optimizer!r} holds a parameter of shape {list(parameter.shape)} that is no parameter of the module; make it one, or it would not be saved"
+            f"optimizer {optimizer!r} holds a parameter of shape {list(parameter.shape)} that is no parameter of the module; "
+            "make it one, or it would not be saved"
         ) from None
 
 

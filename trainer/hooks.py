@@ -22,6 +22,10 @@ class Hooks:
     At the end of a training epoch metrics are reduced in between, so the module's hook stands apart.
     """
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> tuple[Callable, ...]: ...
+
     def __init__(self, trainer: Trainer, module: Module) -> None:
         for name in NAMES:
             found: list[Callable] = []
@@ -30,13 +34,10 @@ class Hooks:
             for callback in trainer.callbacks:
                 if overrides(callback, name, Callback) and not (isinstance(callback, Logger) and getattr(type(callback), name) is getattr(Logger, name)):
                     found.append(functools.partial(getattr(callback, name), trainer, module))
+            if name == "on_train_epoch_end":
+                own = int(overrides(module, name, Module))
+                self.module_epoch_end, found = tuple(found[:own]), found[own:]
             setattr(self, name, tuple(found))
-        own = int(overrides(module, "on_train_epoch_end", Module))
-        self.module_epoch_end, self.on_train_epoch_end = self.on_train_epoch_end[:own], self.on_train_epoch_end[own:]
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> tuple[Callable, ...]: ...
 
 
 def overrides(owner: Any, name: str, base: type) -> bool:
@@ -64,7 +65,10 @@ def step_function(fn: Callable, num_args: int) -> Callable:
     if takes > num_args:
         required = [p for p in list(names.values())[num_args:takes] if p.default is inspect.Parameter.empty]
         if required:
-            raise TypeError(f"{getattr(fn, '__qualname__', fn)} has the argument {required[0].name!r}, which the loop does not give; it gives (batch, batch_idx" + (", dataloader_idx)" if num_args == 3 else ")"))
+            raise TypeError(
+                f"{getattr(fn, '__qualname__', fn)} has the argument {required[0].name!r}, which the loop does not give; it gives (batch, batch_idx"
+                + (", dataloader_idx)" if num_args == 3 else ")")
+            )
         return fn
     return lambda *args: fn(*args[:takes])
 

@@ -17,13 +17,29 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from strategies import Strategy
 
-REDUCTIONS = {"mean", "sum", "max", "min"}
+COMBINE: dict[str, Callable[[list[float]], float]] = {"mean": sum, "sum": sum, "max": max, "min": min}
+"""How a reduction puts the ranks' values together."""
 
 
 class Entry:
     """One logged name."""
 
-    __slots__ = ("count", "epoch_count", "epoch_value", "logger", "metric", "name", "number", "on_epoch", "on_step", "prog_bar", "rank_zero_only", "reduce_fx", "start", "total")
+    __slots__ = (
+        "count",
+        "epoch_count",
+        "epoch_value",
+        "logger",
+        "metric",
+        "name",
+        "number",
+        "on_epoch",
+        "on_step",
+        "prog_bar",
+        "rank_zero_only",
+        "reduce_fx",
+        "start",
+        "total",
+    )
 
     def __init__(self, name: str, reduce_fx: str, on_step: bool, on_epoch: bool, prog_bar: bool, logger: bool, rank_zero_only: bool) -> None:
         self.name, self.reduce_fx, self.on_step, self.on_epoch = name, reduce_fx, on_step, on_epoch
@@ -87,7 +103,10 @@ class MetricStore:
             value = value.detach()
             if value.dim():
                 if value.numel() != 1:
-                    raise ValueError(f"self.log({name!r}) takes one number, but got a tensor of shape {list(value.shape)}; log its mean or its elements under names of their own")
+                    raise ValueError(
+                        f"self.log({name!r}) takes one number, but got a tensor of shape {list(value.shape)}; "
+                        "log its mean or its elements under names of their own"
+                    )
                 value = value.reshape(())
             if entry.total is None or entry.total.device != value.device:
                 self._settle(entry)
@@ -133,7 +152,10 @@ class MetricStore:
         if len(set(told)) > 1:
             usual = max(set(told), key=told.count)
             odd = [rank for rank, row in enumerate(hashes) if row[1] and row[0] != usual]
-            raise RuntimeError(f"rank {', '.join(map(str, odd))} logged other metric names than the rest (here: {', '.join(self.entries) or 'none'}); every rank must log the same names")
+            raise RuntimeError(
+                f"rank {', '.join(map(str, odd))} logged other metric names than the rest (here: {', '.join(self.entries) or 'none'}); "
+                "every rank must log the same names"
+            )
         if len(told) < len(hashes) and told:  # a rank without a sample
             source = next(rank for rank, row in enumerate(hashes) if row[1])
             for name, *flags, metric in strategy.broadcast([[e.name, *e.flags(), self._path(e.metric)] for e in self.entries.values()], source):
@@ -165,12 +187,14 @@ class MetricStore:
 
     # ---- helpers -----------------------------------------------------------------------------------
 
-    def _add(self, name: str, value: Any, prog_bar: bool, logger: bool, on_step: bool | None, on_epoch: bool | None, reduce_fx: Any, rank_zero_only: bool) -> Entry:
+    def _add(
+        self, name: str, value: Any, prog_bar: bool, logger: bool, on_step: bool | None, on_epoch: bool | None, reduce_fx: Any, rank_zero_only: bool
+    ) -> Entry:
         is_metric = hasattr(value, "compute") and hasattr(value, "reset")
         if not is_metric and not isinstance(value, (Tensor, int, float)):
             raise TypeError(f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got {type(value).__name__}")
         reduction = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
-        if reduction not in REDUCTIONS:
+        if reduction not in COMBINE:
             raise ValueError(f"reduce_fx of self.log({name!r}) must be 'mean', 'sum', 'max' or 'min', but reduce_fx={reduce_fx!r}")
         if on_step is None:
             on_step = self.in_batch and self.training
@@ -208,7 +232,7 @@ class MetricStore:
 
     def _reduce_entry(self, entry: Entry, values: list[float], counts: list[float], shown: dict[str, float], epoch_end: bool, reset: bool) -> None:
         count = sum(counts)
-        combine = {"mean": sum, "sum": sum, "max": max, "min": min}[entry.reduce_fx]
+        combine = COMBINE[entry.reduce_fx]
         value = combine(values)
         entry.number, entry.count = entry.start, 0.0
         both = entry.on_step and entry.on_epoch

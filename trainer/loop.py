@@ -63,7 +63,8 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             )
             if agreement.non_finite_rank is not None:
                 raise FloatingPointError(
-                    f"the loss of rank {agreement.non_finite_rank} is NaN or infinite in step {progress.global_step} of epoch {progress.current_epoch}; no parameter was changed by it"
+                    f"the loss of rank {agreement.non_finite_rank} is NaN or infinite in step {progress.global_step} of epoch {progress.current_epoch}; "
+                    "no parameter was changed by it"
                 )
             stepped = trainer.manually_stepped
             if module.automatic_optimization and agreement.count:
@@ -101,7 +102,10 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                 raise trainer.interrupted()
 
         if progress.global_step == steps_before and trainer.max_epochs is None and not stop:
-            raise ValueError(f"no batch of epoch {progress.current_epoch} led to an optimizer step, so max_steps={trainer.max_steps} is never reached; let training_step return a loss")
+            raise ValueError(
+                f"no batch of epoch {progress.current_epoch} led to an optimizer step, so max_steps={trainer.max_steps} is never reached; "
+                "let training_step return a loss"
+            )
         if stop and not run.epoch_is_over(progress):
             _finish_early(trainer, module, run)
             break
@@ -119,7 +123,7 @@ def _finished(trainer: Trainer) -> bool:
         return True
     if trainer.max_steps is not None and progress.global_step >= trainer.max_steps:
         return True
-    return trainer.agree_to_stop() and progress.current_epoch >= (trainer.min_epochs or 0)
+    return bool(trainer.agree_to_stop()) and progress.current_epoch >= (trainer.min_epochs or 0)
 
 
 def _prepared(trainer: Trainer, run: setup.FitRun, window: Window) -> Iterator[MicroBatch]:
@@ -207,7 +211,8 @@ def _step_schedulers(trainer: Trainer, module: Module, interval: str) -> None:
             if metric is None:
                 if config.strict:
                     raise ValueError(
-                        f"a scheduler monitors {config.monitor!r}, which has not been logged when it is to step; logged are {', '.join(sorted(trainer.callback_metrics)) or 'none'}"
+                        f"a scheduler monitors {config.monitor!r}, which has not been logged when it is to step; "
+                        f"logged are {', '.join(sorted(trainer.callback_metrics)) or 'none'}"
                     )
                 continue
         module.lr_scheduler_step(config.scheduler, metric)

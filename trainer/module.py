@@ -37,7 +37,10 @@ class Module(HyperParameters, nn.Module):
     # ---- steps: override -------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the mean loss of `batch` (0-dim, with gradient), a dict with "loss", `Loss(total, count)`, a dict of losses by optimizer name, or None for no weight."""
+        """Return the mean loss of `batch`, a 0-dim tensor with gradient.
+
+        Or a dict with "loss", `Loss(total, count)`, a dict of mean losses by optimizer name, or None for no weight.
+        """
         raise NotImplementedError
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
@@ -53,7 +56,10 @@ class Module(HyperParameters, nn.Module):
         return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def configure_model(self) -> None:
-        """Build large layers here instead of in `__init__`: a strategy that shards creates them without memory. Called once on every rank; may be called again on a built module."""
+        """Build large layers here instead of in `__init__`, so that a strategy that shards can create them without memory.
+
+        Every rank calls it; it may be called on a module that is built already.
+        """
 
     def configure_optimizers(self) -> Any:
         """Return an optimizer; a list of them; (optimizers, schedulers); a dict with "optimizer" and "lr_scheduler"; or a dict of these by name."""
@@ -208,7 +214,9 @@ class Module(HyperParameters, nn.Module):
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Stack each tensor of `data` over ranks: shape `[world_size, …]`. Every rank calls it; no gradient flows."""
         if sync_grads:
-            raise ValueError("all_gather(sync_grads=True) is not offered: a loss over gathered outputs weighs ranks differently; compute the loss on each rank's batch")
+            raise ValueError(
+                "all_gather(sync_grads=True) is not offered: a loss over gathered outputs weighs ranks differently; compute the loss on each rank's batch"
+            )
         gather = self._running().strategy.all_gather
         if isinstance(data, Mapping):
             return {key: self.all_gather(value) for key, value in data.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ def derive(seed: int, *stream: str | int) -> int:
 
 def rng_state() -> dict[str, Any]:
     """The state of every generator of this process as tensors and JSON data."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
+    kind, keys, position, has_gauss, cached = cast("tuple[str, np.ndarray, int, int, float]", np.random.get_state(legacy=True))
     state = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),

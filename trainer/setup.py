@@ -209,7 +209,9 @@ def evaluation_loaders(trainer: Trainer, sources: Any, kind: str, overfit: float
         loaders = list(sources)
     else:
         loaders = [sources]
-    sharded = [trainer.strategy.shard_loader(loader, seed=derive(trainer.run_seed, kind, i), shuffle=False if overfit else None) for i, loader in enumerate(loaders)]
+    sharded = [
+        trainer.strategy.shard_loader(loader, seed=derive(trainer.run_seed, kind, i), shuffle=False if overfit else None) for i, loader in enumerate(loaders)
+    ]
     limits = {"val": trainer.limit_val_batches, "test": trainer.limit_test_batches, "predict": None}
     wanted = overfit or limits[kind]
     trainer.evaluation_limits[kind] = [limit_of(wanted, _length(loader), f"limit_{kind}_batches") for loader in sharded]
@@ -239,7 +241,8 @@ def _validation_interval(trainer: Trainer, num_batches: int | None) -> int | Non
     if isinstance(wanted, int):
         if trainer.check_val_every_n_epoch is not None and num_batches is not None and wanted > num_batches:
             raise ValueError(
-                f"val_check_interval={wanted} is more than the {num_batches} batches of an epoch; lower it, or set check_val_every_n_epoch=None to count across epochs"
+                f"val_check_interval={wanted} is more than the {num_batches} batches of an epoch; "
+                "lower it, or set check_val_every_n_epoch=None to count across epochs"
             )
         return wanted
     if num_batches is None:

@@ -1,8 +1,8 @@
 """Everything stateful of a run, gathered for a checkpoint and put back: one list for both directions.
 
-    tensors   model/<fqn>, optimizer/<name>/<fqn>/<key>, callbacks/…, module/…, datamodule/…, ranks/<rank>/…
-    state     progress, seed, strategy meta, schedulers, callbacks, metrics, hyperparameters, versions
-    rank      random streams, running sums of metrics, data position of one rank
+tensors   model/<fqn>, optimizer/<name>/<fqn>/<key>, callbacks/…, module/…, datamodule/…, ranks/<rank>/…
+state     progress, seed, strategy meta, schedulers, callbacks, metrics, hyperparameters, versions
+rank      random streams, running sums of metrics, data position of one rank
 """
 
 from __future__ import annotations

@@ -25,12 +25,16 @@ from trainer import checkpoint as files
 from trainer import evaluation, loop, snapshot
 from trainer.checkpoint import Checkpoint, CheckpointError
 from trainer.datamodule import DataModule
-from trainer.hooks import overrides
+from trainer.hooks import Hooks, overrides
 from trainer.logging import MetricStore
 from trainer.module import Module
 from trainer.progress import Progress
 from trainer.seeding import rng_state, seed_everything, set_rng_state
 from trainer.setup import Sources, attached
+
+RESULTS: tuple[str, ...] = ("callback_metrics", "logged_metrics", "progress_bar_metrics", "log_dir", "should_stop")
+RESULTS += ("num_training_batches", "windows_per_epoch", "evaluation_batches", "run_seed")
+"""Attributes that rank 0 brings back to the process that called `fit`."""
 
 
 class Trainer:
@@ -99,7 +103,13 @@ class Trainer:
         seed: int | None = None,
         deterministic: bool = False,
     ) -> None:
-        _at_least(1, max_epochs=max_epochs, max_steps=_none_if_negative(max_steps), accumulate_grad_batches=accumulate_grad_batches, log_every_n_steps=log_every_n_steps)
+        _at_least(
+            1,
+            max_epochs=max_epochs,
+            max_steps=_none_if_negative(max_steps),
+            accumulate_grad_batches=accumulate_grad_batches,
+            log_every_n_steps=log_every_n_steps,
+        )
         _at_least(1, check_val_every_n_epoch=check_val_every_n_epoch, num_nodes=num_nodes)
         _at_least(0, min_epochs=min_epochs, fast_dev_run=int(fast_dev_run))
         _at_least(-1, num_sanity_val_steps=num_sanity_val_steps)
@@ -113,7 +123,9 @@ class Trainer:
         if limit_train_batches == 0 or val_check_interval == 0:
             raise ValueError("limit_train_batches and val_check_interval must be above 0; to turn validation off set limit_val_batches=0")
         if check_val_every_n_epoch is None and not isinstance(val_check_interval, int):
-            raise ValueError(f"check_val_every_n_epoch=None counts batches across epochs, so val_check_interval must be a whole number, but val_check_interval={val_check_interval!r}")
+            raise ValueError(
+                f"check_val_every_n_epoch=None counts batches across epochs, so val_check_interval must be a whole number, but it is {val_check_interval!r}"
+            )
         if gradient_clip_algorithm not in ("norm", "value"):
             raise ValueError(f"gradient_clip_algorithm must be 'norm' or 'value', but gradient_clip_algorithm={gradient_clip_algorithm!r}")
         if gradient_clip_val is not None and gradient_clip_val <= 0:
@@ -180,6 +192,8 @@ class Trainer:
         self.run_seed = 0
         self.placed: Any = None
         self.resumed: Checkpoint | None = None
+        self.hooks: Hooks
+        """What is overridden; set while a run is on."""
         self._module: Module | None = None
         self._signal = 0
         self._handlers: dict[int, Any] = {}
@@ -212,11 +226,15 @@ class Trainer:
         with attached(self, module, sources, "fit", path):
             loop.fit(self, module, sources)
 
-    def validate(self, module: Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None, verbose: bool = True) -> list[dict[str, float]]:
+    def validate(
+        self, module: Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None, verbose: bool = True
+    ) -> list[dict[str, float]]:
         """Run `validation_step` over the validation data; return the metrics, a dict for each loader."""
         return self._evaluate("validate", module, dataloaders, datamodule, ckpt_path, verbose)
 
-    def test(self, module: Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None, verbose: bool = True) -> list[dict[str, float]]:
+    def test(
+        self, module: Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None, verbose: bool = True
+    ) -> list[dict[str, float]]:
         """Run `test_step` over the test data; return the metrics, a dict for each loader."""
         return self._evaluate("test", module, dataloaders, datamodule, ckpt_path, verbose)
 
@@ -237,7 +255,10 @@ class Trainer:
         if not self.running or self._module is None or not self.named_optimizers:
             raise RuntimeError("save_checkpoint was called outside of fit; call it in a hook, or give ModelCheckpoint to callbacks")
         if self.window_is_open:
-            raise RuntimeError("save_checkpoint was called inside an accumulation window, whose gradients are not whole; call it in on_train_batch_end once global_step has moved")
+            raise RuntimeError(
+                "save_checkpoint was called inside an accumulation window, whose gradients are not whole; "
+                "call it in on_train_batch_end once global_step has moved"
+            )
         snapshot.save(self, self._module, path)
 
     def is_checkpoint(self, path: str | Path) -> bool:
@@ -418,7 +439,10 @@ class Trainer:
             path = Path(self.checkpoint_dir()) / f"interrupted-step={self.global_step}"
             self.save_checkpoint(path)
         if self.is_global_zero:
-            print(f"stopped by {signal.Signals(number).name} after step {self.global_step}" + (f"; resume with ckpt_path='{path}' or 'auto'" if path else ""), file=sys.stderr)
+            print(
+                f"stopped by {signal.Signals(number).name} after step {self.global_step}" + (f"; resume with ckpt_path='{path}' or 'auto'" if path else ""),
+                file=sys.stderr,
+            )
         return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
     def checkpoint_dir(self) -> str:
@@ -472,15 +496,29 @@ class Trainer:
                 raise TypeError(f"{name} needs the method {method}; define it")
         if self.max_epochs is None and self.max_steps is None and not self._limited:
             raise ValueError("fit needs an end: give the Trainer max_epochs, max_steps or max_time")
-        if not any(p.requires_grad for p in module.parameters()) and not overrides(module, "configure_model", Module) and not overrides(module, "setup", Module):
+        if (
+            not any(p.requires_grad for p in module.parameters())
+            and not overrides(module, "configure_model", Module)
+            and not overrides(module, "setup", Module)
+        ):
             raise ValueError(f"{name} has no trainable parameter; give it layers, or set requires_grad on what is to be trained")
         if not module.automatic_optimization:
             if self.accumulate_grad_batches > 1:
-                raise ValueError(f"accumulate_grad_batches={self.accumulate_grad_batches} needs automatic optimization; {name} optimizes manually, so accumulate in its training_step")
+                raise ValueError(
+                    f"accumulate_grad_batches={self.accumulate_grad_batches} needs automatic optimization; "
+                    f"{name} optimizes manually, so accumulate in its training_step"
+                )
             if self.gradient_clip_val is not None:
-                raise ValueError(f"gradient_clip_val={self.gradient_clip_val} needs automatic optimization; {name} optimizes manually, so call self.clip_gradients in its training_step")
+                raise ValueError(
+                    f"gradient_clip_val={self.gradient_clip_val} needs automatic optimization; "
+                    f"{name} optimizes manually, so call self.clip_gradients in its training_step"
+                )
         train = sources.loaders.get("train")
-        if train is None and not overrides(module, "train_dataloader", Module) and (sources.datamodule is None or not overrides(sources.datamodule, "train_dataloader", DataModule)):
+        if (
+            train is None
+            and not overrides(module, "train_dataloader", Module)
+            and (sources.datamodule is None or not overrides(sources.datamodule, "train_dataloader", DataModule))
+        ):
             raise ValueError("fit needs training data: give train_dataloaders, or a DataModule or Module with train_dataloader")
         if train is not None:
             try:
@@ -508,7 +546,9 @@ class Trainer:
                 if ckpt_path == "last" and checkpoint is None:
                     raise CheckpointError(f"ckpt_path='last' finds no valid checkpoint below {base.absolute()}; give a path, or 'auto' to start afresh")
                 if ckpt_path == "auto":
-                    print(f"ckpt_path='auto': {f'resuming {checkpoint}' if checkpoint else f'no valid checkpoint below {base}, starting afresh'}", file=sys.stderr)
+                    print(
+                        f"ckpt_path='auto': {f'resuming {checkpoint}' if checkpoint else f'no valid checkpoint below {base}, starting afresh'}", file=sys.stderr
+                    )
             elif ckpt_path == "best":
                 checkpoint = getattr(self.checkpoint_callback, "best_model_path", None)
                 if not checkpoint:
@@ -568,12 +608,7 @@ class Trainer:
             "progress": self.progress.state_dict(),
             "callbacks": [item.state_dict() for item in self.callbacks],
             "log_dirs": [item.log_dir for item in self.loggers],
-            "attributes": {
-                name: getattr(self, name)
-                for name in (
-                    "callback_metrics logged_metrics progress_bar_metrics log_dir should_stop num_training_batches windows_per_epoch evaluation_batches run_seed".split()
-                )
-            },
+            "attributes": {name: getattr(self, name) for name in RESULTS},
         }
 
     def _adopt(self, module: Module, result: dict[str, Any]) -> None:
@@ -594,14 +629,14 @@ class Trainer:
         module.__dict__["_trainer"] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        dropped = {"placed", "resumed", "hooks", "_module", "datamodule", "train_dataloader", "val_dataloaders", "named_optimizers", "lr_scheduler_configs", "user_optimizers", "metrics", "_handlers"}
-        empty = {"placed": None, "resumed": None, "_module": None, "datamodule": None, "train_dataloader": None, "val_dataloaders": [], "named_optimizers": {}}
-        empty |= {"lr_scheduler_configs": [], "user_optimizers": [], "metrics": MetricStore(), "_handlers": {}}
-        return {**{name: value for name, value in self.__dict__.items() if name not in dropped}, **empty}
+        """What travels to the ranks: the arguments and results, not what belongs to a running fit."""
+        empty: dict[str, Any] = dict.fromkeys(("placed", "resumed", "_module", "datamodule", "train_dataloader"))
+        empty |= {"val_dataloaders": [], "lr_scheduler_configs": [], "user_optimizers": [], "named_optimizers": {}, "_handlers": {}, "metrics": MetricStore()}
+        return {**{name: value for name, value in self.__dict__.items() if name != "hooks"}, **empty}
 
 
-def _on_rank(trainer: Trainer, stage: str, module: Module, sources: Sources, ckpt_path: str | None, random_streams: dict[str, Any]) -> dict[str, Any] | None:
-    """What a started rank does."""
+def _on_rank(trainer: Trainer, stage: str, module: Module, sources: Sources, ckpt_path: str | None, random_streams: dict[str, Any]) -> dict[str, Any]:
+    """What a started rank does; only rank 0's result is brought back."""
     set_rng_state(random_streams)
     returned = None
     with attached(trainer, module, sources, stage, ckpt_path):
@@ -610,7 +645,7 @@ def _on_rank(trainer: Trainer, stage: str, module: Module, sources: Sources, ckp
         else:
             returned = evaluation.run(trainer, module, sources, stage)
         rank = trainer.global_rank
-    return trainer._result(returned) if rank == 0 else None
+    return trainer._result(returned) if rank == 0 else {}
 
 
 def _all_callbacks(given: list[Callback], logger: Any, progress_bar: bool, checkpointing: bool, max_time: Any) -> list[Callback]:
@@ -655,7 +690,10 @@ def _check_writable(folder: str) -> None:
         name.touch()
         name.unlink()
     except OSError as error:
-        raise ValueError(f"default_root_dir must be a folder that can be written, but {folder!r} cannot: {error.strerror or error}; give another, or logger=False and enable_checkpointing=False") from None
+        raise ValueError(
+            f"default_root_dir must be a folder that can be written, but {folder!r} cannot: {error.strerror or error}; "
+            "give another, or logger=False and enable_checkpointing=False"
+        ) from None
 
 
 def _run_folder(base: Path, version: str | int | None) -> Path:
@@ -700,5 +738,3 @@ def _share(**values: Any) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or (isinstance(value, float) and value > 1.0):
             raise ValueError(f"{name} must be a whole number of batches or a fraction in [0.0, 1.0], but {name}={value!r}")
-
-

@@ -34,7 +34,9 @@ def test_every_hook_fires_as_often_as_the_loop_says() -> None:
     trainer = quiet(max_epochs=2, accumulate_grad_batches=2, num_sanity_val_steps=1, callbacks=[callback()])
     trainer.fit(module(), loader(40, 8), loader(24, 8))  # 5 batches: 3 windows an epoch; 3 validation batches
     expected = {
-        **dict.fromkeys(("setup", "teardown", "on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_end"), 1),
+        **dict.fromkeys(
+            ("setup", "teardown", "on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_end"), 1
+        ),
         **dict.fromkeys(("on_train_epoch_start", "on_train_epoch_end"), 2),
         **dict.fromkeys(("on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward"), 10),
         **dict.fromkeys(("on_before_optimizer_step", "on_before_zero_grad"), 6),

@@ -129,7 +129,9 @@ class TokenNet(Net):
 def test_loss_total_and_count_is_the_mean_over_all_tokens(devices: int, accumulate: int) -> None:
     model = TokenNet().double()
     model.load_state_dict(net().double().state_dict())
-    quiet(strategy="ddp" if devices > 1 else "single", devices=devices, accumulate_grad_batches=accumulate, split_batches=True, precision="64-true").fit(model, loader(48, 12))
+    quiet(strategy="ddp" if devices > 1 else "single", devices=devices, accumulate_grad_batches=accumulate, split_batches=True, precision="64-true").fit(
+        model, loader(48, 12)
+    )
 
     reference = net().double()
     optimizer = reference.configure_optimizers()

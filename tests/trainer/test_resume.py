@@ -83,14 +83,20 @@ def run(root: str, devices: int, every: int | None, ckpt_path: str | None = None
 
 
 def state_of(trainer: Trainer, model: Rich) -> dict[str, Any]:
-    return {"step": trainer.global_step, "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()}, "weights": [*weights(model), *model.buffers()]}
+    return {
+        "step": trainer.global_step,
+        "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "weights": [*weights(model), *model.buffers()],
+    }
 
 
 @pytest.mark.parametrize(("devices", "kill", "every"), [(1, 13, 4), (1, 2, 1), (2, 7, 3)])
 def test_killed_in_the_middle_of_an_epoch_and_resumed(tmp_path: Path, devices: int, kill: int, every: int) -> None:
     code = f"from tests.trainer.test_resume import run; run({str(tmp_path)!r}, {devices}, {every})"
     root = Path(__file__).parents[2]
-    killed = subprocess.run([sys.executable, "-c", code], env={**os.environ, KILL: str(kill), "PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=100)
+    killed = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, KILL: str(kill), "PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=100
+    )
     assert killed.returncode != 0
     if devices == 1:
         assert killed.returncode == -signal.SIGKILL
@@ -119,7 +125,14 @@ def test_every_checkpoint_of_a_run_leads_to_the_same_end(tmp_path: Path, step: i
                 trainer.should_stop = True
 
     torch.manual_seed(3)
-    first = quiet(max_epochs=3, accumulate_grad_batches=2, log_every_n_steps=3, seed=7, callbacks=[EarlyStopping("val/loss", patience=10), LRWarmup(steps=5), SaveAt()], **options)
+    first = quiet(
+        max_epochs=3,
+        accumulate_grad_batches=2,
+        log_every_n_steps=3,
+        seed=7,
+        callbacks=[EarlyStopping("val/loss", patience=10), LRWarmup(steps=5), SaveAt()],
+        **options,
+    )
     first.fit(Rich(), loader(84, 4, shuffle=True), loader(20))
     assert first.is_checkpoint("saved")
     resumed = state_of(*run(str(tmp_path / "again"), 1, None, ckpt_path="saved", **options))
@@ -172,7 +185,9 @@ class Stop(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 quiet(default_root_dir={str(tmp_path)!r}, devices=2, max_epochs=9, enable_checkpointing=True, callbacks=[Stop()]).fit(net(), loader(40, 4))
 """
-    stopped = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}, capture_output=True, text=True, timeout=100)
+    stopped = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}, capture_output=True, text=True, timeout=100
+    )
     assert stopped.returncode == 143, stopped.stderr
     assert "stopped by SIGTERM after step 6" in stopped.stderr
     assert (tmp_path / "Net/version_0/checkpoints/interrupted-step=6/manifest.json").exists()
