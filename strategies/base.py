@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -159,6 +160,7 @@ class Strategy(ABC):
         automatic: bool = True,
         parameters: Mapping[str, Sequence[nn.Parameter]] | None = None,
         note: Callable[[], Note] | None = None,
+        part: Callable[[int], AbstractContextManager[Any]] | None = None,
         before_backward: Callable[[Tensor], None] | None = None,
         after_backward: Callable[[], None] | None = None,
     ) -> Agreement:
@@ -171,16 +173,26 @@ class Strategy(ABC):
         (the same micro-batches, prepared one at a time). With `automatic` False the step walks back and
         steps by itself (`backward`, `clip_gradients`, `optimizer_step`): it is only called, also on padding.
 
+        A strategy that calls `step_fn` on parts of a micro-batch does so within `part(number of samples)`,
+        where given, in any thread; the caller weighs by it what the step logs.
+
         `note` is read after the last forward; all notes are exchanged beside the last backward.
         Raises RuntimeError where ranks disagree on the step, on the collectives issued so far or on
         the names logged, naming the rank, before any parameter changes.
         """
 
     @abstractmethod
-    def evaluate(self, placed: nn.Module, step_fn: Callable[..., Any], micro_batch: MicroBatch, *args: Any) -> Any:
+    def evaluate(
+        self,
+        placed: nn.Module,
+        step_fn: Callable[..., Any],
+        micro_batch: MicroBatch,
+        *args: Any,
+        part: Callable[[int], AbstractContextManager[Any]] | None = None,
+    ) -> Any:
         """Return `step_fn(micro_batch.batch, *args)` without gradient sync; None for a micro-batch of padding.
 
-        A rank that does not report may return None as well.
+        A rank that does not report may return None as well. `part` as in `forward_backward`.
         """
 
     @abstractmethod

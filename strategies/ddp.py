@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ class DDP(EagerStrategy):
         automatic: bool = True,
         parameters: Mapping[str, Sequence[nn.Parameter]] | None = None,
         note: Callable[[], Note] | None = None,
+        part: Callable[[int], AbstractContextManager[Any]] | None = None,
         before_backward: Callable[[Tensor], None] | None = None,
         after_backward: Callable[[], None] | None = None,
     ) -> Agreement:
@@ -96,6 +98,7 @@ class DDP(EagerStrategy):
                 automatic=automatic,
                 parameters=parameters,
                 note=note,
+                part=part,
                 before_backward=before_backward,
                 after_backward=after_backward,
             )

@@ -12,6 +12,7 @@ import math
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -129,6 +130,7 @@ class EagerStrategy(Strategy):
         automatic: bool = True,
         parameters: Mapping[str, Sequence[nn.Parameter]] | None = None,
         note: Callable[[], Note] | None = None,
+        part: Callable[[int], AbstractContextManager[Any]] | None = None,
         before_backward: Callable[[Tensor], None] | None = None,
         after_backward: Callable[[], None] | None = None,
     ) -> Agreement:
@@ -177,7 +179,14 @@ class EagerStrategy(Strategy):
             agreement = agreement._replace(non_finite_rank=None)  # the scaler skips such a step
         return agreement
 
-    def evaluate(self, placed: nn.Module, step_fn: Callable[..., Any], micro_batch: MicroBatch, *args: Any) -> Any:
+    def evaluate(
+        self,
+        placed: nn.Module,
+        step_fn: Callable[..., Any],
+        micro_batch: MicroBatch,
+        *args: Any,
+        part: Callable[[int], AbstractContextManager[Any]] | None = None,
+    ) -> Any:
         if not micro_batch.num_samples:
             return None
         if self.precision.autocast_dtype is None:

@@ -109,7 +109,7 @@ def evaluate(trainer: Trainer, module: Module, loaders: list[ShardedLoader], sta
                 real = micro_batch.num_samples > 0
                 for hook in batch_start if real else ():
                     hook(batch, batch_idx, index)
-                output = strategy.evaluate(trainer.placed, step, micro_batch, *((batch_idx, index) if several else (batch_idx,)))
+                output = strategy.evaluate(trainer.placed, step, micro_batch, *((batch_idx, index) if several else (batch_idx,)), part=metrics.part)
                 for hook in batch_end if real else ():
                     hook(output, batch, batch_idx, index)
                 metrics.in_batch = False

@@ -7,7 +7,9 @@ exact weighted mean over all samples and ranks.
 
 from __future__ import annotations
 
+import threading
 import zlib
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +58,23 @@ class Entry:
         return [self.reduce_fx, self.on_step, self.on_epoch, self.prog_bar, self.logger, self.rank_zero_only]
 
 
+class _Part:
+    """What a step has logged on a part of a micro-batch."""
+
+    def __init__(self, store: MetricStore, num_samples: int) -> None:
+        self._store = store
+        self.num_samples = num_samples
+        self.calls: list[tuple[Any, ...]] = []
+        self.done = False
+
+    def __enter__(self) -> None:
+        self._store._thread.part = self
+
+    def __exit__(self, *_: Any) -> None:
+        self._store._thread.part = None
+        self._store.leave(self)
+
+
 class MetricStore:
     """The metrics of one phase (training or one evaluation)."""
 
@@ -71,6 +90,9 @@ class MetricStore:
         self.training = training
         self.suffix = ""
         """Appended to names where several loaders are evaluated."""
+        self._parts: deque[_Part] = deque()
+        self._thread = threading.local()
+        self._lock = threading.Lock()
 
     def log(
         self,
@@ -85,6 +107,10 @@ class MetricStore:
         add_dataloader_idx: bool = True,
         rank_zero_only: bool = False,
     ) -> None:
+        if self._parts and (part := getattr(self._thread, "part", None)) is not None:
+            value = value.detach() if isinstance(value, Tensor) else value
+            part.calls.append((name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx, rank_zero_only))
+            return
         if self.suffix and add_dataloader_idx:
             name += self.suffix
         entry = self.entries.get(name)
@@ -124,6 +150,27 @@ class MetricStore:
         else:
             entry.number = (max if entry.reduce_fx == "max" else min)(entry.number, value)
         entry.count += weight
+
+    def part(self, num_samples: int) -> _Part:
+        """A context in which a step runs on a part of the micro-batch: what is logged in it weighs `num_samples`.
+
+        Parts may run in threads; they count in the order in which they were made, so sums are reproducible.
+        """
+        part = _Part(self, num_samples)
+        self._parts.append(part)
+        return part
+
+    def leave(self, part: _Part) -> None:
+        """Count what the parts at the head of the queue have logged."""
+        with self._lock:
+            part.done = True
+            weight = self.weight
+            while self._parts and self._parts[0].done:
+                head = self._parts.popleft()
+                self.weight = head.num_samples
+                for call in head.calls:
+                    self.log(*call)
+            self.weight = weight
 
     def reduce(self, strategy: Strategy, epoch_end: bool = False, reset: bool = True) -> dict[str, float]:
         """Exchange what was added since the last call; return the values to show now, by their final names.

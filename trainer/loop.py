@@ -58,6 +58,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                 automatic=module.automatic_optimization,
                 parameters=run.parameters,
                 note=trainer.note,
+                part=metrics.part,
                 before_backward=run.before_backward,
                 after_backward=run.after_backward,
             )

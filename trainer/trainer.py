@@ -631,8 +631,12 @@ class Trainer:
     def __getstate__(self) -> dict[str, Any]:
         """What travels to the ranks: the arguments and results, not what belongs to a running fit."""
         empty: dict[str, Any] = dict.fromkeys(("placed", "resumed", "_module", "datamodule", "train_dataloader"))
-        empty |= {"val_dataloaders": [], "lr_scheduler_configs": [], "user_optimizers": [], "named_optimizers": {}, "_handlers": {}, "metrics": MetricStore()}
-        return {**{name: value for name, value in self.__dict__.items() if name != "hooks"}, **empty}
+        empty |= {"val_dataloaders": [], "lr_scheduler_configs": [], "user_optimizers": [], "named_optimizers": {}, "_handlers": {}}
+        return {**{name: value for name, value in self.__dict__.items() if name not in ("hooks", "metrics")}, **empty}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.metrics = MetricStore()
 
 
 def _on_rank(trainer: Trainer, stage: str, module: Module, sources: Sources, ckpt_path: str | None, random_streams: dict[str, Any]) -> dict[str, Any]:
