@@ -22,7 +22,7 @@ RATE_WINDOW_S = 30.0
 """The rate is that of the last half minute, so that it follows a change and still does not jump."""
 LOG_INTERVAL_S = 30.0
 """Seconds between two lines of a log file within an epoch."""
-LOG_EPOCH_INTERVAL_S = 1.0
+LOG_EPOCH_INTERVAL_S = 0.1
 """Seconds from the line before to that at the end of an epoch, so that epochs of milliseconds do not fill a disk."""
 MIN_BAR_WIDTH, MAX_BAR_WIDTH = 5, 25
 NEVER = math.inf

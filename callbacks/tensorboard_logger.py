@@ -7,6 +7,7 @@ import importlib.util
 import io
 import os
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -33,7 +34,8 @@ class TensorBoardLogger(Logger):
     keeps the first set that a run has. Its HPARAMS page compares runs by every scalar that they logged.
 
     When `fit` begins in a folder that has events already, TensorBoard is told to hide those of later
-    steps than the one it begins at, so a resumed run has each step once.
+    steps than the one it begins at, so a resumed run has each step once. A file that cannot be written any
+    more, on a full disk for example, costs one warning.
 
     Args:
         save_dir: folder above all runs; None takes the Trainer's `default_root_dir`.
@@ -88,6 +90,8 @@ class TensorBoardLogger(Logger):
             except ImportError as error:
                 raise ImportError(MISSING) from error
             self._writer = SummaryWriter(self.log_dir, purge_step=self._purge_step, flush_secs=self.flush_secs)
+            file_writer: Any = self._writer.file_writer
+            file_writer.event_writer = _Forgiving(file_writer.event_writer)
             self._purge_step = None
         return self._writer
 
@@ -136,14 +140,15 @@ class TensorBoardLogger(Logger):
             warnings.warn("TensorBoardLogger cannot draw the graph of a model that is sharded over ranks; set log_graph=False", stacklevel=2)
             return
         # Buffers are cloned: tracing runs forward, which moves the statistics of BatchNorm.
-        copy = shadow(module, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
+        writer, copy = self.experiment, shadow(module, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
         try:
             # The tracer warns of every Python branch, and torch prints the error that it raises.
             with restored_rng(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
                 warnings.simplefilter("ignore")
-                self.experiment.add_graph(copy, fitting(module, example_input), use_strict_trace=False)
+                writer.add_graph(copy, fitting(module, example_input), use_strict_trace=False)
         except Exception as error:
-            warnings.warn(f"TensorBoardLogger could not trace the graph of {type(module).__name__}.forward: {str(error).strip().splitlines()[0]}", stacklevel=2)
+            reason = str(error).strip().partition("\n")[0]
+            warnings.warn(f"TensorBoardLogger could not trace the graph of {type(module).__name__}.forward: {reason}", stacklevel=2)
 
     def save(self) -> None:
         self._write_hparams()
@@ -184,6 +189,39 @@ class TensorBoardLogger(Logger):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_writer": None}  # it owns a thread and a file; the next use opens another
+
+
+class _Forgiving:
+    """An event file that costs one warning when it cannot be written, also where users write through `experiment`."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._failed = False
+        worker = getattr(getattr(file, "_async_writer", None), "_worker", None)
+        if worker is not None:
+            # The thread that writes keeps its exception for the next call, and prints it as well: that is one time too many.
+            worker._invoke_excepthook = lambda thread: None
+
+    def get_logdir(self) -> str:
+        return self._file.get_logdir()
+
+    def add_event(self, event: Any) -> None:
+        self._try(self._file.add_event, event)
+
+    def flush(self) -> None:
+        self._try(self._file.flush)
+
+    def close(self) -> None:
+        self._try(self._file.close)
+
+    def _try(self, method: Callable[..., None], *args: Any) -> None:
+        if self._failed:
+            return
+        try:
+            method(*args)
+        except OSError as error:
+            self._failed = True
+            warnings.warn(f"TensorBoardLogger stops logging, training goes on: {error}", RuntimeWarning, stacklevel=2)
 
 
 class _Nothing:

@@ -52,7 +52,7 @@ def test_a_resumed_run_has_each_step_once_even_after_a_torn_line(tmp_path: Path)
     for step in (10, 20, 30, 40):
         killed.log_metrics({"loss": 1.0, "acc": 0.5}, step=step)
     with open(tmp_path / "metrics.csv", "a") as file:
-        file.write("50,1.")
+        file.write("5")  # of 50,1.0,0.5
     resumed = begun(tmp_path, global_step=20)
     for step in (30, 40):
         resumed.log_metrics({"loss": 2.0}, step=step)

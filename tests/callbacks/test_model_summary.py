@@ -48,6 +48,13 @@ def test_layers_totals_and_flops() -> None:
     assert f"{(conv + linear) / 1000:.1f} kFLOPs forward, {(2 * conv + 3 * linear) / 1000:.1f} kFLOPs forward and backward, for a batch of 4" in summary
 
 
+def test_frozen_layers_cost_no_backward() -> None:
+    net = Net()
+    net.stem.requires_grad_(False)
+    conv, linear = 2 * 4 * 8 * 9 * 64, 2 * 4 * 512 * 10
+    assert f"{(conv + 2 * linear) / 1000:.1f} kFLOPs forward and backward" in summarize(net)
+
+
 def test_it_leaves_no_trace() -> None:
     net = Net()
     net.stem.eval()

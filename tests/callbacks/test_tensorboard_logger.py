@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,10 +129,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
-        self.drop = nn.Dropout(0.5)
+        self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.drop(self.norm(x)).relu()
+        self.seen += len(x)
+        return (self.norm(x) + torch.randn_like(x)).relu()
 
 
 def test_the_graph_is_drawn_without_a_trace_on_the_module(tmp_path: Path) -> None:
@@ -153,6 +156,33 @@ def test_a_graph_that_cannot_be_drawn_costs_one_warning(tmp_path: Path, capsys: 
     assert len(caught) == 1
     assert capsys.readouterr().out == ""
     logger.finalize("success")
+
+
+FULL_DISK = """
+import resource, torch
+from callbacks.tensorboard_logger import TensorBoardLogger
+
+logger = TensorBoardLogger(flush_secs=0.01)
+logger.log_dir = "run"
+logger.log_metrics({"loss": 1.0}, step=1)
+logger.save()
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+for step in range(2, 200):
+    logger.experiment.add_histogram("weights", torch.rand(1000), step)
+    logger.log_metrics({"loss": 1.0}, step=step)
+logger.finalize("success")
+print("trained")
+"""
+
+
+def test_a_file_that_cannot_grow_costs_one_warning(tmp_path: Path, repo_root: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", FULL_DISK], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(repo_root)}, capture_output=True, text=True, timeout=100
+    )
+    assert (result.returncode, result.stdout) == (0, "trained\n"), result.stderr
+    assert result.stderr.count("RuntimeWarning: TensorBoardLogger stops logging, training goes on: [Errno 27] File too large") == 1
+    assert len(result.stderr.splitlines()) == 2, "the warning and the line it came from"
+    assert points(tmp_path / "run", "loss")[0] == (1, 1.0)
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
