@@ -146,7 +146,7 @@ class EagerStrategy(Strategy):
         for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
             if exchanges:
                 self._sync_gradients(placed, i == last)
-            call = run if micro_batch.num_samples or not automatic else self._runner(placed, None)
+            call = run if micro_batch.num_samples or not automatic else self._padding(placed, step_fn)
             if autocast is None:
                 output = call(micro_batch.batch, micro_batch.batch_idx)
             else:
@@ -173,8 +173,7 @@ class EagerStrategy(Strategy):
         else:
             agreement = self._control.receive()
         if automatic and not alone and agreement.count and agreement.count != window.num_samples:
-            gradients = [p.grad for p in placed.parameters() if p.grad is not None]
-            torch._foreach_mul_(gradients, window.num_samples / agreement.count)
+            torch._foreach_mul_(self._gradients(placed), window.num_samples / agreement.count)
         if scaler is not None:
             agreement = agreement._replace(non_finite_rank=None)  # the scaler skips such a step
         return agreement
@@ -288,6 +287,14 @@ class EagerStrategy(Strategy):
     def _runner(self, placed: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
         """What to call for a forward; `step_fn` None stands for a micro-batch of padding."""
         return step_fn or _no_output
+
+    def _padding(self, placed: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+        """What to call for a micro-batch of padding: it must return no loss, or one that counts nothing."""
+        return self._runner(placed, None)
+
+    def _gradients(self, placed: nn.Module) -> list[Tensor]:
+        """What a window has left for the optimizer, to be scaled in place."""
+        return [p.grad for p in placed.parameters() if p.grad is not None]
 
     def _sync_gradients(self, placed: nn.Module, on: bool) -> None:
         """Whether the next forward and backward exchange gradients."""
