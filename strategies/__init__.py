@@ -2,7 +2,9 @@
 
 from strategies.base import Loss, Strategy
 from strategies.ddp import DDP
+from strategies.dp import DataParallel
+from strategies.model_parallel import ModelParallel
 from strategies.registry import build
 from strategies.single import SingleDevice
 
-__all__ = ["DDP", "Loss", "SingleDevice", "Strategy", "build"]
+__all__ = ["DDP", "DataParallel", "Loss", "ModelParallel", "SingleDevice", "Strategy", "build"]

@@ -35,6 +35,8 @@ class EagerStrategy(Strategy):
 
     single_process = False
     """True where one process is all there ever is."""
+    max_devices: int | None = None
+    """The most devices that the strategy can use on a node, or None for all."""
     timeout_s = 1800.0
     """How long a collective may wait for the other ranks, in seconds."""
 
@@ -55,7 +57,7 @@ class EagerStrategy(Strategy):
         self.precision = Precision(precision)
         self._accelerator = resolve_accelerator(accelerator)
         self._num_nodes = num_nodes
-        self._num_devices = resolve_devices(devices, self._accelerator, self.single_process)
+        self._num_devices = resolve_devices(devices, self._accelerator, self.max_devices)
         world = environment.detect()
         name = type(self).__name__
         if world is None:
@@ -342,12 +344,12 @@ def resolve_accelerator(accelerator: str) -> str:
     return "cpu" if accelerator == "cpu" else "cuda"
 
 
-def resolve_devices(devices: int | str, accelerator: str, single: bool = False) -> int:
+def resolve_devices(devices: int | str, accelerator: str, most: int | None = None) -> int:
     """The number of devices on this node; "auto" is every GPU, or the ranks of the launcher, or one CPU process."""
     have = torch.cuda.device_count() if accelerator == "cuda" else (os.cpu_count() or 1)
     if devices == "auto":
         world = environment.detect()
-        if single:
+        if most == 1:
             return 1
         return world.local_world_size if world else have if accelerator == "cuda" else 1
     try:
@@ -356,7 +358,7 @@ def resolve_devices(devices: int | str, accelerator: str, single: bool = False) 
         count = 0
     if count < 1 or isinstance(devices, bool):
         raise ValueError(f"devices must be 'auto' or a whole number of at least 1, but devices={devices!r}")
-    if single and count > 1:
+    if most is not None and count > most:
         raise ValueError(f"strategy='single' runs on one device, but devices={count}; use strategy='ddp' for {count}")
     if accelerator == "cuda" and count > have:
         raise ValueError(f"devices={count}, but this machine has {have} CUDA devices; lower devices or use accelerator='cpu'")

@@ -11,6 +11,7 @@ class SingleDevice(EagerStrategy):
     """The model on one device of this process; nothing is exchanged."""
 
     single_process = True
+    max_devices = 1
 
     def place(self, model: nn.Module) -> nn.Module:
         return self.precision.convert(model).to(self.device)

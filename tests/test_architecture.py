@@ -41,7 +41,7 @@ PUBLIC = {
         "TensorBoardLogger",
         "Timer",
     },
-    "strategies": {"DDP", "Loss", "SingleDevice", "Strategy", "build"},
+    "strategies": {"DDP", "DataParallel", "Loss", "ModelParallel", "SingleDevice", "Strategy", "build"},
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from callbacks.base import Callback, Logger
@@ -51,26 +52,40 @@ def accept(fn: Callable) -> Callable:
     return fn if takes is None else lambda *args: fn(*args[:takes])
 
 
+@dataclass(frozen=True)
+class Adapted:
+    """A step called with fewer arguments than the loop gives, or with the last one by name."""
+
+    method: Callable
+    takes: int
+    keyword: str | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        options = {} if self.keyword is None else {self.keyword: args[-1]}
+        return self.method(*args[: self.takes], **options)
+
+    def rebind(self, bound: Callable[[Callable], Callable]) -> Adapted:
+        """The same for what `bound` makes of the method (a replica's)."""
+        return replace(self, method=bound(self.method))
+
+
 def step_function(fn: Callable, num_args: int) -> Callable:
-    """`fn` itself where it takes the `num_args` positional arguments that the loop gives, else what adapts it."""
+    """`fn` itself where it takes the `num_args` positional arguments that the loop gives, else `Adapted`."""
     takes = positional(fn)
-    names = inspect.signature(fn).parameters
-    keyword = num_args == 3 and "dataloader_idx" in names and names["dataloader_idx"].kind is inspect.Parameter.KEYWORD_ONLY
-    if keyword:
-        return lambda batch, batch_idx, dataloader_idx: fn(*(batch, batch_idx)[:takes], dataloader_idx=dataloader_idx)
+    parameters = inspect.signature(fn).parameters
+    if num_args == 3 and "dataloader_idx" in parameters and parameters["dataloader_idx"].kind is inspect.Parameter.KEYWORD_ONLY:
+        return Adapted(fn, 2 if takes is None else takes, "dataloader_idx")
     if takes is None or takes == num_args:
         return fn
     if takes == 0:
         raise TypeError(f"{getattr(fn, '__qualname__', fn)} must take the batch as its first argument, but it takes none")
-    if takes > num_args:
-        required = [p for p in list(names.values())[num_args:takes] if p.default is inspect.Parameter.empty]
-        if required:
-            raise TypeError(
-                f"{getattr(fn, '__qualname__', fn)} has the argument {required[0].name!r}, which the loop does not give; it gives (batch, batch_idx"
-                + (", dataloader_idx)" if num_args == 3 else ")")
-            )
-        return fn
-    return lambda *args: fn(*args[:takes])
+    if takes < num_args:
+        return Adapted(fn, takes)
+    required = [p for p in list(parameters.values())[num_args:takes] if p.default is inspect.Parameter.empty]
+    if required:
+        given = "(batch, batch_idx, dataloader_idx)" if num_args == 3 else "(batch, batch_idx)"
+        raise TypeError(f"{getattr(fn, '__qualname__', fn)} has the argument {required[0].name!r}, which the loop does not give; it gives {given}")
+    return fn
 
 
 def positional(fn: Callable) -> int | None:

@@ -10,12 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from strategies import DDP, SingleDevice, Strategy
+from strategies import DDP, DataParallel, ModelParallel, SingleDevice, Strategy
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 
 STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "single": (SingleDevice, 1),
+    "dp 2": (DataParallel, 2),
+    "dp 3": (DataParallel, 3),
+    "model 3": (ModelParallel, 3),
     "ddp 2": (DDP, 2),
     "ddp 3": (DDP, 3),
     "ddp static graph": (lambda: DDP(static_graph=True), 2),

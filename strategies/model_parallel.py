@@ -1,0 +1,126 @@
+"""Layers placed over several devices of one process; activations move from layer to layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from strategies.eager import EagerStrategy, move
+
+
+class ModelParallel(EagerStrategy):
+    """The model's layers lie on `devices` devices of one process, in order, and a batch passes through them.
+
+    One device works at a time, so this makes room, not speed; `pipeline` keeps all devices busy.
+
+    `device_map`: index of a device for submodules by name, such as `{"net.0": 0, "net.1": 1}`; what is inside a
+        named submodule goes with it, and every parameter must be covered. None cuts the model into contiguous
+        parts of about equal parameter bytes.
+
+    On CPU the devices are logical: the same code runs, and all tensors stay in the same memory.
+    """
+
+    single_process = True
+    max_devices = None
+
+    def __init__(self, *, device_map: Mapping[str, int] | None = None) -> None:
+        super().__init__()
+        self._given = None if device_map is None else dict(device_map)
+        self.device_map: dict[str, int] = {}
+        """Where each submodule lies, by its name; valid after `place`."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.device = self._device(0)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        count = self._num_devices
+        self.device_map = balanced(model, count) if self._given is None else self._checked(model, self._given)
+        model = self.precision.convert(model)
+        for name, index in self.device_map.items():
+            layer = model.get_submodule(name)
+            layer.to(self._device(index))
+            layer.register_forward_pre_hook(_Mover(self._device(index)).inputs, with_kwargs=True, prepend=True)
+        for name, buffer in list(model.named_buffers()):
+            if not any(name == place or name.startswith(place + ".") for place in self.device_map):
+                owner, _, leaf = name.rpartition(".")
+                model.get_submodule(owner)._buffers[leaf] = buffer.to(self.device)
+        home = _Mover(self.device)
+        for child in model.children():  # what the user's step computes a loss from lies with the batch
+            child.register_forward_hook(home.outputs)
+        return model
+
+    def _device(self, index: int) -> torch.device:
+        return torch.device("cuda", index) if self._accelerator == "cuda" else torch.device("cpu")
+
+    def _checked(self, model: nn.Module, device_map: dict[str, int]) -> dict[str, int]:
+        names = {name for name, _ in model.named_modules()}
+        for name, index in device_map.items():
+            if name not in names:
+                raise ValueError(f"device_map names {name!r}, which is no submodule; there are {', '.join(sorted(names - {''})[:8])}")
+            if not isinstance(index, int) or not 0 <= index < self._num_devices:
+                raise ValueError(f"device_map must give an index below devices={self._num_devices}, but {name!r} has {index!r}")
+        missing = [name for name, _ in model.named_parameters() if not any(name.startswith(place + ".") for place in device_map)]
+        if missing:
+            raise ValueError(f"device_map must cover every parameter, but {missing[0]!r} lies in no submodule that it names")
+        return device_map
+
+
+def balanced(model: nn.Module, count: int) -> dict[str, int]:
+    """Cut the model's layers, in order, into `count` contiguous parts of about equal parameter bytes.
+
+    Raises ValueError for a model with fewer layers than devices.
+    """
+    layers = _layers(model, count)
+    if len(layers) < count:
+        raise ValueError(
+            f"strategy 'model' cuts between layers, but {type(model).__name__} has {len(layers)} for devices={count}; lower devices or give a device_map"
+        )
+    sizes = [sum(p.numel() * p.element_size() for p in layer.parameters()) for _, layer in layers]
+    total, before, placed = sum(sizes), 0, {}
+    index = 0
+    for i, ((name, _), size) in enumerate(zip(layers, sizes, strict=True)):
+        middle = before + size / 2
+        wanted = min(count - 1, int(middle * count / total)) if total else 0
+        # contiguous, no device left out: at least enough layers must remain for the devices to come
+        index = min(max(index, wanted, count - (len(layers) - i)), index + 1 if i else 0)
+        placed[name] = index
+        before += size
+    return placed
+
+
+def _layers(model: nn.Module, count: int) -> list[tuple[str, nn.Module]]:
+    """Submodules that hold all parameters, in order: containers are opened until there are enough to cut well."""
+    layers = [(name, child) for name, child in model.named_children() if next(child.parameters(), None) is not None]
+    loose = [name for name, _ in model.named_parameters(recurse=False)]
+    if loose:
+        raise ValueError(f"strategy 'model' places layers, but {loose[0]!r} belongs to none; put it into a submodule")
+    while len(layers) < 4 * count:
+        openable = [
+            (sum(p.numel() for p in layer.parameters()), i)
+            for i, (_, layer) in enumerate(layers)
+            if isinstance(layer, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or len(layers) < count
+            if next(layer.parameters(recurse=False), None) is None and any(next(child.parameters(), None) is not None for child in layer.children())
+        ]
+        if not openable:
+            break
+        _, i = max(openable)
+        name, layer = layers[i]
+        layers[i : i + 1] = [(f"{name}.{inner}", child) for inner, child in layer.named_children() if next(child.parameters(), None) is not None]
+    return layers
+
+
+class _Mover:
+    """Hooks that bring what a layer is given, or what it returns, to a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return move(args, self._device, None), move(kwargs, self._device, None)
+
+    def outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return move(output, self._device, None)

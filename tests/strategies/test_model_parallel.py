@@ -1,0 +1,73 @@
+"""Layers over several devices; on CPU the devices are logical."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from strategies import ModelParallel
+from strategies.model_parallel import balanced
+from tests.strategies.contract import build
+from tests.trainer.toy import distance, loader, net, quiet, weights
+
+
+def test_cuts_are_contiguous_and_balanced_by_bytes() -> None:
+    model = build()
+    placed = balanced(model, 3)
+    assert list(placed) == [f"body.{i}" for i in range(6)]
+    indices = list(placed.values())
+    assert indices == sorted(indices) and set(indices) == {0, 1, 2}
+    sizes = [
+        sum(p.numel() for name, p in model.named_parameters() if placed[name.rsplit(".", 2)[0] if name.count(".") > 2 else name.rsplit(".", 1)[0]] == i)
+        for i in range(3)
+    ]
+    assert max(sizes) < 2 * min(sizes)
+
+
+@pytest.mark.parametrize("device_map", [None, {"net.0": 1, "net.3": 0}], ids=["automatic", "by name"])
+def test_a_run_has_the_numbers_of_one_device(device_map: dict[str, int] | None) -> None:
+    expected, found = net(), net()
+    quiet(max_epochs=2).fit(expected, loader(40), loader(16))
+    trainer = quiet(max_epochs=2, strategy=ModelParallel(device_map=device_map), devices=2)
+    trainer.fit(found, loader(40), loader(16))
+    assert distance(weights(found), weights(expected)) == 0
+    assert set(trainer.strategy.device_map.values()) == {0, 1}  # type: ignore[attr-defined]
+
+
+def test_activations_are_brought_to_each_layer_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which device each tensor is sent to, with device numbers that CPU tensors cannot show."""
+    import strategies.model_parallel as module
+
+    sent: list[Any] = []
+    real = module.move
+    monkeypatch.setattr(module, "move", lambda batch, device, dtype: (sent.append(device), real(batch, torch.device("cpu"), dtype))[1])
+    monkeypatch.setattr(ModelParallel, "_device", lambda self, index: torch.device("cpu", index))
+    strategy = ModelParallel()
+    strategy.configure(devices=2, accelerator="cpu")
+    strategy.setup()
+    model = net()
+    strategy.place(model)
+    model(torch.zeros(2, 8))
+    strategy.teardown()
+    assert [device.index for device in sent] == [0, 0, 1, 1, 0], "arguments and keywords of both layers, then the output back home"
+
+
+@pytest.mark.parametrize(
+    ("device_map", "message"),
+    [
+        ({"nett": 0}, "names 'nett', which is no submodule"),
+        ({"net": 2}, "below devices=2, but 'net' has 2"),
+        ({"net.0": 0}, "'net.3.weight' lies in no submodule"),
+    ],
+)
+def test_a_wrong_map_is_one_sentence(device_map: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quiet(strategy=ModelParallel(device_map=device_map), devices=2).fit(net(), loader(8))
+
+
+def test_too_few_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="cuts between layers, but Sequential has 1 for devices=3"):
+        balanced(nn.Sequential(nn.Linear(2, 2)), 3)
