@@ -38,7 +38,7 @@ END = struct.Struct("ii")
 """What the server says when a rank has ended: rank, exit code (negative for a signal)."""
 
 # Of the environment, what libraries read while they are imported, which for a running server was in the past.
-_IMPORT_TIME = ("ATEN_", "CUDA_", "GLOO_", "KMP_", "LD_", "MALLOC_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TORCH")
+_IMPORT_TIME = ("ATEN_", "CUDA_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "PYTORCH_", "TORCH")
 
 
 class Server:
@@ -151,13 +151,13 @@ def serve(control_fd: int) -> None:
                 pids = {_fork(rank, folder, fds, [control_fd, wake, wake_writer]): rank for rank in range(len(fds) - 5)}
                 for fd in fds[1:]:
                     os.close(fd)
-                _watch(ranks, pids, launcher, wake)
-            if os.getppid() != launcher:
+                alone = _watch(ranks, pids, launcher, wake)
+            if alone:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _watch(ranks: socket.socket, pids: dict[int, int], launcher: int, wake: int) -> None:
-    """Pass signals on to the ranks and their ends to the launcher; kill them when it is gone. Returns when all have ended."""
+def _watch(ranks: socket.socket, pids: dict[int, int], launcher: int, wake: int) -> bool:
+    """Pass signals on to the ranks and their ends to the launcher until all have ended; kill them when it is gone, which is returned."""
     alone = False
     while pids:
         sources: list[Any] = [wake] if alone else [wake, ranks]
@@ -184,6 +184,7 @@ def _watch(ranks: socket.socket, pids: dict[int, int], launcher: int, wake: int)
             with suppress(OSError):
                 ranks.sendall(END.pack(pids[pid], exitcode))
             del pids[pid]
+    return alone
 
 
 def _fork(rank: int, folder: str, fds: list[int], servers: list[int]) -> int:
@@ -207,7 +208,8 @@ def _fork(rank: int, folder: str, fds: list[int], servers: list[int]) -> int:
         os.dup2(stderr, 2)
         for fd in (*servers, connection, stdout, stderr, *channels[:rank], *channels[rank + 1 :]):
             os.close(fd)
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # lines of several ranks must not mix
+        for stream in (sys.stdout, sys.stderr):  # lines of several ranks must not mix, PYTHONUNBUFFERED or not
+            stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
         with socket.socket(fileno=channels[rank]) as channel:
             rank_module.run(rank, len(channels), folder, program, work, channel)
         code = 0

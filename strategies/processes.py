@@ -103,6 +103,7 @@ class _Ranks:
     """The ranks of one launch, as the launcher sees them."""
 
     def __init__(self, server: forkserver.Server, num_ranks: int, folder: str, program: int, work: int) -> None:
+        self.server = server
         self.folder = Path(folder)
         self.running = set(range(num_ranks))
         self.silent = set(self.running)  # have not reported how their work went
@@ -121,7 +122,8 @@ class _Ranks:
             outputs = [fd if _is_open(fd) else null for fd in (1, 2)]
             server.start(folder, [pairs[0][1].fileno(), *outputs, program, work, *(theirs.fileno() for _, theirs in pairs[1:])])
         except OSError as error:
-            raise RankFailure(f"The process that starts ranks ended by itself (exit code {server.process.wait()}): see what it printed above") from error
+            self.close()
+            raise RankFailure(_server_died(server)) from error
         finally:
             os.close(null)
             for _, theirs in pairs:
@@ -172,8 +174,8 @@ class _Ranks:
         try:
             yield
         finally:
-            for signum, handler in previous.items():
-                signal.signal(signum, handler)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     def _send(self, signum: int) -> None:
         with suppress(OSError):  # the server is gone, and the ranks with it
@@ -204,7 +206,7 @@ class _Ranks:
         while len(data) % forkserver.END.size:
             data += self.control.recv(forkserver.END.size - len(data) % forkserver.END.size)
         if not data:
-            raise RankFailure(f"The process that starts ranks died, and ranks {sorted(self.running)} with it: see what it printed above, and start again")
+            raise RankFailure(_server_died(self.server))
         for rank, exitcode in forkserver.END.iter_unpack(data):
             self.running.discard(rank)
             if rank in self.silent:
@@ -261,6 +263,12 @@ def _raise(failure: Failure) -> NoReturn:
             phase=failure.phase,
         )
     raise error from (RankTraceback(f"{where(failure.rank, failure.step, failure.phase)}\n{failure.text}") if failure.text else None)
+
+
+def _server_died(server: forkserver.Server) -> str:
+    code = server.process.wait()  # it has closed its sockets, so it is at its end
+    how = f"was killed by {_name(-code)}" if code < 0 else f"exited with code {code}"
+    return f"The process that starts the ranks {how}, and its ranks ended with it: see what it printed above, and start again"
 
 
 def _name(signum: int) -> str:

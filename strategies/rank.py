@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -72,6 +73,7 @@ def program_state() -> dict[str, Any]:
         "folder": os.getcwd(),
         "path": [entry for entry in sys.path if isinstance(entry, str)],
         "argv": list(sys.argv),
+        "temporary": tempfile.gettempdir(),
         "start_method": multiprocessing.get_start_method(allow_none=True),
     }
 
@@ -106,6 +108,7 @@ def _take_over_program(state: dict[str, Any]) -> None:
     sys.path[:] = state["path"]
     importlib.invalidate_caches()  # folders may have changed since the server looked
     sys.argv[:] = state["argv"]
+    tempfile.tempdir = state["temporary"]
     if state["start_method"] is not None:
         multiprocessing.set_start_method(state["start_method"], force=True)
 
@@ -157,8 +160,9 @@ def run(rank: int, num_ranks: int, folder: str, program_fd: int, work_fd: int, c
     global _board
     _take_over_program(unpack(program_fd))
     os.close(program_fd)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "OMP_NUM_THREADS": torch.get_num_threads()}
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # for what it starts
     os.environ.update(LOCKSTEP_LAUNCHER="lockstep", LOCKSTEP_INIT_METHOD=f"file://{folder}/store")
     with open(Path(folder, f"{rank}.phase"), "r+b") as file:
         _board = mmap.mmap(file.fileno(), PHASE.size)

@@ -1,0 +1,114 @@
+"""What arrives is what was sent: sharing, dtypes and classes kept, large data mapped and not copied."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from strategies.payload import pack, unpack
+
+
+def through(value: Any) -> Any:
+    fd = pack(value)
+    try:
+        return unpack(fd)
+    finally:
+        os.close(fd)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.ones(2, dtype=torch.bfloat16))
+
+
+def test_tied_parameters_stay_tied() -> None:
+    sent = Tied()
+    sent.embedding.weight.requires_grad_(False)
+    module = through(sent)
+    assert module.head.weight is module.embedding.weight
+    assert type(module.head.weight) is nn.Parameter
+    assert not module.head.weight.requires_grad
+    assert torch.equal(module.head.weight, sent.head.weight)
+    assert module.scale.dtype == torch.bfloat16
+
+
+def test_an_optimizer_keeps_its_parameters() -> None:
+    sent = Tied()
+    module, optimizer = through((sent, torch.optim.AdamW(sent.parameters())))
+    assert optimizer.param_groups[0]["params"][0] is module.head.weight
+    module.head(module.embedding(torch.tensor([1]))).sum().backward()
+    optimizer.step()
+    assert not torch.equal(module.head.weight, sent.head.weight)
+
+
+def test_views_share_memory_and_keep_their_strides() -> None:
+    base = torch.arange(10.0)
+    base, part, turned = through((base, base[2:5], base.view(2, 5).t()))
+    assert turned.stride() == (1, 5)
+    base[3] = 100.0
+    assert part.tolist() == [2.0, 100.0, 4.0]
+    assert turned[3, 0] == 100.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.complex64, torch.uint16, torch.float8_e4m3fn])
+def test_dtypes(dtype: torch.dtype) -> None:
+    sent = torch.tensor([0.0, 1.0, 2.0]).to(dtype)
+    got, again = through((sent, nn.Parameter(sent, requires_grad=False)))
+    assert got.dtype == dtype
+    assert torch.equal(got.float() if dtype.itemsize == 1 else got, sent.float() if dtype.itemsize == 1 else sent)
+    assert again.data_ptr() == got.data_ptr()
+
+
+def test_other_tensors() -> None:
+    sparse, empty, scalar, meta, leaf = through(
+        (torch.eye(3).to_sparse(), torch.zeros(0, 4), torch.tensor(3), torch.empty(2, device="meta"), torch.ones(2, requires_grad=True))
+    )
+    assert torch.equal(sparse.to_dense(), torch.eye(3))
+    assert empty.shape == (0, 4)
+    assert scalar.item() == 3
+    assert meta.is_meta
+    assert leaf.requires_grad
+
+
+def test_numpy_arrays_are_writable_and_private() -> None:
+    sent = np.arange(6).reshape(2, 3)
+    fd = pack(sent)
+    first, second = unpack(fd), unpack(fd)
+    os.close(fd)
+    first[0, 0] = 7
+    assert (first[0, 0], second[0, 0], sent[0, 0]) == (7, 0, 0)
+
+
+def test_loading_maps_the_bytes() -> None:
+    got = through({"data": torch.ones(1_000_000), "labels": np.ones(1000)})
+    for address in (got["data"].data_ptr(), got["labels"].ctypes.data):
+        (line,) = [line for line in Path("/proc/self/maps").read_text().splitlines() if contains(line, address)]
+        assert "memfd:lockstep" in line
+        assert address % 64 == 0
+
+
+def contains(line: str, address: int) -> bool:
+    low, high = (int(bound, 16) for bound in line.split()[0].split("-"))
+    return low <= address < high
+
+
+def test_functions_without_a_name_travel() -> None:
+    offset = 3
+    assert through(lambda x: x + offset)(4) == 7
+
+
+@pytest.mark.parametrize("value", [threading.Lock(), (i for i in "ab"), {"nested": [threading.Thread()]}])
+def test_what_cannot_be_pickled_is_named(value: Any) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(TypeError, match="must be picklable, but .*cannot pickle '.*' object: create it on the rank"):
+        pack(value)
+    assert os.listdir("/proc/self/fd") == before
