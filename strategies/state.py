@@ -7,7 +7,7 @@ other has written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -128,18 +128,11 @@ def restore_state(model: nn.Module, optimizers: dict[str, Optimizer], reader: Re
     if not optimizers:
         return
     names = parameter_names(model)
-    saved_optimizers = reader.meta["optimizers"]
-    if set(saved_optimizers) != set(optimizers):
-        raise KeyError(f"the checkpoint holds optimizers {sorted(saved_optimizers)}, but this run has {sorted(optimizers)}")
+    check_optimizers(optimizers, reader)
     for key, optimizer in optimizers.items():
-        saved, current = saved_optimizers[key], optimizer.state_dict()
+        saved, current = reader.meta["optimizers"][key], optimizer.state_dict()
         order = [names_of(parameter, names, key) for group in optimizer.param_groups for parameter in group["params"]]
-        groups = [unpack(group, reader.read) for group in saved["param_groups"]]
-        have = [[order[i] for i in group["params"]] for group in current["param_groups"]]
-        if [group["params"] for group in groups] != have:
-            raise ValueError(
-                f"optimizer {key!r} holds other parameters or groups than the one that was saved: {_first_difference([g['params'] for g in groups], have)}"
-            )
+        groups = saved_groups(reader, key, [[order[i] for i in group["params"]] for group in current["param_groups"]])
         index = {name: i for i, name in enumerate(order)}
         optimizer.load_state_dict(
             {
@@ -153,9 +146,8 @@ def restore_model(model: nn.Module, reader: Reader, strict: bool = True) -> None
     """Load parameters and buffers in place. With `strict` the names must be the same on both sides."""
     own = model.state_dict()
     saved = reader.meta["model"]
-    if strict and set(own) != set(saved):
-        missing, unexpected = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
-        raise KeyError(f"the checkpoint does not fit the module: it lacks {missing[:5]} and has {unexpected[:5]} besides")
+    if strict:
+        check_names(own, reader)
     extra = {}
     with torch.no_grad():
         for name, value in own.items():
@@ -164,12 +156,41 @@ def restore_model(model: nn.Module, reader: Reader, strict: bool = True) -> None
             if not isinstance(value, Tensor):
                 extra[name] = unpack(saved[name], reader.read)
                 continue
-            shape = reader.shape(f"model/{name}")
-            if tuple(shape) != tuple(value.shape):
-                raise ValueError(f"the checkpoint's {name} has shape {list(shape)}, but the module's has {list(value.shape)}")
+            check_shape(name, value.shape, reader)
             value.copy_(reader.read(f"model/{name}"))
     if extra:
         model.load_state_dict(extra, strict=False)
+
+
+def check_names(own: Iterable[str], reader: Reader) -> None:
+    """Raise KeyError where parameters and buffers of the module are other ones than those saved."""
+    have, saved = set(own), set(reader.meta["model"])
+    if have != saved:
+        missing, unexpected = sorted(have - saved), sorted(saved - have)
+        raise KeyError(f"the checkpoint does not fit the module: it lacks {missing[:5]} and has {unexpected[:5]} besides")
+
+
+def check_shape(name: str, shape: Iterable[int], reader: Reader) -> None:
+    """Raise ValueError where a parameter or buffer was saved with another global shape."""
+    saved = list(reader.shape(f"model/{name}"))
+    if saved != list(shape):
+        raise ValueError(f"the checkpoint's {name} has shape {saved}, but the module's has {list(shape)}")
+
+
+def check_optimizers(names: Iterable[str], reader: Reader) -> None:
+    """Raise KeyError where the optimizers have other names than those saved."""
+    have, saved = sorted(names), sorted(reader.meta["optimizers"])
+    if have != saved:
+        raise KeyError(f"the checkpoint holds optimizers {saved}, but this run has {have}")
+
+
+def saved_groups(reader: Reader, key: str, have: list[list[str]]) -> list[dict[str, Any]]:
+    """The saved parameter groups of optimizer `key`; `have` are the names in each group now, which must be the same."""
+    groups = [unpack(group, reader.read) for group in reader.meta["optimizers"][key]["param_groups"]]
+    saved = [group["params"] for group in groups]
+    if saved != have:
+        raise ValueError(f"optimizer {key!r} holds other parameters or groups than the one that was saved: {_first_difference(saved, have)}")
+    return groups
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
