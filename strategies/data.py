@@ -93,6 +93,7 @@ class ShardedLoader:
         """The loader as it was given."""
         self.dataset = getattr(loader, "dataset", loader)
         """The dataset of the loader; the loader itself where it has none."""
+        self._shuffle = shuffle
         self._source = _source(loader, Share(rank, size, seed, accumulate, split), shuffle)
         self._sum = sum_over_ranks
         if size > 1 and sum_over_ranks is None and self._source.counts_own:
@@ -113,6 +114,12 @@ class ShardedLoader:
             raise ValueError(f"start and limit must not be negative, but start is {start} and limit is {limit}")
         self._source.check(start)
         return self._agreed_windows(epoch, start, limit) if self._source.shards_itself else self._windows(epoch, start, limit)
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's batches of epoch 0, read apart from any `windows`; other ranks need not take part."""
+        self._source.check(0)
+        apart = _source(self.loader, self._source.share, self._shuffle)
+        return (batch for batch, num_samples, *_ in apart.pieces(0, 0, None) if num_samples)
 
     def __len__(self) -> int:
         """Micro-batches of an epoch on each rank. Raises TypeError where that is unknown."""

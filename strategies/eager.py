@@ -7,6 +7,7 @@ their gradients meet; the weights of the mean, clipping, stepping, collectives a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -216,8 +217,10 @@ class EagerStrategy(Strategy):
         if self._local_gradients:
             self._average_local_gradients(optimizer)
         if self.precision.scaler is None:
-            optimizer.step() if closure is None else optimizer.step(closure)
+            optimizer.step() if closure is None else optimizer.step(functools.partial(self._averaged, optimizer, closure))
             return True
+        if closure is not None:
+            raise ValueError("precision='16-mixed' scales gradients, and an optimizer that takes a closure would step with scaled ones; use 'bf16-mixed'")
         self._stepped = False
         self.precision.scaler.step(optimizer)
         self._scaler_used = True
@@ -306,6 +309,13 @@ class EagerStrategy(Strategy):
         return placed
 
     # ---- helpers -----------------------------------------------------------------------------------
+
+    def _averaged(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Call `closure`, which may have walked back on this rank only."""
+        loss = closure()
+        if self._local_gradients:
+            self._average_local_gradients(optimizer)
+        return loss
 
     def _average_local_gradients(self, optimizer: Optimizer) -> None:
         """Manual optimization: bring the ranks together. Averaging twice changes nothing, so order does not matter."""
