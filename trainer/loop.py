@@ -207,7 +207,7 @@ def _step_schedulers(trainer: Trainer, module: Module, interval: str) -> None:
         if config.interval != interval or (done + 1) % config.frequency:
             continue
         metric = None
-        if config.monitor is not None:
+        if config.reduce_on_plateau:
             metric = trainer.callback_metrics.get(config.monitor)
             if metric is None:
                 if config.strict:

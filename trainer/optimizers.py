@@ -27,10 +27,12 @@ class SchedulerConfig:
     """What LearningRateMonitor calls it."""
     strict: bool = True
     """Whether a missing `monitor` is an error."""
+    reduce_on_plateau: bool | None = None
+    """Whether it steps on the value of `monitor`; None: if it is a ReduceLROnPlateau."""
 
-    @property
-    def reduce_on_plateau(self) -> bool:
-        return isinstance(self.scheduler, ReduceLROnPlateau)
+    def __post_init__(self) -> None:
+        if self.reduce_on_plateau is None:
+            self.reduce_on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
 
 
 def parse(configured: Any) -> tuple[dict[str, Optimizer], list[SchedulerConfig]]:
@@ -79,13 +81,16 @@ def _scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
         unknown = sorted(set(value) - {"scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau"})
         if unknown:
             raise ValueError(f"an lr_scheduler dict may hold scheduler, interval, frequency, monitor, name and strict, but it has {', '.join(unknown)}")
-        config = SchedulerConfig(**{"monitor": monitor, **{k: v for k, v in value.items() if k != "reduce_on_plateau"}})
+        config = SchedulerConfig(**{"monitor": monitor, **value})
     else:
         config = SchedulerConfig(value, monitor=monitor)
     if config.interval not in ("epoch", "step"):
         raise ValueError(f"interval of an lr_scheduler must be 'epoch' or 'step', but interval={config.interval!r}")
     if not isinstance(config.frequency, int) or config.frequency < 1:
         raise ValueError(f"frequency of an lr_scheduler must be a whole number of at least 1, but frequency={config.frequency!r}")
+    missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(config.scheduler, name, None))]
+    if missing:
+        raise TypeError(f"a scheduler is saved with every checkpoint, but {type(config.scheduler).__name__} has no {missing[0]}; define it")
     if config.reduce_on_plateau and config.monitor is None:
-        raise ValueError("ReduceLROnPlateau needs the name of a metric: return {'scheduler': …, 'monitor': 'val/loss'}")
+        raise ValueError(f"{type(config.scheduler).__name__} needs the name of a metric: return {{'scheduler': …, 'monitor': 'val/loss'}}")
     return config
