@@ -170,9 +170,7 @@ def _evaluation_mode(module: Module) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        changed = [(child, mode) for child, mode in modes if child.training != mode]
-        if changed and all(mode for _, mode in modes):
+        if modes[0][1]:
             module.train()  # through the module's own method, which some override to swap weights
-        else:
-            for child, mode in changed:
-                child.training = mode
+        for child, mode in modes:
+            child.training = mode

@@ -73,7 +73,9 @@ def step_function(fn: Callable, num_args: int) -> Callable:
     """`fn` itself where it takes the `num_args` positional arguments that the loop gives, else `Adapted`."""
     takes = positional(fn)
     parameters = inspect.signature(fn).parameters
-    if num_args == 3 and "dataloader_idx" in parameters and parameters["dataloader_idx"].kind is inspect.Parameter.KEYWORD_ONLY:
+    kinds = inspect.Parameter
+    by_name = "dataloader_idx" in parameters and parameters["dataloader_idx"].kind is kinds.KEYWORD_ONLY
+    if num_args == 3 and (by_name or (takes is not None and takes < 3 and any(p.kind is kinds.VAR_KEYWORD for p in parameters.values()))):
         return Adapted(fn, 2 if takes is None else takes, "dataloader_idx")
     if takes is None or takes == num_args:
         return fn

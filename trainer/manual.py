@@ -1,11 +1,12 @@
-"""What `Module.optimizers()` hands to a step that optimizes by itself."""
+"""What `Module.optimizers()` and `Module.optimizer_step` get, to step by themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -23,6 +24,8 @@ class ManualOptimizer:
         trainer = self._trainer
         for hook in trainer.hooks.on_before_optimizer_step:
             hook(self.optimizer)
+        if closure is not None and trainer.world_size > 1:
+            closure = self._agreed(closure)
         if trainer.strategy.optimizer_step(trainer.placed, self.optimizer, closure):
             trainer.manually_stepped = True
 
@@ -32,5 +35,37 @@ class ManualOptimizer:
             hook(self.optimizer)
         self.optimizer.zero_grad(set_to_none)
 
+    def _agreed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """`closure` with the same loss on all ranks: a line search must end on all of them at once."""
+        trainer = self._trainer
+
+        def call() -> Any:
+            loss = closure()
+            return trainer.strategy.all_reduce(loss * trainer.batch_share, "mean") if isinstance(loss, Tensor) else loss
+
+        return call
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
+
+
+class AutomaticOptimizer:
+    """What `Module.optimizer_step` gets: its `step` is the strategy's, so that ranks and loss scaling are seen to."""
+
+    def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
+        self.optimizer = optimizer
+        self._trainer = trainer
+
+    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> None:
+        """Step with the gradients that the loop has computed; `closure` is for optimizers that move and compute them anew."""
+        if not evaluates_again(self.optimizer):
+            closure = None  # it would cost a collective, for a value that nobody reads
+        self._trainer.strategy.optimizer_step(self._trainer.placed, self.optimizer, closure)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def evaluates_again(optimizer: Optimizer) -> bool:
+    """Whether `step` may call its closure after it has moved the parameters; of torch's own optimizers only LBFGS does."""
+    return isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith("torch.")

@@ -71,7 +71,7 @@ class Module(HyperParameters, nn.Module):
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None) -> None:
         """Step `optimizer`, whose gradients are ready; the closure returns the loss and computes nothing."""
-        self._running().strategy.optimizer_step(self._running().placed, optimizer)
+        optimizer.step(optimizer_closure)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Step `scheduler`; `metric` is the value that it monitors, or None."""
@@ -221,7 +221,8 @@ class Module(HyperParameters, nn.Module):
         if isinstance(data, Mapping):
             return {key: self.all_gather(value) for key, value in data.items()}
         if isinstance(data, (list, tuple)):
-            return type(data)(self.all_gather(value) for value in data)
+            gathered = [self.all_gather(value) for value in data]
+            return type(data)(*gathered) if hasattr(data, "_fields") else type(data)(gathered)
         return gather(data if isinstance(data, Tensor) else torch.tensor(data))
 
     # ---- facts -------------------------------------------------------------------------------------

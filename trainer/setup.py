@@ -19,7 +19,7 @@ from trainer import optimizers as configured
 from trainer import snapshot
 from trainer.hooks import Hooks, overrides, step_function
 from trainer.logging import MetricStore
-from trainer.manual import ManualOptimizer
+from trainer.manual import AutomaticOptimizer, ManualOptimizer
 from trainer.module import Module
 from trainer.seeding import derive, seed_everything
 
@@ -137,7 +137,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
         seed = trainer.run_seed = checkpoint.state["seed"]
 
     overfit = trainer.overfit_batches
-    source = sources.get(module, "train")
+    source = side_by_side(sources.get(module, "train"))
     if source is None:
         raise ValueError("fit needs training data: give train_dataloaders, or a DataModule or Module with train_dataloader")
     train_loader = strategy.shard_loader(
@@ -163,20 +163,27 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
     named, schedulers = configured.parse(module.configure_optimizers())
     if module.automatic_optimization and not named:
         raise ValueError(f"{type(module).__name__}.configure_optimizers returned no optimizer; return one, or set automatic_optimization = False")
+    for config in schedulers:
+        if not callable(getattr(config.scheduler, "step", None)) and not overrides(module, "lr_scheduler_step", Module):
+            name, scheduler = type(module).__name__, type(config.scheduler).__name__
+            raise TypeError(f"{scheduler} is no scheduler of torch: it has no step, so {name} needs lr_scheduler_step; define it")
     named = strategy.attach(trainer.placed, named)
     trainer.named_optimizers, trainer.lr_scheduler_configs = named, schedulers
-    trainer.user_optimizers = [ManualOptimizer(optimizer, trainer) for optimizer in named.values()]
+    trainer.user_optimizers = [(AutomaticOptimizer if module.automatic_optimization else ManualOptimizer)(optimizer, trainer) for optimizer in named.values()]
     trainer.metrics = MetricStore(module)
     if trainer.data_rank_noise(strategy.data_rank):
         seed_everything(derive(seed, "noise", strategy.data_rank))
     if checkpoint is not None:
         snapshot.restore(trainer, module, checkpoint)
+    frozen = [child for child in module.modules() if not child.training] if module.training else []
     module.train()
+    for child in frozen:  # by the user, in a module that trains
+        child.training = False
 
     hooks, parameters = trainer.hooks, None
     if len(named) > 1 and module.automatic_optimization:
         parameters = {name: [p for group in optimizer.param_groups for p in group["params"]] for name, optimizer in named.items()}
-    reevaluates = any(isinstance(optimizer, LBFGS) for optimizer in named.values())
+    reevaluates = overrides(module, "optimizer_step", Module) or any(isinstance(optimizer, LBFGS) for optimizer in named.values())
     training_step = step_function(module.training_step, 2)
     return FitRun(
         train_loader=train_loader,
@@ -218,6 +225,44 @@ def evaluation_loaders(trainer: Trainer, sources: Any, kind: str, overfit: float
     counts = [math.inf if (n := _length(loader)) is None else n for loader in sharded]
     trainer.evaluation_batches[kind] = [n if limit is None else min(n, limit) for n, limit in zip(counts, trainer.evaluation_limits[kind], strict=True)]
     return sharded
+
+
+def side_by_side(source: Any) -> Any:
+    """A dict or list of training loaders as one loader; anything else as it is."""
+    several = isinstance(source, Mapping) or (isinstance(source, (list, tuple)) and bool(source) and all(_is_loader(item) for item in source))
+    return SideBySide(source) if several else source
+
+
+class SideBySide:
+    """Batches of several loaders in a dict or list; a shorter loader starts again until the longest ends."""
+
+    def __init__(self, loaders: Any) -> None:
+        self.loaders = loaders
+        """A dict or a list of loaders."""
+
+    def __iter__(self) -> Iterator[Any]:
+        named = self.loaders if isinstance(self.loaders, Mapping) else dict(enumerate(self.loaders))
+        running = {name: iter(loader) for name, loader in named.items()}
+        ended: set[Any] = set()
+        while True:
+            batches = {}
+            for name, batch_source in running.items():
+                batch = next(batch_source, _END)
+                if batch is _END:
+                    ended.add(name)
+                    if len(ended) == len(named):
+                        return
+                    running[name] = iter(named[name])
+                    batch = next(running[name])
+                batches[name] = batch
+            yield batches if isinstance(self.loaders, Mapping) else list(batches.values())
+
+    def __len__(self) -> int:
+        """Raises TypeError where the length of one is unknown."""
+        return max(len(loader) for loader in (self.loaders.values() if isinstance(self.loaders, Mapping) else self.loaders))
+
+
+_END = object()
 
 
 def limit_of(wanted: float | int | None, total: int | None, name: str) -> int | None:
@@ -266,24 +311,34 @@ def _own_step(trainer: Trainer, module: Module, training_step: Callable) -> Call
     if not own and not any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
         return None
 
+    names = {id(optimizer): name for name, optimizer in trainer.named_optimizers.items()}
+    handles = dict(zip(names, trainer.user_optimizers, strict=True))
+
+    def mark(*_: Any) -> None:
+        trainer.manually_stepped = True
+
+    for optimizer in trainer.optimizers if own else ():
+        optimizer.register_step_post_hook(mark)  # only the user's method knows whether it steps
+
     def step(optimizer: Optimizer, window: Window) -> bool:
         calls = 0
 
         def closure() -> Tensor:
             nonlocal calls
             calls += 1
-            return window_loss(trainer, window, training_step, again=calls > 1)
+            gone = all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+            return window_loss(trainer, window, training_step, names[id(optimizer)], again=calls > 1 or gone)
 
         if own:
-            module.optimizer_step(trainer.current_epoch, window.micro_batches[-1].batch_idx, optimizer, closure)
-            return True
+            module.optimizer_step(trainer.current_epoch, window.micro_batches[-1].batch_idx, handles[id(optimizer)], closure)
+            return trainer.manually_stepped
         return strategy.optimizer_step(placed, optimizer, closure if isinstance(optimizer, LBFGS) else None)
 
     return step
 
 
-def window_loss(trainer: Trainer, window: Window, training_step: Callable, again: bool) -> Tensor:
-    """The loss of a window for optimizers that ask for it, equal on all ranks; `again` computes it and its gradient anew."""
+def window_loss(trainer: Trainer, window: Window, training_step: Callable, name: str, again: bool) -> Tensor:
+    """The loss of a window for the optimizer `name` that asks for it, equal on all ranks; `again` computes it and its gradient anew."""
     if again:
         logged, trainer.metrics = trainer.metrics, MetricStore()
         logged_weight = logged.weight
@@ -296,7 +351,9 @@ def window_loss(trainer: Trainer, window: Window, training_step: Callable, again
     total = torch.zeros((), dtype=torch.float64)
     count = 0.0
     for micro_batch in window.micro_batches:
-        value, numerator, counted = split_loss(micro_batch.output, micro_batch.num_samples)
+        output = micro_batch.output
+        own = output[name] if isinstance(output, Mapping) and "loss" not in output else output
+        value, numerator, counted = split_loss(own, micro_batch.num_samples)
         if value is not None:
             total = total + value.detach().double().cpu() * numerator
             count += counted
