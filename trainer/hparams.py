@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -34,6 +36,11 @@ class HyperParameters:
         """The saved hyperparameters, a dict with attribute access; empty before `save_hyperparameters`."""
         return self.__dict__.setdefault("_hparams", Namespace())
 
+    @property
+    def hparams_name(self) -> str | None:
+        """The argument of `__init__` that was given to `save_hyperparameters` as a whole, where one was."""
+        return self.__dict__.get("_hparams_name")
+
     def save_hyperparameters(self, *names: Any, ignore: str | list[str] | tuple[str, ...] | None = None, logger: bool = True) -> None:
         """Keep the arguments that `__init__` was called with, or those in `names`; call it in `__init__`.
 
@@ -47,7 +54,9 @@ class HyperParameters:
         if names and not all(isinstance(name, str) for name in names):
             values: dict[str, Any] = {}
             for value in names:
-                values.update(value if isinstance(value, dict) else vars(value))
+                values.update(_plain(value) if isinstance(value, Mapping) else vars(value))
+            given = _init_arguments(self, caller)
+            self.__dict__["_hparams_name"] = next((name for name, value in given.items() if len(names) == 1 and value is names[0]), None)
         else:
             values = _init_arguments(self, caller)
             unknown = [name for name in names if name not in values]
@@ -58,6 +67,12 @@ class HyperParameters:
             values = {name: value for name, value in values.items() if not names or name in names}
         self.__dict__["_log_hparams"] = logger
         self.hparams.update({name: value for name, value in values.items() if name not in skipped})
+
+
+def _plain(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`value` without the containers of omegaconf, which a checkpoint does not take."""
+    omegaconf = sys.modules.get("omegaconf")
+    return omegaconf.OmegaConf.to_container(value, resolve=True) if omegaconf is not None and omegaconf.OmegaConf.is_config(value) else value
 
 
 def _init_arguments(owner: Any, frame: FrameType | None) -> dict[str, Any]:
@@ -74,7 +89,7 @@ def _init_arguments(owner: Any, frame: FrameType | None) -> dict[str, Any]:
         elif found:
             break
         frame = frame.f_back
-    return {name: value for name, value in found.items() if name not in ("args", "kwargs", "__class__")}
+    return found
 
 
 def _keyword_only(code: Any) -> list[str]:

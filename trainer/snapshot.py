@@ -7,6 +7,7 @@ rank      random streams, running sums of metrics, data position of one rank
 
 from __future__ import annotations
 
+import inspect
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ def save(trainer: Trainer, module: Module, path: str | Path) -> Path:
             "datamodule": pack(trainer.datamodule.state_dict(), "datamodule/state", kept) if trainer.datamodule is not None else {},
             "module": pack(extra, "module/extra", kept),
             "hyperparameters": pack(dict(module.hparams), "module/hparams", kept),
+            "hyperparameters_name": module.hparams_name,
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "world_size": strategy.world_size,
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -103,8 +105,12 @@ def restore(trainer: Trainer, module: Module, checkpoint: Checkpoint) -> None:
 def load_module(cls: Any, path: str | Path, map_location: Any, strict: bool, overrides: dict[str, Any]) -> Any:
     """`Module.load_from_checkpoint`."""
     checkpoint = Checkpoint.open(path)
-    hparams = unpack(checkpoint.state.get("hyperparameters", {}), checkpoint.read)
-    module = cls(**{**hparams, **overrides})
+    hparams, name = unpack(checkpoint.state.get("hyperparameters", {}), checkpoint.read), checkpoint.state.get("hyperparameters_name")
+    saved = {name: hparams} if name is not None else hparams
+    takes = inspect.signature(cls).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):  # a base class may have been given more
+        saved = {key: value for key, value in saved.items() if key in takes}
+    module = cls(**saved | overrides)
     module.configure_model()
     with _refused(path):
         restore_model(module, checkpoint, strict)

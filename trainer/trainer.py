@@ -21,6 +21,7 @@ import strategies
 from callbacks.base import Callback, Logger
 from strategies import Strategy
 from strategies.base import Note
+from strategies.state import pack
 from trainer import checkpoint as files
 from trainer import evaluation, loop, snapshot
 from trainer.checkpoint import Checkpoint, CheckpointError
@@ -527,6 +528,8 @@ class Trainer:
                 empty = False
             if empty:
                 raise ValueError("train_dataloaders is empty: its dataset has no sample, or drop_last drops its only batch")
+        if self.checkpoint_callback is not None:
+            _check_savable(module)
         if self.loggers or self.checkpoint_callback is not None:
             _check_writable(self.default_root_dir)
 
@@ -684,6 +687,14 @@ def _check_unique(callbacks: list[Callback]) -> None:
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
         raise ValueError(f"two callbacks have the same state_key {twice!r}, so one would load the other's state; give one another state_key")
+
+
+def _check_savable(module: Module) -> None:
+    for name, value in module.hparams.items():
+        try:
+            pack(value, name, {})
+        except TypeError as error:
+            raise TypeError(f"hyperparameter {name!r} cannot be saved: {error}; leave it out with save_hyperparameters(ignore=[{name!r}])") from None
 
 
 def _check_writable(folder: str) -> None:
