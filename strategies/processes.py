@@ -77,7 +77,7 @@ def launch(fn: Callable[..., T], args: tuple[Any, ...], num_ranks: int, *, grace
     num_ranks threads each unless OMP_NUM_THREADS is set, without standard input, and find their place by `environment.detect()`.
 
     The exception of a rank is raised here as itself, its traceback there as the cause; a rank that was killed or just exited raises
-    RankFailure. The other ranks then get SIGTERM and after 2 s SIGKILL; nothing is left when `launch` ends, in whichever way.
+    RankFailure. The other ranks then get SIGTERM and after 2 s SIGKILL, and so do processes that failed ranks have started.
     Called in the main thread, SIGINT and SIGTERM are passed on to the ranks, which may finish their way within `grace_s` seconds;
     a third signal kills them. Raises TypeError for what cannot be pickled, ValueError for `num_ranks` out of 1 to 200.
     """
@@ -107,6 +107,7 @@ class _Ranks:
         self.folder = Path(folder)
         self.running = set(range(num_ranks))
         self.silent = set(self.running)  # have not reported how their work went
+        self.open = set(self.running)  # may still report
         self.result: Any = None
         self.failures: list[Failure] = []
         self.passed_on: list[int] = []  # signals that the launcher got
@@ -117,6 +118,8 @@ class _Ranks:
             Path(folder, f"{rank}.fatal").touch()
         pairs = [socket.socketpair() for _ in range(1 + num_ranks)]
         self.control, *self.channels = (ours for ours, _ in pairs)
+        for channel in self.channels:
+            channel.setblocking(False)
         null = os.open(os.devnull, os.O_WRONLY)
         try:
             outputs = [fd if _is_open(fd) else null for fd in (1, 2)]
@@ -139,8 +142,8 @@ class _Ranks:
                         self.sent.append(cleanup)
                         self._send(cleanup)
                 timeout = min(at - now for at in (now + 1.0, self.terminate_at, self.kill_at) if at > now)
-                ready: list[Any] = select.select([self.control, *(self.channels[rank] for rank in self.silent)], [], [], timeout)[0]
-                for rank in [rank for rank in self.silent if self.channels[rank] in ready]:
+                ready: list[Any] = select.select([self.control, *(self.channels[rank] for rank in self.open)], [], [], timeout)[0]
+                for rank in [rank for rank in self.open if self.channels[rank] in ready]:
                     self._hear(rank, grace_s)
                 if self.control in ready:
                     self._hear_ends(grace_s)
@@ -182,24 +185,25 @@ class _Ranks:
             self.control.send(bytes([signum]))
 
     def _hear(self, rank: int, grace_s: float) -> None:
-        """Take the report of a rank; a rank whose channel closes without one is dying, and its end will tell how."""
-        with suppress(OSError):
-            kind, fds, _, _ = socket.recv_fds(self.channels[rank], 1, 1)
-            if not kind:
-                time.sleep(0.001)  # until the server says so
-                return
-            self.silent.discard(rank)
-            try:
-                outcome = unpack(fds[0])
-            except Exception as error:
-                outcome = Failure(rank, time.monotonic(), *read_phase(self.folder / f"{rank}.phase"), message="")
-                outcome.message = f"rank {rank} returned what cannot be unpickled in the launcher ({type(error).__name__}: {error}): return data"
-            finally:
-                os.close(fds[0])
-            if isinstance(outcome, Failure):
-                self._note(outcome, grace_s)
-            elif rank == 0:
-                self.result = outcome
+        """Take the report of a rank. Where its channel closes without one, its end will tell."""
+        self.open.discard(rank)
+        fds: list[int] = []
+        with suppress(OSError):  # nothing there: processes that the rank forked may hold its channel open
+            _, fds, _, _ = socket.recv_fds(self.channels[rank], 1, 1)
+        if not fds:
+            return
+        self.silent.discard(rank)
+        try:
+            outcome = unpack(fds[0])
+        except Exception as error:
+            outcome = Failure(rank, time.monotonic(), *read_phase(self.folder / f"{rank}.phase"), message="")
+            outcome.message = f"rank {rank} returned what cannot be unpickled in the launcher ({type(error).__name__}: {error}): return data"
+        finally:
+            os.close(fds[0])
+        if isinstance(outcome, Failure):
+            self._note(outcome, grace_s)
+        elif rank == 0:
+            self.result = outcome
 
     def _hear_ends(self, grace_s: float) -> None:
         data = self.control.recv(4096)
@@ -209,7 +213,7 @@ class _Ranks:
             raise RankFailure(_server_died(self.server))
         for rank, exitcode in forkserver.END.iter_unpack(data):
             self.running.discard(rank)
-            if rank in self.silent:
+            if rank in self.open:
                 self._hear(rank, grace_s)  # a report may have come just before the end
             if rank in self.silent:
                 self.silent.discard(rank)

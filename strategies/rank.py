@@ -243,6 +243,8 @@ def cut(text: str) -> str:
     """The text with its middle left out where it is long."""
     lines = [line if len(line) <= _MAX_LINE_LENGTH else line[:_MAX_LINE_LENGTH] + " ..." for line in text.rstrip().splitlines()]
     if len(lines) > _MAX_TRACEBACK_LINES:
+        lines = [line for line in lines if line.strip(" ^~")]  # the markers under the code go first
+    if len(lines) > _MAX_TRACEBACK_LINES:
         head = 6
         tail = _MAX_TRACEBACK_LINES - head - 1
         lines = [*lines[:head], f"  ... {len(lines) - head - tail} lines cut ...", *lines[-tail:]]
