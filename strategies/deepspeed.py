@@ -1,0 +1,633 @@
+"""Optimizer state, gradients and parameters cut over the ranks: ZeRO stages 1, 2 and 3 of DeepSpeed's own engine."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib.util
+import io
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.base import Agreement, Loss, split_loss
+from strategies.data import MicroBatch, ShardedLoader, Window
+from strategies.eager import EagerStrategy
+from strategies.state import Reader, Shard, State, check_names, check_optimizers, check_shape, names_of, pack, parameter_names, saved_groups, unpack
+
+ELEMENTWISE = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+"""torch's optimizers that treat each element by itself, so that it does not matter where tensors are cut."""
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+class DeepSpeed(EagerStrategy):
+    """Data parallelism whose ranks each keep a part of what DDP keeps whole, on DeepSpeed's engine.
+
+    The engine steps the one optimizer that `configure_optimizers` returns, which must treat each element by
+    itself. It computes in float32 ("32-true"), in float32 under autocast ("bf16-mixed"), or in bfloat16 with
+    float32 master weights ("bf16-true").
+
+    `stage`: 1 cuts the optimizer state, 2 (the default) the gradients too, 3 the parameters too.
+    `offload_optimizer`: keep optimizer state and master weights in host memory, and step there.
+    `offload_parameters`: keep each rank's part of the parameters in host memory (stage 3).
+    `config`: DeepSpeed's configuration, a dict or the path of its JSON file. What it says of batch sizes,
+        accumulation, precision and the options above must agree with the run; its `gradient_clipping` holds
+        where the run clips nothing itself.
+    `timeout_s`: seconds that a collective waits for the other ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        stage: int | None = None,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        config: Mapping[str, Any] | str | Path | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        super().__init__()
+        if stage not in (None, 1, 2, 3):
+            raise ValueError(f"stage must be 1, 2 or 3, but stage={stage!r}")
+        self.timeout_s = timeout_s
+        self._stage, self._offload_optimizer, self._offload_parameters = stage, offload_optimizer, offload_parameters
+        self._source = config
+        self._config: dict[str, Any] = {}
+        self._given_batches: dict[str, int] = {}
+        self._given_clip: float | None = None
+        self._batches: tuple[int, int | None] | None = None
+        self._attached = self._clipped = self._steps = False
+
+    # ---- 1. processes and devices ----------------------------------------------------------------
+
+    def configure(self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true") -> None:
+        super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ImportError("strategy='deepspeed' needs the package deepspeed; install it with `pip install 'lockstep[deepspeed]'`")
+        if self.precision.name not in PRECISIONS:
+            raise ValueError(f"DeepSpeed keeps float32 weights, or bfloat16 ones with float32 masters, so precision must be one of {', '.join(PRECISIONS)}, but precision={precision!r}")
+        config = _read(self._source)
+        self._config = _agreed(config, self._stage, self._offload_optimizer, self._offload_parameters, self.precision.name)
+        self._given_batches = {key: value for key in BATCH_KEYS if (value := self._config.pop(key, "auto")) != "auto"}
+        clip = self._config.pop("gradient_clipping", "auto")
+        self._given_clip = None if clip in ("auto", 0, None) else float(clip)
+
+    def setup(self) -> None:
+        super().setup()
+        # torch 2.13 renamed collectives that DeepSpeed calls by their old names, several times a step.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+        if self.world_size == 1 and not dist.is_initialized():  # the engine wants a group, if only of one
+            dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def teardown(self) -> None:
+        self._attached = self._clipped = self._steps = False
+        self._batches = None
+        super().teardown()
+        if "deepspeed.utils.groups" in sys.modules:  # the next engine of this process must not find groups that are gone
+            sys.modules["deepspeed.utils.groups"]._release_process_group_references()
+
+    def place(self, model: nn.Module) -> nn.Module:
+        return _Step(self.precision.convert(model).to(self.device))
+
+    def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+        """Build the engine: from here on parameters, gradients and optimizer state are cut."""
+        assert isinstance(placed, _Step)
+        if len(optimizers) != 1:
+            raise ValueError(
+                f"DeepSpeed's engine steps one optimizer, but configure_optimizers returned {len(optimizers)} ({', '.join(optimizers)}); "
+                "return one, with parameter groups where rates differ, or use strategy='ddp'"
+            )
+        ((key, optimizer),) = optimizers.items()
+        kind = type(optimizer)
+        config = copy.deepcopy(self._config)
+        if not (kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE) and not config.get("zero_allow_untested_optimizer"):
+            raise ValueError(
+                f"ZeRO hands the optimizer flat pieces of the parameters, which is exact only if it treats each element by itself; of {kind.__name__} that is not known: "
+                f"use one of {', '.join(ELEMENTWISE)}, or set zero_allow_untested_optimizer to true in DeepSpeed's config"
+            )
+        names = parameter_names(placed.model)
+        placed.groups = [[names_of(p, names, key) for p in group["params"]] for group in optimizer.param_groups]
+        trained = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+        if [] in trained:
+            raise ValueError(f"group {trained.index([])} of the optimizer has no trainable parameter, and ZeRO has nothing to cut there; leave the group out")
+        self._attached = True
+        self._check_batches()
+        # Windows are weighted and gradients clipped here.
+        config |= {"zero_allow_untested_optimizer": True, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+        size = sum(p.numel() for group in trained for p in group)
+        config["zero_optimization"].setdefault("reduce_bucket_size", min(500_000_000, size))  # the engine keeps a buffer of that many elements
+        placed.attach(_engine(placed, optimizer, config, self.device), [p for group in trained for p in group])
+        optimizer.register_step_pre_hook(self._only_through_the_engine)
+        return optimizers
+
+    # ---- 2. gradient sync ------------------------------------------------------------------------
+
+    def forward_backward(
+        self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, *, micro_batches: Iterable[MicroBatch] | None = None, automatic: bool = True, **options: Any
+    ) -> Agreement:
+        assert isinstance(placed, _Step)
+        if not automatic:
+            raise ValueError("DeepSpeed's engine decides when gradients meet, so it cannot optimize manually; set automatic_optimization = True, or use strategy='ddp'")
+        placed.begin_window()
+        agreement = super().forward_backward(placed, step_fn, window, micro_batches=placed.each(window, micro_batches), **options)
+        self._clipped = False
+        if agreement.count:
+            placed.check_unused()
+        else:
+            placed.forget_gradients()
+        return agreement
+
+    def evaluate(self, placed: nn.Module, step_fn: Callable[..., Any], micro_batch: MicroBatch, *args: Any, **options: Any) -> Any:
+        assert isinstance(placed, _Step)
+        if placed.engine is None or placed.stage < 3:
+            return super().evaluate(placed, step_fn, micro_batch, *args, **options)
+        with self.precision.autocast(self.device):
+            output = placed.evaluate(functools.partial(step_fn, micro_batch.batch, *args))  # gathers parameters, so padding runs too
+        return output if micro_batch.num_samples else None
+
+    def backward(self, placed: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
+        raise RuntimeError("DeepSpeed's engine decides when gradients meet, so there is no manual backward; return the loss from training_step, or use strategy='ddp'")
+
+    def clip_gradients(self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
+        if self._given_clip is not None and (value, algorithm) != (self._given_clip, "norm"):
+            raise ValueError(
+                f"DeepSpeed's config has gradient_clipping={self._given_clip} (by norm), but the run has gradient_clip_val={value} and gradient_clip_algorithm={algorithm!r}; drop one of them"
+            )
+        self._clipped = True
+        gradients = self._gradients(placed)
+        if algorithm != "norm":
+            torch._foreach_clamp_min_(gradients, -value)
+            torch._foreach_clamp_max_(gradients, value)
+            return None
+        norm = self.all_reduce(torch.nn.utils.get_total_norm(gradients).double().square()).sqrt()
+        torch._foreach_mul_(gradients, (value / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].dtype))
+        return norm.float()
+
+    def optimizer_step(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        assert isinstance(placed, _Step)
+        if closure is not None:
+            raise ValueError(f"DeepSpeed's engine steps without a closure, which {type(optimizer).__name__} needs; use strategy='ddp'")
+        if self._given_clip is not None and not self._clipped:
+            self.clip_gradients(placed, optimizer, self._given_clip)
+        self._steps = True
+        try:
+            placed.engine.step()
+        finally:
+            self._steps = False
+        return placed.engine.was_step_applied()
+
+    # ---- 3. sampler seeding ----------------------------------------------------------------------
+
+    def shard_loader(self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False) -> ShardedLoader:
+        sharded = super().shard_loader(loader, seed=seed, shuffle=shuffle, accumulate=accumulate, split=split)
+        if self._batches is None:  # the first loader is the one to train on; without an optimizer nobody trains
+            self._batches = accumulate, sharded.batch_size
+            self._check_batches()
+        return sharded
+
+    # ---- 4. checkpointing ------------------------------------------------------------------------
+
+    def state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> State:
+        """Each rank contributes its rows of every tensor; the tensors are gathered one at a time."""
+        assert isinstance(placed, _Step)
+        if placed.engine is None:
+            return super().state_dict(placed, optimizers)
+        state, shared = State(), State()  # `shared`: what all ranks hold alike, rank 0 writes
+        model: dict[str, Any] = {}
+        for name, value in placed.model.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor):
+                self._contribute(state, f"model/{name}", placed.whole(value))
+                model[name] = None
+            else:
+                model[name] = pack(value, f"model/{name}", shared.tensors)
+        ((key, optimizer),) = optimizers.items()
+        entries: dict[str, Any] = {}
+        for name, parameter in placed.named_trained():
+            for k, v in optimizer.state.get(placed.flat(parameter), {}).items():
+                full = f"optimizer/{key}/{name}/{k}"
+                if isinstance(v, Tensor) and v.dim():
+                    self._contribute(state, full, placed.whole(parameter, v))
+                    v = {"$tensor": full}
+                else:
+                    v = pack(v, full, shared.tensors)
+                entries.setdefault(name, {})[k] = v
+        groups = [{**group, "params": names} for group, names in zip(optimizer.param_groups, placed.groups, strict=True)]
+        packed = [pack(group, f"optimizer/{key}/group{i}", shared.tensors) for i, group in enumerate(groups)]
+        state.meta = {"model": model, "optimizers": {key: {"param_groups": packed, "state": entries}}}
+        if self.rank == 0:
+            state.tensors.update(shared.tensors)
+        return state
+
+    def load_state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+        """Each rank reads its own pieces only."""
+        assert isinstance(placed, _Step)
+        if placed.engine is None:
+            return super().load_state_dict(placed, optimizers, state)
+        own = placed.model.state_dict(keep_vars=True)
+        check_names(own, state)
+        extra = {}
+        with torch.no_grad():
+            for name, value in own.items():
+                if isinstance(value, Tensor):
+                    check_shape(name, placed.shape(value), state)
+                    placed.fill(value, functools.partial(_read_range, state, f"model/{name}", placed.shape(value)))
+                else:
+                    extra[name] = unpack(state.meta["model"][name], state.read)
+            if extra:
+                placed.model.load_state_dict(extra, strict=False)
+            if optimizers:
+                ((key, optimizer),) = optimizers.items()
+                check_optimizers(optimizers, state)
+                for group, saved in zip(optimizer.param_groups, saved_groups(state, key, placed.groups), strict=True):
+                    group.update({name: value for name, value in saved.items() if name != "params"})
+                self._load_optimizer(placed, optimizer, key, state)
+            placed.refresh()
+
+    # ---- what the base class asks ------------------------------------------------------------------
+
+    def _runner(self, placed: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
+        assert isinstance(placed, _Step) and step_fn is not None
+        return functools.partial(placed.step, step_fn)
+
+    def _padding(self, placed: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+        assert isinstance(placed, _Step)
+        return functools.partial(placed.weightless_step, step_fn)
+
+    def _gradients(self, placed: nn.Module) -> list[Tensor]:
+        assert isinstance(placed, _Step)
+        return placed.gradients()
+
+    def _user_model(self, placed: nn.Module) -> nn.Module:
+        assert isinstance(placed, _Step)
+        return placed.model
+
+    # ---- helpers -----------------------------------------------------------------------------------
+
+    def _check_batches(self) -> None:
+        """Compare DeepSpeed's config with the loader, once both are known."""
+        if not self._attached or self._batches is None:
+            return
+        accumulate, size = self._batches
+        ours: dict[str, tuple[str, float | None]] = {
+            "gradient_accumulation_steps": ("accumulate_grad_batches", accumulate),
+            "train_batch_size": ("samples of all ranks in a step", size),
+            "train_micro_batch_size_per_gpu": ("samples of a rank in a micro-batch", size and size / accumulate / self.data_size),
+        }
+        for key, theirs in self._given_batches.items():
+            what, value = ours[key]
+            if value is not None and theirs != value:
+                raise ValueError(f"DeepSpeed's config has {key}={theirs}, but the run has {what}={value:g}; drop the key from the config, or give the run the same")
+
+    def _only_through_the_engine(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._steps:
+            raise RuntimeError(f"{type(optimizer).__name__}.step was called, but under DeepSpeed the engine steps it; call the module's own optimizer_step (super().optimizer_step(...)) instead")
+
+    def _contribute(self, state: State, name: str, whole: Tensor) -> None:
+        """Add this rank's rows of a tensor that all ranks hold."""
+        shape = tuple(whole.shape)
+        rows = shape[0] if shape and whole.numel() else 1
+        first, last = self.rank * rows // self.world_size, (self.rank + 1) * rows // self.world_size
+        if first < last:
+            mine = whole[first:last] if rows > 1 else whole
+            state.tensors[name] = Shard(mine.detach().to("cpu", copy=True), shape, (first, *[0] * len(shape))[: len(shape)])
+
+    def _load_optimizer(self, placed: _Step, optimizer: Optimizer, key: str, state: Reader) -> None:
+        """Put saved optimizer state, a tensor a parameter, into the flat tensors that the engine steps."""
+        saved = state.meta["optimizers"][key]["state"]
+        if not saved:
+            return
+        optimizer.state.clear()
+        for name, parameter in placed.named_trained():
+            if name not in saved:
+                raise ValueError(f"the checkpoint holds optimizer state of other parameters, but none of {name}, and ZeRO steps them together; go on under the strategy that saved it")
+            shape, flat = placed.shape(parameter), placed.flat(parameter)
+            entry = optimizer.state[flat]
+            for k, v in saved[name].items():
+                full = f"optimizer/{key}/{name}/{k}"
+                if isinstance(v, dict) and "$tensor" in v and k != "step" and tuple(state.shape(full)) == shape:
+                    if k not in entry:
+                        entry[k] = torch.zeros_like(flat)
+                    placed.fill(parameter, functools.partial(_read_range, state, full, shape), entry[k])
+                    continue
+                value = unpack(v, state.read)
+                if isinstance(value, Tensor) and (optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")):
+                    value = value.to(flat.device)
+                if not bool(entry.setdefault(k, value) == value):
+                    raise ValueError(f"the checkpoint's {k} of {name} is {value}, but {entry[k]} of other parameters, and ZeRO keeps one for all; go on under the strategy that saved it")
+
+
+class _Step(nn.Module):
+    """What the engine wraps: a module whose forward is a step of the user's module. Knows where the engine keeps what it cuts.
+
+    The step and its output pass by the engine's hooks, which would take batches and outputs apart; only the loss goes through them.
+    """
+
+    engine: Any = None
+    call: Callable[[], Any]
+    output: Any
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.groups: list[list[str]] = []
+        """Names of the parameters in each group of the optimizer."""
+
+    def attach(self, engine: Any, trained: list[nn.Parameter]) -> None:
+        self.__dict__["engine"] = engine  # no child: the engine holds this module
+        self.stage = int(engine.zero_optimization_stage())
+        self.trained = trained
+        self.offloads = engine.zero_cpu_offload()
+        self.kept = [flat.grad for flat in self.flats()]
+        self.order = _GradientOrder(trained)
+
+    # ---- a window --------------------------------------------------------------------------------
+
+    def begin_window(self) -> None:
+        optimizer = self.engine.optimizer
+        if self.stage == 3:
+            optimizer.grad_partitions_flat_buffer.zero_()  # a parameter without gradient would be stepped by its last one
+        elif self.offloads:
+            for flat, gradient in zip(self.flats(), self.kept, strict=True):
+                flat.grad = gradient  # the optimizer's own zero_grad has dropped the buffers that the engine copies into
+
+    def each(self, window: Window, micro_batches: Iterable[MicroBatch] | None) -> Iterator[MicroBatch]:
+        """The micro-batches, telling the engine which one ends the window: it must not count them itself."""
+        last = len(window.micro_batches) - 1
+        for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
+            self.engine.set_gradient_accumulation_boundary(i == last)
+            yield micro_batch
+
+    def step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Any:
+        self.call, self.evaluates = functools.partial(step_fn, batch, batch_idx), False
+        value = self.engine()
+        return _with_loss(self._taken(), value)
+
+    def weightless_step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Loss:
+        """Padding: gradients are exchanged in every micro-batch, in the order in which they arise."""
+        value: Any = split_loss(self.step(step_fn, batch, batch_idx), 0)[0]
+        return Loss(value * 0, 0)
+
+    def evaluate(self, call: Callable[[], Any]) -> Any:
+        self.call, self.evaluates = call, True
+        self.engine()
+        return self._taken()
+
+    def forward(self) -> Tensor | None:
+        self.output = self.call()
+        if self.evaluates:
+            return None
+        return self._no_loss() if self.output is None else split_loss(self.output, 0)[0]
+
+    def _taken(self) -> Any:
+        """The output of the step, which must not be kept alive here."""
+        output = self.output
+        del self.output, self.call
+        return output
+
+    def _no_loss(self) -> Tensor:
+        """Zero, from which a walk back gives zero gradients in the order in which the other ranks' arise."""
+        if self.stage == 3:
+            raise RuntimeError("training_step returned None, but under ZeRO-3 every rank must run the model on every micro-batch, to gather its parameters; return Loss(total * 0, 0) for no weight")
+        if not self.order.found and self.stage == 2:
+            raise RuntimeError("training_step returned None for the first micro-batch of a rank, but under ZeRO-2 it must show the order of the gradients; return Loss(total * 0, 0) for no weight")
+        total = torch.zeros((), device=self.trained[0].device)
+        for parameter in reversed(self.order.found or self.trained):
+            total = total + parameter.sum() * 0  # autograd reaches what is added last first
+        return total
+
+    def check_unused(self) -> None:
+        """Raise RuntimeError where the first window left parameters without gradient: ZeRO would step them all the same."""
+        if self.order.closed or not self.order.found:
+            return
+        self.order.close()
+        found = {id(p) for p in self.order.found}
+        unused = [name for name, p in self.named_trained() if id(p) not in found]
+        if unused:
+            shown = ", ".join(unused[:10]) + (f" and {len(unused) - 10} more" if len(unused) > 10 else "")
+            raise RuntimeError(f"these parameters got no gradient in a step, but ZeRO steps them with the others: {shown}; use them in training_step, or freeze them (requires_grad=False)")
+
+    def forget_gradients(self) -> None:
+        """A window that counts nothing is not stepped: the next one must not add to it."""
+        self.engine.optimizer.zero_grad()
+        if self.stage < 3:
+            self.engine.optimizer.micro_step_id = -1
+
+    # ---- where things are ------------------------------------------------------------------------
+
+    def flats(self) -> list[Tensor]:
+        """This rank's pieces of the weights as the optimizer steps them, several parameters in one tensor."""
+        optimizer = self.engine.optimizer
+        return optimizer.fp32_partitioned_groups_flat if self.stage == 3 else optimizer.single_partition_of_fp32_groups
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's pieces of the global gradient, once a window is through."""
+        if self.offloads:
+            return [flat.grad for flat in self.flats()]  # type: ignore[misc]
+        return [gradient for group in self.engine.optimizer.averaged_gradients.values() for gradient in group]
+
+    def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that the optimizer steps, by canonical name, in the optimizer's order."""
+        parameters = dict(self.model.named_parameters())
+        return ((name, parameters[name]) for group in self.groups for name in group if parameters[name].requires_grad)
+
+    def shape(self, tensor: Tensor) -> tuple[int, ...]:
+        return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+    def flat(self, parameter: nn.Parameter) -> Tensor:
+        """The flat tensor of this rank for the parameter's group; optimizer state is kept under it."""
+        if self.stage == 3:
+            optimizer = self.engine.optimizer
+            return self.flats()[optimizer.grad_position[optimizer.get_param_id(parameter)][0]]
+        return self.flats()[self.engine.optimizer._get_param_group_idx(parameter)]
+
+    def whole(self, tensor: Tensor, state: Tensor | None = None) -> Tensor:
+        """All of a parameter or buffer, or of `state` (a tensor like `flat`) of a parameter. Every rank calls it."""
+        piece = self._piece(tensor, state)
+        if piece is None:
+            return tensor.detach()
+        shape = self.shape(tensor)
+        buffer = torch.zeros(math.prod(shape), dtype=piece.source.dtype, device=self.engine.device)
+        buffer[piece.offset : piece.offset + piece.source.numel()] = piece.source.detach().to(buffer.device)
+        dist.all_reduce(buffer)
+        return buffer.view(shape)
+
+    def fill(self, tensor: Tensor, read: Callable[[int, int], Tensor], state: Tensor | None = None) -> None:
+        """Copy into this rank's piece what `read(offset, numel)` gives of the flattened tensor."""
+        piece = self._piece(tensor, state)
+        if piece is None:
+            tensor.copy_(read(0, tensor.numel()).view(tensor.shape))
+        elif piece.source.numel():
+            piece.source.copy_(read(piece.offset, piece.source.numel()))
+
+    def refresh(self) -> None:
+        """Let the parameters that the model computes with follow the weights that the optimizer steps. Every rank calls it."""
+        optimizer = self.engine.optimizer
+        if self.stage < 3:
+            optimizer.update_lp_params()
+            return
+        for low, high in zip(optimizer.fp16_partitioned_groups_flat, self.flats(), strict=True):
+            low.copy_(high)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+    def _piece(self, tensor: Any, state: Tensor | None) -> _Piece | None:
+        """This rank's piece of a tensor, or None where every rank holds all of it."""
+        optimizer, rank = self.engine.optimizer, dist.get_rank()
+        if self.stage == 3:
+            if not hasattr(tensor, "ds_id"):
+                return None
+            source = tensor.ds_tensor
+            if optimizer.get_param_id(tensor) in optimizer.grad_position:
+                index, begin, numel = optimizer.grad_position[optimizer.get_param_id(tensor)]
+                source = (self.flats()[index] if state is None else state)[begin : begin + numel]
+            offset = rank * source.numel()
+            return _Piece(source[: max(0, tensor.ds_numel - offset)], offset)
+        if not hasattr(tensor, "_hp_mapping"):
+            return None
+        mapping = tensor._hp_mapping
+        if mapping is None:
+            return _Piece(self.flats()[0][:0], 0)
+        at, numel = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+        return _Piece((self.flats()[mapping.param_group_index] if state is None else state)[at : at + numel], mapping.lp_fragment_address.start)
+
+
+class _Piece(NamedTuple):
+    source: Tensor
+    """A flat view of what this rank holds."""
+    offset: int
+    """Where it begins in the flattened tensor."""
+
+
+class _GradientOrder:
+    """Notes in which order gradients arise, until it is closed."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.found: list[nn.Parameter] = []
+        self.closed = False
+        self._seen: set[int] = set()
+        self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in parameters]
+
+    def close(self) -> None:
+        self.closed = True
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(self, parameter: Tensor) -> None:
+        if id(parameter) not in self._seen:
+            self._seen.add(id(parameter))
+            self.found.append(parameter)  # type: ignore[arg-type]
+
+
+def _engine(placed: _Step, optimizer: Optimizer, config: dict[str, Any], device: torch.device) -> Any:
+    """Build DeepSpeed's engine, without what it prints and warns of."""
+    chosen = os.environ.get("DS_ACCELERATOR")
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            import deepspeed
+
+            # An operator for inference, which would be compiled here (45 s, and not without g++).
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            return deepspeed.initialize(model=placed, optimizer=optimizer, config=config, dist_init_required=False)[0]
+    finally:
+        if chosen is None:
+            os.environ.pop("DS_ACCELERATOR", None)
+
+
+def _read(source: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    """DeepSpeed's configuration as it was given."""
+    if source is None:
+        return {}
+    if isinstance(source, Mapping):
+        return copy.deepcopy(dict(source))
+    try:
+        config = json.loads(Path(source).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"config must be a dict or the path of a JSON file, but config={str(source)!r} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"DeepSpeed's config is a JSON object, but {str(source)!r} holds a {type(config).__name__}")
+    return config
+
+
+def _agreed(config: dict[str, Any], stage: int | None, offload_optimizer: bool, offload_parameters: bool, precision: str) -> dict[str, Any]:
+    """DeepSpeed's configuration with the run's settings; raises ValueError where they contradict each other."""
+    for section in ("optimizer", "scheduler"):
+        if section in config:
+            raise ValueError(f"DeepSpeed's config has the section {section!r}, but configure_optimizers makes it; drop the section")
+    theirs = _get(config, "zero_optimization.stage")
+    if theirs not in (None, "auto", 1, 2, 3):
+        raise ValueError(f"DeepSpeed's config has zero_optimization.stage={theirs!r}, but it must be 1, 2 or 3")
+    stage = stage or (2 if theirs in (None, "auto") else theirs)
+    _set(config, "zero_optimization.stage", stage, f"stage={stage}", always=True)
+    for name, option, offload in (("optimizer", "offload_optimizer", offload_optimizer), ("param", "offload_parameters", offload_parameters)):
+        key = f"zero_optimization.offload_{name}.device"
+        if offload or _get(config, key) == "nvme":
+            _set(config, key, "cpu", f"{option}={offload}", always=True)
+    if _get(config, "zero_optimization.offload_param.device") == "cpu" and stage != 3:
+        raise ValueError(f"offload_parameters=True needs stage=3, where parameters are cut, but stage={stage}")
+    for key, wanted in (("bf16", precision == "bf16-true"), ("fp16", False), ("torch_autocast", precision == "bf16-mixed")):
+        _set(config, f"{key}.enabled", wanted, f"precision={precision!r}", always=wanted)
+    if precision == "bf16-mixed":
+        _set(config, "torch_autocast.dtype", "bfloat16", f"precision={precision!r}", always=True)
+        config["torch_autocast"].setdefault("lower_precision_safe_modules", [])  # gradients meet in float32, as under every strategy
+    _set(config, "gradient_allreduce_op", "mean", "gradients that are means")
+    _set(config, "managed_gradient_accumulation", True, "windows that it weights itself")
+    if stage < 3 and _get(config, "zero_optimization.offload_optimizer.device") != "cpu":
+        config["zero_optimization"].setdefault("compute_grad_norm", False)  # `clip_gradients` computes it where it is wanted
+    config.setdefault("zero_force_ds_cpu_optimizer", False)
+    config.setdefault("steps_per_print", 1_000_000_000)
+    return config
+
+
+def _get(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _set(config: dict[str, Any], key: str, ours: Any, setting: str, always: bool = False) -> None:
+    """Raise ValueError where the configuration says something else than `ours`; with `always` write it where it says nothing."""
+    theirs = _get(config, key)
+    if theirs not in (None, "auto", ours) and ours is not None:
+        raise ValueError(f"DeepSpeed's config has {key}={theirs!r}, but the run has {setting}; drop one of them")
+    if always or theirs == "auto":
+        *sections, last = key.split(".")
+        for section in sections:
+            if not isinstance(config.get(section), dict):
+                config[section] = {}
+            config = config[section]
+        config[last] = ours
+
+
+def _with_loss(output: Any, value: Any) -> Any:
+    """What a step returned, with the loss that went through the engine's hooks in its place."""
+    if output is None:
+        return Loss(value, 0)
+    if isinstance(output, Loss):
+        return Loss(value, output.count)
+    return {**output, "loss": _with_loss(output["loss"], value)} if isinstance(output, Mapping) else value
+
+
+def _read_range(state: Reader, name: str, shape: tuple[int, ...], offset: int, numel: int) -> Tensor:
+    """`numel` elements of a saved tensor from element `offset` on; reads the rows that hold them."""
+    if not shape or not numel:
+        return state.read(name).reshape(-1)[offset : offset + numel]
+    row = math.prod(shape[1:])
+    first, last = offset // row, -(-(offset + numel) // row)
+    rows = state.read(name, (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))
+    return rows.reshape(-1)[offset - first * row :][:numel]
