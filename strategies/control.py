@@ -1,6 +1,6 @@
 """The control message of a step: what the ranks must agree on, exchanged beside the last backward.
 
-One gloo all_gather of seven float64 numbers a rank, in a process group of its own, so that no user
+One gloo all_gather of six float64 numbers a rank, in a process group of its own, so that no user
 collective can be mistaken for it. It is sent before the last backward and read after it: a rank that
 skipped a collective or logged other names is found while the parameters are still untouched.
 """
