@@ -3,8 +3,9 @@
 from strategies.base import Loss, Strategy
 from strategies.ddp import DDP
 from strategies.dp import DataParallel
+from strategies.fsdp import FSDP
 from strategies.model_parallel import ModelParallel
 from strategies.registry import build
 from strategies.single import SingleDevice
 
-__all__ = ["DDP", "DataParallel", "Loss", "ModelParallel", "SingleDevice", "Strategy", "build"]
+__all__ = ["DDP", "FSDP", "DataParallel", "Loss", "ModelParallel", "SingleDevice", "Strategy", "build"]

@@ -19,6 +19,7 @@ The life of a strategy, in order:
         strategy.optimizer_step(placed, optimizer)
         optimizer.zero_grad()
     strategy.state_dict(placed, optimizers)
+    strategy.release(placed)                                         # the model is the caller's again
     strategy.teardown()
 """
 
@@ -81,7 +82,9 @@ class Strategy(ABC):
     Unless a verb says otherwise every rank calls it, in the same order.
     """
 
-    # Facts, valid after `setup`.
+    # Facts. The first is valid after `configure`, the others after `setup`.
+    starts_ranks: bool
+    """True where this process is the launcher and the ranks are still to be started by `launch`."""
     rank: int
     """Index of this process among all, 0 on the first node."""
     local_rank: int
@@ -107,11 +110,6 @@ class Strategy(ABC):
         strategy or this machine cannot give.
         """
 
-    @property
-    @abstractmethod
-    def starts_ranks(self) -> bool:
-        """True where this process is the launcher and the ranks are still to be started by `launch`."""
-
     @abstractmethod
     def launch(self, fn: Callable[..., T], *args: Any) -> T:
         """Run `fn(*args)` on every rank and return what rank 0 returned.
@@ -134,6 +132,13 @@ class Strategy(ABC):
         """Move, wrap or shard `model` in place; return the module that the other verbs take.
 
         Call it before optimizers exist: parameters may be replaced. The caller keeps using `model`.
+        """
+
+    def release(self, placed: nn.Module) -> None:
+        """Undo `place`: the caller's module is plain again and holds the trained weights, whole.
+
+        Needs the memory of the whole model where parameters were cut over ranks; ranks that `launch` started,
+        but for rank 0, may leave their modules as they are.
         """
 
     def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:

@@ -26,7 +26,7 @@ from strategies.base import Agreement, Loss, Note, Strategy, split_loss
 from strategies.control import Control
 from strategies.data import MicroBatch, ShardedLoader, Window
 from strategies.precision import Precision
-from strategies.state import Reader, State, gather_state, restore_state
+from strategies.state import Reader, Shard, State, gather_state, restore_state
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class EagerStrategy(Strategy):
             raise ValueError(f"num_nodes={num_nodes} contradicts {world.launcher}, which runs on {world.num_nodes} nodes; give the same number or leave it out")
 
     @property
-    def starts_ranks(self) -> bool:
+    def starts_ranks(self) -> bool:  # type: ignore[override]
         return not self.single_process and self._num_devices > 1 and environment.detect() is None
 
     def launch(self, fn: Callable[..., T], *args: Any) -> T:
@@ -275,7 +275,7 @@ class EagerStrategy(Strategy):
     # ---- 4. checkpointing ------------------------------------------------------------------------
 
     def state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> State:
-        state = gather_state(self._user_model(placed), optimizers, write=self.rank == 0)
+        state = gather_state(self._user_model(placed), optimizers, self._piece)
         if self.precision.scaler is not None:
             if self._scaler_used:
                 self._update_scaler()
@@ -283,7 +283,7 @@ class EagerStrategy(Strategy):
         return state
 
     def load_state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        restore_state(self._user_model(placed), optimizers, state)
+        restore_state(self._user_model(placed), optimizers, state, self._take)
         if self.precision.scaler is not None and "scaler" in state.meta:
             self.precision.scaler.load_state_dict(state.meta["scaler"])
 
@@ -307,6 +307,14 @@ class EagerStrategy(Strategy):
     def _user_model(self, placed: nn.Module) -> nn.Module:
         """The module that `place` was given."""
         return placed
+
+    def _piece(self, tensor: Tensor) -> Shard | None:
+        """What this rank writes of a tensor of the state, None where another rank writes it."""
+        return Shard.whole(tensor) if self.rank == 0 else None
+
+    def _take(self, reader: Reader, name: str, like: Tensor | None) -> Tensor:
+        """Read a saved tensor, laid out as `like` is here."""
+        return reader.read(name)
 
     # ---- helpers -----------------------------------------------------------------------------------
 

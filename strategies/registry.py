@@ -10,10 +10,11 @@ from strategies.base import Strategy
 from strategies.ddp import DDP
 from strategies.dp import DataParallel
 from strategies.eager import resolve_accelerator, resolve_devices
+from strategies.fsdp import FSDP
 from strategies.model_parallel import ModelParallel
 from strategies.single import SingleDevice
 
-STRATEGIES: dict[str, type[Strategy]] = {"single": SingleDevice, "dp": DataParallel, "ddp": DDP, "model": ModelParallel}
+STRATEGIES: dict[str, type[Strategy]] = {"single": SingleDevice, "dp": DataParallel, "ddp": DDP, "fsdp": FSDP, "model": ModelParallel}
 ENTRY_POINTS = "lockstep.strategies"
 """Entry-point group in which another distribution registers a strategy: name = "module:Class"."""
 

@@ -7,13 +7,18 @@ other has written.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -57,24 +62,28 @@ class Reader(Protocol):
         """The whole tensor, or the rectangle of `shape` that begins at `offsets`, on CPU."""
 
 
-def pack(value: Any, name: str, tensors: dict[str, Shard]) -> Any:
+def pack(value: Any, name: str, tensors: dict[str, Shard], piece: Callable[[Tensor], Shard | None] = Shard.whole) -> Any:
     """Turn a nested structure into JSON data, moving its tensors into `tensors` under `name`.
 
     Tuples and dicts with keys that are not strings are kept as what they are; everything else that
-    JSON does not know raises TypeError with its key path.
+    JSON does not know raises TypeError with its key path. `piece` is what this rank writes of a tensor,
+    None where another rank writes it.
     """
     if isinstance(value, Tensor):
-        tensors[name] = Shard.whole(value)
+        mine = piece(value)
+        if mine is not None:
+            tensors[name] = mine
         return {"$tensor": name}
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, (list, tuple)):
-        items = [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+        items = [pack(item, f"{name}.{i}", tensors, piece) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, dict):
         if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
-        return {"$items": [[pack(key, f"{name}.{i}.key", tensors), pack(item, f"{name}.{i}", tensors)] for i, (key, item) in enumerate(value.items())]}
+            return {key: pack(item, f"{name}.{key}", tensors, piece) for key, item in value.items()}
+        pairs = enumerate(value.items())
+        return {"$items": [[pack(key, f"{name}.{i}.key", tensors, piece), pack(item, f"{name}.{i}", tensors, piece)] for i, (key, item) in pairs]}
     raise TypeError(f"state must be tensors, numbers, strings, lists, tuples and dicts, but {name} is {type(value).__module__}.{type(value).__qualname__}")
 
 
@@ -93,13 +102,11 @@ def unpack(value: Any, read: Callable[[str], Tensor]) -> Any:
     return {key: unpack(item, read) for key, item in value.items()}
 
 
-def gather_state(model: nn.Module, optimizers: dict[str, Optimizer], write: bool = True) -> State:
-    """The state of a model whose tensors are whole on every rank; only a rank with `write` contributes tensors."""
+def gather_state(model: nn.Module, optimizers: dict[str, Optimizer], piece: Callable[[Tensor], Shard | None] = Shard.whole) -> State:
+    """The state of a model and its optimizers; `piece` is what this rank writes of a tensor, None where another rank does."""
     state = State()
-    state.meta["model"] = {
-        name: None if isinstance(value, Tensor) else pack(value, f"model/{name}", state.tensors) for name, value in model.state_dict().items()
-    }
-    state.tensors.update({f"model/{name}": Shard.whole(value) for name, value in model.state_dict().items() if isinstance(value, Tensor)})
+    values = {name: pack(value, f"model/{name}", state.tensors, piece) for name, value in model.state_dict().items()}
+    state.meta["model"] = {name: None if value == {"$tensor": f"model/{name}"} else value for name, value in values.items()}
     names = parameter_names(model)
     state.meta["optimizers"] = {}
     for key, optimizer in optimizers.items():
@@ -107,24 +114,32 @@ def gather_state(model: nn.Module, optimizers: dict[str, Optimizer], write: bool
         order = [names_of(parameter, names, key) for group in optimizer.param_groups for parameter in group["params"]]
         state.meta["optimizers"][key] = {
             "param_groups": [
-                pack({k: v if k != "params" else [order[i] for i in v] for k, v in group.items()}, f"optimizer/{key}/group{i}", state.tensors)
+                pack({k: v if k != "params" else [order[i] for i in v] for k, v in group.items()}, f"optimizer/{key}/group{i}", state.tensors, piece)
                 for i, group in enumerate(saved["param_groups"])
             ],
             "state": {
-                order[i]: {k: pack(v, f"optimizer/{key}/{order[i]}/{k}", state.tensors) for k, v in entry.items()} for i, entry in saved["state"].items()
+                order[i]: {k: pack(v, f"optimizer/{key}/{order[i]}/{k}", state.tensors, piece) for k, v in entry.items()}
+                for i, entry in saved["state"].items()
             },
         }
-    if not write:
-        state.tensors.clear()
     return state
 
 
-def restore_state(model: nn.Module, optimizers: dict[str, Optimizer], reader: Reader) -> None:
-    """Load what any strategy saved into whole tensors, in place; without `optimizers` the weights alone.
+Take = Callable[[Reader, str, "Tensor | None"], Tensor]
+"""`take(reader, name, like)` reads a tensor laid out as `like`, this run's own tensor of that meaning."""
+
+
+def read_whole(reader: Reader, name: str, like: Tensor | None) -> Tensor:
+    """The `Take` of a strategy whose tensors are whole on every rank."""
+    return reader.read(name)
+
+
+def restore_state(model: nn.Module, optimizers: dict[str, Optimizer], reader: Reader, take: Take = read_whole) -> None:
+    """Load what any strategy saved, in place; without `optimizers` the weights alone.
 
     Raises KeyError or ValueError by name.
     """
-    restore_model(model, reader)
+    restore_model(model, reader, take=take)
     if not optimizers:
         return
     names = parameter_names(model)
@@ -134,15 +149,19 @@ def restore_state(model: nn.Module, optimizers: dict[str, Optimizer], reader: Re
         order = [names_of(parameter, names, key) for group in optimizer.param_groups for parameter in group["params"]]
         groups = saved_groups(reader, key, [[order[i] for i in group["params"]] for group in current["param_groups"]])
         index = {name: i for i, name in enumerate(order)}
+        parameters = dict(zip(order, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
         optimizer.load_state_dict(
             {
-                "state": {index[name]: {k: unpack(v, reader.read) for k, v in entry.items()} for name, entry in saved["state"].items()},
+                "state": {
+                    index[name]: {k: unpack(v, functools.partial(take, reader, like=parameters[name])) for k, v in entry.items()}
+                    for name, entry in saved["state"].items()
+                },
                 "param_groups": [{**group, "params": now["params"]} for group, now in zip(groups, current["param_groups"], strict=True)],
             }
         )
 
 
-def restore_model(model: nn.Module, reader: Reader, strict: bool = True) -> None:
+def restore_model(model: nn.Module, reader: Reader, strict: bool = True, take: Take = read_whole) -> None:
     """Load parameters and buffers in place. With `strict` the names must be the same on both sides."""
     own = model.state_dict()
     saved = reader.meta["model"]
@@ -157,7 +176,7 @@ def restore_model(model: nn.Module, reader: Reader, strict: bool = True) -> None
                 extra[name] = unpack(saved[name], reader.read)
                 continue
             check_shape(name, value.shape, reader)
-            value.copy_(reader.read(f"model/{name}"))
+            value.copy_(take(reader, f"model/{name}", value))
     if extra:
         model.load_state_dict(extra, strict=False)
 
@@ -191,6 +210,50 @@ def saved_groups(reader: Reader, key: str, have: list[list[str]]) -> list[dict[s
     if saved != have:
         raise ValueError(f"optimizer {key!r} holds other parameters or groups than the one that was saved: {_first_difference(saved, have)}")
     return groups
+
+
+@dataclass
+class Whole:
+    """A state in memory, each tensor in one piece on the CPU; a `Reader`."""
+
+    tensors: dict[str, Tensor]
+    meta: dict[str, Any]
+
+    def names(self, prefix: str = "") -> list[str]:
+        return sorted(name for name in self.tensors if name.startswith(prefix))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def read(self, name: str, offsets: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        tensor = self.tensors[name]
+        if offsets is None or shape is None:
+            return tensor
+        return tensor[tuple(slice(start, start + length) for start, length in zip(offsets, shape, strict=True))]
+
+
+def gather_whole(strategy: Strategy, state: State, keep: bool = True) -> Whole:
+    """Put the pieces of all ranks together, on each rank with `keep`; others get no tensors. Every rank calls it.
+
+    `gather_whole(strategy, strategy.state_dict(placed, {}))` are the weights of any strategy;
+    `strategy.load_state_dict(placed, {}, whole)` puts such weights back. Moves each byte of the state to every
+    rank once and needs the memory of the largest rank's pieces beside the result.
+    """
+    whole = Whole({}, state.meta)
+    for source in range(strategy.world_size):
+        mine = dict(sorted(state.tensors.items())) if source == strategy.rank else {}
+        described = [[name, str(s.tensor.dtype)[6:], list(s.tensor.shape), list(s.offsets), list(s.global_shape)] for name, s in mine.items()]
+        layout = strategy.broadcast(described, source)
+        for kind in sorted({row[1] for row in layout}):
+            rows = [row for row in layout if row[1] == kind]
+            dtype = getattr(torch, kind)
+            sizes = [math.prod(row[2]) for row in rows]
+            flat = torch.cat([mine[row[0]].tensor.detach().cpu().reshape(-1) for row in rows]) if mine else torch.empty(sum(sizes), dtype=dtype)
+            flat = strategy.broadcast(flat, source)
+            for (name, _, shape, offsets, global_shape), part in zip(rows, flat.split(sizes) if keep else (), strict=keep):
+                target = whole.tensors.setdefault(name, torch.empty(global_shape, dtype=dtype))
+                target[tuple(slice(start, start + length) for start, length in zip(offsets, shape, strict=True))] = part.view(shape)
+    return whole
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:

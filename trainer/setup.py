@@ -111,6 +111,7 @@ def attached(trainer: Trainer, module: Module, sources: Sources, stage: str, ckp
             owner.teardown(stage)
         for callback in trainer.callbacks:
             callback.teardown(trainer, module, stage)
+        trainer.strategy.release(trainer.placed)
         trainer.end_run("success")
     except BaseException as error:
         hooks = getattr(trainer, "hooks", None)

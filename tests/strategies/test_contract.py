@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from strategies import DDP, DataParallel, ModelParallel, SingleDevice, Strategy
+from strategies import DDP, FSDP, DataParallel, ModelParallel, SingleDevice, Strategy
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 
@@ -23,6 +23,7 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "ddp 3": (DDP, 3),
     "ddp static graph": (lambda: DDP(static_graph=True), 2),
     "ddp unused": (lambda: DDP(find_unused_parameters=True), 2),
+    "fsdp 2": (FSDP, 2),
 }
 """How to build each strategy, and its number of devices."""
 

@@ -1,0 +1,316 @@
+"""Applying the axes of a mesh to a model, and taking them off again.
+
+    ranks of one `tensor` group hold slices of layers       (torch's parallelize_module, `strategies/plan.py`)
+    ranks along `fsdp` hold slices of every parameter       (torch's fully_shard)
+    ranks along `ddp` hold the same                         (torch's replicate, or fully_shard on both axes)
+
+Values come from the mesh's first rank, block by block, so that no rank but that one ever needs the whole model.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from strategies.blocks import find_blocks
+from strategies.options import Options
+from strategies.plan import apply_plan, make_plan, tie
+
+
+def apply_axes(model: nn.Module, mesh: DeviceMesh, options: Options, compute_dtype: torch.dtype | None = None) -> Placed:
+    """Distribute `model` over `mesh`, in place; return what brackets its steps. Every rank of the mesh calls it.
+
+    `mesh` has the axes ddp, fsdp and tensor or some of them, in this order. `compute_dtype` is what parameters
+    are cast to for the forward, or None for their own. Values are those of the mesh's first rank, whatever the
+    others hold; there, and nowhere else, parameters must not be on the meta device. Raises ValueError naming the
+    layer, parameter or option that does not fit.
+    """
+    names = tuple(mesh.mesh_dim_names or ())
+    placed = Placed(model)
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device(mesh.device_type)
+    blocks = find_blocks(model, options.wrap)
+    filler = Filler(mesh, device)
+    data = tuple(name for name in names if name in ("ddp", "fsdp"))
+    styles: dict[str, Any] = {}
+    if "tensor" in names:
+        styles = make_plan(model, mesh["tensor"].size(), options)
+    units = [*blocks.values(), placed]
+    for name, unit in zip([*blocks, ""], units, strict=True):
+        filler.fill(unit)
+        if styles:
+            apply_plan(model, unit, name, mesh["tensor"], styles)
+        if options.activation_checkpointing and unit is not placed:
+            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)  # type: ignore[method-assign]
+        if data:
+            _shard(placed, unit, mesh[data] if len(data) > 1 else mesh[data[0]], "fsdp" in data, options, compute_dtype)
+    if styles:
+        tie(model)
+    if data:
+        placed.lend(blocks)
+        with torch.no_grad():
+            placed(lambda: None)  # torch finds the root by the first forward
+        placed.close()
+    placed.structure.seal()
+    return placed
+
+
+class Placed(nn.Module):
+    """A distributed model as the strategy drives it: what runs in its forward finds every parameter whole.
+
+    That is the user's step, which may call any submodule and use any parameter that no block holds. The
+    parameters of a block are whole while the block, or one of its layers, runs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.structure = Structure(model)
+        self.model = model
+        self.units: list[FSDPModule] = []
+        """What is gathered and freed as one: the blocks and this module, which holds the rest. Empty without data axes."""
+        self.unsharded: list[nn.Parameter] = []
+        """Parameters that the units leave whole; their gradients are averaged over data ranks by hand."""
+        self.depth = 0
+        """How many brackets are open."""
+        self._flags: list[bool] = []
+        self._synchronized = True
+
+    def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
+        with self.open():
+            return fn(*args)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+    def gather(self) -> None:
+        """Make the parameters that no block holds whole."""
+        if self.units:
+            self.unshard()  # type: ignore[operator]
+
+    def close(self) -> None:
+        """Leave in the model what the optimizer holds: this rank's part of every parameter."""
+        for unit in self.units:
+            unit.reshard()
+
+    def synchronize(self, on: bool) -> None:
+        """Whether the next backward exchanges gradients, or keeps them whole on this rank."""
+        if self.units and self._synchronized is not on:
+            self._synchronized = on
+            self.set_requires_gradient_sync(on)  # type: ignore[operator]
+            self.set_is_last_backward(on)  # type: ignore[operator]
+
+    def refresh(self) -> None:
+        """Let gradients flow into what requires them now: a unit remembers what did when it was first whole. Every rank calls it."""
+        parameters = list(self.parameters())
+        flags = [p.requires_grad for p in parameters]
+        if self.units and self._flags and flags != self._flags:
+            places = [(module, name, p.requires_grad) for module in self.modules() for name, p in module._parameters.items() if p is not None]
+            for unit in self.units:
+                unit.unshard()
+            for module, name, wanted in places:
+                module._parameters[name].requires_grad_(wanted)  # type: ignore[union-attr]
+            self.close()
+        self._flags = flags
+
+    def restore(self, values: Mapping[str, Tensor]) -> None:
+        """Undo the placement: plain modules with plain parameters, made of `values` (the whole tensors by name)."""
+        whole: dict[int, nn.Parameter] = {}
+        for name, parameter in self.model.named_parameters():
+            whole[id(parameter)] = nn.Parameter(values[name], requires_grad=parameter.requires_grad)
+        for module in self.model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = whole[id(parameter)]
+        self.structure.undo()
+
+    def lend(self, blocks: Mapping[str, nn.Module]) -> None:
+        """Make layers usable wherever they are called: outside of a step, or without the block that holds them."""
+        owner = {id(p): unit for unit in self.units for p in _own_parameters(unit, self.units)}
+        lenders = {id(unit): _Lender(self, unit) for unit in self.units}
+        inside = {module for block in blocks.values() for module in block.modules()}
+        for module in self.model.modules():
+            first = next((p for p in module.parameters(recurse=module not in inside) if id(p) in owner and (module in inside or owner[id(p)] is self)), None)
+            if first is not None and module not in self.units:
+                lenders[id(owner[id(first)])].watch(module)
+
+
+class Structure:
+    """What a module tree was before it was placed, to put it back: classes, hooks and attributes, not values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = {module: (type(module), _attributes(module)) for module in model.modules()}
+        self._changed: list[tuple[nn.Module, type, dict[str, Any], set[str], dict[str, set[int]]]] = []
+
+    def seal(self) -> None:
+        """Placing is done: whatever differs now is what `undo` takes back; what comes later is the user's."""
+        for module, (cls, before) in self._before.items():
+            after = _attributes(module)
+            hooks = {key: set(value) - set(before.get(key, ())) for key, value in after.items() if isinstance(value, dict) and key in before}
+            replaced = {key: value for key, value in before.items() if not isinstance(value, dict) and after.get(key) is not value}
+            self._changed.append((module, cls, replaced, set(after) - set(before), hooks))
+        self._before = {}
+
+    def undo(self) -> None:
+        for module, cls, replaced, added, hooks in self._changed:
+            if type(module) is not cls:
+                module.__class__ = cls
+            vars(module).update(replaced)
+            for key in added:
+                vars(module).pop(key, None)
+            for key, numbers in hooks.items():
+                for number in numbers:
+                    vars(module)[key].pop(number, None)
+            _module_state_mapping.pop(module, None)
+
+
+class Filler:
+    """Brings parameters and buffers to the device with the values of the mesh's first rank."""
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        self._device = device
+        self._real: dict[int, nn.Parameter] = {}
+        self._done: set[nn.Module] = set()
+        self._keep: list[Any] = []
+
+    def fill(self, root: nn.Module) -> None:
+        for module in root.modules():
+            if module in self._done:
+                continue
+            self._done.add(module)
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = self._parameter(parameter)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = self._value(buffer)
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    raise ValueError(f"{type(module).__name__}.{name} was made on the meta device and holds no values; make it a buffer (self.register_buffer) in configure_model")
+
+    def _parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        known = self._real.get(id(parameter))
+        if known is not None:
+            return known
+        value = self._value(parameter.data)
+        if parameter.is_meta:
+            real = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        else:
+            parameter.data = value
+            real = parameter
+        self._real[id(parameter)] = self._real[id(real)] = real
+        self._keep.append(parameter)  # or its id could be another's
+        return real
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        value = (torch.empty_like(tensor, device=self._device) if tensor.is_meta else tensor.to(self._device)).contiguous()
+        if value.numel():
+            for group in self._groups:  # along the first axis, then from each of these along the next
+                dist.broadcast(value, group_src=0, group=group)
+        return value
+
+
+def materialise(model: nn.Module) -> None:
+    """Give parameters on the meta device the values that their layers' `reset_parameters` draws, in the order of the layers.
+
+    Raises ValueError for a layer that has none.
+    """
+    for name, module in model.named_modules():
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        if not any(tensor.is_meta for _, tensor in own):
+            continue
+        if not callable(getattr(module, "reset_parameters", None)):
+            raise ValueError(
+                f"{name or type(model).__name__}.{own[0][0]} is on the meta device and {type(module).__name__} has no reset_parameters to give it values; "
+                "build the layer in configure_model, or define reset_parameters"
+            )
+        module.to_empty(device="cpu", recurse=False)
+        module.reset_parameters()  # type: ignore[operator]
+
+
+def _shard(placed: Placed, unit: nn.Module, mesh: DeviceMesh, sharded: bool, options: Options, compute_dtype: torch.dtype | None) -> None:
+    whole = {p for module in unit.modules() for p in module._parameters.values() if p is not None and (p.dim() == 0 or (compute_dtype and _is_norm(module)))}
+    known = {id(p) for p in placed.unsharded}
+    placed.unsharded += [p for p in unit.parameters() if p in whole and id(p) not in known]
+    mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=unit is not placed) if compute_dtype else MixedPrecisionPolicy()
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.cpu_offload else OffloadPolicy()
+    ignored = set(placed.unsharded)
+    if sharded:
+        reshard = None if unit is placed else options.reshard_after_forward
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=mixed, offload_policy=offload, ignored_params=ignored)
+    else:
+        replicate(unit, mesh=mesh, mp_policy=mixed, offload_policy=offload, ignored_params=ignored)  # type: ignore[arg-type]
+    placed.units.append(unit)  # type: ignore[arg-type]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Normalisation computes in full precision, beside running statistics that are kept in it; its parameters are few."""
+    return "norm" in type(module).__name__.lower()
+
+
+def _own_parameters(unit: FSDPModule, units: Iterable[FSDPModule]) -> list[nn.Parameter]:
+    inner = {id(p) for other in units if other is not unit and _contains(unit, other) for p in other.parameters()}  # type: ignore[attr-defined]
+    return [p for p in unit.parameters() if id(p) not in inner]  # type: ignore[attr-defined]
+
+
+def _contains(outer: Any, inner: Any) -> bool:
+    return any(module is inner for module in outer.modules())
+
+
+class _Lender:
+    """Makes a unit's parameters whole while a layer runs that was called without the unit."""
+
+    def __init__(self, placed: Placed, unit: FSDPModule) -> None:
+        self._placed, self._unit = placed, unit
+        self._lent: list[nn.Module] = []
+        self._probe: tuple[dict[str, Any], str, nn.Parameter] | None = None
+
+    def watch(self, module: nn.Module) -> None:
+        if self._probe is None:
+            skip = {id(p) for p in self._placed.unsharded}
+            blocks = [unit for unit in self._placed.units if unit is not self._unit and _contains(self._unit, unit)]
+            taken = {child for block in blocks for child in block.modules()}  # type: ignore[attr-defined]
+            for owner in self._unit.modules():  # type: ignore[attr-defined]
+                name = next((name for name, p in owner._parameters.items() if p is not None and id(p) not in skip), None)
+                if name is not None and owner not in taken:
+                    self._probe = owner._parameters, name, owner._parameters[name]
+                    break
+        module.register_forward_pre_hook(self._before, prepend=True)
+        module.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        parameters, name, sharded = self._probe  # type: ignore[misc]
+        if parameters[name] is sharded:
+            self._unit.unshard()
+            self._lent.append(module)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._lent and self._lent[-1] is module:
+            self._lent.pop()
+            if not self._placed.depth:  # within a step the backward frees it
+                self._unit.reshard()
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Attributes but for values and submodules; dicts, such as those of hooks, copied."""
+    skipped = ("_parameters", "_buffers", "_modules")
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in vars(module).items() if key not in skipped}
+
+
+warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w*Placed\) returned a view", category=UserWarning)

@@ -1,0 +1,130 @@
+"""What differs where parameters are DTensors of one or several meshes beside plain tensors: pieces of state, norms, steps, loss scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+
+from strategies.state import Reader, Shard
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def piece(tensor: Tensor, coordinate: Mapping[str, int]) -> Shard | None:
+    """What this rank writes of a tensor, or None where another rank writes it.
+
+    `coordinate` is this rank's place on every axis. Of the ranks that hold the same elements, the one at
+    place 0 of the axes over which they are repeated writes them.
+    """
+    if not isinstance(tensor, DTensor):
+        return None if any(coordinate.values()) else Shard.whole(tensor)
+    mesh = tensor.device_mesh
+    split = {name for name, placement in zip(mesh.mesh_dim_names or (), tensor.placements, strict=True) if not isinstance(placement, Replicate)}
+    if any(place for axis, place in coordinate.items() if axis not in split):
+        return None
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    mine = tensor.to_local().detach()
+    if tuple(mine.shape) != tuple(shape):
+        raise RuntimeError(f"a shard has the shape {list(mine.shape)}, but its placement {tensor.placements} says {list(shape)}")
+    return Shard(mine, tuple(tensor.shape), tuple(offsets)) if mine.numel() or not tensor.numel() else None
+
+
+def take(reader: Reader, name: str, like: Tensor | None) -> Tensor:
+    """Read a saved tensor, laid out as `like` is: of a DTensor of the same shape only what this rank holds."""
+    if not isinstance(like, DTensor) or tuple(reader.shape(name)) != tuple(like.shape):
+        return reader.read(name)
+    shape, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    mine = like.to_local()
+    read = reader.read(name, tuple(offsets), tuple(shape)) if mine.numel() else torch.empty(tuple(shape), dtype=mine.dtype)
+    return DTensor.from_local(read.to(mine.device), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def by_mesh(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters in groups that one foreach or fused kernel takes: plain tensors, and the DTensors of each mesh."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def clip_by_norm(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale the gradients to a global 2-norm of at most `max_norm`; return the norm before, equal on all ranks.
+
+    One all_reduce of a number for each kind of placement.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    kinds: dict[tuple, list[Tensor]] = {}
+    for gradient in gradients:
+        mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+        split = [i for i, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)] if isinstance(gradient, DTensor) else []
+        kinds.setdefault((mesh, *split), []).append(local(gradient))
+    squares = []
+    for (mesh, *split), pieces in kinds.items():
+        norms = torch.nn.utils.get_total_norm(pieces)
+        square = norms.to(torch.promote_types(norms.dtype, torch.float32)).square()
+        if mesh is not None:
+            square = square.to(mesh.device_type)  # offloaded gradients lie on the CPU
+        for dim in split:
+            dist.all_reduce(square, group=mesh.get_group(dim))
+        squares.append(square)
+    total = torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
+    torch.nn.utils.clip_grads_with_norm_([_Gradient(local(gradient)) for gradient in gradients], max_norm, total)  # type: ignore[arg-type]
+    return total
+
+
+@torch.no_grad()
+def clip_by_value(parameters: Sequence[nn.Parameter], value: float) -> None:
+    """Clamp each element of the gradients to [-value, value]."""
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    torch._foreach_clamp_min_(gradients, -value)
+    torch._foreach_clamp_max_(gradients, value)
+
+
+@contextmanager
+def groups_by_mesh(optimizer: Optimizer) -> Iterator[None]:
+    """Within it, no param group mixes what one foreach or fused kernel does not take together."""
+    groups = optimizer.param_groups
+    if any((group.get("foreach") or group.get("fused")) and len(by_mesh(group["params"])) > 1 for group in groups):
+        optimizer.param_groups = [{**group, "params": part} for group in groups for part in by_mesh(group["params"])]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+
+
+class ShardedScaler(torch.amp.GradScaler):
+    """Loss scaling by which all ranks skip the same steps, each having looked at its own shards."""
+
+    def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[torch.device, Tensor]:
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and local(parameter.grad).numel():
+                    gradient = local(parameter.grad)
+                    by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for (device, _), gradients in by_kind.items():
+            found = found_inf.to(device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inv_scale.to(device))
+            found_inf = torch.maximum(found_inf, found.to(found_inf.device))
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+        return {found_inf.device: found_inf}
+
+
+class _Gradient:
+    """A parameter as `clip_grads_with_norm_` looks at it."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        self.grad = gradient

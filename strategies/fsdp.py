@@ -1,0 +1,51 @@
+"""Parameters, gradients and optimizer state cut over the ranks: torch's fully_shard (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from strategies.blocks import Rule
+from strategies.options import Options
+from strategies.sharded import ShardedStrategy
+
+
+class FSDP(ShardedStrategy):
+    """Fully sharded data parallelism: each rank sees its share of the global batch and keeps its share of every tensor.
+
+    A block's parameters are gathered before it runs and freed after it, in the forward and again in the backward;
+    gradients are averaged and cut in one collective. Values come from rank 0, whatever the others hold.
+
+    `replicas`: 1 cuts over all ranks; n cuts over groups of ranks / n, which hold the same (hybrid sharding).
+    `wrap`, `reshard_after_forward`, `cpu_offload`, `activation_checkpointing`, `sync_every_micro_batch`,
+    `low_precision_gather`: as in `Options`.
+    `timeout_s`: seconds that a collective waits for the other ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        replicas: int = 1,
+        wrap: Rule = "auto",
+        reshard_after_forward: bool | int | None = None,
+        cpu_offload: bool = False,
+        activation_checkpointing: bool = False,
+        sync_every_micro_batch: bool = False,
+        low_precision_gather: bool = True,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+            raise ValueError(f"replicas must be a whole number of at least 1, but replicas={replicas!r}")
+        options = Options(
+            wrap=wrap,
+            reshard_after_forward=reshard_after_forward,
+            cpu_offload=cpu_offload,
+            activation_checkpointing=activation_checkpointing,
+            sync_every_micro_batch=sync_every_micro_batch,
+            low_precision_gather=low_precision_gather,
+        )
+        super().__init__(options, timeout_s)
+        self.replicas = replicas
+
+    @property
+    def _axes(self) -> Mapping[str, int | None]:
+        return {"ddp": self.replicas, "fsdp": None}

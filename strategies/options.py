@@ -1,0 +1,36 @@
+"""How a mesh is applied to a model: what FSDP, TensorParallel and Mesh take beside their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from strategies.blocks import Rule
+
+
+@dataclass(frozen=True)
+class Options:
+    """Each field concerns the axes named in its first word; the others leave it alone."""
+
+    wrap: Rule = "auto"
+    """fsdp, ddp: the blocks that are gathered and freed as one. "auto": the items of lists and sequences that are more than a
+    layer; a class or a name such as `"gpt.blocks.*"`, or a list of them; a function of (name, module); None: the model is one."""
+    reshard_after_forward: bool | int | None = None
+    """fsdp: free a block's parameters between its forward and backward (None and True), keep them (False: more memory, a
+    third less traffic), or keep a share on groups of that many ranks (int, a divisor of the axis)."""
+    cpu_offload: bool = False
+    """fsdp: keep parameters, gradients and optimizer state in host memory, and step there."""
+    activation_checkpointing: bool = False
+    """all: compute the activations within a block again in the backward, in place of keeping them."""
+    sync_every_micro_batch: bool = False
+    """fsdp, ddp: exchange gradients after each micro-batch: the memory of whole gradients is saved, traffic multiplied."""
+    low_precision_gather: bool = True
+    """fsdp: in mixed precision gather parameters in the format that the forward computes in; gradients meet in float32."""
+    plan: str | Mapping[str, Any] = "auto"
+    """tensor: how each layer is cut, by name: "column", "row" or one of torch's ParallelStyle. "auto" asks the modules'
+    `tensor_plan()`, else finds attention and pairs of linear layers."""
+    sequence_parallel: bool = False
+    """tensor: between the blocks each rank holds its share of the sequence (dimension 1)."""
+    loss_parallel: bool = False
+    """tensor: cut the last linear layer by classes and compute cross entropy on the cut logits."""

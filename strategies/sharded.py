@@ -1,0 +1,327 @@
+"""What the strategies share whose parameters are cut over a mesh of ranks."""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies import environment
+from strategies.base import Agreement, Loss, split_loss
+from strategies.data import MicroBatch, Window
+from strategies.eager import EagerStrategy
+from strategies.mesh import resolve
+from strategies.options import Options
+from strategies.state import Reader, Shard, State, gather_whole
+from strategies.traceless import traceless
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# torch.distributed.tensor and fsdp take a second to import, so the modules that use them
+# (strategies/axes.py, plan.py, dtensors.py) are imported where ranks are set up.
+
+
+class ShardedStrategy(EagerStrategy):
+    """Base of FSDP, TensorParallel and Mesh: ranks in a mesh with some of the axes ddp, fsdp and tensor.
+
+    Each forward is a collective, so ranks without samples run the step too, on a batch of padding with weight
+    zero, and what it leaves in the module is undone. Outside of steps a parameter is this rank's part of it, a
+    DTensor; `.full_tensor()` or `gather_whole` make it whole.
+    """
+
+    def __init__(self, options: Options, timeout_s: float) -> None:
+        super().__init__()
+        self.options = options
+        self.timeout_s = timeout_s
+        self._sizes: dict[str, int] = {}
+        self._mesh: DeviceMesh | None = None
+        self._sync_each = False
+
+    # ---- 1. processes and devices ----------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def _axes(self) -> Mapping[str, int | None]:
+        """The axes of the mesh, outermost first; None for the one that takes the ranks that are left."""
+
+    def configure(self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true") -> None:
+        super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
+        world = environment.detect()
+        sizes = resolve(self._axes, world.world_size if world is not None else self._num_devices)
+        self._sizes = {name: size for name, size in sizes.items() if size > 1}
+
+    def setup(self) -> None:
+        super().setup()
+        if self.world_size == 1:
+            return
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from strategies import dtensors
+
+        self._mesh = init_device_mesh(self.device.type, tuple(self._sizes.values()), mesh_dim_names=tuple(self._sizes))
+        tensor = self._sizes.get("tensor", 1)
+        self.data_rank, self.data_size, self.reports = self.rank // tensor, self.world_size // tensor, self.rank % tensor == 0
+        if self.precision.scaler is not None:
+            self.precision.scaler = dtensors.ShardedScaler(self.device.type)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._mesh = None
+
+    def place(self, model: nn.Module) -> nn.Module:
+        from strategies import axes
+
+        if self.rank == 0:
+            axes.materialise(model)
+        model = self.precision.convert(model)
+        if self._mesh is None:
+            return model.to(self.device)
+        compute_dtype = self.precision.autocast_dtype if self.options.low_precision_gather and "fsdp" in self._sizes else None
+        placed = axes.apply_axes(model, self._mesh, self.options, compute_dtype)
+        self._share_noise()
+        return placed
+
+    def release(self, placed: nn.Module) -> None:
+        if self._mesh is None:
+            return
+        world = environment.detect()
+        keeps = self.rank == 0 or (world is not None and world.launcher != "lockstep")  # else this process ends with the run
+        pieces = {name: self._piece(parameter) for name, parameter in self._user_model(placed).named_parameters()}
+        whole = gather_whole(self, State({name: piece for name, piece in pieces.items() if piece is not None}), keep=keeps)
+        if keeps:
+            placed.restore(whole.tensors)  # type: ignore[operator]
+
+    def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+        for optimizer in optimizers.values():
+            if self._mesh is not None and isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Rprop)):
+                raise ValueError(f"{type(optimizer).__name__} does not step parameters that are cut over ranks; use another optimizer, or strategy='ddp'")
+        return super().attach(placed, optimizers)
+
+    # ---- 2. gradient sync ------------------------------------------------------------------------
+
+    def forward_backward(self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any) -> Agreement:
+        if self._mesh is None:
+            return super().forward_backward(placed, step_fn, window, **options)
+        placed.refresh()  # type: ignore[operator]
+        parameters, automatic = options.get("parameters"), options.get("automatic", True)
+        self._sync_each = self.options.sync_every_micro_batch or bool(parameters)
+        if parameters:
+            step_fn, changed = _one_optimizer_each(placed, step_fn, parameters, options.get("before_backward"), options.get("after_backward"))
+            options |= changed
+        try:
+            with nullcontext() if automatic else self._whole(placed):
+                agreement = super().forward_backward(placed, step_fn, window, **options)
+        finally:
+            placed.close()  # type: ignore[operator]
+        if automatic and agreement.count:
+            self._average(placed.unsharded)  # type: ignore[arg-type]
+        self._share_buffers(placed)
+        return agreement
+
+    def evaluate(self, placed: nn.Module, step_fn: Callable[..., Any], micro_batch: MicroBatch, *args: Any, **options: Any) -> Any:
+        if self._mesh is None:
+            return super().evaluate(placed, step_fn, micro_batch, *args, **options)
+        try:
+            with self.precision.autocast(self.device):
+                if micro_batch.num_samples:
+                    return placed(step_fn, micro_batch.batch, *args)
+                with traceless(placed):
+                    placed(step_fn, micro_batch.batch, *args)
+                return None
+        finally:
+            placed.close()  # type: ignore[operator]
+
+    def backward(self, placed: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
+        if self._mesh is None:
+            return super().backward(placed, loss, weight)
+        if self._scaler_used:
+            self._update_scaler()
+        loss = loss if weight == 1.0 else loss * weight
+        loss = loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
+        frozen = [(p, p.grad) for p in placed.parameters() if not p.requires_grad]
+        placed.synchronize(True)  # type: ignore[operator]
+        placed(lambda: loss).backward()  # through the root, which frees and exchanges once the walk is over
+        for parameter, gradient in frozen:  # `toggle_optimizer` froze it after the forward had seen it
+            parameter.grad = gradient
+        self._local_gradients = True
+        if placed.depth:
+            placed.gather()  # type: ignore[operator]
+
+    def clip_gradients(self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
+        if self._mesh is None:
+            return super().clip_gradients(placed, optimizer, value, algorithm)
+        from strategies import dtensors
+
+        self._average_local_gradients(optimizer)
+        if self.precision.scaler is not None:
+            self.precision.scaler.unscale_(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return dtensors.clip_by_norm(parameters, value) if algorithm == "norm" else dtensors.clip_by_value(parameters, value)
+
+    def optimizer_step(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        if self._mesh is None:
+            return super().optimizer_step(placed, optimizer, closure)
+        from strategies import dtensors
+
+        placed.close()  # type: ignore[operator]
+        with dtensors.groups_by_mesh(optimizer):
+            stepped = super().optimizer_step(placed, optimizer, closure)
+        if placed.depth:
+            placed.gather()  # type: ignore[operator]
+        return stepped
+
+    # ---- what EagerStrategy asks -------------------------------------------------------------------
+
+    def _runner(self, placed: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
+        return super()._runner(placed, step_fn) if self._mesh is None else functools.partial(placed, step_fn)
+
+    def _padding(self, placed: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+        def without_weight(batch: Any, batch_idx: int) -> Any:
+            with traceless(placed):
+                output = placed(step_fn, batch, batch_idx)
+            if isinstance(output, Mapping) and "loss" not in output:  # a loss for each optimizer, weighted by no samples
+                return output
+            value = split_loss(output, 0)[0]
+            return None if value is None else Loss(value * 0, 0)
+
+        return super()._padding(placed, step_fn) if self._mesh is None else without_weight
+
+    def _gradients(self, placed: nn.Module) -> list[Tensor]:
+        from strategies import dtensors
+
+        return [dtensors.local(p.grad) for p in placed.parameters() if p.grad is not None]
+
+    def _sync_gradients(self, placed: nn.Module, on: bool) -> None:
+        if self._mesh is not None:
+            placed.synchronize(on or self._sync_each)  # type: ignore[operator]
+
+    def _average_local_gradients(self, optimizer: Optimizer) -> None:
+        if self._mesh is None:
+            super()._average_local_gradients(optimizer)
+        elif self._local_gradients:
+            self._average([p for group in optimizer.param_groups for p in group["params"] if not self._is_sharded(p)])
+
+    def _user_model(self, placed: nn.Module) -> nn.Module:
+        return placed if self._mesh is None else placed.model  # type: ignore[return-value]
+
+    def _piece(self, tensor: Tensor) -> Shard | None:
+        if self._mesh is None:
+            return super()._piece(tensor)
+        from strategies import dtensors
+
+        return dtensors.piece(tensor, self._coordinate())
+
+    def _take(self, reader: Reader, name: str, like: Tensor | None) -> Tensor:
+        from strategies import dtensors
+
+        return dtensors.take(reader, name, like)
+
+    # ---- helpers -----------------------------------------------------------------------------------
+
+    def _coordinate(self) -> dict[str, int]:
+        return dict(zip(self._sizes, self._mesh.get_coordinate() or (), strict=True))  # type: ignore[union-attr]
+
+    def _is_sharded(self, parameter: Tensor) -> bool:
+        """Whether torch brings the gradients of the data ranks together."""
+        names = getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ()
+        return "ddp" in names or "fsdp" in names
+
+    @contextmanager
+    def _whole(self, placed: nn.Module) -> Iterator[None]:
+        """Manual optimization: every parameter outside of blocks is whole while the user's step runs."""
+        with placed.open():  # type: ignore[operator]
+            placed.gather()  # type: ignore[operator]
+            yield
+
+    @torch.no_grad()
+    def _average(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average the gradients of what torch does not, over the data ranks; one that no rank has stays None."""
+        from strategies import dtensors
+
+        parameters = [p for p in parameters if p.requires_grad]
+        if self.data_size == 1 or not parameters:
+            return
+        pieces = [torch.zeros_like(dtensors.local(p)) if p.grad is None else dtensors.local(p.grad) for p in parameters]
+        has = torch.tensor([float(p.grad is not None) for p in parameters])
+        flat = torch.cat([has.to(pieces[0]), *(piece.reshape(-1).to(pieces[0]) for piece in pieces)])
+        for axis in ("ddp", "fsdp"):
+            if axis in self._sizes:
+                dist.all_reduce(flat, group=self._mesh.get_group(axis))  # type: ignore[union-attr]
+        for parameter, found, piece, mean in zip(
+            parameters, flat[: len(has)].tolist(), pieces, (flat[len(has) :] / self.data_size).split([piece.numel() for piece in pieces]), strict=True
+        ):
+            if found:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                    piece = dtensors.local(parameter.grad)
+                piece.copy_(mean.view_as(piece))
+
+    @torch.no_grad()
+    def _share_buffers(self, placed: nn.Module) -> None:
+        """Rank 0's buffers (statistics of BatchNorm) overwrite the others', as in DDP."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in placed.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            dist.broadcast(flat, 0)
+            for buffer, piece in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(piece.view_as(buffer))
+
+    def _share_noise(self) -> None:
+        """Rank 0's random state everywhere: it alone has drawn initial values, and a tensor group needs one stream."""
+        state = torch.get_rng_state()
+        dist.broadcast(state, 0)
+        torch.set_rng_state(state)
+        if self.device.type == "cuda":
+            state = torch.cuda.get_rng_state()
+            dist.broadcast(state, 0)
+            torch.cuda.set_rng_state(state)
+
+
+def _one_optimizer_each(
+    placed: nn.Module,
+    step_fn: Callable[[Any, int], Any],
+    parameters: Mapping[str, Sequence[nn.Parameter]],
+    before: Callable[[Tensor], None] | None,
+    after: Callable[[], None] | None,
+) -> tuple[Callable[[Any, int], Any], dict[str, Any]]:
+    """Let each loss of a dict move only its optimizer's parameters: what the backward left elsewhere is taken back.
+
+    Autograd could be told which parameters to reach, but the graph holds the gathered ones.
+    """
+    own = [set(map(id, group)) for group in parameters.values()]
+    everything = list(placed.parameters())
+    index, each, kept = 0, False, []
+
+    def step(batch: Any, batch_idx: int) -> Any:
+        nonlocal index, each
+        output = step_fn(batch, batch_idx)
+        index, each = 0, isinstance(output, Mapping) and "loss" not in output
+        return output
+
+    def before_backward(loss: Tensor) -> None:
+        nonlocal kept
+        if before is not None:
+            before(loss)
+        kept = [(p, p.grad) for p in everything if each and id(p) not in own[index]]
+        for parameter, _ in kept:
+            parameter.grad = None
+
+    def after_backward() -> None:
+        nonlocal index
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+        index += 1
+        if after is not None:
+            after()
+
+    return step, {"parameters": dict.fromkeys(parameters), "before_backward": before_backward, "after_backward": after_backward}
