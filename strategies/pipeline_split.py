@@ -1,0 +1,211 @@
+"""Cutting a module into stages: which layers it is made of, what they cost, and which stage gets which."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+LISTS_OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+
+
+class Layer(NamedTuple):
+    """A module that lies on one stage as a whole and is run by calling it."""
+
+    name: str
+    """Its name in the model."""
+    module: nn.Module
+
+
+class Cut(NamedTuple):
+    """A module taken apart."""
+
+    name: str
+    """Name of the pipelined module in the model; empty for the model itself."""
+    net: nn.Module
+    layers: list[Layer]
+    """Those with parameters or buffers, in the order of their definition."""
+    shells: list[tuple[str, nn.Module]]
+    """The modules around the layers, by name; parameters of their own belong to the first stage."""
+
+    def called(self, layer: Layer) -> str:
+        return layer.name or type(layer.module).__name__
+
+
+def cut(model: nn.Module, module: str | None = None) -> Cut:
+    """Find the pipelined module of `model` and take it apart.
+
+    It is the outermost submodule that holds every trainable parameter, or the model itself where these lie in
+    several; `module` names another. Raises ValueError naming what does not fit.
+    """
+    name, net = _named(model, module) if module is not None else _found(model)
+    inside = {id(p) for p in net.parameters()}
+    outside = next((n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside), None)
+    if outside is not None:
+        raise ValueError(
+            f"every trainable parameter must lie in the pipelined module, but {outside} lies outside of {name!r}; move it inside, freeze it, or name a module that holds both"
+        )
+    layers: list[Layer] = []
+    shells: list[tuple[str, nn.Module]] = []
+    _take_apart(name, net, sum(p.numel() for p in net.parameters()), layers, shells)
+    return Cut(name, net, layers, shells)
+
+
+def stages(parts: Cut, num_stages: int, split: Sequence[str] | None = None, costs: Sequence[float] | None = None) -> list[int]:
+    """The stage of each layer: contiguous, none empty.
+
+    `split` names the layers with which stages 1, 2, ... begin; otherwise the most expensive stage is made as
+    cheap as possible by `costs` (by default a layer's number of parameters). Raises ValueError where there are
+    too few layers, for a name that is no layer, and for a parameter that two stages would share.
+    """
+    names = [layer.name for layer in parts.layers]
+    if len(names) < num_stages:
+        raise ValueError(
+            f"a pipeline of {num_stages} stages needs as many layers, but {parts.name or type(parts.net).__name__} has {len(names)} with parameters ({', '.join(names) or 'none'}); "
+            "use fewer devices, or a module with a list of blocks"
+        )
+    if split is not None:
+        first = [0] + [_index(names, parts.name, wanted) for wanted in split]
+        if len(first) != num_stages or sorted(set(first)) != first:
+            raise ValueError(
+                f"split must name the layers with which stages 1 to {num_stages - 1} begin, in order, but split={list(split)}; the layers are {', '.join(names)}"
+            )
+    else:
+        first = balance([max(1.0, sum(p.numel() for p in layer.module.parameters())) for layer in parts.layers] if costs is None else costs, num_stages)
+    stage_of = [sum(start <= i for start in first) - 1 for i in range(len(names))]
+    _refuse_shared(parts, stage_of)
+    return stage_of
+
+
+def balance(costs: Sequence[float], num_stages: int) -> list[int]:
+    """Where each of `num_stages` contiguous, non-empty parts of `costs` begins, so that the largest sum is least."""
+    total = [0.0, *accumulate(costs)]
+    best = [(cost, [0]) for cost in total]  # of the first i layers on one stage
+    for stage in range(1, num_stages):
+        grown = [(float("inf"), [0])] * len(best)
+        for i in range(stage + 1, len(total)):
+            grown[i] = min(((max(best[k][0], total[i] - total[k]), [*best[k][1], k]) for k in range(stage, i)), key=lambda found: found[0])
+        best = grown
+    return best[-1][1]
+
+
+def measure(parts: Cut, sample: Any, device: torch.device, repeats: int = 3) -> list[float]:
+    """Seconds of forward and backward of each layer on `device`, for the module's input `sample` (a tensor or a tuple of arguments).
+
+    Works on copies; the module and the random streams stay as they are.
+    """
+    calls: dict[str, tuple[Any, ...]] = {}
+    hooks = [
+        layer.module.register_forward_pre_hook(lambda _, args, kwargs, name=layer.name: calls.setdefault(name, (args, kwargs)) and None, with_kwargs=True)
+        for layer in parts.layers
+    ]
+    modes = [(child, child.training) for child in parts.net.modules()]
+    with torch.random.fork_rng():
+        try:
+            parts.net.eval()
+            with torch.no_grad():
+                parts.net(*(sample if isinstance(sample, tuple) else (sample,)))
+        finally:
+            for child, mode in modes:
+                child.training = mode
+            for hook in hooks:
+                hook.remove()
+        return [_seconds(layer, calls.get(layer.name), device, repeats) for layer in parts.layers]
+
+
+# ---- helpers -------------------------------------------------------------------------------------------
+
+
+def _named(model: nn.Module, name: str) -> tuple[str, nn.Module]:
+    try:
+        return name, model.get_submodule(name)
+    except AttributeError:
+        known = ", ".join(child for child, _ in model.named_children())
+        raise ValueError(f"module must name a submodule of {type(model).__name__}, but module={name!r}; it has {known or 'none'}") from None
+
+
+def _found(model: nn.Module) -> tuple[str, nn.Module]:
+    trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    name, net = "", model
+    while True:
+        holder = next(((n, child) for n, child in net.named_children() if trainable.keys() <= {id(p) for p in child.parameters()}), None)
+        if holder is not None:
+            name, net = (f"{name}.{holder[0]}" if name else holder[0]), holder[1]
+        if _is_callable(net):
+            return name, net
+        if holder is None:
+            places = sorted({n.split(".")[0] for n in trainable.values()})
+            raise ValueError(
+                f"a pipeline needs one module that holds every trainable parameter and is called once a step, but they lie in {', '.join(places)} of {type(model).__name__}, "
+                "which has no forward; put them into one submodule, or define forward and call self(...) in training_step"
+            )
+
+
+def _is_callable(module: nn.Module) -> bool:
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is not nn.Module.forward
+
+
+def _take_apart(name: str, module: nn.Module, total: int, layers: list[Layer], shells: list[tuple[str, nn.Module]]) -> None:
+    shells.append((name, module))
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if not any(True for _ in child.parameters()) and not any(True for _ in child.buffers()):
+            continue  # it runs wherever it is called
+        if isinstance(child, LISTS_OF_PARAMETERS):
+            shells.append((path, child))
+        elif isinstance(child, CONTAINERS) or (2 * sum(p.numel() for p in child.parameters()) > total and _has_list(child)):
+            _take_apart(path, child, total, layers, shells)
+        else:
+            layers.append(Layer(path, child))
+
+
+def _has_list(module: nn.Module) -> bool:
+    return any(isinstance(child, CONTAINERS) and sum(any(True for _ in item.parameters()) for item in child.children()) > 1 for child in module.modules())
+
+
+def _index(names: list[str], net: str, wanted: str) -> int:
+    for candidate in (wanted, f"{net}.{wanted}"):
+        if candidate in names:
+            return names.index(candidate)
+    raise ValueError(f"split must name layers that have parameters, but {wanted!r} is none; the layers are {', '.join(names)}")
+
+
+def _refuse_shared(parts: Cut, stage_of: list[int]) -> None:
+    seen: dict[int, tuple[str, int]] = {}
+    own = [(f"{name}.{n}" if name else n, p, 0) for name, shell in parts.shells for n, p in shell.named_parameters(recurse=False)]
+    held = [(f"{layer.name}.{n}", p, stage) for layer, stage in zip(parts.layers, stage_of, strict=True) for n, p in layer.module.named_parameters(remove_duplicate=False)]
+    for name, parameter, stage in own + held:
+        first, other = seen.setdefault(id(parameter), (name, stage))
+        if other != stage:
+            raise ValueError(
+                f"stages of a pipeline cannot share a parameter, but {name} on stage {stage} is {first} on stage {other}; untie them, or choose split so that both lie on one stage"
+            )
+
+
+def _seconds(layer: Layer, call: tuple[Any, ...] | None, device: torch.device, repeats: int) -> float:
+    if call is None:
+        return 0.0
+
+    def ready(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().to(device)
+        return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+
+    module, times = copy.deepcopy(layer.module).to(device), []
+    for _ in range(repeats):
+        args, kwargs = tree_map_only(Tensor, ready, call)
+        started = time.perf_counter()
+        outputs: list[Tensor] = []
+        tree_map_only(Tensor, outputs.append, module(*args, **kwargs))
+        roots = [t for t in outputs if t.requires_grad]
+        torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the time of the work, not of its launch
+        times.append(time.perf_counter() - started)
+    return min(times)

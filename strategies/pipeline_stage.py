@@ -1,0 +1,488 @@
+"""A model cut into stages that still runs the user's own code.
+
+On every rank the pipelined module runs its own `forward`, on the same inputs. What differs are its layers:
+
+- a layer of an earlier stage computes nothing: it returns a tensor that has a shape and no data;
+- the first layer of this stage finds such tensors among its arguments, and takes what the stage before has
+  sent in their place;
+- the first layer of a later stage ends the call: its arguments are what is sent on.
+
+So positions, masks and all else that follows from the inputs alone is computed anew on every stage, and only
+what layers have computed travels. A rehearsal on tensors without data finds out, for each shape of the inputs,
+what travels where; it is the same on every rank, so nothing is asked and no shape is sent.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_any, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from strategies.permutation import mix
+from strategies.pipeline_split import Cut
+
+
+class Message(NamedTuple):
+    """What travels from one stage to the next."""
+
+    leaves: tuple[int, ...]
+    """Places among the flattened arguments of the call with which the next stage begins."""
+    tensors: tuple[Tensor, ...]
+    """Shapes, dtypes and requires_grad, as tensors on the meta device."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+
+class Layout(NamedTuple):
+    """What a rehearsal found out."""
+
+    key: Any
+    """What the inputs look like."""
+    messages: list[Message]
+    """From stage i to stage i + 1."""
+    outputs: dict[tuple[int, int], Any]
+    """What a layer returns in its n-th call, without data."""
+    result: Any
+    """What the module returns, without data."""
+
+
+class Leave(BaseException):
+    """Leaves the user's code where this stage's part of it ends. No `Exception`, so that user code does not catch it."""
+
+    def __init__(self, tensors: tuple[Tensor, ...] = ()) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+
+@dataclass(slots=True)
+class _Run:
+    """One pass of a stage (or of a rehearsal) through the user's code."""
+
+    stage: int = 0
+    received: tuple[Tensor, ...] = ()
+    layout: Layout | None = None
+    noise: int | None = None
+    """Seed of the random numbers that layers draw."""
+    wants: str = "stage"
+    """"stage", "inputs" (leave as soon as they are known), "evaluation" (all stages of this rank) or "rehearsal"."""
+    entered: bool = False
+    inside: bool = False
+    started: bool = False
+    calls: Counter[int] = field(default_factory=Counter)
+    messages: list[Message] = field(default_factory=list)
+    outputs: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+
+class Staged(nn.Module):
+    """The user's model, of which this rank holds some stages: what `Pipeline.place` returns.
+
+    `stage_of` is the stage of each layer, `rank_of` the rank (in the pipeline's group) of each stage. Parameters of
+    other stages become placeholders of their shape, so that the user's `configure_optimizers` finds what it names;
+    `strip` removes them.
+    """
+
+    def __init__(self, model: nn.Module, parts: Cut, stage_of: Sequence[int], rank_of: Sequence[int], rank: int, device: torch.device) -> None:
+        super().__init__()
+        self.model = model
+        self.name = parts.name or type(parts.net).__name__
+        self.layers, self.stage_of, self.rank_of, self.rank, self.device = parts.layers, list(stage_of), list(rank_of), rank, device
+        self.num_stages = len(rank_of)
+        self.here = [stage for stage in range(self.num_stages) if rank_of[stage] == rank]
+        self.group: dist.ProcessGroup | None = None
+        self.splits_backward = False
+        """Whether the schedule walks back to inputs and weights apart: torch then detaches outputs in place, which views refuse."""
+        self._parts = parts
+        self._learned: Layout | None = None
+        self._modes = FakeTensorMode(allow_non_fake_inputs=True)
+        self._run: _Run | None = None
+        self._layouts: dict[Any, Layout] = {}
+        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+        self._owner = self._owners(parts)
+        self._own = [(shell, name) for _, shell in parts.shells for name, p in shell._parameters.items() if p is not None]
+        with FakeCopyMode(self._modes):
+            self._shadows = [copy.deepcopy(layer.module) for layer in self.layers]
+            self._own_shadows = [self._modes.from_tensor(shell._parameters[name].detach()).requires_grad_(shell._parameters[name].requires_grad) for shell, name in self._own]  # type: ignore[union-attr]
+        self._edits_input = [any(getattr(child, "inplace", False) for child in layer.module.modules()) for layer in self.layers]
+        self._absent = [layer.module for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage not in self.here]
+        self._placeholders: set[int] = set()
+        self._replace_absent()
+        self._patch()
+
+    # ---- parameters and names ----------------------------------------------------------------------
+
+    def is_here(self, name: str) -> bool:
+        """Whether this rank answers for the tensor `name` of the model's state."""
+        return self.rank_of[self._owner[name]] == self.rank
+
+    @property
+    def state_names(self) -> set[str]:
+        """All names of the model's state, on whatever rank they lie."""
+        return set(self._owner)
+
+    def is_placeholder(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._placeholders
+
+    def strip(self) -> None:
+        """Remove the placeholders: from here on `model.parameters()` are this rank's."""
+        if not self._placeholders:
+            return
+        self._placeholders.clear()
+        for module in self._absent:
+            for child in module.modules():
+                child._parameters.update(dict.fromkeys(child._parameters))
+        if 0 not in self.here:
+            for (shell, name), shadow in zip(self._own, self._own_shadows, strict=True):
+                shell._parameters.pop(name)
+                shell.__dict__[name] = shadow.detach()
+
+    def modules_of(self, stage: int) -> tuple[list[nn.Module], list[nn.Parameter]]:
+        """The layers of a stage of this rank, and the parameters beside layers."""
+        layers = [layer.module for layer, s in zip(self.layers, self.stage_of, strict=True) if s == stage]
+        return layers, [shell._parameters[name] for shell, name in self._own] if stage == 0 else []  # type: ignore[misc]
+
+    # ---- running -----------------------------------------------------------------------------------
+
+    def layout_of(self, step: Callable[[], Any]) -> Layout | None:
+        """What travels where when `step()` calls the pipelined module; None where it returned None before."""
+        try:
+            self._refuse_uncalled(self._pass(_Run(wants="inputs"), step))
+        except Leave:
+            return self._learned
+        return None
+
+    def run_stage(self, stage: int, received: tuple[Tensor, ...], layout: Layout, noise: int, step: Callable[[], Any]) -> tuple[Any, tuple[Tensor, ...] | None]:
+        """Run `step()` as far as this stage goes.
+
+        Returns what it returned on the last stage, and on other stages what is to be sent; None where the step
+        returned None before it called the pipelined module.
+        """
+        run = _Run(stage=stage, received=received, layout=layout, noise=noise)
+        try:
+            output = self._pass(run, step)
+        except Leave as left:
+            return None, left.tensors
+        if not run.entered:
+            self._refuse_uncalled(output)
+        return output, None
+
+    def run_evaluation(self, noise: int, step: Callable[[], Any]) -> Any:
+        """Run `step()` once over all stages; its value on the rank of the last stage, None on the others."""
+        try:
+            return self._pass(_Run(wants="evaluation", noise=noise), step)
+        except Leave:
+            return None
+
+    def _refuse_uncalled(self, output: Any) -> None:
+        if output is not None:
+            raise ValueError(f"a pipelined module is called once a step, but the step returned a loss without calling {self.name}; call it, or name another module")
+
+    def _pass(self, run: _Run, step: Callable[[], Any]) -> Any:
+        outer, self._run = self._run, run
+        try:
+            return step()
+        finally:
+            self._run = outer
+
+    # ---- the stand-in of the pipelined module --------------------------------------------------------
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        if run is None:
+            with torch.no_grad():
+                return self._everywhere(args, kwargs)
+        if run.inside:
+            return self._forward(*args, **kwargs)
+        if run.entered:
+            raise RuntimeError(f"a pipelined module is called once a step, but the step calls {self.name} a second time; join the calls into one, or use another strategy")
+        run.entered = True
+        if run.wants == "inputs":
+            self._learned = self._rehearsed(args, kwargs)
+            raise Leave
+        if run.wants == "evaluation":
+            layout = self._rehearsed(args, kwargs)
+            is_last, result = self._through(layout, args, kwargs, run.noise)
+            if not is_last:
+                raise Leave
+            return result
+        if _looks(self._parts.net, args, kwargs) != run.layout.key:  # type: ignore[union-attr]
+            raise RuntimeError(
+                f"shapes of what {self.name} is called with must follow from the shapes of the batch in a pipeline, but two batches of one shape led to two; pad them alike"
+            )
+        return self._enter(run, args, kwargs)
+
+    def _enter(self, run: _Run, args: Any, kwargs: Any) -> Any:
+        if run.noise is not None:
+            seed_streams(mix(run.noise, run.stage + 1))
+        outer, self._run, run.inside = self._run, run, True
+        try:
+            result = self._forward(*args, **kwargs)
+        finally:
+            self._run, run.inside = outer, False
+        if run.stage < self.num_stages - 1:
+            raise RuntimeError(f"{self.name} returned on stage {run.stage} before a layer of stage {run.stage + 1} was called")
+        if tree_any(lambda leaf: isinstance(leaf, FakeTensor), result):
+            raise RuntimeError(f"{self.name} returns a value that layers of an earlier stage have computed; only what the next layer is called with travels between stages")
+        return result
+
+    def _through(self, layout: Layout, args: Any, kwargs: Any, noise: int | None) -> tuple[bool, Any]:
+        """The stages of this rank one after the other, receiving and sending; (whether the last was among them, its result)."""
+        carried: tuple[Tensor, ...] = ()
+        for stage in self.here:
+            if stage and self.rank_of[stage - 1] != self.rank:
+                carried = self._receive(layout.messages[stage - 1], self.rank_of[stage - 1])
+            try:
+                return True, self._enter(_Run(stage=stage, received=carried, layout=layout, noise=noise, entered=True), args, kwargs)
+            except Leave as left:
+                carried = left.tensors
+                if self.rank_of[stage + 1] != self.rank:
+                    self._send(carried, self.rank_of[stage + 1])
+        return False, None
+
+    def _everywhere(self, args: Any, kwargs: Any) -> Any:
+        """Outside of a step: every rank calls it alike and gets the result, without gradient."""
+        layout = self._rehearsed(args, kwargs)
+        is_last, result = self._through(layout, args, kwargs, None)
+        leaves, spec = tree_flatten(result if is_last else layout.result)
+        source = self.rank_of[-1]
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                leaves[i] = leaf.contiguous() if is_last else torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
+                dist.broadcast(leaves[i], group=self.group, group_src=source)
+        return tree_unflatten(leaves, spec)
+
+    def _send(self, tensors: tuple[Tensor, ...], rank: int) -> None:
+        for work, _ in self._sent:  # so that this rank is one batch ahead at most
+            work.wait()  # type: ignore[union-attr]
+        self._sent = [(dist.isend(t, group=self.group, group_dst=rank), t) for t in tensors]
+
+    def _receive(self, message: Message, rank: int) -> tuple[Tensor, ...]:
+        tensors = tuple(torch.empty_like(t, device=self.device) for t in message.tensors)
+        for tensor in tensors:
+            dist.recv(tensor, group=self.group, group_src=rank)
+        return tensors
+
+    # ---- the stand-in of a layer ---------------------------------------------------------------------
+
+    def _call_layer(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        run, stage = self._run, self.stage_of[index]
+        if run is None or not run.inside:  # called by itself, or again in the backward of a checkpointed layer
+            if stage not in self.here:
+                raise RuntimeError(f"{self.layers[index].name} lies on another rank of the pipeline, so it cannot be called outside of {self.name}")
+            if stage and tree_any(lambda leaf: isinstance(leaf, FakeTensor), (args, kwargs)):
+                args, kwargs = self._real_arguments(index, args, kwargs)
+            return self._forwards[index](*args, **kwargs)
+        if run.wants == "rehearsal":
+            return self._rehearse_layer(run, index, args, kwargs)
+        if stage == run.stage:
+            if stage:
+                args, kwargs = self._incoming(run, index, args, kwargs)
+            return self._forwards[index](*args, **kwargs)
+        if stage > run.stage:
+            raise Leave(self._outgoing(run, index, args, kwargs))
+        call = run.calls[index]
+        run.calls[index] += 1
+        # A new object a call: it is told apart from that of another micro-batch.
+        return tree_map_only(FakeTensor, torch.Tensor.detach, run.layout.outputs[index, call])  # type: ignore[union-attr]
+
+    def _incoming(self, run: _Run, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not run.started:
+            run.started = True
+            leaves = tree_leaves((args, kwargs))
+            copies = self._edits_input[index] and torch.is_grad_enabled()  # what is received is a leaf of the graph
+            for i, tensor in zip(run.layout.messages[run.stage - 1].leaves, run.received, strict=True):  # type: ignore[union-attr]
+                leaves[i].received = tensor.clone() if copies else tensor
+        return self._real_arguments(index, args, kwargs)
+
+    def _real_arguments(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return tree_map_only(FakeTensor, functools.partial(self._real, index), (args, kwargs))
+
+    def _real(self, index: int, leaf: Tensor) -> Tensor:
+        """What was received for a tensor without data."""
+        found = getattr(leaf, "received", None)
+        if found is None:
+            raise RuntimeError(
+                f"{self.layers[index].name} takes a value that layers of an earlier stage have computed and that is not handed from layer to layer; "
+                "compute it once before the first layer and pass it to each, or choose split so that all who use it lie on one stage"
+            )
+        return found
+
+    def _outgoing(self, run: _Run, index: int, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
+        message = run.layout.messages[run.stage]  # type: ignore[union-attr]
+        leaves = tree_leaves((args, kwargs))
+        tensors = []
+        for i, expected in zip(message.leaves, message.tensors, strict=True):
+            tensor = self._real(index, leaves[i]) if isinstance(leaves[i], FakeTensor) else leaves[i]
+            if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
+                raise RuntimeError(
+                    f"shapes and dtypes within {self.name} must follow from those of its inputs, but {self.layers[index].name} is given {list(tensor.shape)} {tensor.dtype} "
+                    f"where the rehearsal gave {list(expected.shape)} {expected.dtype}"
+                )
+            copied = isinstance(tensor, nn.Parameter) or (self.splits_backward and tensor._base is not None)
+            tensors.append(tensor.clone(memory_format=torch.contiguous_format) if copied else tensor.contiguous())
+        return tuple(tensors)
+
+    # ---- rehearsal -----------------------------------------------------------------------------------
+
+    def _rehearsed(self, args: Any, kwargs: Any) -> Layout:
+        key = _looks(self._parts.net, args, kwargs)
+        layout = self._layouts.get(key)
+        if layout is None:
+            run = _Run(wants="rehearsal", inside=True, entered=True)
+            outer, self._run = self._run, run
+            try:
+                with torch.enable_grad(), kept_streams(), self._without_own_parameters():
+                    result = self._forward(*args, **kwargs)
+            finally:
+                self._run = outer
+            if run.stage < self.num_stages - 1:
+                missing = self.layers[self.stage_of.index(run.stage + 1)].name
+                raise ValueError(f"{self.name} called no layer of stage {run.stage + 1}, which begins with {missing}; define layers in the order in which they are called, or give split")
+            result = tree_map_only(FakeTensor, torch.Tensor.detach, result)
+            layout = self._layouts[key] = Layout(key, run.messages, run.outputs, result)
+        return layout
+
+    def _rehearse_layer(self, run: _Run, index: int, args: Any, kwargs: Any) -> Any:
+        name, stage = self.layers[index].name, self.stage_of[index]
+        if stage < run.stage:
+            raise ValueError(
+                f"{name} is called after layers of stage {run.stage}, but lies on stage {stage}: stages follow the order in which layers are defined; "
+                "define it where it is used, or choose split so that both lie on one stage"
+            )
+        if stage > run.stage + 1:
+            raise ValueError(f"{self.name} calls {name} of stage {stage} before any layer of stage {run.stage + 1}; define layers in the order in which they are called")
+        if stage > run.stage:
+            leaves = tree_leaves((args, kwargs))
+            places = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves))) if isinstance(leaf, FakeTensor)}
+            if not places:
+                raise ValueError(f"{name} begins stage {stage} but takes nothing that the layers before it have computed; give split")
+            chosen = tuple(sorted(places.values()))
+            tensors = tuple(torch.empty(leaves[i].shape, dtype=leaves[i].dtype, device="meta", requires_grad=leaves[i].requires_grad) for i in chosen)
+            run.messages.append(Message(chosen, tensors))
+            run.stage = stage
+        with self._modes:
+            output = self._shadows[index](*args, **kwargs)
+        call = run.calls[index]
+        run.calls[index] += 1
+        run.outputs[index, call] = tree_map_only(FakeTensor, torch.Tensor.detach, output)
+        return output
+
+    @contextmanager
+    def _without_own_parameters(self) -> Iterator[None]:
+        """Parameters beside layers belong to the first stage: for the others they are values that it has computed."""
+        kept = [shell._parameters.pop(name, None) for shell, name in self._own]
+        before = [shell.__dict__.get(name) for shell, name in self._own]
+        for (shell, name), shadow in zip(self._own, self._own_shadows, strict=True):
+            shell.__dict__[name] = shadow
+        try:
+            yield
+        finally:
+            for (shell, name), parameter, value in zip(self._own, kept, before, strict=True):
+                shell.__dict__.pop(name)
+                if parameter is not None:
+                    shell._parameters[name] = parameter
+                elif value is not None:
+                    shell.__dict__[name] = value
+
+    # ---- taking the model apart ----------------------------------------------------------------------
+
+    def _owners(self, parts: Cut) -> dict[str, int]:
+        """The stage that answers for each name of the model's state; what lies outside of the module is the last one's, whose step ends."""
+        stage_by_id: dict[int, int] = {}
+        for _, shell in parts.shells:
+            stage_by_id.update((id(t), 0) for t in (*shell._parameters.values(), *shell._buffers.values()) if t is not None)
+        for layer, stage in zip(self.layers, self.stage_of, strict=True):
+            stage_by_id.update((id(t), stage) for t in (*layer.module.parameters(), *layer.module.buffers()))
+        owners = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            by_name = next((s for layer, s in zip(self.layers, self.stage_of, strict=True) if name.startswith(f"{layer.name}.")), self.num_stages - 1)
+            owners[name] = stage_by_id.get(id(value), by_name)
+        return owners
+
+    def _replace_absent(self) -> None:
+        """Give up what other ranks hold and move the rest to the device; leave placeholders that take no memory."""
+        kept: dict[int, nn.Parameter] = {}
+        absent = [(child, name) for module in self._absent for child in module.modules() for name in child._parameters]
+        absent += [] if 0 in self.here else self._own
+        gone = [child._parameters[name] for child, name in absent]
+        for child, name in absent:
+            child._parameters[name] = None
+        for module in self._absent:
+            for child in module.modules():
+                child._buffers.update(dict.fromkeys(child._buffers))
+        self.model.to(self.device)
+        for (child, name), parameter in zip(absent, gone, strict=True):
+            if parameter is not None:
+                if id(parameter) not in kept:
+                    empty = torch.zeros((), dtype=parameter.dtype, device=self.device).expand(parameter.shape)
+                    kept[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                child._parameters[name] = kept[id(parameter)]
+        self._placeholders = {id(parameter) for parameter in kept.values()}
+        self._kept_alive = list(kept.values())  # their ids stay theirs
+
+    def _patch(self) -> None:
+        """Put the stand-ins in the place of the forwards, on the objects: names, types and attributes stay the user's."""
+        self._forward, self._forwards = self._parts.net.forward, [layer.module.forward for layer in self.layers]
+        self._parts.net.forward = self._call  # type: ignore[method-assign]
+        for index, layer in enumerate(self.layers):
+            layer.module.forward = functools.partial(self._call_layer, index)  # type: ignore[method-assign]
+
+
+class Stage(nn.Module):
+    """What torch's PipelineStage runs: one stage, whose forward is the user's step as far as the stage goes."""
+
+    def __init__(self, staged: Staged, index: int, run: Callable[[int, tuple[Tensor, ...]], Any]) -> None:
+        super().__init__()
+        layers, own = staged.modules_of(index)
+        self.layers, self.own = nn.ModuleList(layers), nn.ParameterList(own)
+        self._index, self._run_stage = index, run
+
+    def forward(self, *received: Tensor) -> Any:
+        return self._run_stage(self._index, received)
+
+
+def seed_streams(seed: int) -> None:
+    """Seed every generator that a step may draw from."""
+    torch.random.default_generator.manual_seed(seed % 2**63)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed % 2**63)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def kept_streams() -> Iterator[None]:
+    """Give every generator its state back in the end."""
+    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+        if device is not None:
+            torch.cuda.set_rng_state(device)
+
+
+def _looks(net: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What a rehearsal depends on, to compare and to look up."""
+    leaves, spec = tree_flatten((args, kwargs))
+    kinds = tuple(
+        (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf) for leaf in leaves
+    )
+    return str(spec), kinds, net.training, torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+
