@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import itertools
 import json
 import os
 import socket
+import struct
 import tempfile
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +28,8 @@ def init_process_group(world: World, backend: str | None = None, timeout_s: floa
 
     `backend` None is gloo, and NCCL beside it where CUDA is available. `timeout_s` bounds the rendezvous and every collective.
     On one node all sockets are on the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME says otherwise, and rank 0
-    hosts a TCP store, where one is needed, there. Raises what torch raises where the ranks do not meet.
+    hosts a TCP store, where one is needed, there. On several nodes gloo uses the interface that leads to rank 0's host unless
+    GLOO_SOCKET_IFNAME names another. Ranks may leave and join again. Raises what torch raises where the ranks do not meet.
     """
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -33,6 +38,11 @@ def init_process_group(world: World, backend: str | None = None, timeout_s: floa
         if loopback is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    elif "GLOO_SOCKET_IFNAME" not in os.environ:
+        # Gloo would take the address of this host's name, which many systems (Debian's) define as a loopback address.
+        interface = _interface_to(_host_and_port(world)[0])
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=_store(world, timeout), rank=world.rank, world_size=world.world_size, timeout=timeout)
 
@@ -55,16 +65,30 @@ def destroy_process_group(timeout_s: float = 2.0) -> None:
     thread.join(timeout_s)
 
 
+_stores: dict[tuple[World, str, str], tuple[dist.Store, Iterator[int]]] = {}
+
+
 def _store(world: World, timeout: timedelta) -> dist.Store:
+    """Where the ranks meet this time.
+
+    The store itself stays for the life of the process, for a rank may join again while rank 0, which may host it, has not left yet;
+    each time has its own names in it, where the addresses of the last time would lead nowhere.
+    """
+    key = world, os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if key not in _stores:
+        _stores[key] = _open_store(world, timeout), itertools.count()
+    store, times = _stores[key]
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"join{next(times)}", store)
+
+
+def _open_store(world: World, timeout: timedelta) -> dist.Store:
     if world.init_method is None:
         return dist.FileStore(_mpi_file(), world.world_size)
     url = urlsplit(world.init_method)
     if url.scheme == "file":
         return dist.FileStore(url.path, world.world_size)
-    if url.scheme == "env":
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    else:
-        host, port = url.hostname or "", url.port or 0  # environment.detect has seen to both
+    host, port = _host_and_port(world)
     if url.scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.TCPStore(host, port, world.world_size, is_master=False, timeout=timeout)
         if world.num_nodes > 1:
@@ -78,6 +102,31 @@ def _store(world: World, timeout: timedelta) -> dist.Store:
     # TCPStore would listen on every interface; a socket that listens already keeps it to the loopback.
     with socket.create_server(("127.0.0.1", port)) as listener:
         return dist.TCPStore("127.0.0.1", port, world.world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+
+
+def _host_and_port(world: World) -> tuple[str, int]:
+    """Rank 0's host and the port of the store, as `environment.detect` has checked them; ("", 0) where ranks meet at a file."""
+    url = urlsplit(world.init_method or "")
+    if url.scheme == "env":
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return url.hostname or "", url.port or 0
+
+
+def _interface_to(host: str) -> str | None:
+    """The network interface that leads from this node to `host`; None where that cannot be told."""
+    for target in (host, "192.0.2.1"):  # the second is nobody's: on rank 0's own node its name may mean loopback, so look where others are reached
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))  # sends nothing
+            address = probe.getsockname()[0]
+            for _, name in socket.if_nameindex() if not address.startswith("127.") else ():
+                with suppress(OSError):  # an interface without an address
+                    request = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                    if socket.inet_ntoa(request[20:24]) == address:
+                        return name
+    return None
+
+
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
 def _mpi_file() -> str:
