@@ -5,7 +5,8 @@ from strategies.ddp import DDP
 from strategies.dp import DataParallel
 from strategies.fsdp import FSDP
 from strategies.model_parallel import ModelParallel
+from strategies.pipeline import Pipeline
 from strategies.registry import build
 from strategies.single import SingleDevice
 
-__all__ = ["DDP", "FSDP", "DataParallel", "Loss", "ModelParallel", "SingleDevice", "Strategy", "build"]
+__all__ = ["DDP", "FSDP", "DataParallel", "Loss", "ModelParallel", "Pipeline", "SingleDevice", "Strategy", "build"]

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-from torch.distributed.pipelining.schedules import _Action
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import _Action
+
+# torch.distributed.pipelining takes a second to import, so it is imported where a schedule is built.
 
 DURATIONS = {"F": 1, "B": 2, "I": 1, "W": 1}
 """Time of a forward, of a backward, and of its halves for inputs and for weights, in units of a forward."""
@@ -28,7 +21,8 @@ class Schedule:
     """One schedule, and how many stages each rank has under it."""
 
     name: str
-    engine: type
+    engine: str
+    """Its class in torch.distributed.pipelining."""
     stages_per_rank: int = 1
     v_shaped: bool = False
     """Whether stages go from rank 0 to the last and back; otherwise they go round."""
@@ -53,7 +47,9 @@ class Schedule:
         """Raise ValueError where it does not take that number of parts."""
         if not self.fits(num_ranks, num_parts):
             near = next(n for n in range(num_parts, num_parts + 2 * num_ranks + 1) if self.fits(num_ranks, n))
-            raise ValueError(f"schedule={self.name!r} on {num_ranks} ranks does not take num_micro_batches={num_parts}; the next number that it takes is {near}")
+            raise ValueError(
+                f"schedule={self.name!r} on {num_ranks} ranks does not take num_micro_batches={num_parts}; the next number that it takes is {near}"
+            )
 
     def fitting(self, num_ranks: int, num_parts: int) -> Schedule:
         """This schedule, or the one on the same stages that takes this number of parts."""
@@ -61,7 +57,9 @@ class Schedule:
 
     def build(self, stages: list[PipelineStage], num_parts: int, loss: Callable[[Any, Any], Any]) -> Any:
         """Torch's schedule over the stages of this rank, for losses that are weighted already."""
-        return self.engine(stages[0] if self.stages_per_rank == 1 else stages, num_parts, loss_fn=loss, scale_grads=False)
+        from torch.distributed import pipelining
+
+        return getattr(pipelining, self.engine)(stages[0] if self.stages_per_rank == 1 else stages, num_parts, loss_fn=loss, scale_grads=False)
 
     def timeline(self, num_ranks: int, num_parts: int) -> list[list[tuple[float, float, str, int, int]]]:
         """For each rank (start, end, kind, stage, part) of what it does, from torch's own table of actions and `DURATIONS`.
@@ -132,7 +130,10 @@ class Schedule:
                     order += [("F", rank, part + ahead)] if part + ahead < num_parts else []
                 orders.append(order)
             return orders
-        table = get_schedule_ops(self.engine, num_ranks, num_parts, self.stages_per_rank)
+        from torch.distributed import pipelining
+        from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+        table = get_schedule_ops(getattr(pipelining, self.engine), num_ranks, num_parts, self.stages_per_rank)
         return [[step for action in actions if action is not None for step in _steps(action)] for actions in table]
 
     def _rank(self, stage: int, num_ranks: int) -> int:
@@ -143,13 +144,13 @@ class Schedule:
 SCHEDULES = {
     found.name: found
     for found in (
-        Schedule("gpipe", ScheduleGPipe),
-        Schedule("1f1b", Schedule1F1B, fallback="gpipe"),
-        Schedule("looped_bfs", ScheduleLoopedBFS, stages_per_rank=2),
-        Schedule("interleaved_1f1b", ScheduleInterleaved1F1B, stages_per_rank=2, fallback="looped_bfs"),
-        Schedule("interleaved_zero_bubble", ScheduleInterleavedZeroBubble, stages_per_rank=2, splits_backward=True, fallback="looped_bfs"),
-        Schedule("zbv", ScheduleZBVZeroBubble, stages_per_rank=2, v_shaped=True, splits_backward=True),
-        Schedule("dualpipev", ScheduleDualPipeV, stages_per_rank=2, v_shaped=True, splits_backward=True, fallback="zbv"),
+        Schedule("gpipe", "ScheduleGPipe"),
+        Schedule("1f1b", "Schedule1F1B", fallback="gpipe"),
+        Schedule("looped_bfs", "ScheduleLoopedBFS", stages_per_rank=2),
+        Schedule("interleaved_1f1b", "ScheduleInterleaved1F1B", stages_per_rank=2, fallback="looped_bfs"),
+        Schedule("interleaved_zero_bubble", "ScheduleInterleavedZeroBubble", stages_per_rank=2, splits_backward=True, fallback="looped_bfs"),
+        Schedule("zbv", "ScheduleZBVZeroBubble", stages_per_rank=2, v_shaped=True, splits_backward=True),
+        Schedule("dualpipev", "ScheduleDualPipeV", stages_per_rank=2, v_shaped=True, splits_backward=True, fallback="zbv"),
     )
 }
 
@@ -186,5 +187,3 @@ def _needs(kind: str, stage: int, part: int, last: int) -> list[tuple[str, int, 
     if kind == "W":
         return [("B", stage, part)]
     return [("F", stage, part)] + ([("B", stage + 1, part)] if stage < last else [])
-
-

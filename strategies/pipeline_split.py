@@ -180,7 +180,11 @@ def _index(names: list[str], net: str, wanted: str) -> int:
 def _refuse_shared(parts: Cut, stage_of: list[int]) -> None:
     seen: dict[int, tuple[str, int]] = {}
     own = [(f"{name}.{n}" if name else n, p, 0) for name, shell in parts.shells for n, p in shell.named_parameters(recurse=False)]
-    held = [(f"{layer.name}.{n}", p, stage) for layer, stage in zip(parts.layers, stage_of, strict=True) for n, p in layer.module.named_parameters(remove_duplicate=False)]
+    held = [
+        (f"{layer.name}.{n}", p, stage)
+        for layer, stage in zip(parts.layers, stage_of, strict=True)
+        for n, p in layer.module.named_parameters(remove_duplicate=False)
+    ]
     for name, parameter, stage in own + held:
         first, other = seen.setdefault(id(parameter), (name, stage))
         if other != stage:

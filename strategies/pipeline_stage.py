@@ -18,7 +18,7 @@ import copy
 import functools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -87,6 +87,23 @@ class _Run:
     outputs: dict[tuple[int, int], Any] = field(default_factory=dict)
 
 
+class _Lost(NamedTuple):
+    """A parameter or buffer that lies on another rank."""
+
+    module: nn.Module
+    name: str
+    path: str
+    """Its name in the model's state."""
+    is_parameter: bool
+    requires_grad: bool
+    identity: int
+    """Equal for places that share one tensor."""
+    value: Tensor | None
+    """A buffer that is not part of the state, as it was."""
+    placeholder: Tensor | None
+    """Of the parameter's shape and no memory."""
+
+
 class Staged(nn.Module):
     """The user's model, of which this rank holds some stages: what `Pipeline.place` returns.
 
@@ -115,10 +132,14 @@ class Staged(nn.Module):
         self._own = [(shell, name) for _, shell in parts.shells for name, p in shell._parameters.items() if p is not None]
         with FakeCopyMode(self._modes):
             self._shadows = [copy.deepcopy(layer.module) for layer in self.layers]
-            self._own_shadows = [self._modes.from_tensor(shell._parameters[name].detach()).requires_grad_(shell._parameters[name].requires_grad) for shell, name in self._own]  # type: ignore[union-attr]
+            self._own_shadows = [
+                self._modes.from_tensor(shell._parameters[name].detach()).requires_grad_(shell._parameters[name].requires_grad) for shell, name in self._own
+            ]  # type: ignore[union-attr]
         self._edits_input = [any(getattr(child, "inplace", False) for child in layer.module.modules()) for layer in self.layers]
         self._absent = [layer.module for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage not in self.here]
-        self._placeholders: set[int] = set()
+        self._placeholders: dict[int, nn.Parameter] = {}
+        self._lost: list[_Lost] = []
+        self._alive: list[Tensor] = []
         self._replace_absent()
         self._patch()
 
@@ -148,6 +169,20 @@ class Staged(nn.Module):
             for (shell, name), shadow in zip(self._own, self._own_shadows, strict=True):
                 shell._parameters.pop(name)
                 shell.__dict__[name] = shadow.detach()
+
+    def restore(self, values: Mapping[str, Tensor]) -> None:
+        """Undo the placement: plain modules on the CPU with plain parameters; `values` are the whole tensors by name."""
+        self.strip()
+        self._unpatch()
+        self.model.to("cpu")
+        parameters: dict[int, nn.Parameter] = {}
+        for lost in self._lost:
+            value = values.get(lost.path, lost.value)
+            if lost.is_parameter:
+                lost.module.__dict__.pop(lost.name, None)
+                lost.module._parameters[lost.name] = parameters.setdefault(lost.identity, nn.Parameter(value, requires_grad=lost.requires_grad))  # type: ignore[arg-type]
+            else:
+                lost.module._buffers[lost.name] = value
 
     def modules_of(self, stage: int) -> tuple[list[nn.Module], list[nn.Parameter]]:
         """The layers of a stage of this rank, and the parameters beside layers."""
@@ -188,7 +223,9 @@ class Staged(nn.Module):
 
     def _refuse_uncalled(self, output: Any) -> None:
         if output is not None:
-            raise ValueError(f"a pipelined module is called once a step, but the step returned a loss without calling {self.name}; call it, or name another module")
+            raise ValueError(
+                f"a pipelined module is called once a step, but the step returned a loss without calling {self.name}; call it, or name another module"
+            )
 
     def _pass(self, run: _Run, step: Callable[[], Any]) -> Any:
         outer, self._run = self._run, run
@@ -207,7 +244,9 @@ class Staged(nn.Module):
         if run.inside:
             return self._forward(*args, **kwargs)
         if run.entered:
-            raise RuntimeError(f"a pipelined module is called once a step, but the step calls {self.name} a second time; join the calls into one, or use another strategy")
+            raise RuntimeError(
+                f"a pipelined module is called once a step, but the step calls {self.name} a second time; join the calls into one, or use another strategy"
+            )
         run.entered = True
         if run.wants == "inputs":
             self._learned = self._rehearsed(args, kwargs)
@@ -235,7 +274,9 @@ class Staged(nn.Module):
         if run.stage < self.num_stages - 1:
             raise RuntimeError(f"{self.name} returned on stage {run.stage} before a layer of stage {run.stage + 1} was called")
         if tree_any(lambda leaf: isinstance(leaf, FakeTensor), result):
-            raise RuntimeError(f"{self.name} returns a value that layers of an earlier stage have computed; only what the next layer is called with travels between stages")
+            raise RuntimeError(
+                f"{self.name} returns a value that layers of an earlier stage have computed; only what the next layer is called with travels between stages"
+            )
         return result
 
     def _through(self, layout: Layout, args: Any, kwargs: Any, noise: int | None) -> tuple[bool, Any]:
@@ -350,7 +391,9 @@ class Staged(nn.Module):
                 self._run = outer
             if run.stage < self.num_stages - 1:
                 missing = self.layers[self.stage_of.index(run.stage + 1)].name
-                raise ValueError(f"{self.name} called no layer of stage {run.stage + 1}, which begins with {missing}; define layers in the order in which they are called, or give split")
+                raise ValueError(
+                    f"{self.name} called no layer of stage {run.stage + 1}, which begins with {missing}; define layers in the order in which they are called, or give split"
+                )
             result = tree_map_only(FakeTensor, torch.Tensor.detach, result)
             layout = self._layouts[key] = Layout(key, run.messages, run.outputs, result)
         return layout
@@ -363,7 +406,9 @@ class Staged(nn.Module):
                 "define it where it is used, or choose split so that both lie on one stage"
             )
         if stage > run.stage + 1:
-            raise ValueError(f"{self.name} calls {name} of stage {stage} before any layer of stage {run.stage + 1}; define layers in the order in which they are called")
+            raise ValueError(
+                f"{self.name} calls {name} of stage {stage} before any layer of stage {run.stage + 1}; define layers in the order in which they are called"
+            )
         if stage > run.stage:
             leaves = tree_leaves((args, kwargs))
             places = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves))) if isinstance(leaf, FakeTensor)}
@@ -414,31 +459,45 @@ class Staged(nn.Module):
 
     def _replace_absent(self) -> None:
         """Give up what other ranks hold and move the rest to the device; leave placeholders that take no memory."""
-        kept: dict[int, nn.Parameter] = {}
-        absent = [(child, name) for module in self._absent for child in module.modules() for name in child._parameters]
-        absent += [] if 0 in self.here else self._own
-        gone = [child._parameters[name] for child, name in absent]
-        for child, name in absent:
-            child._parameters[name] = None
-        for module in self._absent:
-            for child in module.modules():
-                child._buffers.update(dict.fromkeys(child._buffers))
+        places = [(child, name, True) for module in self._absent for child in module.modules() for name, p in child._parameters.items() if p is not None]
+        places += [] if 0 in self.here else [(shell, name, True) for shell, name in self._own]
+        places += [(child, name, False) for module in self._absent for child in module.modules() for name, b in child._buffers.items() if b is not None]
+        paths = {module: path for path, module in self.model.named_modules()}
+        for module, name, is_parameter in places:
+            holder = module._parameters if is_parameter else module._buffers
+            value = holder[name]
+            assert value is not None
+            placeholder = torch.zeros((), dtype=value.dtype, device=self.device).expand(value.shape) if is_parameter else None
+            kept = value if name in module._non_persistent_buffers_set else None
+            self._lost.append(
+                _Lost(module, name, f"{paths[module]}.{name}" if paths[module] else name, is_parameter, value.requires_grad, id(value), kept, placeholder)
+            )
+            self._alive.append(value)  # until all are listed, so that ids are told apart
+            holder[name] = None  # type: ignore[assignment]
+        self._alive.clear()
         self.model.to(self.device)
-        for (child, name), parameter in zip(absent, gone, strict=True):
-            if parameter is not None:
-                if id(parameter) not in kept:
-                    empty = torch.zeros((), dtype=parameter.dtype, device=self.device).expand(parameter.shape)
-                    kept[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                child._parameters[name] = kept[id(parameter)]
-        self._placeholders = {id(parameter) for parameter in kept.values()}
-        self._kept_alive = list(kept.values())  # their ids stay theirs
+        placeholders: dict[int, nn.Parameter] = {}
+        for lost in self._lost:
+            if lost.placeholder is not None:
+                parameter = placeholders.setdefault(lost.identity, nn.Parameter(lost.placeholder, requires_grad=lost.requires_grad))
+                lost.module._parameters[lost.name] = parameter
+        self._placeholders = {id(parameter): parameter for parameter in placeholders.values()}
 
     def _patch(self) -> None:
         """Put the stand-ins in the place of the forwards, on the objects: names, types and attributes stay the user's."""
         self._forward, self._forwards = self._parts.net.forward, [layer.module.forward for layer in self.layers]
+        self._on_objects = {
+            module: module.__dict__["forward"] for module in (self._parts.net, *(layer.module for layer in self.layers)) if "forward" in module.__dict__
+        }
         self._parts.net.forward = self._call  # type: ignore[method-assign]
         for index, layer in enumerate(self.layers):
             layer.module.forward = functools.partial(self._call_layer, index)  # type: ignore[method-assign]
+
+    def _unpatch(self) -> None:
+        for module in (self._parts.net, *(layer.module for layer in self.layers)):
+            module.__dict__.pop("forward", None)
+        for module, forward in self._on_objects.items():
+            module.forward = forward  # type: ignore[method-assign]
 
 
 class Stage(nn.Module):
@@ -482,7 +541,7 @@ def _looks(net: nn.Module, args: Any, kwargs: Any) -> Any:
     """What a rehearsal depends on, to compare and to look up."""
     leaves, spec = tree_flatten((args, kwargs))
     kinds = tuple(
-        (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf) for leaf in leaves
+        (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
+        for leaf in leaves
     )
     return str(spec), kinds, net.training, torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-

@@ -12,9 +12,10 @@ from strategies.dp import DataParallel
 from strategies.eager import resolve_accelerator, resolve_devices
 from strategies.fsdp import FSDP
 from strategies.model_parallel import ModelParallel
+from strategies.pipeline import Pipeline
 from strategies.single import SingleDevice
 
-STRATEGIES: dict[str, type[Strategy]] = {"single": SingleDevice, "dp": DataParallel, "ddp": DDP, "fsdp": FSDP, "model": ModelParallel}
+STRATEGIES: dict[str, type[Strategy]] = {"single": SingleDevice, "dp": DataParallel, "ddp": DDP, "fsdp": FSDP, "model": ModelParallel, "pipeline": Pipeline}
 ENTRY_POINTS = "lockstep.strategies"
 """Entry-point group in which another distribution registers a strategy: name = "module:Class"."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from strategies import DDP, FSDP, DataParallel, ModelParallel, SingleDevice, Strategy
+from strategies import DDP, FSDP, DataParallel, ModelParallel, Pipeline, SingleDevice, Strategy
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 
@@ -24,6 +24,10 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "ddp static graph": (lambda: DDP(static_graph=True), 2),
     "ddp unused": (lambda: DDP(find_unused_parameters=True), 2),
     "fsdp 2": (FSDP, 2),
+    "pipeline 2 gpipe": (lambda: Pipeline(schedule="gpipe"), 2),
+    "pipeline 2 1f1b": (Pipeline, 2),
+    "pipeline 2 zero bubble": (lambda: Pipeline(schedule="zbv"), 2),
+    "pipeline 4 1f1b": (lambda: Pipeline(num_micro_batches=8), 4),
 }
 """How to build each strategy, and its number of devices."""
 

@@ -1,0 +1,115 @@
+"""A schedule of torch.distributed.pipelining around the user's step.
+
+The stages are torch's, with the shapes of a rehearsal; the forward of each is the user's step as far as the stage
+goes, and that of the last returns the weighted loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from strategies.eager import detach, weighted_losses
+from strategies.permutation import mix
+from strategies.pipeline_feed import Feed
+from strategies.pipeline_schedule import Schedule
+from strategies.pipeline_stage import Layout, Stage, Staged
+from strategies.precision import Precision
+
+
+class Engine:
+    """A schedule of torch's, built for one shape and number of parts."""
+
+    def __init__(self, placed: Staged, layout: Layout, schedule: Schedule, num_parts: int, precision: Precision) -> None:
+        self._placed, self._layout, self._precision, self._num_parts = placed, layout, precision, num_parts
+        self._loss_shape = (torch.empty((), device="meta", requires_grad=True),)
+        stages = [
+            PipelineStage(
+                Stage(placed, stage, self._forward),
+                stage,
+                placed.num_stages,
+                placed.device,
+                input_args=layout.messages[stage - 1].tensors if stage else (),
+                output_args=layout.messages[stage].tensors if stage < placed.num_stages - 1 else self._loss_shape,
+                group=placed.group,
+            )
+            for stage in placed.here
+        ]
+        self._is_last = placed.here[-1] == placed.num_stages - 1
+        self._schedule = schedule.build(stages, num_parts, self._loss)
+        self._feed: Feed | None = None
+        self._passes: Counter[int] = Counter()
+        self._error: Exception | None = None
+
+    def run(self, feed: Feed) -> None:
+        """Forward and backward of all parts; gradients are added to those of the parameters."""
+        self._feed, self._error = feed, None
+        self._passes.clear()
+        try:
+            if self._is_last:
+                self._schedule.step(target=torch.arange(self._num_parts), losses=[], return_outputs=False)
+            else:
+                if feed.before_last_backward is not None:
+                    feed.before_last_backward()
+                self._schedule.step(return_outputs=False)
+        except RuntimeError:
+            if self._error is None:
+                raise
+            raise self._error from self._error.__cause__  # the user's own, which torch wraps
+        finally:
+            self._feed = None
+
+    def _forward(self, stage: int, received: tuple[Tensor, ...]) -> Any:
+        """Every stage takes the parts in order."""
+        feed, placed, index = self._feed, self._placed, self._passes[stage]
+        self._passes[stage] += 1
+        last = stage == placed.num_stages - 1
+        assert feed is not None
+        try:
+            with self._precision.autocast(placed.device), feed.counted(feed.parts[index].num_samples if last else 0):
+                output, sent = placed.run_stage(stage, received, self._layout, mix(feed.noise, index), lambda: feed.step(index))
+            if last:
+                return self._weighed(feed, feed.parts[index].num_samples, output, received)
+            return sent if sent is not None else tuple(_nothing(t, received, placed.device) for t in self._layout.messages[stage].tensors)
+        except Exception as error:
+            self._error = error
+            raise
+
+    def _weighed(self, feed: Feed, num_samples: int, output: Any, received: tuple[Tensor, ...]) -> Tensor:
+        """The part of the global mean that this part's loss makes."""
+        if feed.parameters is not None and isinstance(output, Mapping) and "loss" not in output:
+            raise ValueError(
+                "a pipeline walks back once a step, so training_step must return one loss for all optimizers; join the losses, or use another strategy"
+            )
+        losses, count = weighted_losses(output, num_samples, feed.scale, None)
+        feed.tally.count += count
+        feed.tally.outputs.append((detach(output), num_samples))
+        if not losses:
+            return _nothing(self._loss_shape[0], received, self._placed.device)
+        ((loss, _),) = losses
+        if loss.device.type == "cpu" and not math.isfinite(loss.item()):  # no host sync on an accelerator
+            feed.tally.finite = False
+        if feed.before_backward is not None:
+            feed.before_backward(loss)
+        return loss.reshape(()).clone()  # no view: torch detaches it in place
+
+    def _loss(self, output: Tensor, index: Tensor) -> Tensor:
+        """The last stage has computed the loss already."""
+        if int(index) == self._num_parts - 1 and self._feed is not None and self._feed.before_last_backward is not None:
+            self._feed.before_last_backward()
+        return output
+
+
+def _nothing(like: Tensor, received: tuple[Tensor, ...], device: torch.device) -> Tensor:
+    """Zeros whose gradient is zero for all that was received: a part without weight."""
+    zeros = torch.zeros(like.shape, dtype=like.dtype, device=device)
+    if not like.requires_grad:
+        return zeros
+    empty = [t.flatten()[:0].sum().to(zeros.dtype) for t in received if t.requires_grad]  # of no element: not even a NaN comes through
+    return zeros + sum(empty, torch.zeros((), dtype=zeros.dtype, device=device, requires_grad=True))

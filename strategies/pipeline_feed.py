@@ -1,0 +1,135 @@
+"""What goes through a pipeline: micro-batches cut into parts, and what comes back for them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from strategies.base import Loss
+from strategies.data import MicroBatch
+from strategies.permutation import mix
+from strategies.pipeline_stage import seed_streams
+
+
+@dataclass(slots=True)
+class Part:
+    """What one pass through the stages works on."""
+
+    batch: Any
+    num_samples: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the losses of a window came to, on the rank of the last stage."""
+
+    count: float = 0.0
+    finite: bool = True
+    outputs: list[tuple[Any, int]] = field(default_factory=list)
+    """What the step returned for each part of the running micro-batch, and its number of samples."""
+
+
+@dataclass(slots=True)
+class Feed:
+    """One run of a schedule: parts of equal size, and what to do with them."""
+
+    step_fn: Callable[[Any, int], Any]
+    batch_idx: int
+    parts: list[Part]
+    noise: int
+    scale: float
+    """Turns a sum of losses into a share of the global mean."""
+    parameters: Mapping[str, Sequence[nn.Parameter]] | None
+    context: Callable[[int], AbstractContextManager[Any]] | None
+    before_backward: Callable[[Tensor], None] | None
+    before_last_backward: Callable[[], None] | None
+    tally: Tally
+
+    def counted(self, num_samples: int) -> AbstractContextManager[Any]:
+        """Where a step runs: what it logs weighs `num_samples`, none where another run of it counts."""
+        return nullcontext() if self.context is None else self.context(num_samples)
+
+    def step(self, index: int) -> Any:
+        """The user's step on a part, from random streams that begin alike on all stages."""
+        seed_streams(mix(self.noise, index, 0))
+        return self.step_fn(self.parts[index].batch, self.batch_idx)
+
+
+def shapes(batch: Any) -> Any:
+    """What the shapes within a step follow from."""
+    leaves, spec = tree_flatten(batch)
+    return str(spec), tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+
+
+def cut(micro_batch: MicroBatch, num_parts: int) -> list[list[Part]]:
+    """A micro-batch as runs of parts of equal size; a second run where the number of samples is no multiple."""
+    n = micro_batch.num_samples
+    if not n:
+        return []
+    size, larger = divmod(n, min(num_parts, n))
+    sizes = [size + 1] * larger + [size] * (min(num_parts, n) - larger)
+    if len(sizes) == 1:
+        return [[Part(micro_batch.batch, n)]]
+    if not _has_rows(micro_batch.batch, n):
+        raise ValueError(
+            f"a pipeline cuts batches along the first dimension of their tensors, but none in this {type(micro_batch.batch).__name__} has the batch's {n} samples there; "
+            "let the loader make tensors, or lists, dicts and dataclasses of them, or give Pipeline(num_micro_batches=1)"
+        )
+    starts = [0, *accumulate(sizes)]
+    parts = [Part(_rows(micro_batch.batch, n, start, stop), stop - start) for start, stop in zip(starts, starts[1:], strict=False)]
+    return [run for run in (parts[:larger], parts[larger:]) if run]
+
+
+def _has_rows(batch: Any, n: int) -> bool:
+    """Whether a tensor somewhere in `batch` has `n` rows."""
+    if isinstance(batch, Tensor):
+        return batch.dim() > 0 and len(batch) == n
+    if isinstance(batch, Mapping):
+        return any(_has_rows(value, n) for value in batch.values())
+    if isinstance(batch, (list, tuple)):
+        return any(_has_rows(item, n) for item in batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return any(_has_rows(getattr(batch, f.name), n) for f in dataclasses.fields(batch))
+    return False
+
+
+def _rows(batch: Any, n: int, start: int, stop: int) -> Any:
+    """Samples start to stop of a batch of `n`."""
+    if isinstance(batch, Tensor):
+        return batch[start:stop] if batch.dim() > 0 and len(batch) == n else batch
+    if isinstance(batch, Mapping):
+        rows = {key: _rows(value, n, start, stop) for key, value in batch.items()}
+        return rows if type(batch) is dict else type(batch)(rows)  # type: ignore[call-arg]
+    if isinstance(batch, (list, tuple)):
+        if len(batch) == n and not _has_rows(batch, n):  # one item a sample
+            return batch[start:stop]
+        items = [_rows(item, n, start, stop) for item in batch]
+        return items if isinstance(batch, list) else type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return dataclasses.replace(batch, **{f.name: _rows(getattr(batch, f.name), n, start, stop) for f in dataclasses.fields(batch) if f.init})
+    return batch
+
+
+def merged(outputs: list[tuple[Any, int]]) -> Any:
+    """What a step has returned for the parts as what it would have returned for the whole: losses and other numbers averaged, tensors joined."""
+    outputs = [(value, n) for value, n in outputs if value is not None]
+    if len(outputs) <= 1:
+        return outputs[0][0] if outputs else None
+    first = outputs[0][0]
+    if isinstance(first, Loss):
+        return Loss(sum(value.total for value, _ in outputs), sum(value.count for value, _ in outputs))  # type: ignore[arg-type]
+    if isinstance(first, Tensor):
+        if first.dim():
+            return torch.cat([value for value, _ in outputs])
+        return sum(value * n for value, n in outputs) / sum(n for _, n in outputs)
+    if isinstance(first, Mapping):
+        return {key: merged([(value[key], n) for value, n in outputs]) for key in first}
+    return outputs[-1][0]
