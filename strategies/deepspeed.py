@@ -18,13 +18,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from strategies import environment
 from strategies.base import Agreement, Loss, split_loss
 from strategies.data import MicroBatch, ShardedLoader, Window
 from strategies.eager import EagerStrategy
 from strategies.state import Reader, Shard, State, check_names, check_optimizers, check_shape, names_of, pack, parameter_names, saved_groups, unpack
+from strategies.traceless import traceless
 
 ELEMENTWISE = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """torch's optimizers that treat each element by itself, so that it does not matter where tensors are cut."""
@@ -68,6 +71,7 @@ class DeepSpeed(EagerStrategy):
         self._given_clip: float | None = None
         self._batches: tuple[int, int | None] | None = None
         self._attached = self._clipped = self._steps = False
+        self._detach: Callable[[], None] = _nothing
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 
@@ -91,6 +95,8 @@ class DeepSpeed(EagerStrategy):
             dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def teardown(self) -> None:
+        self._detach()
+        self._detach = _nothing
         self._attached = self._clipped = self._steps = False
         self._batches = None
         super().teardown()
@@ -99,6 +105,12 @@ class DeepSpeed(EagerStrategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         return _Step(self.precision.convert(model).to(self.device))
+
+    def release(self, placed: nn.Module) -> None:
+        if isinstance(placed, _Step) and placed.engine is not None:
+            world = environment.detect()
+            keeps = self.rank == 0 or (world is not None and world.launcher != "lockstep")  # else this process ends with the run
+            placed.release(keeps)
 
     def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         """Build the engine: from here on parameters, gradients and optimizer state are cut."""
@@ -127,7 +139,8 @@ class DeepSpeed(EagerStrategy):
         config |= {"zero_allow_untested_optimizer": True, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
         size = sum(p.numel() for group in trained for p in group)
         config["zero_optimization"].setdefault("reduce_bucket_size", min(500_000_000, size))  # the engine keeps a buffer of that many elements
-        placed.attach(_engine(placed, optimizer, config, self.device), [p for group in trained for p in group])
+        self._detach = placed.detach
+        placed.attach(optimizer, config, [p for group in trained for p in group], self.device, self.local_rank)
         optimizer.register_step_pre_hook(self._only_through_the_engine)
         return optimizers
 
@@ -153,8 +166,11 @@ class DeepSpeed(EagerStrategy):
         if placed.engine is None or placed.stage < 3:
             return super().evaluate(placed, step_fn, micro_batch, *args, **options)
         with self.precision.autocast(self.device):
-            output = placed.evaluate(functools.partial(step_fn, micro_batch.batch, *args))  # gathers parameters, so padding runs too
-        return output if micro_batch.num_samples else None
+            if micro_batch.num_samples:
+                return placed.evaluate(functools.partial(step_fn, micro_batch.batch, *args))
+            with traceless(placed.model):  # padding runs too, as parameters are gathered on the way
+                placed.evaluate(functools.partial(step_fn, micro_batch.batch, *args))
+            return None
 
     def backward(self, placed: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
         raise RuntimeError("DeepSpeed's engine decides when gradients meet, so there is no manual backward; return the loss from training_step, or use strategy='ddp'")
@@ -343,13 +359,51 @@ class _Step(nn.Module):
         self.groups: list[list[str]] = []
         """Names of the parameters in each group of the optimizer."""
 
-    def attach(self, engine: Any, trained: list[nn.Parameter]) -> None:
+    def attach(self, optimizer: Optimizer, config: dict[str, Any], trained: list[nn.Parameter], device: torch.device, local_rank: int) -> None:
+        """Build the engine. Every rank calls it."""
+        self.local_rank = local_rank
+        self.before = [(owner, set(vars(owner))) for owner in (*self.model.modules(), *self.model.parameters())]
+        self.linear = F.linear  # replaced by ZeRO-3
+        accelerator = {"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {}
+        with _environment(LOCAL_RANK=str(local_rank), **accelerator), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            import deepspeed
+
+            # An operator for inference, which would be compiled here (45 s, and not without g++).
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            engine, *_ = deepspeed.initialize(model=self, optimizer=optimizer, config=config, dist_init_required=False)
         self.__dict__["engine"] = engine  # no child: the engine holds this module
         self.stage = int(engine.zero_optimization_stage())
         self.trained = trained
         self.offloads = engine.zero_cpu_offload()
         self.kept = [flat.grad for flat in self.flats()]
         self.order = _GradientOrder(trained)
+        if engine.optimizer.optimizer is not optimizer:
+            raise ValueError(f"DeepSpeed replaces {type(optimizer).__name__} by an optimizer of its own, which schedulers do not reach; use another optimizer")
+
+    def release(self, keep: bool) -> None:
+        """Take the engine off; with `keep` the model holds its weights, whole. Every rank calls it."""
+        whole = []
+        for parameter in self.model.parameters():
+            value = self.whole(parameter) if self.stage == 3 else parameter.detach()
+            whole += [(parameter, value.to(parameter.dtype, copy=True))] if keep else []
+        self.detach()
+        for parameter, value in whole:
+            parameter.data = value
+
+    def detach(self) -> None:
+        """Remove the engine and what it has put on the model. Calls no collective; where parameters were cut, they stay so."""
+        if self.engine is None:
+            return
+        self.order.close()
+        self.engine.destroy()
+        del self.__dict__["engine"]
+        F.linear = self.linear
+        for owner, names in self.before:
+            for name in set(vars(owner)) - names:
+                del vars(owner)[name]
+            if isinstance(owner, nn.Module):
+                vars(owner)["_parameters"] = dict(owner._parameters)
 
     # ---- a window --------------------------------------------------------------------------------
 
@@ -370,17 +424,18 @@ class _Step(nn.Module):
 
     def step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Any:
         self.call, self.evaluates = functools.partial(step_fn, batch, batch_idx), False
-        value = self.engine()
+        value = self._pass_engine()
         return _with_loss(self._taken(), value)
 
     def weightless_step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Loss:
         """Padding: gradients are exchanged in every micro-batch, in the order in which they arise."""
-        value: Any = split_loss(self.step(step_fn, batch, batch_idx), 0)[0]
+        with traceless(self.model):
+            value: Any = split_loss(self.step(step_fn, batch, batch_idx), 0)[0]
         return Loss(value * 0, 0)
 
     def evaluate(self, call: Callable[[], Any]) -> Any:
         self.call, self.evaluates = call, True
-        self.engine()
+        self._pass_engine()
         return self._taken()
 
     def forward(self) -> Tensor | None:
@@ -388,6 +443,10 @@ class _Step(nn.Module):
         if self.evaluates:
             return None
         return self._no_loss() if self.output is None else split_loss(self.output, 0)[0]
+
+    def _pass_engine(self) -> Any:
+        with _environment(LOCAL_RANK=str(self.local_rank)):  # where ZeRO-3 looks for it, and not every launcher sets it
+            return self.engine()
 
     def _taken(self) -> Any:
         """The output of the step, which must not be kept alive here."""
@@ -530,22 +589,19 @@ class _GradientOrder:
             self.found.append(parameter)  # type: ignore[arg-type]
 
 
-def _engine(placed: _Step, optimizer: Optimizer, config: dict[str, Any], device: torch.device) -> Any:
-    """Build DeepSpeed's engine, without what it prints and warns of."""
-    chosen = os.environ.get("DS_ACCELERATOR")
-    if device.type == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Set environment variables for a while, where they are not set."""
+    missing = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in missing})
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            import deepspeed
-
-            # An operator for inference, which would be compiled here (45 s, and not without g++).
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-            return deepspeed.initialize(model=placed, optimizer=optimizer, config=config, dist_init_required=False)[0]
+        yield
     finally:
-        if chosen is None:
-            os.environ.pop("DS_ACCELERATOR", None)
+        for name in missing:
+            os.environ.pop(name, None)
+
+
+def _nothing() -> None: ...
 
 
 def _read(source: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:

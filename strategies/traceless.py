@@ -37,6 +37,8 @@ def traceless(model: nn.Module) -> Iterator[None]:
 
 
 def _is_state(key: str) -> bool:
+    if key.startswith(("ds_", "applied_pre_backward")):  # counters by which ZeRO-3 walks back
+        return False
     return key not in ("_parameters", "_buffers", "_modules", "_trainer") and "hooks" not in key
 
 
