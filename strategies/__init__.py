@@ -2,6 +2,7 @@
 
 from strategies.base import Loss, Strategy
 from strategies.ddp import DDP
+from strategies.deepspeed import DeepSpeed
 from strategies.dp import DataParallel
 from strategies.fsdp import FSDP
 from strategies.model_parallel import ModelParallel
@@ -9,4 +10,4 @@ from strategies.pipeline import Pipeline
 from strategies.registry import build
 from strategies.single import SingleDevice
 
-__all__ = ["DDP", "FSDP", "DataParallel", "Loss", "ModelParallel", "Pipeline", "SingleDevice", "Strategy", "build"]
+__all__ = ["DDP", "FSDP", "DataParallel", "DeepSpeed", "Loss", "ModelParallel", "Pipeline", "SingleDevice", "Strategy", "build"]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
+from collections.abc import Callable
 from importlib.metadata import entry_points
 
 from strategies import environment
 from strategies.base import Strategy
 from strategies.ddp import DDP
+from strategies.deepspeed import DeepSpeed
 from strategies.dp import DataParallel
 from strategies.eager import resolve_accelerator, resolve_devices
 from strategies.fsdp import FSDP
@@ -15,7 +18,18 @@ from strategies.model_parallel import ModelParallel
 from strategies.pipeline import Pipeline
 from strategies.single import SingleDevice
 
-STRATEGIES: dict[str, type[Strategy]] = {"single": SingleDevice, "dp": DataParallel, "ddp": DDP, "fsdp": FSDP, "model": ModelParallel, "pipeline": Pipeline}
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "single": SingleDevice,
+    "dp": DataParallel,
+    "ddp": DDP,
+    "fsdp": FSDP,
+    "model": ModelParallel,
+    "pipeline": Pipeline,
+    "deepspeed": DeepSpeed,
+    "deepspeed_stage_1": functools.partial(DeepSpeed, stage=1),
+    "deepspeed_stage_2": functools.partial(DeepSpeed, stage=2),
+    "deepspeed_stage_3": functools.partial(DeepSpeed, stage=3),
+}
 ENTRY_POINTS = "lockstep.strategies"
 """Entry-point group in which another distribution registers a strategy: name = "module:Class"."""
 
@@ -61,7 +75,7 @@ def _choose(devices: int | str, accelerator: str, num_nodes: int) -> tuple[str, 
     return "single", f"one {kind} device"
 
 
-def _find(name: str) -> type[Strategy]:
+def _find(name: str) -> Callable[[], Strategy]:
     if name in STRATEGIES:
         return STRATEGIES[name]
     for point in entry_points(group=ENTRY_POINTS):
