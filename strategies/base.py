@@ -179,7 +179,8 @@ class Strategy(ABC):
         steps by itself (`backward`, `clip_gradients`, `optimizer_step`): it is only called, also on padding.
 
         A strategy that calls `step_fn` on parts of a micro-batch does so within `part(number of samples)`,
-        where given, in any thread; the caller weighs by it what the step logs.
+        where given, in any thread; the caller weighs by it what the step logs. What it logs within `part(0)`
+        does not count: the step runs on these samples a second time, or on another rank.
 
         `note` is read after the last forward; all notes are exchanged beside the last backward.
         Raises RuntimeError where ranks disagree on the step, on the collectives issued so far or on

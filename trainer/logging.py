@@ -155,6 +155,7 @@ class MetricStore:
         """A context in which a step runs on a part of the micro-batch: what is logged in it weighs `num_samples`.
 
         Parts may run in threads; they count in the order in which they were made, so sums are reproducible.
+        What is logged in a part of no samples does not count: the step runs a second time somewhere.
         """
         part = _Part(self, num_samples)
         self._parts.append(part)
@@ -168,7 +169,7 @@ class MetricStore:
             while self._parts and self._parts[0].done:
                 head = self._parts.popleft()
                 self.weight = head.num_samples
-                for call in head.calls:
+                for call in head.calls if head.num_samples else ():
                     self.log(*call)
             self.weight = weight
 
@@ -193,8 +194,8 @@ class MetricStore:
         return shown
 
     def _agree_on_names(self, strategy: Strategy) -> None:
-        """Raise RuntimeError where ranks have logged different names; a rank that has logged none takes rank 0's."""
-        hashes = strategy.all_gather(torch.tensor([self.keys_hash, len(self.entries)])).tolist()
+        """Raise RuntimeError where ranks have logged different names; a rank without a sample, or that does not report, takes the others'."""
+        hashes = strategy.all_gather(torch.tensor([self.keys_hash, len(self.entries) if strategy.reports else 0])).tolist()
         told = [row[0] for row in hashes if row[1]]
         if len(set(told)) > 1:
             usual = max(set(told), key=told.count)
@@ -203,13 +204,18 @@ class MetricStore:
                 f"rank {', '.join(map(str, odd))} logged other metric names than the rest (here: {', '.join(self.entries) or 'none'}); "
                 "every rank must log the same names"
             )
-        if len(told) < len(hashes) and told:  # a rank without a sample
+        names: set[str] = set()
+        if len(told) < len(hashes) and told:
             source = next(rank for rank, row in enumerate(hashes) if row[1])
             for name, *flags, metric in strategy.broadcast([[e.name, *e.flags(), self._path(e.metric)] for e in self.entries.values()], source):
+                names.add(name)
                 if name not in self.entries:
                     entry = self._new(name, *flags)
                     if metric is not None:
                         entry.metric, entry.epoch_count = self.module.get_submodule(metric), 1  # type: ignore[union-attr]
+
+        if not strategy.reports:
+            self.entries = {name: entry for name, entry in self.entries.items() if name in names or entry.rank_zero_only}
 
     def _path(self, metric: Any) -> str | None:
         if metric is None or self.module is None:
