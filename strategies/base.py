@@ -74,6 +74,8 @@ class Agreement(NamedTuple):
     """The largest `Note.stop` of all ranks."""
     non_finite_rank: int | None
     """The first rank with a loss that is NaN or infinite, or None."""
+    loss: float | None = None
+    """The loss of the window, Σ total / Σ count; None where knowing it would cost a host synchronisation."""
 
 
 class Strategy(ABC):

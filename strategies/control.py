@@ -1,18 +1,20 @@
 """The control message of a step: what the ranks must agree on, exchanged beside the last backward.
 
-One gloo all_gather of six float64 numbers a rank, in a process group of its own, so that no user
+One gloo all_gather of seven float64 numbers a rank, in a process group of its own, so that no user
 collective can be mistaken for it. It is sent before the last backward and read after it: a rank that
 skipped a collective or logged other names is found while the parameters are still untouched.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 
 from strategies.base import Agreement, Note
 
-FIELDS = ("step", "collectives", "keys", "stop", "finite", "count")
+FIELDS = ("step", "collectives", "keys", "stop", "finite", "count", "total")
 
 
 class Control:
@@ -26,10 +28,10 @@ class Control:
         self._all = [torch.zeros_like(self._mine) for _ in range(world_size)]
         self._work: dist.Work | None = None
 
-    def send(self, note: Note, count: float, finite: bool) -> None:
-        """Start the exchange; `count` is what this rank's losses counted."""
+    def send(self, note: Note, count: float, finite: bool, total: float = math.nan) -> None:
+        """Start the exchange; `count` is what this rank's losses counted, `total` their sum, NaN where it is not known."""
         collectives = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
-        self._mine.copy_(torch.tensor([self._step, collectives, note.keys, note.stop, finite, count], dtype=torch.float64))
+        self._mine.copy_(torch.tensor([self._step, collectives, note.keys, note.stop, finite, count, total], dtype=torch.float64))
         self._work = dist.all_gather(self._all, self._mine, group=self._group, async_op=True)
 
     def receive(self) -> Agreement:
@@ -45,7 +47,9 @@ class Control:
                 raise RuntimeError(self._disagreement(what, values, named=field == 2))
         self._step += 1
         bad = [rank for rank, row in enumerate(rows) if not row[4]]
-        return Agreement(sum(row[5] for row in rows), int(max(row[3] for row in rows)), bad[0] if bad else None)
+        count, total = sum(row[5] for row in rows), sum(row[6] for row in rows)
+        loss = None if math.isnan(total) or not count else total / count
+        return Agreement(count, int(max(row[3] for row in rows)), bad[0] if bad else None, loss)
 
     def _disagreement(self, what: str, values: list[float], named: bool) -> str:
         usual = max(set(values), key=values.count)

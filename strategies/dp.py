@@ -89,7 +89,7 @@ class DataParallel(EagerStrategy):
         random_state = torch.get_rng_state() if self._draws else None
         replicas = self._replicas(placed)
         steps = [step_fn, *(rebind(step_fn, placed, replica) for replica in replicas[1:])]
-        count, finite = 0.0, True
+        count, weighted = 0.0, 0.0
         walking = threading.Lock()
         for micro_batch in window.micro_batches if micro_batches is None else micro_batches:
             slices = cut(micro_batch.batch, micro_batch.num_samples, self._num_devices)
@@ -115,12 +115,14 @@ class DataParallel(EagerStrategy):
             results = [run(i) for i in range(len(slices))] if self._draws else list(self._threads.map(run, range(len(slices))))
             for _, values, counted in results:
                 count += counted
-                finite = finite and all(math.isfinite(value.item()) for value in values if self.device.type == "cpu")
+                weighted += sum(value.item() for value in values) if self.device.type == "cpu" else 0.0
             micro_batch.output = detach(results[0][0])
         self._join(placed, replicas)
         if random_state is not None:
             self._draws = not torch.equal(random_state, torch.get_rng_state())
-        agreement = Agreement(count, note().stop if note else 0, None if finite or self.precision.scaler is not None else 0)
+        finite = math.isfinite(weighted)
+        loss = weighted * window.num_samples / count if count and self.device.type == "cpu" else None
+        agreement = Agreement(count, note().stop if note else 0, None if finite or self.precision.scaler is not None else 0, loss)
         if count and count != window.num_samples:
             torch._foreach_mul_([p.grad for p in placed.parameters() if p.grad is not None], window.num_samples / count)
         return agreement

@@ -51,6 +51,7 @@ class EagerStrategy(Strategy):
         self._local_gradients = False
         self._scaler_used = False
         self._stepped = False
+        self._unscaled: set[int] = set()
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 
@@ -145,7 +146,7 @@ class EagerStrategy(Strategy):
         autocast, device_type = self.precision.autocast_dtype, self.device.type
         run = self._runner(placed, step_fn) if automatic else step_fn
         exchanges, scaler = self.data_size > 1, self.precision.scaler
-        count, finite = 0.0, True
+        count, weighted = 0.0, 0.0
         for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
             if exchanges:
                 self._sync_gradients(placed, i == last)
@@ -160,11 +161,12 @@ class EagerStrategy(Strategy):
             )
             count += counted
             for value, _ in losses:
-                if device_type == "cpu" and not math.isfinite(value.item()):  # no host sync on an accelerator
-                    finite = False
+                weighted += value.item() if device_type == "cpu" else math.nan  # no host sync on an accelerator
             micro_batch.output = output.detach() if isinstance(output, Tensor) else detach(output)
             if i == last and self._control is not None:
-                self._control.send(note() if note else Note(), count if self.reports else 0.0, finite)
+                finite = device_type != "cpu" or math.isfinite(weighted)
+                said = (count, finite, weighted / scale) if self.reports else (0.0, finite, 0.0)
+                self._control.send(note() if note else Note(), *said)
             for j, (value, inputs) in enumerate(losses):
                 if before_backward is not None:
                     before_backward(value)
@@ -172,7 +174,9 @@ class EagerStrategy(Strategy):
                 if after_backward is not None:
                     after_backward()
         if self._control is None:
-            agreement = Agreement(count, note().stop if note else 0, None if finite else 0)
+            finite = device_type != "cpu" or math.isfinite(weighted)
+            loss = weighted if alone else weighted / scale / count if count else None
+            agreement = Agreement(count, note().stop if note else 0, None if finite else 0, loss if device_type == "cpu" else None)
         else:
             agreement = self._control.receive()
         if automatic and not alone and agreement.count and agreement.count != window.num_samples:
@@ -205,8 +209,9 @@ class EagerStrategy(Strategy):
 
     def clip_gradients(self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
         self._average_local_gradients(optimizer)
-        if self.precision.scaler is not None:
+        if self.precision.scaler is not None and id(optimizer) not in self._unscaled:
             self.precision.scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if algorithm == "norm":
             return torch.nn.utils.clip_grad_norm_(parameters, value)
@@ -345,6 +350,7 @@ class EagerStrategy(Strategy):
 
     def _update_scaler(self) -> None:
         self.precision.scaler.update()  # type: ignore[union-attr]
+        self._unscaled.clear()
         self._scaler_used = False
 
     def _mark_stepped(self, *_: Any) -> None:
