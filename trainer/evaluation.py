@@ -119,6 +119,7 @@ def evaluate(trainer: Trainer, module: Module, loaders: list[ShardedLoader], sta
         for hook in epoch_end:
             hook()
         trainer.publish(metrics.reduce(strategy, epoch_end=True))
+        metrics.close()
         for hook in end:
             hook()
     return outputs

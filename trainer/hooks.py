@@ -34,7 +34,8 @@ class Hooks:
                 found.append(accept(getattr(module, name)))
             for callback in trainer.callbacks:
                 if overrides(callback, name, Callback) and not (isinstance(callback, Logger) and getattr(type(callback), name) is getattr(Logger, name)):
-                    found.append(functools.partial(getattr(callback, name), trainer, module))
+                    call = functools.partial(getattr(callback, name), trainer, module)
+                    found.append(functools.partial(trainer.guarded, callback, call) if isinstance(callback, Logger) else call)
             if name == "on_train_epoch_end":
                 own = int(overrides(module, name, Module))
                 self.module_epoch_end, found = tuple(found[:own]), found[own:]

@@ -37,6 +37,11 @@ class HyperParameters:
         return self.__dict__.setdefault("_hparams", Namespace())
 
     @property
+    def logs_hparams(self) -> bool:
+        """Whether loggers are given the hyperparameters."""
+        return self.__dict__.get("_log_hparams", True)
+
+    @property
     def hparams_name(self) -> str | None:
         """The argument of `__init__` that was given to `save_hyperparameters` as a whole, where one was."""
         return self.__dict__.get("_hparams_name")

@@ -11,6 +11,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,7 @@ class Entry:
         "prog_bar",
         "rank_zero_only",
         "reduce_fx",
+        "seen",
         "start",
         "total",
     )
@@ -51,6 +53,7 @@ class Entry:
         self.total: Tensor | None = None  # what tensors added since the last reduction, on their device
         self.number = self.start
         self.count = 0.0  # of this rank, since the last reduction
+        self.seen = 0.0  # 1 where `metric` was logged on this rank since the last reduction
         self.epoch_value = self.number  # over all ranks, since the epoch began
         self.epoch_count = 0.0
 
@@ -117,7 +120,7 @@ class MetricStore:
         if entry is None:
             entry = self._add(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
         if entry.metric is not None:
-            entry.epoch_count = 1.0
+            entry.seen = 1.0
             if entry.on_step:
                 value = getattr(value, "_forward_cache", None)
                 if value is None:
@@ -145,10 +148,12 @@ class MetricStore:
                 torch.maximum(entry.total, value, out=entry.total)
             else:
                 torch.minimum(entry.total, value, out=entry.total)
+        elif not isinstance(value, Number):
+            raise TypeError(f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got {type(value).__name__}")
         elif entry.reduce_fx in ("mean", "sum"):
-            entry.number += value * weight if weight else 0.0
+            entry.number += float(value) * weight if weight else 0.0  # type: ignore[arg-type]
         else:
-            entry.number = (max if entry.reduce_fx == "max" else min)(entry.number, value)
+            entry.number = (max if entry.reduce_fx == "max" else min)(entry.number, float(value))  # type: ignore[arg-type]
         entry.count += weight
 
     def part(self, num_samples: int) -> _Part:
@@ -173,6 +178,10 @@ class MetricStore:
                     self.log(*call)
             self.weight = weight
 
+    def close(self) -> None:
+        """Nobody reads what is logged from now on: say so."""
+        self.log = _too_late  # type: ignore[assignment,method-assign]
+
     def reduce(self, strategy: Strategy, epoch_end: bool = False, reset: bool = True) -> dict[str, float]:
         """Exchange what was added since the last call; return the values to show now, by their final names.
 
@@ -185,12 +194,14 @@ class MetricStore:
         local = [e for e in self.entries.values() if e.rank_zero_only]
         mine = self._pack(shared)
         if not strategy.reports:  # another rank stands for the same samples
-            mine = torch.tensor([x for e in shared for x in (e.start, 0.0)], dtype=torch.float64)
+            mine = torch.tensor([x for e in shared for x in (e.start, 0.0, 0.0)], dtype=torch.float64)
         rows = [mine.tolist()] if strategy.world_size == 1 or not shared else strategy.all_gather(mine).tolist()
         shown: dict[str, float] = {}
         for entries, values in ((shared, rows), (local, [self._pack(local).tolist()])):
             for i, entry in enumerate(entries):
-                self._reduce_entry(entry, [row[2 * i] for row in values], [row[2 * i + 1] for row in values], shown, epoch_end, reset)
+                if any(row[3 * i + 2] for row in values):  # a rank without a sample computes with the others
+                    entry.epoch_count = 1.0
+                self._reduce_entry(entry, [row[3 * i] for row in values], [row[3 * i + 1] for row in values], shown, epoch_end, reset)
         return shown
 
     def _agree_on_names(self, strategy: Strategy) -> None:
@@ -212,7 +223,7 @@ class MetricStore:
                 if name not in self.entries:
                     entry = self._new(name, *flags)
                     if metric is not None:
-                        entry.metric, entry.epoch_count = self.module.get_submodule(metric), 1  # type: ignore[union-attr]
+                        entry.metric = self.module.get_submodule(metric)  # type: ignore[union-attr]
 
         if not strategy.reports:
             self.entries = {name: entry for name, entry in self.entries.items() if name in names or entry.rank_zero_only}
@@ -226,7 +237,7 @@ class MetricStore:
         """JSON data: the running sums of this rank and the epoch's values."""
         for entry in self.entries.values():
             self._settle(entry)
-        return {e.name: [*e.flags(), self._path(e.metric), e.number, e.count, e.epoch_value, e.epoch_count] for e in self.entries.values()}
+        return {e.name: [*e.flags(), self._path(e.metric), e.number, e.count, e.epoch_value, e.epoch_count or e.seen] for e in self.entries.values()}
 
     def load_state_dict(self, state: dict[str, Any], same_rank: bool) -> None:
         """Take back `state_dict`; without `same_rank` only the epoch's values, which all ranks share."""
@@ -234,7 +245,7 @@ class MetricStore:
             entry = self._new(name, reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only)
             entry.epoch_value, entry.epoch_count = epoch_value, epoch_count
             if metric is not None:
-                entry.metric = self.module.get_submodule(metric)  # type: ignore[union-attr]
+                entry.metric, entry.seen = self.module.get_submodule(metric), epoch_count  # type: ignore[union-attr]
             if same_rank:
                 entry.number, entry.count = number, count
 
@@ -244,7 +255,7 @@ class MetricStore:
         self, name: str, value: Any, prog_bar: bool, logger: bool, on_step: bool | None, on_epoch: bool | None, reduce_fx: Any, rank_zero_only: bool
     ) -> Entry:
         is_metric = hasattr(value, "compute") and hasattr(value, "reset")
-        if not is_metric and not isinstance(value, (Tensor, int, float)):
+        if not is_metric and not isinstance(value, (Tensor, Number)):
             raise TypeError(f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got {type(value).__name__}")
         reduction = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
         if reduction not in COMBINE:
@@ -253,6 +264,8 @@ class MetricStore:
             on_step = self.in_batch and self.training
         if on_epoch is None:
             on_epoch = not (self.in_batch and self.training)
+        if is_metric and self.module is not None and self._path(value) is None:
+            raise ValueError(f"the metric logged as {name!r} is no attribute of {type(self.module).__name__}, so it is neither moved nor saved; make it one")
         entry = self._new(name, reduction, on_step, on_epoch, prog_bar, logger, rank_zero_only)
         if is_metric:
             entry.metric = value
@@ -271,7 +284,7 @@ class MetricStore:
             entry.total = None
 
     def _pack(self, entries: list[Entry]) -> Tensor:
-        """`[2 * len(entries)]` float64 on CPU: value and count of each."""
+        """`[3 * len(entries)]` float64 on CPU: value, count, and whether a metric was logged, of each."""
         on_device = [e for e in entries if e.total is not None]
         if on_device:
             groups: dict[torch.device, list[Entry]] = {}
@@ -281,13 +294,13 @@ class MetricStore:
                 for entry, total in zip(group, torch.stack([e.total for e in group]).tolist(), strict=True):  # type: ignore[misc]
                     entry.number = total if entry.reduce_fx in ("max", "min") else entry.number + total
                     entry.total = None
-        return torch.tensor([x for e in entries for x in (e.number, e.count)], dtype=torch.float64)
+        return torch.tensor([x for e in entries for x in (e.number, e.count, e.seen)], dtype=torch.float64)
 
     def _reduce_entry(self, entry: Entry, values: list[float], counts: list[float], shown: dict[str, float], epoch_end: bool, reset: bool) -> None:
         count = sum(counts)
         combine = COMBINE[entry.reduce_fx]
         value = combine(values)
-        entry.number, entry.count = entry.start, 0.0
+        entry.number, entry.count, entry.seen = entry.start, 0.0, 0.0
         both = entry.on_step and entry.on_epoch
         if count:
             if entry.on_step and not epoch_end:
@@ -310,6 +323,12 @@ class MetricStore:
                 if entry.metric is not None and entry.epoch_count:
                     entry.metric.reset()
                 entry.epoch_value, entry.epoch_count = entry.start, 0.0
+
+
+def _too_late(name: str, *_: Any) -> None:
+    raise RuntimeError(
+        f"self.log({name!r}) came after the metrics were reduced, so nobody would see it; log in a step, or in a hook up to the end of the epoch"
+    )
 
 
 def _metric_values(name: str, metric: Any) -> dict[str, float]:

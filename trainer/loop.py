@@ -30,6 +30,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
 
     for hook in hooks.on_fit_start:
         hook()
+    trainer.describe(module)
     if trainer.num_sanity_val_steps and run.val_loaders and not progress.global_step and not progress.batches_seen:
         evaluation.sanity_check(trainer, module, run.val_loaders)
     for hook in hooks.on_train_start:
@@ -67,6 +68,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                     f"the loss of rank {agreement.non_finite_rank} is NaN or infinite in step {progress.global_step} of epoch {progress.current_epoch}; "
                     "no parameter was changed by it"
                 )
+            trainer.last_loss = agreement.loss
             stepped = trainer.manually_stepped
             if module.automatic_optimization and agreement.count:
                 set_phase(progress.global_step, "optimizer step")
@@ -94,7 +96,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             trainer.window_is_open = False
             for hook in hooks.on_train_batch_end:
                 hook(last.output, last.batch, last.batch_idx)
-            metrics.in_batch = False
+            metrics.in_batch, metrics.weight = False, 1.0
             if run.val_every is not None and _validation_is_due(run, trainer):
                 _validate(trainer, module, run)
                 stop = trainer.agree_to_stop()
@@ -112,6 +114,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             break
         _close_epoch(trainer, module, run)
 
+    metrics.close()
     for hook in hooks.on_train_end:
         hook()
     for hook in hooks.on_fit_end:

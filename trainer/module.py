@@ -150,15 +150,19 @@ class Module(HyperParameters, nn.Module):
         batch_size: float | None = None,
         add_dataloader_idx: bool = True,
         rank_zero_only: bool = False,
-        **_lightning: Any,
+        enable_graph: bool = False,
+        sync_dist_group: Any = None,
+        metric_attribute: str | None = None,
     ) -> None:
         """Log `value` (a number, a tensor of one element, or a torchmetrics Metric) under `name`.
 
         In a training batch the default is `on_step` (the mean since the last logging interval), elsewhere
         `on_epoch` (the mean over the epoch); with both the names are `name_step` and `name_epoch`. Means
-        are weighted by the samples of the batch, or by `batch_size`, and always span all ranks
-        (`sync_dist` is accepted and changes nothing). Every rank logs the same names, unless
-        `rank_zero_only`. Costs one addition on the value's device; synchronises nothing.
+        are weighted by the samples of the batch, or by `batch_size`, and always span all ranks. Every rank
+        logs the same names, unless `rank_zero_only`. What a name's first call says of it holds. With
+        `add_dataloader_idx` False a name that several loaders log is one value over all of them. Costs one
+        addition on the value's device; synchronises nothing. `sync_dist`, `enable_graph`, `sync_dist_group`
+        and `metric_attribute` are accepted for Lightning's sake and change nothing.
         """
         if self._trainer is None:
             raise RuntimeError(f"self.log({name!r}) was called outside of a run; call it in a step or hook")

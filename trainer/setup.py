@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from callbacks.base import Logger
 from strategies.base import split_loss
 from strategies.data import ShardedLoader, Window
 from trainer import optimizers as configured
@@ -20,6 +21,7 @@ from trainer import snapshot
 from trainer.hooks import Hooks, overrides, step_function
 from trainer.logging import MetricStore
 from trainer.manual import AutomaticOptimizer, ManualOptimizer
+from trainer.metric_sync import synced_metrics
 from trainer.module import Module
 from trainer.seeding import derive, seed_everything
 
@@ -105,8 +107,12 @@ def attached(trainer: Trainer, module: Module, sources: Sources, stage: str, ckp
         module.configure_model()
         trainer.hooks = Hooks(trainer, module)
         for callback in trainer.callbacks:
-            callback.setup(trainer, module, stage)
-        yield
+            if isinstance(callback, Logger):
+                trainer.guarded(callback, callback.setup, trainer, module, stage)
+            else:
+                callback.setup(trainer, module, stage)
+        with synced_metrics(module, trainer.strategy):
+            yield
         for owner in owners:
             owner.teardown(stage)
         for callback in trainer.callbacks:

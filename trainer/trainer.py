@@ -388,7 +388,7 @@ class Trainer:
         if self.is_global_zero and not self.sanity_checking:
             logged = {name: value for name, value in values.items() if (entry := self._entry(name)) is None or entry.logger}
             if logged:
-                self.log_metrics({**logged, "epoch": self.current_epoch})
+                self.log_metrics({"epoch": self.current_epoch, **logged})
 
     def show(self, tensors: dict[str, Tensor]) -> None:
         """Put values where callbacks, users and the progress bar look."""
@@ -403,6 +403,21 @@ class Trainer:
                 self.logged_metrics[name] = value
             if entry.prog_bar:
                 self.progress_bar_metrics[name] = value
+
+    def describe(self, module: Module) -> None:
+        """Hand the loggers what does not change over a run: hyperparameters, the resolved configuration, the graph."""
+        if not self.is_global_zero:
+            return
+        params = dict(module.hparams) if module.logs_hparams else {}
+        if self.datamodule is not None and self.datamodule.logs_hparams:
+            params |= {(name if name not in params else f"data.{name}"): value for name, value in self.datamodule.hparams.items()}
+        for logger in self.loggers:
+            if params:
+                self.guarded(logger, logger.log_hyperparams, params)
+            if self.config is not None:
+                self.guarded(logger, logger.log_text, "config", f"```yaml\n{self.config.rstrip()}\n```", self.global_step)
+            if module.example_input_array is not None:
+                self.guarded(logger, logger.log_graph, module, module.example_input_array)
 
     def guarded(self, logger: Logger, method: Any, *args: Any) -> None:
         """Call a logger; what it raises costs one warning and the logger, never the training."""

@@ -1,0 +1,632 @@
+"""What `self.log` shows: names, exact means, who sees them, what it costs, and what goes wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import tracemalloc
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix, MulticlassF1Score, MulticlassPrecision
+
+from callbacks import Callback, CSVLogger, TensorBoardLogger
+from callbacks.base import Logger
+from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
+from trainer import DataModule, Module, Trainer
+from trainer.logging import MetricStore
+
+
+class Recorder(Logger):
+    """Keeps what a logger is given."""
+
+    name = version = save_dir = None
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.other: list[tuple[Any, ...]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step or 0, metrics))
+
+    def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
+        self.other.append(("hparams", params))
+
+    def log_text(self, key: str, text: str, step: int | None = None) -> None:
+        self.other.append(("text", key, text))
+
+    def log_graph(self, module: Any, example_input: Any) -> None:
+        self.other.append(("graph", type(module).__name__, example_input.shape))
+
+    def finalize(self, status: str) -> None:
+        self.other.append(("finalize", status))
+
+    def values(self, name: str) -> list[tuple[int, float]]:
+        return [(step, row[name]) for step, row in self.rows if name in row]
+
+    def state_dict(self) -> dict[str, Any]:  # brings rank 0's rows home
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows = state["rows"]
+
+
+def shown(metrics: dict[str, Any]) -> dict[str, float]:
+    return {name: value.item() for name, value in metrics.items()}
+
+
+class Value(Net):
+    """Logs the first feature of its samples, so that every mean is known."""
+
+    def first(self, batch: Any) -> torch.Tensor:
+        return batch[0][:, 0].mean()
+
+
+def first_feature(n: int) -> torch.Tensor:
+    return data(n).tensors[0][:, 0].double()
+
+
+def test_names_and_flags() -> None:
+    class Flags(Value):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x = self.first(batch)
+            self.log("default", x)
+            self.log("step", x, on_step=True, on_epoch=False)
+            self.log("whole", x, on_step=False, on_epoch=True)
+            self.log("both", x, on_step=True, on_epoch=True, prog_bar=True)
+            self.log("neither", x, on_step=False, on_epoch=False)
+            self.log("bar", x, prog_bar=True, logger=False)
+            self.log("weighted", x, on_epoch=True, on_step=False, batch_size=1)
+            self.log_dict({"d/a": x, "d/b": 2 * x}, on_epoch=True, on_step=False, sync_dist=True)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", self.first(batch))
+            self.log("val_both", self.first(batch), on_step=True, on_epoch=True)
+
+    recorder = Recorder()
+    trainer = quiet(logger=recorder, log_every_n_steps=2)
+    trainer.fit(Flags(), loader(20, 4), loader(6, 4))
+    x, means = first_feature(20), first_feature(20).reshape(5, 4).mean(1)
+    everything = {"default", "step", "whole", "both", "both_step", "both_epoch", "bar", "weighted", "d/a", "d/b", "val", "val_both", "val_both_epoch"}
+    everything |= {"train/loss", "train/loss_step", "train/loss_epoch"}
+    assert set(trainer.callback_metrics) == everything
+    assert set(trainer.progress_bar_metrics) == {"both_step", "both_epoch", "bar"}
+    assert set(trainer.logged_metrics) == everything - {"both", "val_both", "train/loss", "bar"}
+    assert all(value.shape == () and value.device.type == "cpu" for value in trainer.callback_metrics.values())
+
+    pairs = [(2, means[:2].mean()), (4, means[2:4].mean())]
+    for name in ("default", "step", "both_step"):
+        assert recorder.values(name)[:2] == [(step, pytest.approx(value.item(), rel=1e-6)) for step, value in pairs], name
+    assert recorder.values("default")[2:] == [(5, pytest.approx(means[4].item(), rel=1e-6))], "what is left at the end of the epoch"
+    for name in ("whole", "both_epoch", "d/a", "weighted"):
+        assert recorder.values(name) == [(5, pytest.approx(x.mean().item(), rel=1e-6))], name
+    assert recorder.values("val") == [(5, pytest.approx(first_feature(6).mean().item(), rel=1e-6))]
+    assert recorder.values("d/b")[0][1] == pytest.approx(2 * x.mean().item(), rel=1e-6)
+    assert not recorder.values("bar") and not recorder.values("neither")
+    assert all(row["epoch"] == 0 for _, row in recorder.rows)
+    assert recorder.other[-1] == ("finalize", "success")
+
+
+class Reduced(Value):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0][:, 0]
+        options: dict[str, Any] = {"on_step": False, "on_epoch": True}
+        self.log("mean", x.mean(), **options)
+        self.log("max", x.max(), reduce_fx="max", **options)
+        self.log("min", x.min(), reduce_fx=torch.min, **options)
+        self.log("sum", x.sum(), reduce_fx=torch.sum, **options)
+        self.log("count", len(x), reduce_fx=sum, **options)
+        self.log("weighted", (x * x.abs()).sum() / x.abs().sum(), batch_size=float(x.abs().sum()), **options)
+        self.log("number", float(x.mean()), **options)
+        self.log("numpy", np.float32(x.mean()), **options)
+        self.log("negative", -abs(batch_idx) - 1, reduce_fx="max", **options)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/mean", batch[0][:, 0].mean())
+        self.log("val/max", batch[0][:, 0].max(), reduce_fx="max")
+
+
+@pytest.mark.parametrize(("devices", "n", "accumulate"), [(1, 50, 1), (2, 50, 1), (2, 50, 3), (2, 5, 1), (2, 1, 1)])
+def test_epoch_values_are_exact_over_all_samples(devices: int, n: int, accumulate: int) -> None:
+    """Uneven batches and shards, and a rank without a sample."""
+    trainer = quiet(devices=devices, precision="64-true", max_epochs=2, accumulate_grad_batches=accumulate)
+    trainer.fit(Reduced(), loader(n, 7, shuffle=True), loader(n, 3))
+    x = first_feature(n)
+    expected = {"mean": x.mean(), "max": x.max(), "min": x.min(), "sum": x.sum(), "count": n, "number": x.mean()}
+    expected |= {"weighted": (x * x.abs()).sum() / x.abs().sum(), "val/mean": x.mean(), "val/max": x.max(), "negative": -1}
+    for name, value in expected.items():
+        assert trainer.callback_metrics[name].item() == pytest.approx(float(value), rel=1e-12), name
+    assert trainer.callback_metrics["numpy"].item() == pytest.approx(float(x.mean()), rel=1e-6)
+
+
+MOMENTS = "on_fit_start on_train_start on_train_epoch_start on_train_batch_start on_before_backward on_after_backward on_before_optimizer_step".split()
+MOMENTS += "on_before_zero_grad on_train_batch_end on_validation_start on_validation_epoch_start on_validation_batch_start".split()
+MOMENTS += "on_validation_batch_end on_validation_epoch_end on_train_epoch_end".split()
+TOO_LATE = ["on_validation_end", "on_train_end", "on_fit_end"]
+
+
+def logs(moment: str, who: str) -> Any:
+    def hook(self: Any, *args: Any) -> None:
+        # As many as there are ranks have logged; 1 on rank 0 and 3 on rank 1.
+        self.log(f"{who}/{moment}", 1.0 + 2 * getattr(self, "global_rank", args[0].global_rank if args and hasattr(args[0], "global_rank") else 0))
+
+    return hook
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_log_in_every_hook_of_module_and_callback(devices: int) -> None:
+    module = type("Hooked", (Net,), {moment: logs(moment, "module") for moment in MOMENTS})
+    callback = type("HookedToo", (Callback,), {moment: logs(moment, "callback") for moment in MOMENTS})
+    trainer = quiet(devices=devices, callbacks=callback(), max_epochs=2)
+    trainer.fit(module(), loader(8 * devices, 4), loader(8 * devices, 4))
+    mean = (devices - 1) + 1.0
+    for moment in MOMENTS:
+        assert trainer.callback_metrics[f"module/{moment}"] == mean, moment
+        assert trainer.callback_metrics[f"callback/{moment}"] == mean, moment
+
+
+@pytest.mark.parametrize("moment", TOO_LATE)
+def test_what_nobody_would_see_is_refused(moment: str) -> None:
+    with pytest.raises(RuntimeError, match=f"self.log\\('module/{moment}'\\) came after the metrics were reduced"):
+        quiet().fit(type("Late", (Net,), {moment: logs(moment, "module")})(), loader(8), loader(8))
+    model = Net()
+    quiet().fit(model, loader(8))
+    with pytest.raises(RuntimeError, match="self.log\\('x'\\) came after"):
+        model.log("x", 1.0)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_after_an_uneven_batch_ranks_count_alike(devices: int) -> None:
+    """3 samples on 2 ranks: the last batch must not weigh what is logged after it."""
+
+    class After(Net):
+        def on_train_epoch_end(self) -> None:
+            self.log("rank", float(self.global_rank))
+
+    trainer = quiet(devices=devices)
+    trainer.fit(After(), loader(3, 2))
+    assert trainer.callback_metrics["rank"] == (devices - 1) / 2
+
+
+def test_callbacks_see_what_the_module_logs_at_the_end_of_the_epoch() -> None:
+    seen = []
+
+    class Sees(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            seen.append(trainer.callback_metrics["late"].item())
+            self.log_dict({"from/callback": 7.0})
+
+    class Logs(Net):
+        def on_train_epoch_end(self) -> None:
+            self.log("late", self.current_epoch)
+
+    trainer = quiet(max_epochs=2, callbacks=Sees())
+    trainer.fit(Logs(), loader(8))
+    assert seen == [0.0, 1.0] and trainer.callback_metrics["from/callback"] == 7.0
+    with pytest.raises(RuntimeError, match="Sees.log\\('x'\\) was called outside of a run"):
+        Sees().log("x", 1.0)
+
+
+# ---- torchmetrics --------------------------------------------------------------------------------------
+
+
+class Measured(Net):
+    """Metrics with sums, with lists of samples, in collections with shared state, computed with and without forward."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.train_acc = MulticlassAccuracy(3)
+        self.group = MetricCollection({"f1": MulticlassF1Score(3), "precision": MulticlassPrecision(3)}, prefix="train/")
+        self.auroc = MulticlassAUROC(3, thresholds=None)
+        self.total = SumMetric()
+        self.at_end = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        self.train_acc(logits, y)
+        self.log("train/acc", self.train_acc, on_step=True, on_epoch=True, prog_bar=True)
+        self.log_dict(self.group, on_step=False, on_epoch=True)
+        self.group.update(logits, y)
+        self.at_end.update(x[:, 0])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train/at_end", self.at_end)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.auroc.update(self(batch[0]), batch[1])
+        self.log("val/auroc", self.auroc)
+        self.total(batch[1])
+        self.log("val/total", self.total, prog_bar=True)
+
+
+METRICS = ["train/acc_epoch", "train/f1", "train/precision", "train/at_end", "val/auroc", "val/total", "val/loss"]
+
+
+@pytest.mark.parametrize("n", [50, 5, 1])
+def test_torchmetrics_are_those_of_one_process(n: int) -> None:
+    """1 sample on 2 ranks included: a rank that has measured nothing computes with the other."""
+
+    def fit(devices: int) -> dict[str, float]:
+        torch.manual_seed(0)
+        trainer = quiet(devices=devices, precision="64-true", split_batches=True, max_epochs=2, logger=(recorder := Recorder()), log_every_n_steps=1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "No (positive|negative) samples in targets")
+            warnings.filterwarnings("ignore", "Average precision score")
+            warnings.filterwarnings("ignore", "Some classes had")
+            trainer.fit(Measured(), loader(n, 8), loader(n, 8))
+        assert len(recorder.values("train/acc_epoch")) == 2 and len(recorder.values("train/acc_step")) == 2 * -(-n // 8)
+        assert "val/total" in trainer.progress_bar_metrics
+        return shown(trainer.callback_metrics)
+
+    one, two = fit(1), fit(2)
+    for name in METRICS:
+        assert two[name] == pytest.approx(one[name], rel=1e-12), name
+    x, y = data(n).tensors
+    assert one["val/total"] == y.sum() and one["train/at_end"] == pytest.approx(x[:, 0].double().mean().item())
+
+
+@pytest.mark.parametrize(("devices", "n"), [(1, 20), (2, 1)])
+def test_collections_that_the_module_computes_and_resets(devices: int, n: int) -> None:
+    class Collected(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = MetricCollection([MulticlassF1Score(3), MulticlassAccuracy(3)], prefix="val/")
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.scores.update(self(batch[0]), batch[1])
+
+        def on_validation_epoch_end(self) -> None:
+            self.log_dict(self.scores.compute())  # on 2 ranks one has seen no sample
+            assert isinstance(copy.deepcopy(self.scores), MetricCollection)
+            self.scores.reset()
+            self.log("val/kept", float(self.scores["MulticlassAccuracy"].tp.sum()))
+
+    trainer = quiet(max_epochs=2, devices=devices)
+    trainer.fit(Collected(), loader(16), loader(n))
+    assert {"val/MulticlassF1Score", "val/MulticlassAccuracy"} <= set(trainer.callback_metrics)
+    assert trainer.callback_metrics["val/kept"] == 0.0
+
+
+def test_metrics_that_cannot_be_shown_are_named() -> None:
+    class Matrix(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix, self.loose = MulticlassConfusionMatrix(3), [MeanMetric()]
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.matrix(self(batch[0]), batch[1])
+            self.log("val/matrix", self.matrix)
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loose", self.loose[0])
+
+    with pytest.raises(ValueError, match="the metric logged as 'val/matrix' computes a tensor of shape \\[3, 3\\]"):
+        quiet().validate(Matrix(), loader(8))
+    with pytest.raises(ValueError, match="the metric logged as 'loose' is no attribute of Matrix"):
+        quiet().test(Matrix(), loader(8))
+
+
+# ---- several loaders, several ranks ------------------------------------------------------------------------
+
+
+def test_several_loaders_have_values_of_their_own() -> None:
+    class Loaders(Value):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("x", self.first(batch))
+            self.log("pooled", self.first(batch), add_dataloader_idx=False)
+            self.log(f"own/{dataloader_idx}", self.first(batch), add_dataloader_idx=False)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("whole", 1.0)
+
+    trainer = quiet()
+    returned = trainer.validate(Loaders(), [loader(10, 4), loader(20, 8)], verbose=False)
+    first, second = first_feature(10).mean().item(), first_feature(20).mean().item()
+    both = (10 * first + 20 * second) / 30
+    common = {"pooled": both, "own/0": first, "own/1": second, "whole": 1.0}
+    assert returned == [
+        pytest.approx({"x/dataloader_idx_0": first, **common}, rel=1e-6),
+        pytest.approx({"x/dataloader_idx_1": second, **common}, rel=1e-6),
+    ]
+
+
+class Zero(Value):
+    """Logs on rank 0 only, in both ways that users write."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("zero", float(self.global_rank + 5), rank_zero_only=True)
+        if self.global_rank == 0:
+            self.log("alone", 3.0, rank_zero_only=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_rank_zero_only() -> None:
+    trainer = quiet(devices=2)
+    trainer.fit(Zero(), loader(16, 4))
+    assert trainer.callback_metrics["zero"] == 5.0 and trainer.callback_metrics["alone"] == 3.0
+
+
+class Odd(Net):
+    """Rank 1 does in step 2 what the others do not; nobody may step then."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.weight = torch.nn.Parameter(torch.ones(()))  # of the size of the collective: gloo pairs the two
+        self.before: list[torch.Tensor] = []
+        if what == "skips":
+            del self.net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.before = weights(self)
+        odd = self.global_step == 2 and self.global_rank == 1
+        if self.what == "names":
+            self.log("odd" if odd else "usual", 1.0)
+            return super().training_step(batch, batch_idx) + self.weight
+        if not odd:
+            dist.all_reduce(torch.ones(()))
+        return self.weight * batch[0].mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_exception(self, exception: BaseException) -> None:
+        unchanged = equal(self.before, weights(self))
+        Path(f"rank{self.global_rank}").write_text(f"{self.global_step} {unchanged} {exception}")
+
+
+@pytest.mark.parametrize(
+    ("devices", "what", "message"),
+    [
+        (2, "names", "the ranks disagree on their logged metric names: rank 0, 1"),
+        (3, "names", "the ranks disagree on their logged metric names: rank 1 did not do what the others did in step 2"),
+        (3, "skips", "the ranks disagree on their collective calls so far .*rank 1 did not do what the others did in step 2"),
+    ],
+)
+def test_ranks_that_differ_are_found_before_a_parameter_changes(devices: int, what: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        quiet(devices=devices).fit(Odd(what), loader(40, 2))
+    said = [Path(f"rank{rank}").read_text() for rank in range(devices) if Path(f"rank{rank}").exists()]
+    assert all(text.startswith("2 True ") for text in said)
+    assert any("the ranks disagree" in text for text in said)
+
+
+def test_ranks_that_log_other_names_in_evaluation_are_named() -> None:
+    class OddEvaluation(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("odd" if self.global_rank == 2 else "usual", 1.0)
+
+    with pytest.raises(RuntimeError, match="rank 2 logged other metric names than the rest"):
+        quiet(devices=3).validate(OddEvaluation(), loader(12, 2))
+
+
+# ---- wrong values, costs, loggers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "message"),
+    [
+        ("text", {}, "self.log\\('x'\\) takes a number, .* but got str"),
+        (None, {}, "but got NoneType"),
+        ([1.0], {}, "but got list"),
+        (np.zeros(3), {}, "but got ndarray"),
+        (torch.zeros(2, 3), {}, "got a tensor of shape \\[2, 3\\]"),
+        (1.0, {"reduce_fx": "median"}, "reduce_fx of self.log\\('x'\\) must be 'mean', 'sum', 'max' or 'min', but reduce_fx='median'"),
+        (1.0, {"prog_barr": True}, "unexpected keyword argument 'prog_barr'"),
+    ],
+)
+@pytest.mark.parametrize("later", [False, True])
+def test_wrong_values(value: Any, options: dict[str, Any], message: str, later: bool) -> None:
+    class Wrong(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 0 and later and not options:
+                self.log("x", 1.0)
+            else:
+                self.log("x", value, **options)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises((TypeError, ValueError), match=message):
+        quiet().fit(Wrong(), loader(16))
+
+
+def test_a_number_in_a_tensor_of_one_element_is_taken() -> None:
+    class Ones(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("a", torch.full((1, 1), 2.0))
+            self.log("b", torch.tensor(True))
+            self.log("c", True)
+            self.log("d", torch.tensor(3))
+
+    assert quiet().validate(Ones(), loader(8), verbose=False) == [{"a": 2.0, "b": 1.0, "c": 1.0, "d": 3.0}]
+
+
+class Unread(torch.Tensor):
+    """A value whose host copy nobody may ask for."""
+
+    reads = 0
+
+    @classmethod
+    def __torch_function__(cls, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(fn, "__name__", "") in ("item", "__float__", "__bool__", "tolist", "cpu", "numpy", "__int__"):
+            cls.reads += 1
+        return super().__torch_function__(fn, types, args, kwargs or {})
+
+
+def test_logging_neither_grows_nor_reads_the_value() -> None:
+    store, value = MetricStore(Net()), torch.tensor(1.5)
+    store.in_batch = True
+
+    def log(times: int) -> None:
+        for _ in range(times):
+            store.log("mean", value)
+            store.log("max", value, reduce_fx="max")
+            store.log("number", 2.0)
+
+    log(1000)
+    gc.collect()
+    tracemalloc.start()
+    log(100)
+    before, _ = tracemalloc.get_traced_memory()
+    log(10_000)
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after - before < 2_000, "bytes"
+
+    store.log("graph", torch.ones((), requires_grad=True) * 2)
+    for reduction in ("mean", "sum", "max", "min"):
+        store.log(f"unread/{reduction}", value.as_subclass(Unread), reduce_fx=reduction)
+    assert Unread.reads == 0
+    totals = {name: entry.total for name, entry in store.entries.items() if name != "number"}
+    assert all(isinstance(total, torch.Tensor) and total.shape == () and not total.requires_grad for total in totals.values())
+    assert float(totals["mean"]) == 1.5 * 11_100  # type: ignore[arg-type]
+
+
+class Broken(Recorder):
+    """A disk that is full from the third write on, or from the start."""
+
+    def __init__(self, method: str, after: int = 0) -> None:
+        super().__init__()
+        self.method, self.left = method, after
+
+    def fail(self, method: str) -> None:
+        if method == self.method:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(28, "No space left on device")
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        self.fail("setup")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.fail("on_train_batch_end")
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        super().log_metrics(metrics, step)
+        self.fail("log_metrics")
+
+    def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
+        self.fail("log_hyperparams")
+
+    def finalize(self, status: str) -> None:
+        self.fail("finalize")
+
+
+@pytest.mark.parametrize("method", ["setup", "on_train_batch_end", "log_metrics", "log_hyperparams", "finalize"])
+def test_a_broken_logger_costs_one_warning(method: str) -> None:
+    broken, works, model = Broken(method, after=method == "log_metrics"), Recorder(), net()
+    trainer = quiet(logger=[broken, works], log_every_n_steps=1, max_epochs=2)
+    with pytest.warns(RuntimeWarning, match="Broken stops logging, training goes on: .*No space left on device") as caught:
+        trainer.fit(model, loader(32))
+    assert len(caught) == 1
+    assert (len(works.values("train/loss_step")) == 8 and len(broken.rows) < len(works.rows)) or method == "finalize"
+    reference = net()
+    quiet(max_epochs=2).fit(reference, loader(32))
+    assert equal(weights(model), weights(reference))
+
+
+def test_an_error_of_another_kind_in_a_logger_comes_out() -> None:
+    class Wrong(Recorder):
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        quiet(logger=Wrong()).fit(Net(), loader(8))
+
+
+# ---- what a run says of itself ------------------------------------------------------------------------------
+
+
+class Described(Net):
+    def __init__(self, width: int = 16, lr: float = 0.01) -> None:
+        super().__init__(width, lr=lr)
+        self.example_input_array = torch.zeros(2, 8)
+
+
+class Sized(DataModule):
+    def __init__(self, size: int = 8, lr: float = 0.5, logged: bool = True) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=logged, ignore="logged")
+
+    def train_dataloader(self) -> Any:
+        return loader(self.hparams.size)
+
+
+def test_loggers_get_hyperparameters_config_and_graph() -> None:
+    recorder = Recorder()
+    trainer = quiet(logger=recorder)
+    trainer.config = "trainer:\n  max_epochs: 1\n"
+    trainer.fit(Described(5), Sized())
+    assert recorder.other[:3] == [
+        ("hparams", {"width": 5, "dropout": 0.0, "lr": 0.01, "optimizer": "AdamW", "size": 8, "data.lr": 0.5}),
+        ("text", "config", "```yaml\ntrainer:\n  max_epochs: 1\n```"),
+        ("graph", "Described", (2, 8)),
+    ]
+    recorder = Recorder()
+    quiet(logger=recorder).fit(Net(), Sized(logged=False))
+    assert recorder.other == [("hparams", {"width": 16, "dropout": 0.0, "lr": 0.01, "optimizer": "AdamW"}), ("finalize", "success")]
+
+    class Silent(Module):
+        training_step, configure_optimizers, forward = Net.training_step, Net.configure_optimizers, Net.forward
+
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__()
+            self.save_hyperparameters({"lr": lr, "optimizer": "SGD"}, logger=False)
+            self.net = torch.nn.Linear(8, 3)
+
+    recorder = Recorder()
+    quiet(logger=recorder).fit(Silent(), loader(8))
+    assert recorder.other == [("finalize", "success")]
+
+
+def events(folder: str) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(folder)
+    accumulator.Reload()
+    return accumulator
+
+
+def test_tensorboard_has_the_run_with_two_ranks() -> None:
+    """Scalars at their steps, hyperparameters, config and graph, written by rank 0 alone; a second logger beside it."""
+    trainer = Trainer(
+        max_epochs=2,
+        devices=2,
+        log_every_n_steps=1,
+        logger=[TensorBoardLogger("logs", name="here", log_graph=True), CSVLogger()],
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+    )
+    trainer.config = "seed: 3\n"
+    trainer.fit(Described(), loader(16, 4), loader(8))
+    assert trainer.log_dir == "logs/here/version_0" == trainer.logger.log_dir and os.path.exists("runs/Described/version_0/metrics.csv")
+    written = events(trainer.log_dir)
+    tags = written.Tags()
+    assert {"train/loss_step", "train/loss_epoch", "val/loss", "val/acc", "epoch"} <= set(tags["scalars"]) and tags["graph"]
+    assert [event.step for event in written.Scalars("train/loss_step")] == [1, 2, 3, 4]
+    assert [event.step for event in written.Scalars("val/loss")] == [2, 4]
+    assert written.Scalars("val/loss")[-1].value == pytest.approx(trainer.callback_metrics["val/loss"].item())
+    assert {"config/text_summary", "hparams/text_summary"} <= set(tags["tensors"])
+    assert "_hparams_/session_start_info" in written.summary_metadata
+    assert "width: 16" in Path(trainer.log_dir, "hparams.yaml").read_text()
+    assert len(list(Path("logs").rglob("events*"))) == 1
+
+
+def test_values_stay_on_the_trainer_after_a_run_of_two_ranks() -> None:
+    recorder = Recorder()
+    trainer = quiet(devices=2, logger=recorder, log_every_n_steps=1)
+    trainer.fit(Described(), loader(16, 4), loader(8))
+    assert set(trainer.logged_metrics) == {"train/loss_step", "train/loss_epoch", "val/loss", "val/acc"}
+    assert trainer.callback_metrics["train/loss"] == trainer.callback_metrics["train/loss_epoch"]
+    assert [step for step, _ in recorder.values("train/loss_step")] == [1, 2]
