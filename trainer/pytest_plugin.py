@@ -1,0 +1,60 @@
+"""The pytest fixture `assert_same_run`: that a module's numbers do not depend on the strategy, in a user's own tests."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def assert_same_run() -> Callable[..., Any]:
+    """`assert_same_run(make_module, make_loader, strategies=("single", "ddp"), devices=2, steps=20, …)`.
+
+    `make_module()` and `make_loader()` build the module and its training loader, anew for each strategy; the
+    loader's batch size is the global batch. Other keywords go to the Trainer. Raises AssertionError with
+    the table of differences where a run differs from the first one by more than `tolerance` (relative), by default
+    1e-12 in "64-true", which is the default precision here, and 1e-5 in "32-true". Returns the differences by strategy.
+    """
+    from trainer import Trainer, compare, seed_everything
+
+    def check(
+        make_module: Callable[[], Any],
+        make_loader: Callable[[], Any],
+        strategies: Sequence[Any] = ("single", "ddp"),
+        *,
+        devices: int = 2,
+        steps: int = 20,
+        precision: str = "64-true",
+        tolerance: float | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> dict[str, Any]:
+        limit = compare.TOLERANCES.get(precision, 1e-2) if tolerance is None else tolerance
+        seed_everything(seed)
+        first = make_module()
+        compare.without_noise(first)
+
+        own = list(options.pop("callbacks", ()))
+
+        def fit(strategy: Any, recorder: Any) -> None:
+            module = copy.deepcopy(first)
+            arguments = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "split_batches": True, "log_every_n_steps": 1}
+            Trainer(
+                **arguments | options,
+                strategy=strategy,
+                devices=1 if strategy == "single" else "auto" if isinstance(strategy, str) and "=" in strategy else devices,
+                precision=precision,
+                max_steps=steps,
+                seed=seed,
+                callbacks=[*copy.deepcopy(own), recorder],
+            ).fit(module, make_loader())
+
+        results = compare.compare(fit, strategies, limit)
+        if not all(found.same for found in results.values()):
+            raise AssertionError("the strategy changes the numbers:\n" + compare.table(results, limit))
+        return results
+
+    return check
