@@ -544,16 +544,20 @@ def work_until_signalled(folder: Path, how: str) -> str:
 def signal_when_ready(tmp_path: Path) -> Iterator[Callable[[int], None]]:
     """Send this process a signal when the ranks work; should `launch` leave it to the process, the test fails and not the run."""
     stray: list[int] = []
+    over = threading.Event()
     before = {signum: signal.signal(signum, lambda signum, frame: stray.append(signum)) for signum in (signal.SIGTERM, signal.SIGINT)}
 
     def start(signum: int) -> None:
         def send() -> None:
-            wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)), 60)
-            os.kill(os.getpid(), signum)
+            while not over.wait(0.02):
+                if all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
+                    os.kill(os.getpid(), signum)
+                    return
 
         threading.Thread(target=send).start()
 
     yield start
+    over.set()
     for signum, handler in before.items():
         signal.signal(signum, handler)
     assert not stray
