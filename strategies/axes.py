@@ -9,7 +9,6 @@ Values come from the mesh's first rank, block by block, so that no rank but that
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 from strategies.blocks import find_blocks
 from strategies.options import Options
-from strategies.plan import apply_plan, make_plan, tie
+from strategies.plan import Plan, apply_plan, make_plan
+from strategies.styles import Sequence
 
 
 def apply_axes(model: nn.Module, mesh: DeviceMesh, options: Options, compute_dtype: torch.dtype | None = None) -> Placed:
@@ -43,20 +43,21 @@ def apply_axes(model: nn.Module, mesh: DeviceMesh, options: Options, compute_dty
     blocks = find_blocks(model, options.wrap)
     filler = Filler(mesh, device)
     data = tuple(name for name in names if name in ("ddp", "fsdp"))
-    styles: dict[str, Any] = {}
+    plan: Plan | None = None
     if "tensor" in names:
-        styles = make_plan(model, mesh["tensor"].size(), options)
+        plan = make_plan(model, blocks, mesh["tensor"].size(), options)
     units = [*blocks.values(), placed]
     for name, unit in zip([*blocks, ""], units, strict=True):
         filler.fill(unit)
-        if styles:
-            apply_plan(model, unit, name, mesh["tensor"], styles)
+        if plan is not None:
+            apply_plan(model if unit is placed else unit, name, mesh["tensor"], plan)
         if options.activation_checkpointing and unit is not placed:
-            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)  # type: ignore[method-assign]
+            unit.forward = Recomputed(unit.forward, plan.sequence if plan is not None else None)  # type: ignore[method-assign, assignment]
         if data:
             _shard(placed, unit, mesh[data] if len(data) > 1 else mesh[data[0]], "fsdp" in data, options, compute_dtype)
-    if styles:
-        tie(model)
+    if plan is not None and plan.sequence is not None:
+        plan.sequence.watch(mesh["tensor"])
+        placed.sequence = plan.sequence
     if data:
         placed.lend(blocks)
         with torch.no_grad():
@@ -81,14 +82,24 @@ class Placed(nn.Module):
         """What is gathered and freed as one: the blocks and this module, which holds the rest. Empty without data axes."""
         self.unsharded: list[nn.Parameter] = []
         """Parameters that the units leave whole; their gradients are averaged over data ranks by hand."""
+        self.sequence: Sequence | None = None
+        """Where activations are cut along the sequence, if they are."""
         self.depth = 0
         """How many brackets are open."""
         self._flags: list[bool] = []
         self._synchronized = True
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
-        with self.open():
-            return fn(*args)
+        self.depth += 1
+        try:
+            output = fn(*args)
+            if self.sequence is not None:
+                self.sequence.close()
+            return output
+        finally:
+            self.depth -= 1
+            if self.sequence is not None:
+                self.sequence.on = False
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -148,6 +159,26 @@ class Placed(nn.Module):
             first = next((p for p in module.parameters(recurse=module not in inside) if id(p) in owner and (module in inside or owner[id(p)] is self)), None)
             if first is not None and module not in self.units:
                 lenders[id(owner[id(first)])].watch(module)
+
+
+class Recomputed:
+    """A forward that keeps only its inputs and computes its activations again in the backward, in the same layout."""
+
+    def __init__(self, forward: Callable[..., Any], sequence: Sequence | None) -> None:
+        self._forward, self._sequence = forward, sequence
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        on = self._sequence is not None and self._sequence.on
+        return checkpoint(self._again, on, *args, use_reentrant=False, **kwargs)
+
+    def _again(self, on: bool, *args: Any, **kwargs: Any) -> Any:
+        if self._sequence is None:
+            return self._forward(*args, **kwargs)
+        before, self._sequence.on = self._sequence.on, on
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self._sequence.on = before
 
 
 class Structure:

@@ -37,8 +37,17 @@ def find_blocks(model: nn.Module, rule: Rule) -> dict[str, nn.Module]:
         if nothing:
             raise ValueError(f"wrap must name classes or submodules that have parameters, but {nothing[0]} is none in {type(model).__name__}; there are {', '.join(candidates[:6])}")
         found = [name for name in candidates if any(name in names for names in matches.values())]
-    shared = _shared(model)
-    return {name: named[name] for name in found if not any(_crosses(name, places) for places in shared)}
+    ties = list(shared(model))
+    return {name: named[name] for name in found if not any(_crosses(name, places) for places in ties)}
+
+
+def shared(model: nn.Module) -> dict[tuple[str, ...], list[tuple[nn.Module, str]]]:
+    """The names of each parameter that has several, with the modules that hold it and what it is called there."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    places = {tuple(many): [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in many] for many in names.values() if len(many) > 1}
+    return {many: where for many, where in places.items() if len({id(module) for module, _ in where}) > 1}
 
 
 def _items(named: dict[str, nn.Module], candidates: list[str]) -> list[str]:
@@ -63,14 +72,6 @@ def _inner_first(named: dict[str, nn.Module]) -> Iterator[str]:
     return iter(sorted(named, key=lambda name: -name.count(".") - bool(name)))
 
 
-def _shared(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [places for places in names.values() if len(places) > 1]
-
-
-def _crosses(block: str, places: list[str]) -> bool:
+def _crosses(block: str, places: tuple[str, ...]) -> bool:
     inside = [name.startswith(block + ".") for name in places]
     return any(inside) and not all(inside)

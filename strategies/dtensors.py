@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -47,6 +47,14 @@ def take(reader: Reader, name: str, like: Tensor | None) -> Tensor:
     mine = like.to_local()
     read = reader.read(name, tuple(offsets), tuple(shape)) if mine.numel() else torch.empty(tuple(shape), dtype=mine.dtype)
     return DTensor.from_local(read.to(mine.device), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def settle(parameters: Iterable[Tensor]) -> None:
+    """Sum gradients that are still spread over the ranks of a tensor group, as those of layers on shares of the sequence are."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+            parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
 
 def by_mesh(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

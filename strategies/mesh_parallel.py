@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from strategies.blocks import Rule
 from strategies.mesh import devices_of, parse
 from strategies.options import Options
 from strategies.sharded import ShardedStrategy
@@ -14,15 +16,40 @@ class MeshParallel(ShardedStrategy):
 
     `axes`: names and sizes of the axes ddp, fsdp and tensor, in any order; ranks are numbered with tensor
         innermost and ddp outermost. One axis may have no size and takes the ranks that are left: `"fsdp,tensor=2"`.
-    `options`: what FSDP and TensorParallel take, each in its own words; see `Options`.
-    `timeout_s`: seconds that a collective waits for the other ranks.
+    The other options are those of FSDP and TensorParallel, see `Options`; of FSDP's, the axis ddp takes `wrap` and
+    `sync_every_micro_batch` as well.
     """
 
-    def __init__(self, axes: str, *, options: Options | None = None, timeout_s: float = 1800.0) -> None:
+    def __init__(
+        self,
+        axes: str,
+        *,
+        wrap: Rule = "auto",
+        reshard_after_forward: bool | int | None = None,
+        cpu_offload: bool = False,
+        activation_checkpointing: bool = False,
+        sync_every_micro_batch: bool = False,
+        low_precision_gather: bool = True,
+        plan: str | Mapping[str, Any] = "auto",
+        sequence_parallel: bool = False,
+        loss_parallel: bool = False,
+        timeout_s: float = 1800.0,
+    ) -> None:
         self._parsed = parse(axes)
         if "pipeline" in self._parsed:
-            raise ValueError(f"MeshParallel places the axes ddp, fsdp and tensor, but axes={axes!r} has pipeline; give it as the strategy's name")
-        super().__init__(options or Options(), timeout_s)
+            raise ValueError(f"MeshParallel has the axes ddp, fsdp and tensor, but axes={axes!r} has pipeline; use strategy='pipeline', or leave the axis out")
+        options = Options(
+            wrap=wrap,
+            reshard_after_forward=reshard_after_forward,
+            cpu_offload=cpu_offload,
+            activation_checkpointing=activation_checkpointing,
+            sync_every_micro_batch=sync_every_micro_batch,
+            low_precision_gather=low_precision_gather,
+            plan=plan,
+            sequence_parallel=sequence_parallel,
+            loss_parallel=loss_parallel,
+        )
+        super().__init__(options, timeout_s)
 
     @property
     def _axes(self) -> Mapping[str, int | None]:

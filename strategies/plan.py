@@ -1,23 +1,311 @@
-"""Which layers tensor parallelism cuts, and how."""
+"""Which layers tensor parallelism cuts, and how.
+
+A plan names layers and says of each: "column" (cut by outputs, which stay cut), "row" (cut by inputs, which are
+cut already; outputs are summed), "gather" (cut by outputs, which are gathered), "scatter" (cut by inputs, of
+which each rank takes its part; outputs are summed), "embedding" (cut by entries), or one of torch's ParallelStyle.
+"""
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.utils._pytree import tree_leaves
 
+from strategies.blocks import shared
 from strategies.options import Options
+from strategies.styles import STYLES, Sequence
+from strategies.traceless import traceless
+
+ATTENTION = (
+    {"q", "wq", "q_proj", "query", "to_q", "q_lin"},
+    {"k", "wk", "k_proj", "key", "to_k", "k_lin"},
+    {"v", "wv", "v_proj", "value", "to_v", "v_lin"},
+    {"o", "wo", "o_proj", "out_proj", "out", "proj", "to_out", "out_lin", "dense"},
+)
+"""Names that the four projections of an attention layer go by."""
+UP = {"up", "up_proj", "gate", "gate_proj", "fc1", "w1", "w3", "c_fc", "linear1", "lin1", "wi", "wi_0", "wi_1", "dense_h_to_4h"}
+DOWN = {"down", "down_proj", "fc2", "w2", "c_proj", "linear2", "lin2", "dense_4h_to_h", "wo"}
+"""Names of the linear layers before and after the activation of a perceptron."""
+HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "d_head", "attention_head_size")
+ELEMENTWISE = tuple(
+    getattr(nn, name)
+    for name in "ReLU ReLU6 LeakyReLU ELU SELU CELU GELU SiLU Mish Tanh Sigmoid LogSigmoid Softplus Softsign Hardtanh Hardswish Hardsigmoid Identity Dropout".split()
+)
+"""What may stand between two cut linear layers of a sequence."""
 
 
-def make_plan(model: nn.Module, size: int, options: Options) -> dict[str, Any]:
-    """How each layer is cut, by name."""
-    raise NotImplementedError
+@dataclass
+class Plan:
+    """What is cut: styles by the name of the layer, and what the automatic plan promises of the modules around them."""
+
+    styles: dict[str, str | ParallelStyle] = field(default_factory=dict)
+    sequence: Sequence | None = None
+    checked: dict[str, list[str]] = field(default_factory=dict)
+    """Modules that must compute the same with these layers cut as whole: the automatic plan knows names, not code."""
+    heads: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Attributes of modules that count heads, to be set to what one rank has."""
+    dropouts: dict[str, int] = field(default_factory=dict)
+    """Dropout layers on cut activations, and the width that is cut."""
 
 
-def apply_plan(model: nn.Module, unit: nn.Module, name: str, mesh: DeviceMesh, styles: dict[str, Any]) -> None:
-    """Cut the layers of `unit`."""
+def make_plan(model: nn.Module, blocks: Mapping[str, nn.Module], size: int, options: Options) -> Plan:
+    """Decide what is cut over `size` ranks. Raises ValueError where a layer's size does not divide, or nothing can be cut."""
+    plan = Plan()
+    given = _given(model, options)
+    if given is not None:
+        plan.styles = given
+    else:
+        _find(model, size, plan)
+    if not plan.styles:
+        raise ValueError(
+            f"strategy tensor finds nothing to cut in {type(model).__name__}: no attention, pair of linear layers or linear layer; "
+            "give strategy=TensorParallel(plan={...}) or define tensor_plan() in a module, or use another strategy"
+        )
+    if options.loss_parallel:
+        _cut_classes(model, plan)
+    elif "classes" in plan.styles.values():
+        raise ValueError("a plan that cuts a layer by 'classes' needs loss_parallel=True, which computes the loss on cut logits; give it, or cut the layer by 'gather'")
+    _check_sizes(model, size, plan)
+    if options.sequence_parallel:
+        plan.sequence = Sequence.of(model, blocks, plan.styles, size)
+    return plan
 
 
-def tie(model: nn.Module) -> None:
-    """Make tied parameters one again."""
+def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> None:
+    """Cut the layers of `unit` (named `prefix` in the model) that are still whole. All ranks of `mesh` hold the same values."""
+
+    def inside(names: Any) -> Iterator[tuple[str, str, nn.Module]]:
+        for name in names:
+            if name == prefix or name.startswith(prefix + ".") or not prefix:
+                relative = name[len(prefix) + 1 :] if prefix else name
+                yield name, relative, unit.get_submodule(relative)
+
+    todo = {relative: plan.styles[name] for name, relative, module in inside(plan.styles) if not _is_cut(module)}
+    modules = [module for name, _, module in inside(plan.checked) if any(not _is_cut(layer) for _, _, layer in inside(plan.checked[name]))]
+    names = [name for name, _, module in inside(plan.checked) if module in modules]
+    expected = [_computed(module) for module in modules]
+    ties = [[(module, leaf) for module, leaf in places] for places in shared(unit).values()]
+    # values are the same on all ranks, so that nothing needs to be sent
+    torch_plan = {name: STYLES[style](plan.sequence) if isinstance(style, str) else style for name, style in todo.items()}
+    if torch_plan:
+        parallelize_module(unit, mesh, torch_plan, src_data_rank=None)
+    for name, _, module in inside(plan.heads):
+        for attribute, count in plan.heads[name].items():
+            setattr(module, attribute, count)
+    for name, _, module in inside(plan.dropouts):
+        module.forward = SlicedDropout(module, mesh)  # type: ignore[method-assign, assignment]
+    for places in ties:
+        _tie(places, prefix, unit)
+    for name, module, wanted in zip(names, modules, expected, strict=True):
+        if wanted is not None and not _agree(_computed(module), wanted):
+            raise ValueError(
+                f"the automatic plan cuts {', '.join(plan.checked[name])}, but {name or type(unit).__name__} then computes something else; "
+                "give strategy=TensorParallel(plan={...}) or define tensor_plan() in a module"
+            )
+
+
+class SlicedDropout:
+    """Dropout of a cut activation: this rank's part of the noise that the whole activation would get, so that ranks do not repeat it."""
+
+    def __init__(self, layer: nn.Module, mesh: DeviceMesh) -> None:
+        self._layer, self._size, self._rank = layer, mesh.size(), mesh.get_local_rank()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self._layer.training or not self._layer.p:
+            return x
+        whole = nn.functional.dropout(x.new_ones(*x.shape[:-1], x.shape[-1] * self._size), self._layer.p)  # type: ignore[arg-type]
+        return x * whole.narrow(-1, self._rank * x.shape[-1], x.shape[-1])
+
+
+# ---- where a plan comes from -----------------------------------------------------------------------
+
+
+def _given(model: nn.Module, options: Options) -> dict[str, Any] | None:
+    """The plan of the option, else those of the modules' `tensor_plan()`, with patterns resolved; None without any."""
+    named = dict(model.named_modules())
+    sources: list[tuple[str, Mapping[str, Any], str]] = []
+    if isinstance(options.plan, Mapping):
+        sources = [("", options.plan, "plan")]
+    elif options.plan != "auto":
+        raise ValueError(f"plan must be 'auto' or a dict of layer names and how they are cut, but plan={options.plan!r}")
+    else:
+        sources = [
+            (name + "." if name else "", module.tensor_plan(), f"{type(module).__name__}.tensor_plan()")  # type: ignore[operator]
+            for name, module in named.items()
+            if callable(getattr(module, "tensor_plan", None))
+        ]
+    styles: dict[str, Any] = {}
+    for prefix, plan, where in sources:
+        for pattern, style in plan.items():
+            if not isinstance(style, ParallelStyle) and style not in STYLES:
+                raise ValueError(f"{where} must say one of {', '.join(STYLES)} or a ParallelStyle of torch, but {pattern!r} has {style!r}")
+            found = [name for name in named if fnmatch.fnmatchcase(name, prefix + pattern)]
+            if not found:
+                raise ValueError(f"{where} names {pattern!r}, which is no submodule; there are {', '.join(name for name in named if name)[:200]}")
+            styles |= dict.fromkeys(found, style)
+    return styles if sources else None
+
+
+def _find(model: nn.Module, size: int, plan: Plan) -> None:
+    """The automatic plan."""
+    tied = {id(module) for places in shared(model).values() for module, _ in places}
+    named = {name: module for name, module in model.named_modules() if id(module) not in tied}
+    for name, module in named.items():
+        dot = name + "." if name else ""
+        linear = {child: layer for child, layer in module.named_children() if type(layer) is nn.Linear and id(layer) not in tied}
+        if isinstance(module, nn.Sequential):
+            _find_pairs(dot, module, tied, plan)
+            continue
+        attention = [[child for child in linear if child in names] for names in ATTENTION]
+        heads = _heads(dot, module, linear, [names[0] for names in attention], size) if all(len(names) == 1 for names in attention) else None
+        if heads is not None:
+            q, k, v, o = (names[0] for names in attention)
+            plan.styles |= {dot + q: "column", dot + k: "column", dot + v: "column", dot + o: "row"}
+            plan.heads[name] = heads
+            plan.checked.setdefault(name, []).extend(dot + child for child in (q, k, v, o))
+        taken = {names[0] for names in attention} if heads is not None else set()
+        up, down = ([child for child in linear if child in names and child not in taken] for names in (UP, DOWN))
+        if up and len(down) == 1 and all(linear[child].out_features == linear[down[0]].in_features for child in up):
+            plan.styles |= {dot + child: "column" for child in up} | {dot + down[0]: "row"}
+            plan.checked.setdefault(name, []).extend(dot + child for child in (*up, *down))
+    if not plan.styles:
+        for name, module in named.items():
+            if type(module) is nn.Linear:
+                wide = module.in_features >= module.out_features
+                sizes = {"scatter": module.in_features, "gather": module.out_features}
+                order = ("scatter", "gather") if wide else ("gather", "scatter")
+                plan.styles[name] = next((style for style in order if sizes[style] % size == 0), order[0])
+
+
+def _find_pairs(dot: str, sequence: nn.Sequential, tied: set[int], plan: Plan) -> None:
+    """Linear layers of a sequence with nothing but elementwise layers between them."""
+    first: tuple[str, nn.Linear] | None = None
+    between: list[str] = []
+    for child, layer in sequence.named_children():
+        if type(layer) is nn.Linear and id(layer) not in tied:
+            if first is not None and first[1].out_features == layer.in_features:
+                plan.styles |= {dot + first[0]: "column", dot + child: "row"}
+                plan.dropouts |= dict.fromkeys(between, layer.in_features)
+                first = None
+            else:
+                first = (child, layer)
+            between = []
+        elif not isinstance(layer, ELEMENTWISE):
+            first = None
+        elif isinstance(layer, nn.Dropout):
+            between.append(dot + child)
+
+
+def _heads(dot: str, module: nn.Module, linear: Mapping[str, nn.Linear], names: list[str], size: int) -> dict[str, int] | None:
+    """The attributes that count heads, as one rank has them; None where the module does not say how it makes heads.
+
+    Without them a reshape could make narrower heads out of a slice, which computes something else.
+    """
+    q, k, v, o = (linear[name] for name in names)
+    if q.out_features != o.in_features or k.out_features != v.out_features:
+        return None
+    counts = {name: value for name in HEAD_COUNTS if type(value := vars(module).get(name)) is int}
+    for name, value in counts.items():
+        if value % size:
+            raise ValueError(f"strategy tensor cuts attention by heads, but {dot}{name}={value} is not divisible by the {size} ranks of a tensor group; change it, or the mesh")
+    if counts:
+        return {name: value // size for name, value in counts.items()}
+    width = next((value for name in HEAD_WIDTHS if type(value := vars(module).get(name)) is int), None)
+    if width is None:
+        return None
+    for name in names[:3]:
+        if linear[name].out_features % (size * width):
+            raise ValueError(
+                f"strategy tensor cuts attention by heads, but {dot}{name} has out_features={linear[name].out_features}, which is not a whole number "
+                f"of heads of {width} on each of the {size} ranks of a tensor group; change it, or the mesh"
+            )
+    return {}
+
+
+def _cut_classes(model: nn.Module, plan: Plan) -> None:
+    """Loss parallelism: the last linear layer is cut by its outputs, the classes."""
+    linear = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+    heads = [name for name, style in plan.styles.items() if style == "classes"] or [name for name, _ in linear[-1:] if plan.styles.get(name, "gather") in ("gather", "scatter")]
+    if not heads:
+        raise ValueError("loss_parallel=True cuts the last linear layer by classes, but the plan uses it otherwise; name the layer in the plan with 'classes'")
+    for name in heads:
+        plan.styles[name] = "classes"
+        for places in shared(model).values():  # the embedding that shares its weight
+            if any(module is model.get_submodule(name) for module, _ in places):
+                plan.styles |= {other: "embedding" for other, module in model.named_modules() if isinstance(module, nn.Embedding) and any(module is m for m, _ in places)}
+
+
+def _check_sizes(model: nn.Module, size: int, plan: Plan) -> None:
+    for name, style in plan.styles.items():
+        if not isinstance(style, str):
+            continue
+        layer = model.get_submodule(name)
+        if style == "position":
+            continue
+        wanted = nn.Embedding if style == "embedding" else nn.Linear
+        if not isinstance(layer, wanted):
+            raise ValueError(f"the plan cuts {name} by {style!r}, which is for {wanted.__name__}, but it is {type(layer).__name__}")
+        attribute = {"row": "in_features", "scatter": "in_features", "embedding": "num_embeddings"}.get(style, "out_features")
+        if getattr(layer, attribute) % size:
+            raise ValueError(
+                f"strategy tensor cuts {name} by {attribute}={getattr(layer, attribute)}, which is not divisible by the {size} ranks of a tensor group; "
+                "change the layer or the mesh, or leave it out with a plan"
+            )
+
+
+# ---- applying it -----------------------------------------------------------------------------------
+
+
+def _is_cut(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+@torch.no_grad()
+def _computed(module: nn.Module) -> Tensor | None:
+    """What a module makes of fixed random numbers, or None where it takes something else than one tensor."""
+    first = next((layer for layer in module.modules() if isinstance(layer, nn.Linear)), None)
+    if first is None:
+        return None
+    x = torch.randn(2, 8, first.in_features, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(first.weight)
+    modes = [(child, child.training) for child in module.modules()]
+    with traceless(module):
+        try:
+            module.eval()
+            output = module(x)
+        except Exception:  # whatever a forward raises that wants other arguments
+            return None
+        finally:
+            for child, mode in modes:
+                child.training = mode
+    return next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+
+
+def _agree(found: Tensor | None, wanted: Tensor) -> bool:
+    if found is None or found.shape != wanted.shape:
+        return False
+    tolerance = 1e-4 if wanted.dtype in (torch.float32, torch.float64) else 5e-2
+    return bool((found - wanted).abs().max() <= tolerance * wanted.abs().max().clamp(min=1e-3))
+
+
+def _tie(places: list[tuple[nn.Module, str]], prefix: str, unit: nn.Module) -> None:
+    """Make what was one parameter one again, once its layers are cut."""
+    parameters = [module._parameters[leaf] for module, leaf in places]
+    kinds = {(p.placements if isinstance(p, DTensor) else None) for p in parameters}
+    if len(kinds) > 1:
+        names = {id(module): name for name, module in unit.named_modules()}
+        shown = " and ".join(".".join(filter(None, (prefix, names[id(module)], leaf))) for module, leaf in places)
+        raise ValueError(f"{shown} are one parameter, but the plan cuts them in different ways; name both layers in the plan, cut alike, or neither")
+    for module, leaf in places:
+        module._parameters[leaf] = parameters[0]
+
+

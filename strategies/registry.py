@@ -14,9 +14,11 @@ from strategies.deepspeed import DeepSpeed
 from strategies.dp import DataParallel
 from strategies.eager import resolve_accelerator, resolve_devices
 from strategies.fsdp import FSDP
+from strategies.mesh_parallel import MeshParallel
 from strategies.model_parallel import ModelParallel
 from strategies.pipeline import Pipeline
 from strategies.single import SingleDevice
+from strategies.tensor import TensorParallel
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "single": SingleDevice,
@@ -25,6 +27,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "fsdp": FSDP,
     "model": ModelParallel,
     "pipeline": Pipeline,
+    "tensor": TensorParallel,
     "deepspeed": DeepSpeed,
     "deepspeed_stage_1": functools.partial(DeepSpeed, stage=1),
     "deepspeed_stage_2": functools.partial(DeepSpeed, stage=2),
@@ -60,7 +63,7 @@ def build(
 
 
 def names() -> list[str]:
-    """Every strategy name that `build` takes, those of other distributions included."""
+    """Every strategy name that `build` takes, those of other distributions included; it takes meshes such as "fsdp=2,tensor=2" too."""
     return ["auto", *STRATEGIES, *sorted(point.name for point in entry_points(group=ENTRY_POINTS) if point.name not in STRATEGIES)]
 
 
@@ -78,6 +81,8 @@ def _choose(devices: int | str, accelerator: str, num_nodes: int) -> tuple[str, 
 def _find(name: str) -> Callable[[], Strategy]:
     if name in STRATEGIES:
         return STRATEGIES[name]
+    if "=" in name or "," in name:
+        return functools.partial(MeshParallel, name)
     for point in entry_points(group=ENTRY_POINTS):
         if point.name == name:
             found = point.load()

@@ -110,6 +110,8 @@ class ShardedStrategy(EagerStrategy):
     def forward_backward(self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any) -> Agreement:
         if self._mesh is None:
             return super().forward_backward(placed, step_fn, window, **options)
+        from strategies import dtensors
+
         placed.refresh()  # type: ignore[operator]
         parameters, automatic = options.get("parameters"), options.get("automatic", True)
         self._sync_each = self.options.sync_every_micro_batch or bool(parameters)
@@ -117,11 +119,12 @@ class ShardedStrategy(EagerStrategy):
             step_fn, changed = _one_optimizer_each(placed, step_fn, parameters, options.get("before_backward"), options.get("after_backward"))
             options |= changed
         try:
-            with nullcontext() if automatic else self._whole(placed):
+            with self._losses(), nullcontext() if automatic else self._whole(placed):
                 agreement = super().forward_backward(placed, step_fn, window, **options)
         finally:
             placed.close()  # type: ignore[operator]
         if automatic and agreement.count:
+            dtensors.settle(placed.parameters())
             self._average(placed.unsharded)  # type: ignore[arg-type]
         self._share_buffers(placed)
         return agreement
@@ -207,6 +210,9 @@ class ShardedStrategy(EagerStrategy):
         if self._mesh is None:
             super()._average_local_gradients(optimizer)
         elif self._local_gradients:
+            from strategies import dtensors
+
+            dtensors.settle(p for group in optimizer.param_groups for p in group["params"])
             self._average([p for group in optimizer.param_groups for p in group["params"] if not self._is_sharded(p)])
 
     def _user_model(self, placed: nn.Module) -> nn.Module:
@@ -233,6 +239,19 @@ class ShardedStrategy(EagerStrategy):
         """Whether torch brings the gradients of the data ranks together."""
         names = getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ()
         return "ddp" in names or "fsdp" in names
+
+    @contextmanager
+    def _losses(self) -> Iterator[None]:
+        """Loss parallelism: cross entropy is computed, forward and backward, on logits that are cut by classes."""
+        if not self.options.loss_parallel or "tensor" not in self._sizes:
+            yield
+            return
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        from strategies.styles import PlainLoss
+
+        with loss_parallel(), PlainLoss():
+            yield
 
     @contextmanager
     def _whole(self, placed: nn.Module) -> Iterator[None]:

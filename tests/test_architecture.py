@@ -41,7 +41,7 @@ PUBLIC = {
         "TensorBoardLogger",
         "Timer",
     },
-    "strategies": {"DDP", "DataParallel", "FSDP", "Loss", "ModelParallel", "Pipeline", "SingleDevice", "Strategy", "build"},
+    "strategies": {"DDP", "DataParallel", "FSDP", "Loss", "MeshParallel", "ModelParallel", "Pipeline", "SingleDevice", "Strategy", "TensorParallel", "build"},
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from strategies import DDP, FSDP, DataParallel, ModelParallel, Pipeline, SingleDevice, Strategy
+from strategies import DDP, FSDP, DataParallel, MeshParallel, ModelParallel, Pipeline, SingleDevice, Strategy, TensorParallel
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 
@@ -24,6 +24,10 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "ddp static graph": (lambda: DDP(static_graph=True), 2),
     "ddp unused": (lambda: DDP(find_unused_parameters=True), 2),
     "fsdp 2": (FSDP, 2),
+    "tensor 2": (TensorParallel, 2),
+    "ddp tensor 4": (lambda: MeshParallel("ddp=2,tensor=2"), 4),
+    "fsdp tensor 4": (lambda: MeshParallel("fsdp=2,tensor=2"), 4),
+    "ddp fsdp 4": (lambda: FSDP(replicas=2), 4),
     "pipeline 2 gpipe": (lambda: Pipeline(schedule="gpipe"), 2),
     "pipeline 2 1f1b": (Pipeline, 2),
     "pipeline 2 zero bubble": (lambda: Pipeline(schedule="zbv"), 2),

@@ -1,0 +1,146 @@
+"""How one layer is cut: torch's parallel styles, with layouts that follow whether activations are cut along the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, is_grad_enabled, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.overrides import TorchFunctionMode
+
+NORMS = (nn.LayerNorm, nn.RMSNorm)
+
+
+class Sequence:
+    """Sequence parallelism: from the first of a row of blocks to the last, each rank holds its share of dimension 1.
+
+    Layers cut by columns gather the sequence, layers cut by rows hand their sums out along it, and what works on
+    each position alone works on a share. A sequence that does not divide by the ranks passes whole.
+    """
+
+    def __init__(self, rows: list[list[nn.Module]], size: int) -> None:
+        self.on = False
+        self._rows, self._size = rows, size
+
+    @classmethod
+    def of(cls, model: nn.Module, blocks: Mapping[str, nn.Module], styles: dict[str, Any], size: int) -> Sequence:
+        """Find the rows of blocks and add their normalisation layers to `styles`. Raises ValueError naming what does not fit."""
+        if not blocks:
+            raise ValueError(f"sequence_parallel=True works between the blocks of a list or sequence, but {type(model).__name__} has none; leave it out, or name them with wrap")
+        for name, block in blocks.items():
+            for inner, layer in block.named_modules():
+                full = f"{name}.{inner}" if inner else name
+                if isinstance(layer, NORMS):
+                    styles[full] = "position"
+                elif full not in styles and next(layer.parameters(recurse=False), None) is not None:
+                    leaf = next(leaf for leaf, _ in layer.named_parameters(recurse=False))
+                    raise ValueError(f"sequence_parallel=True needs every layer of a block in the plan, or to be LayerNorm or RMSNorm, but {full}.{leaf} is neither; leave it out, or add the layer to the plan")
+        rows: dict[str, list[str]] = {}
+        for name in blocks:
+            rows.setdefault(name.rpartition(".")[0], []).append(name)
+        order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+        return cls([[blocks[name] for name in sorted(names, key=order.__getitem__)] for names in rows.values()], size)
+
+    def watch(self, mesh: DeviceMesh) -> None:
+        """Cut what enters the first block of each row, and gather what leaves the last."""
+
+        def enter(module: nn.Module, args: Any) -> Any:
+            x = args[0] if args else None
+            if self.on or not isinstance(x, Tensor) or x.dim() < 3 or x.shape[1] % self._size:
+                return None
+            self.on = True
+            return (DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(1)]).to_local(), *args[1:])
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            if not self.on:
+                return None
+            self.on = False
+            if not isinstance(output, Tensor):
+                raise ValueError(f"sequence_parallel=True needs blocks that return one tensor, but {type(module).__name__} returned {type(output).__name__}")
+            return DTensor.from_local(output, mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()]).to_local()
+
+        for row in self._rows:
+            row[0].register_forward_pre_hook(enter)
+            row[-1].register_forward_hook(leave)
+
+    def layouts(self) -> tuple[Any, ...]:
+        return (Shard(1),) if self.on else (Replicate(),)
+
+    def close(self) -> None:
+        """A step is over. Raises RuntimeError where it has not run the blocks of a row from first to last."""
+        if self.on:
+            self.on = False
+            raise RuntimeError("sequence_parallel=True needs the blocks of a list to run in their order, from the first to the last, but a step ended before the last; leave it out")
+
+
+class Column(ColwiseParallel):
+    def __init__(self, sequence: Sequence | None) -> None:
+        super().__init__()
+        self.sequence = sequence
+
+    def _prepare_input_fn(self, input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> Any:  # type: ignore[override]
+        layouts = self.sequence.layouts() if self.sequence else input_layouts
+        return ColwiseParallel._prepare_input_fn(layouts, desired_input_layouts, mod, inputs, device_mesh)
+
+
+class Row(RowwiseParallel):
+    def __init__(self, sequence: Sequence | None) -> None:
+        super().__init__()
+        self.sequence = sequence
+
+    def _prepare_output_fn(self, output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh) -> Any:  # type: ignore[override]
+        layouts = self.sequence.layouts() if self.sequence else output_layouts
+        return RowwiseParallel._prepare_output_fn(layouts, use_local_output, mod, outputs, device_mesh)
+
+
+class Position(ParallelStyle):
+    """A layer that works on each position alone: whole parameters, whose gradients are summed over the shares of the sequence."""
+
+    def __init__(self, sequence: Sequence | None) -> None:
+        super().__init__()
+        self.sequence = sequence
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, None, self._inputs, self._outputs)  # type: ignore[arg-type]
+
+    def _inputs(self, module: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> Any:
+        layouts = self.sequence.layouts() if self.sequence else (Replicate(),)
+        return (DTensor.from_local(inputs[0], device_mesh, layouts, run_check=False), *inputs[1:])
+
+    def _outputs(self, module: nn.Module, outputs: Any, device_mesh: DeviceMesh) -> Any:
+        return outputs.to_local()
+
+
+class Classes(ColwiseParallel):
+    """A head cut by classes: in training its logits stay cut, for the loss; otherwise they are gathered."""
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh) -> Any:
+        if mod.training and is_grad_enabled():
+            return outputs
+        return outputs.redistribute(placements=[Replicate()]).to_local()
+
+
+STYLES: dict[str, Callable[[Sequence | None], ParallelStyle]] = {
+    "column": Column,
+    "row": Row,
+    "gather": lambda _: ColwiseParallel(output_layouts=Replicate()),
+    "scatter": lambda _: RowwiseParallel(input_layouts=Replicate()),
+    "embedding": lambda _: RowwiseParallel(input_layouts=Replicate()),
+    "classes": lambda _: Classes(),
+    "position": Position,
+}
+"""What a plan may say of a layer."""
+
+
+class PlainLoss(TorchFunctionMode):
+    """Within it the cross entropy of cut logits is a plain tensor, to be logged and added to."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        return output.full_tensor() if func is F.cross_entropy and isinstance(output, DTensor) else output

@@ -1,0 +1,40 @@
+"""Layers cut over the ranks, which all see the same samples: torch's parallelize_module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from strategies.blocks import Rule
+from strategies.options import Options
+from strategies.sharded import ShardedStrategy
+
+
+class TensorParallel(ShardedStrategy):
+    """Tensor parallelism: each rank computes its slice of the layers, for the same samples as the others.
+
+    Attention is cut by heads, a perceptron by its inner width; two sums over the ranks a block and direction make
+    them whole. What is in no plan is repeated on every rank.
+
+    `plan`, `sequence_parallel`, `loss_parallel`, `wrap`, `activation_checkpointing`: as in `Options`.
+    `timeout_s`: seconds that a collective waits for the other ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: str | Mapping[str, Any] = "auto",
+        sequence_parallel: bool = False,
+        loss_parallel: bool = False,
+        wrap: Rule = "auto",
+        activation_checkpointing: bool = False,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        options = Options(
+            plan=plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, wrap=wrap, activation_checkpointing=activation_checkpointing
+        )
+        super().__init__(options, timeout_s)
+
+    @property
+    def _axes(self) -> Mapping[str, int | None]:
+        return {"tensor": None}
