@@ -650,10 +650,11 @@ for round in range(25):
                 if int(old.name[5:]) < step - 2:
                     checkpoint.remove(old)
     os.close(writer)
-    time.sleep(draw.uniform(0.005, 0.12))
+    before = acknowledged
+    acknowledged = int.from_bytes(os.read(reader, 4), "big")  # however slow the machine is, each round gets somewhere
+    time.sleep(draw.uniform(0, 0.12))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    before = acknowledged
     while message := os.read(reader, 4):
         acknowledged = int.from_bytes(message, "big")
     os.close(reader)
@@ -671,8 +672,8 @@ print(rounds_with_progress, acknowledged)
 
 def test_random_kills_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
     rounds, steps = map(int, script(AT_RANDOM, tmp_path).split())
-    assert rounds > 10
-    assert steps > 25
+    assert rounds == 25
+    assert steps >= 25
 
 
 # ---- damage ----------------------------------------------------------------------------------------
