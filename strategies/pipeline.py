@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -125,7 +126,7 @@ class Pipeline(EagerStrategy):
     def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         """Leave in the optimizers what this rank holds; placeholders of other stages' parameters go."""
         if isinstance(placed, Staged):
-            names = parameter_names(placed.model)
+            names, absent = parameter_names(placed.model), placed.placeholders
             for key, optimizer in optimizers.items():
                 if isinstance(optimizer, LBFGS):
                     raise ValueError(
@@ -133,14 +134,13 @@ class Pipeline(EagerStrategy):
                     )
                 self._orders[key] = [[names_of(p, names, key) for p in group["params"]] for group in optimizer.param_groups]
                 for group in optimizer.param_groups:
-                    here = [not placed.is_placeholder(p) for p in group["params"]]
+                    here = [id(p) not in absent for p in group["params"]]
                     for parameter, stays in zip(group["params"], here, strict=True):
                         if not stays:
                             optimizer.state.pop(parameter, None)
                     for item in ("params", "param_names"):
                         if item in group:
                             group[item] = [value for value, stays in zip(group[item], here, strict=True) if stays]
-            placed.strip()
         return super().attach(placed, optimizers)
 
     # ---- 2. gradient sync ------------------------------------------------------------------------
@@ -183,7 +183,9 @@ class Pipeline(EagerStrategy):
 
         def send() -> None:
             told = note() if note else Note()
-            self._control.send(told if self.reports else told._replace(keys=0), tally.count, tally.finite)  # type: ignore[union-attr]
+            finite = self.device.type != "cpu" or math.isfinite(tally.total)
+            total = tally.total * window.num_samples / self.data_size
+            self._control.send(told if self.reports else told._replace(keys=0), tally.count, finite, total)  # type: ignore[union-attr]
 
         for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
             runs = cut(micro_batch, self._parts())
@@ -267,11 +269,13 @@ class Pipeline(EagerStrategy):
     def state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> State:
         if not isinstance(placed, Staged):
             return super().state_dict(placed, optimizers)
-        placed.strip()
-        state = gather_state(placed.model, optimizers)
-        foreign = {f"model/{name}" for name in state.meta["model"] if not placed.is_here(name)}
-        state.tensors = {name: shard for name, shard in state.tensors.items() if name not in foreign}
+        with placed.stripped():
+            state = gather_state(placed.model, optimizers)
         own = {name: value for name, value in state.meta["model"].items() if placed.is_here(name)}
+        foreign = {f"model/{name}" for name in state.meta["model"].keys() - own}
+        groups = {name for name in state.tensors if name.startswith("optimizer/") and name.count("/") == 2}  # of parameter groups: every rank has them
+        dropped = foreign | (groups if self.rank else set())
+        state.tensors = {name: shard for name, shard in state.tensors.items() if name not in dropped}
         pieces = [self.broadcast({"model": own, "optimizers": state.meta["optimizers"]}, rank) for rank in range(self.world_size)]
         state.meta["model"] = {name: value for piece in pieces for name, value in piece["model"].items()}
         for key, saved in state.meta["optimizers"].items():
@@ -287,19 +291,19 @@ class Pipeline(EagerStrategy):
         if not isinstance(placed, Staged):
             super().load_state_dict(placed, optimizers, state)
             return
-        placed.strip()
         saved = set(state.meta["model"])
         if saved != placed.state_names:
             missing, unexpected = sorted(placed.state_names - saved), sorted(saved - placed.state_names)
             raise KeyError(f"the checkpoint does not fit the module: it lacks {missing[:5]} and has {unexpected[:5]} besides")
         for key in optimizers:
-            for i, group in enumerate(state.meta["optimizers"].get(key, {}).get("param_groups", ())):
-                order = self._orders.get(key, [])
-                if i < len(order) and group["params"] != order[i]:
+            groups = [group["params"] for group in state.meta["optimizers"].get(key, {}).get("param_groups", ())]
+            for i, (there, here) in enumerate(zip(groups, self._orders.get(key, ()), strict=False)):
+                if there != here:
                     raise ValueError(
-                        f"optimizer {key!r} holds other parameters or groups than the one that was saved: group {i} had {group['params'][:3]}, now {order[i][:3]}"
+                        f"optimizer {key!r} holds other parameters or groups than the one that was saved: group {i} had {there[:3]}, now {here[:3]}"
                     )
-        restore_state(placed.model, optimizers, _StageReader(state, set(placed.model.state_dict())))
+        with placed.stripped():
+            restore_state(placed.model, optimizers, _StageReader(state, set(placed.model.state_dict())))
         self._steps_seen = state.meta.get("pipeline", {}).get("steps_seen", 0)
 
     # ---- helpers -----------------------------------------------------------------------------------
@@ -344,7 +348,7 @@ class _StageReader:
         self.names, self.shape, self.read = reader.names, reader.shape, reader.read
         self.meta = dict(reader.meta)
         self.meta["model"] = {name: value for name, value in reader.meta["model"].items() if name in model_names}
-        self.meta["optimizers"] = {key: self._mine(saved, model_names) for key, saved in reader.meta["optimizers"].items()}
+        self.meta["optimizers"] = {key: self._mine(saved, model_names) for key, saved in reader.meta.get("optimizers", {}).items()}
 
     @staticmethod
     def _mine(saved: dict[str, Any], names: set[str]) -> dict[str, Any]:

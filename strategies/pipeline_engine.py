@@ -93,8 +93,7 @@ class Engine:
         if not losses:
             return _nothing(self._loss_shape[0], received, self._placed.device)
         ((loss, _),) = losses
-        if loss.device.type == "cpu" and not math.isfinite(loss.item()):  # no host sync on an accelerator
-            feed.tally.finite = False
+        feed.tally.total += loss.item() if loss.device.type == "cpu" else math.nan
         if feed.before_backward is not None:
             feed.before_backward(loss)
         return loss.reshape(()).clone()  # no view: torch detaches it in place

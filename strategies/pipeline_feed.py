@@ -32,7 +32,8 @@ class Tally:
     """What the losses of a window came to, on the rank of the last stage."""
 
     count: float = 0.0
-    finite: bool = True
+    total: float = 0.0
+    """Sum of the weighted losses; NaN on an accelerator, where it would cost a host synchronisation."""
     outputs: list[tuple[Any, int]] = field(default_factory=list)
     """What the step returned for each part of the running micro-batch, and its number of samples."""
 

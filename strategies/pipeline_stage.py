@@ -154,21 +154,24 @@ class Staged(nn.Module):
         """All names of the model's state, on whatever rank they lie."""
         return set(self._owner)
 
-    def is_placeholder(self, parameter: Tensor) -> bool:
-        return id(parameter) in self._placeholders
+    @property
+    def placeholders(self) -> set[int]:
+        """`id` of each placeholder among the model's parameters."""
+        return {id(parameter) for parameter in self._placeholders.values()}
 
     def strip(self) -> None:
         """Remove the placeholders: from here on `model.parameters()` are this rank's."""
-        if not self._placeholders:
-            return
+        self._remove_placeholders()
         self._placeholders.clear()
-        for module in self._absent:
-            for child in module.modules():
-                child._parameters.update(dict.fromkeys(child._parameters))
-        if 0 not in self.here:
-            for (shell, name), shadow in zip(self._own, self._own_shadows, strict=True):
-                shell._parameters.pop(name)
-                shell.__dict__[name] = shadow.detach()
+
+    @contextmanager
+    def stripped(self) -> Iterator[None]:
+        """While it lasts `model.parameters()` are this rank's."""
+        self._remove_placeholders()
+        try:
+            yield
+        finally:
+            self._add_placeholders()
 
     def restore(self, values: Mapping[str, Tensor]) -> None:
         """Undo the placement: plain modules on the CPU with plain parameters; `values` are the whole tensors by name."""
@@ -323,7 +326,7 @@ class Staged(nn.Module):
         if run is None or not run.inside:  # called by itself, or again in the backward of a checkpointed layer
             if stage not in self.here:
                 raise RuntimeError(f"{self.layers[index].name} lies on another rank of the pipeline, so it cannot be called outside of {self.name}")
-            if stage and tree_any(lambda leaf: isinstance(leaf, FakeTensor), (args, kwargs)):
+            if stage and tree_any(lambda leaf: hasattr(leaf, "received"), (args, kwargs)):
                 args, kwargs = self._real_arguments(index, args, kwargs)
             return self._forwards[index](*args, **kwargs)
         if run.wants == "rehearsal":
@@ -476,12 +479,25 @@ class Staged(nn.Module):
             holder[name] = None  # type: ignore[assignment]
         self._alive.clear()
         self.model.to(self.device)
-        placeholders: dict[int, nn.Parameter] = {}
         for lost in self._lost:
-            if lost.placeholder is not None:
-                parameter = placeholders.setdefault(lost.identity, nn.Parameter(lost.placeholder, requires_grad=lost.requires_grad))
-                lost.module._parameters[lost.name] = parameter
-        self._placeholders = {id(parameter): parameter for parameter in placeholders.values()}
+            if lost.placeholder is not None and lost.identity not in self._placeholders:
+                self._placeholders[lost.identity] = nn.Parameter(lost.placeholder, requires_grad=lost.requires_grad)
+        self._add_placeholders()
+
+    def _add_placeholders(self) -> None:
+        for lost in self._lost:
+            if lost.identity in self._placeholders:
+                lost.module.__dict__.pop(lost.name, None)
+                lost.module._parameters[lost.name] = self._placeholders[lost.identity]
+
+    def _remove_placeholders(self) -> None:
+        own = {(shell, name): shadow for (shell, name), shadow in zip(self._own, self._own_shadows, strict=True)}
+        for lost in self._lost:
+            if lost.is_parameter and (lost.module, lost.name) in own:
+                lost.module._parameters.pop(lost.name, None)
+                lost.module.__dict__[lost.name] = own[lost.module, lost.name].detach()  # it is used by name, not by a call
+            elif lost.is_parameter:
+                lost.module._parameters[lost.name] = None
 
     def _patch(self) -> None:
         """Put the stand-ins in the place of the forwards, on the objects: names, types and attributes stay the user's."""
@@ -489,9 +505,9 @@ class Staged(nn.Module):
         self._on_objects = {
             module: module.__dict__["forward"] for module in (self._parts.net, *(layer.module for layer in self.layers)) if "forward" in module.__dict__
         }
-        self._parts.net.forward = self._call  # type: ignore[method-assign]
+        self._parts.net.forward = _stand_in(functools.partial(self._call), self._forward)  # type: ignore[method-assign]
         for index, layer in enumerate(self.layers):
-            layer.module.forward = functools.partial(self._call_layer, index)  # type: ignore[method-assign]
+            layer.module.forward = _stand_in(functools.partial(self._call_layer, index), layer.module.forward)  # type: ignore[method-assign]
 
     def _unpatch(self) -> None:
         for module in (self._parts.net, *(layer.module for layer in self.layers)):
@@ -511,6 +527,12 @@ class Stage(nn.Module):
 
     def forward(self, *received: Tensor) -> Any:
         return self._run_stage(self._index, received)
+
+
+def _stand_in(call: functools.partial[Any], forward: Callable[..., Any]) -> functools.partial[Any]:
+    """Mark what stands in the place of a forward, so that copies of a module can leave it out."""
+    call.__wrapped__ = forward  # type: ignore[attr-defined]
+    return call
 
 
 def seed_streams(seed: int) -> None:
