@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from strategies import DDP, FSDP, DataParallel, MeshParallel, ModelParallel, Pipeline, SingleDevice, Strategy, TensorParallel
+from strategies import DDP, FSDP, DataParallel, DeepSpeed, MeshParallel, ModelParallel, Pipeline, SingleDevice, Strategy, TensorParallel
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 
@@ -32,8 +32,17 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "pipeline 2 1f1b": (Pipeline, 2),
     "pipeline 2 zero bubble": (lambda: Pipeline(schedule="zbv"), 2),
     "pipeline 4 1f1b": (lambda: Pipeline(num_micro_batches=8), 4),
+    "deepspeed 1": (lambda: DeepSpeed(stage=1), 2),
+    "deepspeed 2": (DeepSpeed, 2),
+    "deepspeed 3": (lambda: DeepSpeed(stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}}), 2),
 }
 """How to build each strategy, and its number of devices."""
+
+FLOAT32 = ("deepspeed 1", "deepspeed 2", "deepspeed 3")
+"""Strategies whose engine does not compute in float64: they agree to rounding."""
+
+SLOW = ("deepspeed 1",)
+"""Strategies that differ little from another one here."""
 
 PLANS = {
     "plain": Plan(),
@@ -47,25 +56,33 @@ PLANS = {
 }
 
 
-@pytest.fixture(params=STRATEGIES, scope="module")
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in STRATEGIES], scope="module")
 def made(request: pytest.FixtureRequest) -> tuple[Strategy, int]:
     make, devices = STRATEGIES[request.param]
     return make(), devices
 
 
+@pytest.fixture
+def precision(request: pytest.FixtureRequest) -> str:
+    """The finest precision that the strategy computes in."""
+    return "32-true" if request.node.callspec.params["made"] in FLOAT32 else "64-true"
+
+
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_gradients_are_those_of_one_process(made: tuple[Strategy, int], plan: Plan, tmp_path: Path) -> None:
+def test_gradients_are_those_of_one_process(made: tuple[Strategy, int], precision: str, plan: Plan, tmp_path: Path) -> None:
+    plan = replace(plan, precision=precision)
     found = contract.run(*made, plan, tmp_path / "end")
     model, expected = reference(plan)
-    assert difference(saved_weights(tmp_path / "end"), model) < 1e-11
+    exact = precision == "64-true"
+    assert difference(saved_weights(tmp_path / "end"), model) < (1e-11 if exact else 1e-5)
     assert found["counts"] == pytest.approx(expected["counts"], rel=1e-12)
-    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-9)
-    assert torch.tensor(found["outputs"]).allclose(torch.tensor(expected["outputs"]), rtol=1e-9, atol=1e-9)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-9 if exact else 1e-6)
+    assert torch.tensor(found["outputs"]).allclose(torch.tensor(expected["outputs"]), rtol=1e-9 if exact else 1e-5, atol=1e-9 if exact else 1e-5)
 
 
-def test_state_goes_to_one_process_and_back(made: tuple[Strategy, int], tmp_path: Path) -> None:
+def test_state_goes_to_one_process_and_back(made: tuple[Strategy, int], precision: str, tmp_path: Path) -> None:
     """Model and optimizer state saved here goes on there as if nothing had happened, in both directions."""
-    half, whole = Plan(epochs=1), Plan(epochs=2)
+    half, whole = Plan(epochs=1, precision=precision), Plan(epochs=2)
     model, kept = reference(half)
     expected, _ = reference(half, model, kept["optimizer"])
     contract.run(*made, half, tmp_path / "here")
@@ -73,7 +90,7 @@ def test_state_goes_to_one_process_and_back(made: tuple[Strategy, int], tmp_path
     contract.run(SingleDevice(), 1, half, tmp_path / "one")
     contract.run(*made, replace(half, start_from=str(tmp_path / "one")), tmp_path / "one then here")
     for folder in ("here then one", "one then here"):
-        assert difference(saved_weights(tmp_path / folder), expected) < 1e-11
+        assert difference(saved_weights(tmp_path / folder), expected) < (1e-11 if precision == "64-true" else 1e-5)
     assert whole.epochs == 2
 
 
