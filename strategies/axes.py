@@ -24,6 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint
 
 from strategies.blocks import find_blocks
+from strategies.meta import materialise as materialise
 from strategies.options import Options
 from strategies.plan import Plan, apply_plan, make_plan
 from strategies.styles import Sequence
@@ -255,24 +256,6 @@ class Filler:
             for group in self._groups:  # along the first axis, then from each of these along the next
                 dist.broadcast(value, group_src=0, group=group)
         return value
-
-
-def materialise(model: nn.Module) -> None:
-    """Give parameters on the meta device the values that their layers' `reset_parameters` draws, in the order of the layers.
-
-    Raises ValueError for a layer that has none.
-    """
-    for name, module in model.named_modules():
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        if not any(tensor.is_meta for _, tensor in own):
-            continue
-        if not callable(getattr(module, "reset_parameters", None)):
-            raise ValueError(
-                f"{name or type(model).__name__}.{own[0][0]} is on the meta device and {type(module).__name__} has no reset_parameters to give it values; "
-                "build the layer in configure_model, or define reset_parameters"
-            )
-        module.to_empty(device="cpu", recurse=False)
-        module.reset_parameters()  # type: ignore[operator]
 
 
 def _shard(placed: Placed, unit: nn.Module, mesh: DeviceMesh, sharded: bool, options: Options, compute_dtype: torch.dtype | None) -> None:

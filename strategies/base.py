@@ -99,6 +99,8 @@ class Strategy(ABC):
     """Index of this rank among those that see different samples; ranks that share samples share it."""
     data_size: int
     """Number of different shares that the global batch is cut into."""
+    builds: bool
+    """False where this rank is to build modules on the meta device, as their values come from another rank in `place`."""
     reports: bool
     """Of the ranks that share samples exactly one is True: what it logs and predicts stands for all of them."""
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from strategies.base import Agreement, Loss, Note
 from strategies.data import MicroBatch, Window
 from strategies.eager import EagerStrategy, resolve_accelerator
+from strategies.meta import materialise
 
 
 class DDP(EagerStrategy):
@@ -69,7 +70,7 @@ class DDP(EagerStrategy):
         self._first_window = True
         if self.sync_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        model = self.precision.convert(model).to(self.device)
+        model = self.precision.convert(materialise(model)).to(self.device)
         if self.world_size == 1 or not any(p.requires_grad for p in model.parameters()):
             return model  # DDP refuses a model without trainable parameters; evaluation needs no sync
         return DistributedDataParallel(_Step(model), **self._options)

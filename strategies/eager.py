@@ -90,7 +90,7 @@ class EagerStrategy(Strategy):
     def setup(self) -> None:
         world = None if self.single_process else environment.detect()
         self.rank, self.local_rank, self.world_size = (world.rank, world.local_rank, world.world_size) if world else (0, 0, 1)
-        self.data_rank, self.data_size, self.reports = self.rank, self.world_size, True
+        self.data_rank, self.data_size, self.reports, self.builds = self.rank, self.world_size, True, True
         self.device = torch.device(self._accelerator, self.local_rank) if self._accelerator == "cuda" else torch.device(self._accelerator)
         self._ready = True
         if self.device.type == "cuda":

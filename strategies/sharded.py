@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from strategies.base import Agreement, Loss, split_loss
 from strategies.data import MicroBatch, Window
 from strategies.eager import EagerStrategy
 from strategies.mesh import resolve
+from strategies.meta import materialise
 from strategies.options import Options
 from strategies.state import Reader, Shard, State, gather_whole
 from strategies.traceless import traceless
@@ -44,6 +45,7 @@ class ShardedStrategy(EagerStrategy):
         self._sizes: dict[str, int] = {}
         self._mesh: DeviceMesh | None = None
         self._sync_each = False
+        self._part: Callable[[int], AbstractContextManager[Any]] | None = None
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 
@@ -67,6 +69,7 @@ class ShardedStrategy(EagerStrategy):
         from strategies import dtensors
 
         self._mesh = init_device_mesh(self.device.type, tuple(self._sizes.values()), mesh_dim_names=tuple(self._sizes))
+        self.builds = self.rank == 0
         tensor = self._sizes.get("tensor", 1)
         self.data_rank, self.data_size, self.reports = self.rank // tensor, self.world_size // tensor, self.rank % tensor == 0
         if self.precision.scaler is not None:
@@ -77,15 +80,15 @@ class ShardedStrategy(EagerStrategy):
         self._mesh = None
 
     def place(self, model: nn.Module) -> nn.Module:
-        from strategies import axes
-
         if self.rank == 0:
-            axes.materialise(model)
+            materialise(model)
         model = self.precision.convert(model)
         if self._mesh is None:
             return model.to(self.device)
         compute_dtype = self.precision.autocast_dtype if self.options.low_precision_gather and "fsdp" in self._sizes else None
-        placed = axes.apply_axes(model, self._mesh, self.options, compute_dtype)
+        from strategies.axes import apply_axes
+
+        placed = apply_axes(model, self._mesh, self.options, compute_dtype)
         self._share_noise()
         return placed
 
@@ -114,6 +117,7 @@ class ShardedStrategy(EagerStrategy):
 
         placed.refresh()  # type: ignore[operator]
         parameters, automatic = options.get("parameters"), options.get("automatic", True)
+        self._part = options.get("part")
         self._sync_each = self.options.sync_every_micro_batch or bool(parameters)
         if parameters:
             step_fn, changed = _one_optimizer_each(placed, step_fn, parameters, options.get("before_backward"), options.get("after_backward"))
@@ -129,14 +133,21 @@ class ShardedStrategy(EagerStrategy):
         self._share_buffers(placed)
         return agreement
 
-    def evaluate(self, placed: nn.Module, step_fn: Callable[..., Any], micro_batch: MicroBatch, *args: Any, **options: Any) -> Any:
+    def evaluate(
+        self,
+        placed: nn.Module,
+        step_fn: Callable[..., Any],
+        micro_batch: MicroBatch,
+        *args: Any,
+        part: Callable[[int], AbstractContextManager[Any]] | None = None,
+    ) -> Any:
         if self._mesh is None:
-            return super().evaluate(placed, step_fn, micro_batch, *args, **options)
+            return super().evaluate(placed, step_fn, micro_batch, *args, part=part)
         try:
             with self.precision.autocast(self.device):
                 if micro_batch.num_samples:
                     return placed(step_fn, micro_batch.batch, *args)
-                with traceless(placed):
+                with traceless(placed), nullcontext() if part is None else part(0):
                     placed(step_fn, micro_batch.batch, *args)
                 return None
         finally:
@@ -188,7 +199,7 @@ class ShardedStrategy(EagerStrategy):
 
     def _padding(self, placed: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         def without_weight(batch: Any, batch_idx: int) -> Any:
-            with traceless(placed):
+            with traceless(placed), nullcontext() if self._part is None else self._part(0):
                 output = placed(step_fn, batch, batch_idx)
             if isinstance(output, Mapping) and "loss" not in output:  # a loss for each optimizer, weighted by no samples
                 return output

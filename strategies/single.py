@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from strategies.eager import EagerStrategy
+from strategies.meta import materialise
 
 
 class SingleDevice(EagerStrategy):
@@ -14,4 +15,4 @@ class SingleDevice(EagerStrategy):
     max_devices = 1
 
     def place(self, model: nn.Module) -> nn.Module:
-        return self.precision.convert(model).to(self.device)
+        return self.precision.convert(materialise(model)).to(self.device)

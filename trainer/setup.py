@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +104,8 @@ def attached(trainer: Trainer, module: Module, sources: Sources, stage: str, ckp
         trainer.strategy.barrier()
         for owner in owners:
             owner.setup(stage)
-        module.configure_model()
+        with nullcontext() if trainer.strategy.builds else torch.device("meta"):
+            module.configure_model()
         trainer.hooks = Hooks(trainer, module)
         for callback in trainer.callbacks:
             if isinstance(callback, Logger):
@@ -226,7 +227,7 @@ def evaluation_loaders(trainer: Trainer, sources: Any, kind: str, overfit: float
     sharded = [
         trainer.strategy.shard_loader(loader, seed=derive(trainer.run_seed, kind, i), shuffle=False if overfit else None) for i, loader in enumerate(loaders)
     ]
-    limits = {"val": trainer.limit_val_batches, "test": trainer.limit_test_batches, "predict": None}
+    limits = {"val": trainer.limit_val_batches, "test": trainer.limit_test_batches, "predict": trainer.fast_dev_run or None}
     wanted = overfit or limits[kind]
     trainer.evaluation_limits[kind] = [limit_of(wanted, _length(loader), f"limit_{kind}_batches") for loader in sharded]
     counts = [math.inf if (n := _length(loader)) is None else n for loader in sharded]

@@ -636,7 +636,7 @@ class Trainer:
         for name, tensor in module.state_dict(keep_vars=True).items():
             if isinstance(tensor, Tensor) and tensor.dtype != result["weights"][name].dtype:
                 tensor.data = tensor.data.to(result["weights"][name].dtype)  # the strategy placed it in the run's precision
-        module.load_state_dict(result["weights"])
+        module.load_state_dict(result["weights"], assign=any(p.is_meta for p in module.parameters()))
         self.progress.load_state_dict(result["progress"])
         for item, state in zip(self.callbacks, result["callbacks"], strict=True):
             item.load_state_dict(state)
