@@ -197,11 +197,17 @@ class MetricStore:
             mine = torch.tensor([x for e in shared for x in (e.start, 0.0, 0.0)], dtype=torch.float64)
         rows = [mine.tolist()] if strategy.world_size == 1 or not shared else strategy.all_gather(mine).tolist()
         shown: dict[str, float] = {}
+        shown_metrics: dict[int, Any] = {}
         for entries, values in ((shared, rows), (local, [self._pack(local).tolist()])):
             for i, entry in enumerate(entries):
                 if any(row[3 * i + 2] for row in values):  # a rank without a sample computes with the others
                     entry.epoch_count = 1.0
+                if entry.metric is not None and entry.epoch_count:
+                    shown_metrics[id(entry.metric)] = entry.metric
                 self._reduce_entry(entry, [row[3 * i] for row in values], [row[3 * i + 1] for row in values], shown, epoch_end, reset)
+        if epoch_end and reset:
+            for metric in shown_metrics.values():  # now that it is computed under every name that it has
+                metric.reset()
         return shown
 
     def _agree_on_names(self, strategy: Strategy) -> None:
@@ -266,6 +272,10 @@ class MetricStore:
             on_epoch = not (self.in_batch and self.training)
         if is_metric and self.module is not None and self._path(value) is None:
             raise ValueError(f"the metric logged as {name!r} is no attribute of {type(self.module).__name__}, so it is neither moved nor saved; make it one")
+        if is_metric:
+            twin = next((e.name for e in self.entries.values() if e.metric is value), None)
+            if twin is not None and "/dataloader_idx_" in twin and self.suffix and not twin.endswith(self.suffix):
+                raise ValueError(f"the metric logged as {name!r} is logged as {twin!r} too and would be computed over both loaders; make one for each")
         entry = self._new(name, reduction, on_step, on_epoch, prog_bar, logger, rank_zero_only)
         if is_metric:
             entry.metric = value
@@ -320,8 +330,6 @@ class MetricStore:
             elif entry.on_step and count:
                 shown[entry.name] = value / count if entry.reduce_fx == "mean" else value
             if reset:
-                if entry.metric is not None and entry.epoch_count:
-                    entry.metric.reset()
                 entry.epoch_value, entry.epoch_count = entry.start, 0.0
 
 

@@ -321,7 +321,7 @@ class Trainer:
 
     @property
     def logger(self) -> Logger | None:
-        return next(iter(self.loggers), None)
+        return next(iter(self.loggers), _Silent() if self.fast_dev_run else None)
 
     @property
     def checkpoint_callback(self) -> Any:
@@ -655,6 +655,19 @@ class Trainer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.metrics = MetricStore()
+
+
+class _Silent(Logger):
+    """Stands for the loggers in a `fast_dev_run`, so that user code that writes to one can be tried; does nothing."""
+
+    @property
+    def experiment(self) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **options: None
 
 
 def _on_rank(trainer: Trainer, stage: str, module: Module, sources: Sources, ckpt_path: str | None, random_streams: dict[str, Any]) -> dict[str, Any]:

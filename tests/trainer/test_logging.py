@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import tracemalloc
@@ -14,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torchmetrics import MeanMetric, MetricCollection, SumMetric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix, MulticlassF1Score, MulticlassPrecision
 
 from callbacks import Callback, CSVLogger, TensorBoardLogger
 from callbacks.base import Logger
@@ -214,108 +211,6 @@ def test_callbacks_see_what_the_module_logs_at_the_end_of_the_epoch() -> None:
     assert seen == [0.0, 1.0] and trainer.callback_metrics["from/callback"] == 7.0
     with pytest.raises(RuntimeError, match="Sees.log\\('x'\\) was called outside of a run"):
         Sees().log("x", 1.0)
-
-
-# ---- torchmetrics --------------------------------------------------------------------------------------
-
-
-class Measured(Net):
-    """Metrics with sums, with lists of samples, in collections with shared state, computed with and without forward."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        self.train_acc = MulticlassAccuracy(3)
-        self.group = MetricCollection({"f1": MulticlassF1Score(3), "precision": MulticlassPrecision(3)}, prefix="train/")
-        self.auroc = MulticlassAUROC(3, thresholds=None)
-        self.total = SumMetric()
-        self.at_end = MeanMetric()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        logits = self(x)
-        self.train_acc(logits, y)
-        self.log("train/acc", self.train_acc, on_step=True, on_epoch=True, prog_bar=True)
-        self.log_dict(self.group, on_step=False, on_epoch=True)
-        self.group.update(logits, y)
-        self.at_end.update(x[:, 0])
-        return super().training_step(batch, batch_idx)
-
-    def on_train_epoch_end(self) -> None:
-        self.log("train/at_end", self.at_end)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        self.auroc.update(self(batch[0]), batch[1])
-        self.log("val/auroc", self.auroc)
-        self.total(batch[1])
-        self.log("val/total", self.total, prog_bar=True)
-
-
-METRICS = ["train/acc_epoch", "train/f1", "train/precision", "train/at_end", "val/auroc", "val/total", "val/loss"]
-
-
-@pytest.mark.parametrize("n", [50, 5, 1])
-def test_torchmetrics_are_those_of_one_process(n: int) -> None:
-    """1 sample on 2 ranks included: a rank that has measured nothing computes with the other."""
-
-    def fit(devices: int) -> dict[str, float]:
-        torch.manual_seed(0)
-        trainer = quiet(devices=devices, precision="64-true", split_batches=True, max_epochs=2, logger=(recorder := Recorder()), log_every_n_steps=1)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "No (positive|negative) samples in targets")
-            warnings.filterwarnings("ignore", "Average precision score")
-            warnings.filterwarnings("ignore", "Some classes had")
-            trainer.fit(Measured(), loader(n, 8), loader(n, 8))
-        assert len(recorder.values("train/acc_epoch")) == 2 and len(recorder.values("train/acc_step")) == 2 * -(-n // 8)
-        assert "val/total" in trainer.progress_bar_metrics
-        return shown(trainer.callback_metrics)
-
-    one, two = fit(1), fit(2)
-    for name in METRICS:
-        assert two[name] == pytest.approx(one[name], rel=1e-12), name
-    x, y = data(n).tensors
-    assert one["val/total"] == y.sum() and one["train/at_end"] == pytest.approx(x[:, 0].double().mean().item())
-
-
-@pytest.mark.parametrize(("devices", "n"), [(1, 20), (2, 1)])
-def test_collections_that_the_module_computes_and_resets(devices: int, n: int) -> None:
-    class Collected(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scores = MetricCollection([MulticlassF1Score(3), MulticlassAccuracy(3)], prefix="val/")
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.scores.update(self(batch[0]), batch[1])
-
-        def on_validation_epoch_end(self) -> None:
-            self.log_dict(self.scores.compute())  # on 2 ranks one has seen no sample
-            assert isinstance(copy.deepcopy(self.scores), MetricCollection)
-            self.scores.reset()
-            self.log("val/kept", float(self.scores["MulticlassAccuracy"].tp.sum()))
-
-    trainer = quiet(max_epochs=2, devices=devices)
-    trainer.fit(Collected(), loader(16), loader(n))
-    assert {"val/MulticlassF1Score", "val/MulticlassAccuracy"} <= set(trainer.callback_metrics)
-    assert trainer.callback_metrics["val/kept"] == 0.0
-
-
-def test_metrics_that_cannot_be_shown_are_named() -> None:
-    class Matrix(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.matrix, self.loose = MulticlassConfusionMatrix(3), [MeanMetric()]
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.matrix(self(batch[0]), batch[1])
-            self.log("val/matrix", self.matrix)
-
-        def test_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("loose", self.loose[0])
-
-    with pytest.raises(ValueError, match="the metric logged as 'val/matrix' computes a tensor of shape \\[3, 3\\]"):
-        quiet().validate(Matrix(), loader(8))
-    with pytest.raises(ValueError, match="the metric logged as 'loose' is no attribute of Matrix"):
-        quiet().test(Matrix(), loader(8))
 
 
 # ---- several loaders, several ranks ------------------------------------------------------------------------

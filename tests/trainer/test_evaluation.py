@@ -1,0 +1,397 @@
+"""Validation, test and prediction: each sample once, the numbers of one process, no trace in the training."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
+from trainer import Module, Trainer
+
+
+class Ids(Module):
+    """Knows its samples by number: the bits of `seen` are those that were seen exactly once."""
+
+    def __init__(self, returns: str = "tensor") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.returns = returns
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.measure(batch, "train")
+        return (self.weight * batch[0].double()).mean()
+
+    def measure(self, batch: Any, stage: str, **options: Any) -> None:
+        (ids,) = batch
+        self.log(f"{stage}/seen", (2.0 ** ids.double()).sum(), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log(f"{stage}/mean", ids.double().mean(), on_step=False, on_epoch=True)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.measure(batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.measure(batch, "test")
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        (ids,) = batch
+        nested = {"ids": ids, "more": [(ids * 2, "text"), {"n": len(ids), "none": None}]}
+        return {"tensor": ids, "dict": {"ids": ids, "half": ids / 2}, "nested": nested}[self.returns]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def numbered(n: int, batch_size: int, **options: Any) -> DataLoader:
+    return DataLoader(TensorDataset(torch.arange(n)), batch_size=batch_size, **options)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_each_sample_is_seen_once_on_any_number_of_ranks(devices: int) -> None:
+    """5 samples in batches of 2: the ranks' shares are uneven, and on 3 ranks the last batch leaves some without."""
+    trainer = quiet(devices=devices)
+    trainer.fit(Ids(), numbered(5, 2, shuffle=True), numbered(5, 2))
+    for stage in ("train", "val"):
+        assert trainer.callback_metrics[f"{stage}/seen"] == 2**5 - 1
+        assert trainer.callback_metrics[f"{stage}/mean"] == 2.0
+    trainer = quiet(devices=devices)
+    for name in ("validate", "test"):
+        prefix = {"validate": "val"}.get(name, name)
+        (returned,) = getattr(trainer, name)(Ids(), numbered(7, 2), verbose=False)
+        assert returned == {f"{prefix}/seen": 2**7 - 1, f"{prefix}/mean": pytest.approx(3.0)}
+    for n in (1, 5, 13):
+        predicted = trainer.predict(Ids(), numbered(n, 2))
+        assert torch.cat(predicted).tolist() == list(range(n))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_predictions_of_every_kind_come_in_dataset_order(devices: int) -> None:
+    trainer = quiet(devices=devices)
+    found = trainer.predict(Ids("dict"), numbered(9, 2))
+    assert torch.cat([part["ids"] for part in found]).tolist() == list(range(9))
+    assert torch.cat([part["half"] for part in found]).tolist() == [i / 2 for i in range(9)]
+    found = trainer.predict(Ids("nested"), numbered(9, 2))
+    assert torch.cat([part["more"][0][0] for part in found]).tolist() == [2 * i for i in range(9)]
+    assert all(part["more"][0][1] == "text" and part["more"][1] == {"n": len(part["ids"]), "none": None} for part in found)
+    assert all(isinstance(part["more"][0], tuple) for part in found)
+    several = trainer.predict(Ids(), [numbered(3, 2), numbered(4, 3)])
+    assert [torch.cat(part).tolist() for part in several] == [[0, 1, 2], [0, 1, 2, 3]]
+
+
+def test_default_predict_step_is_forward_of_the_inputs() -> None:
+    model = net()
+    predicted = torch.cat(quiet(devices=2).predict(model, loader(20)))
+    assert predicted.shape == (20, 3) and not predicted.requires_grad
+    assert torch.allclose(predicted, model(data(20).tensors[0]), atol=1e-6)
+
+
+def test_predictions_that_cannot_travel_are_named() -> None:
+    class Objects(Net):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"deep": [object()]}
+
+    assert isinstance(quiet().predict(Objects(), loader(8))[0]["deep"][0], object)
+    with pytest.raises(TypeError, match="predict_step on several ranks must return tensors, numbers, strings.*predictions.0.deep.0 is builtins.object"):
+        quiet(devices=2).predict(Objects(), loader(8))
+
+
+def test_several_loaders_in_a_list_or_dict() -> None:
+    for loaders in ([numbered(3, 2), numbered(5, 2)], {"a": numbered(3, 2), "b": numbered(5, 2)}, (numbered(3, 2), numbered(5, 2))):
+        trainer = quiet()
+        returned = trainer.validate(Ids(), loaders, verbose=False)
+        assert [metrics[f"val/seen/dataloader_idx_{i}"] for i, metrics in enumerate(returned)] == [7.0, 31.0]
+        assert len(returned[0]) == len(returned[1]) == 2
+        assert trainer.num_val_batches == [2, 3]
+
+
+def test_loaders_of_every_kind() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.arange(5))
+
+    class Indexed:
+        def __getitem__(self, i: int) -> Any:
+            if i > 2:
+                raise IndexError
+            return [torch.arange(2 * i, min(2 * i + 2, 5))]
+
+        def __len__(self) -> int:
+            return 3
+
+    batches = [[torch.tensor([0, 1])], [torch.tensor([2, 3])], [torch.tensor([4])]]
+    kinds: dict[str, Any] = {
+        "stream": DataLoader(Stream(), batch_size=2, collate_fn=lambda items: [torch.stack(items)]),
+        "batches": batches,
+        "indexed": Indexed(),
+        "function": lambda: iter(batches),
+        "generator": (batch for batch in batches),
+    }
+    for name, kind in kinds.items():
+        assert quiet().validate(Ids(), kind, verbose=False)[0]["val/seen"] == 31, name
+        if name != "generator":
+            trainer = quiet(max_epochs=2)
+            trainer.fit(Ids(), kind, kind)
+            assert trainer.callback_metrics["train/seen"] == trainer.callback_metrics["val/seen"] == 31, name
+            assert trainer.global_step == 6, name
+    for name in ("stream", "batches"):
+        trainer = quiet(devices=2)
+        trainer.fit(Ids(), kinds[name], kinds[name])
+        assert trainer.callback_metrics["train/seen"] == trainer.callback_metrics["val/seen"] == 31, name
+
+
+@pytest.mark.parametrize(
+    ("limit", "batches"), [(2, 2), (0.5, 4), (1.0, 8), (100, 8), (None, 8), (0, 0), (0.0, 0)], ids=lambda value: f"{type(value).__name__}-{value}"
+)
+def test_limits_of_evaluation(limit: Any, batches: int) -> None:
+    trainer = quiet(limit_val_batches=limit, limit_test_batches=limit)
+    returned = trainer.test(Ids(), numbered(16, 2), verbose=False)
+    assert returned == [{}] if not batches else returned[0]["test/seen"] == 2.0 ** (2 * batches) - 1
+    trainer.fit(Ids(), numbered(4, 2), numbered(16, 2))
+    assert trainer.callback_metrics.get("val/seen") == (2.0 ** (2 * batches) - 1 if batches else None)
+
+
+@pytest.mark.parametrize(("limit", "steps"), [(3, 3), (0.5, 4), (1.0, 8), (99, 8)])
+def test_limits_of_training(limit: Any, steps: int) -> None:
+    trainer = quiet(limit_train_batches=limit, accumulate_grad_batches=2, max_epochs=2)
+    trainer.fit(Ids(), numbered(16, 2))
+    assert trainer.num_training_batches == steps and trainer.global_step == 2 * -(-steps // 2)
+    assert trainer.callback_metrics["train/seen"] == 2.0 ** (2 * steps) - 1
+
+
+# ---- beside training -------------------------------------------------------------------------------------
+
+
+class Noisy(Net):
+    """Draws from every random stream while it evaluates, and keeps a metric over training."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
+        self.frozen = nn.BatchNorm1d(8)
+        from torchmetrics import MeanMetric
+
+        self.count = MeanMetric()
+        self.frozen.eval()
+        self.log_of_modes: list[tuple[bool, ...]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note()
+        self.count(batch[0][:, 0])
+        self.log("train/count", self.count, on_step=False, on_epoch=True)
+        return super().training_step((self.frozen(batch[0]) + random.random() + np.random.rand(), batch[1]), batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.note()
+        self.log("val/noise", torch.rand(()).item() + random.random() + np.random.rand())
+
+    def note(self) -> None:
+        self.log_of_modes.append((self.training, self.net[2].training, self.frozen.training))
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_sanity_val_steps": 2}, {"num_sanity_val_steps": -1}, {"val_check_interval": 2}, {"check_val_every_n_epoch": 2}], ids=str
+)
+def test_validation_leaves_no_trace_in_training(options: dict[str, Any]) -> None:
+    def fit(val: Any, **options: Any) -> tuple[Trainer, Noisy]:
+        torch.manual_seed(0)
+        trainer, model = quiet(max_epochs=2, seed=1, **options), Noisy()
+        trainer.fit(model, loader(32, shuffle=True), val)
+        return trainer, model
+
+    reference, straight = fit(None)
+    trainer, model = fit(loader(16), **options)
+    assert equal(weights(model), weights(straight))
+    assert equal(list(model.buffers()), list(straight.buffers()))
+    for name, value in reference.callback_metrics.items():
+        assert trainer.callback_metrics[name] == value, name
+    assert "val/noise" in trainer.callback_metrics
+    assert set(model.log_of_modes) == {(True, True, False), (False, False, False)}, "what the user has frozen stays in evaluation mode"
+    assert not model.frozen.training and model.net[2].training
+
+
+def test_sanity_check_shows_nothing() -> None:
+    seen = []
+
+    class Sees(Callback):
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            seen.append((trainer.sanity_checking, "val/loss" in trainer.callback_metrics))
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            assert not trainer.callback_metrics and not trainer.logged_metrics and not trainer.sanity_checking
+
+    trainer = quiet(num_sanity_val_steps=1, callbacks=[Sees(), EarlyStopping("val/loss"), ModelCheckpoint(monitor="val/loss")], enable_checkpointing=True)
+    trainer.fit(Net(), loader(16), loader(32))
+    assert seen == [(True, True), (False, True)]
+    assert trainer.checkpoint_callback.best_model_score == trainer.callback_metrics["val/loss"]
+
+
+def test_modes_of_a_module_are_as_they_were() -> None:
+    model = net()
+    model.net[0].eval()
+    quiet().validate(model, loader(8), verbose=False)
+    assert [child.training for child in (model, model.net, model.net[0], model.net[3])] == [True, True, False, True]
+    model.eval()
+    quiet().validate(model, loader(8), verbose=False)
+    assert not any(child.training for child in model.modules())
+    quiet().fit(model, loader(8))
+    assert all(child.training for child in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("options", "at"),
+    [
+        ({"val_check_interval": 3}, [3, 6, 11, 14]),  # 8 batches an epoch
+        ({"val_check_interval": 0.5}, [4, 8, 12, 16]),
+        ({"val_check_interval": 1.0}, [8, 16]),
+        ({"val_check_interval": 8}, [8, 16]),
+        ({"val_check_interval": 5, "check_val_every_n_epoch": None}, [5, 10, 15]),
+        ({"val_check_interval": 12, "check_val_every_n_epoch": None}, [12]),
+        ({"check_val_every_n_epoch": 2}, [16]),
+        ({"val_check_interval": 0.5, "check_val_every_n_epoch": 2}, [12, 16]),
+        ({"limit_val_batches": 0}, []),
+        ({}, [8, 16]),
+    ],
+    ids=str,
+)
+def test_when_validation_runs(options: dict[str, Any], at: list[int]) -> None:
+    steps = []
+
+    class Notes(Net):
+        def on_validation_start(self) -> None:
+            steps.append(self.global_step)
+
+    quiet(max_epochs=2, **options).fit(Notes(), loader(32, 4), loader(4))
+    assert steps == at
+
+
+def test_a_run_that_ends_within_an_epoch_ends_with_a_validation() -> None:
+    trainer = quiet(max_epochs=None, max_steps=3)
+    trainer.fit(Net(), loader(40, 4), loader(8))
+    assert "val/loss" in trainer.callback_metrics and "train/loss_epoch" in trainer.callback_metrics
+    assert (trainer.global_step, trainer.current_epoch) == (3, 0)
+
+
+def test_overfit_batches_trains_and_validates_on_the_same() -> None:
+    trainer = quiet(overfit_batches=2, max_epochs=3)
+    trainer.fit(Ids(), numbered(16, 2, shuffle=True), numbered(50, 2))
+    assert trainer.callback_metrics["train/seen"] == trainer.callback_metrics["val/seen"] == 2**4 - 1
+    assert trainer.num_training_batches == 2 and trainer.num_val_batches == [2]
+    trainer = quiet(overfit_batches=0.5)
+    trainer.fit(Ids(), numbered(16, 2))
+    assert trainer.callback_metrics["train/seen"] == trainer.callback_metrics["val/seen"] == 2**8 - 1
+
+
+@pytest.mark.parametrize("batches", [True, 3])
+def test_fast_dev_run_touches_everything_and_writes_nothing(batches: Any, tmp_path: Path) -> None:
+    class Everything(Net):
+        def on_train_start(self) -> None:
+            self.logger.experiment.add_scalar("x", 1.0, 0)  # as user code does without asking
+            self.logger.log_metrics({"x": 1.0})
+            assert self.trainer.log_dir is None
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.validation_step(batch, batch_idx)
+
+    trainer = Trainer(
+        fast_dev_run=batches,
+        max_epochs=7,
+        max_steps=100,
+        enable_progress_bar=False,
+        callbacks=[ModelCheckpoint(monitor="val/loss"), EarlyStopping("val/loss"), LearningRateMonitor()],
+    )
+    trainer.fit(Everything(), loader(64), loader(64))
+    n = int(batches)
+    assert (trainer.global_step, trainer.current_epoch, trainer.num_val_batches) == (n, 1, [n])
+    assert "val/loss" in trainer.callback_metrics
+    trainer.test(Everything(), loader(64), verbose=False)
+    assert len(trainer.predict(Everything(), loader(64))) == n
+    assert not list(tmp_path.iterdir())
+
+
+def test_max_time_ends_a_run_of_any_length() -> None:
+    trainer = quiet(max_epochs=None, max_time={"seconds": 0.3}, devices=2)
+    trainer.fit(Net(), loader(16), loader(8))
+    assert trainer.global_step > 0 and "val/loss" in trainer.callback_metrics
+    trainer = quiet(max_epochs=3, max_time="00:01:00:00")
+    trainer.fit(Net(), loader(16))
+    assert trainer.current_epoch == 3
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_min_epochs_hold_an_early_stop_back(devices: int) -> None:
+    class Stuck(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/stuck", 1.0)
+
+    trainer = quiet(devices=devices, min_epochs=4, max_epochs=10, callbacks=EarlyStopping("val/stuck", patience=1))
+    trainer.fit(Stuck(), loader(16), loader(8))
+    assert trainer.current_epoch == 4 and trainer.should_stop
+    trainer = quiet(devices=devices, max_epochs=10, callbacks=EarlyStopping("val/stuck", patience=1))
+    trainer.fit(Stuck(), loader(16), loader(8))
+    assert trainer.current_epoch == 2
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_should_stop_on_any_rank_ends_training_on_all(devices: int) -> None:
+    class Stops(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_step == 3 and self.global_rank == devices - 1:
+                self.trainer.should_stop = True
+            return super().training_step(batch, batch_idx)
+
+    trainer = quiet(devices=devices, max_epochs=5)
+    trainer.fit(Stops(), loader(40, 2), loader(8))
+    assert trainer.global_step == 4 and trainer.current_epoch == 0
+
+
+# ---- weights from a checkpoint, returns -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_evaluation_of_a_checkpoint(tmp_path: Path, devices: int) -> None:
+    class Tested(Net):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.validation_step(batch, batch_idx)
+
+    model = Tested()
+    trainer = quiet(max_epochs=2, callbacks=ModelCheckpoint(dirpath=tmp_path / "kept"), enable_checkpointing=True, devices=devices)
+    trainer.fit(model, loader(32), loader(16))
+    path = trainer.checkpoint_callback.best_model_path
+    (expected,) = quiet().validate(model, loader(16), verbose=False)
+    for fresh in (trainer, quiet(devices=devices)):
+        other = Tested(lr=0.5)
+        assert fresh.validate(other, loader(16), ckpt_path=path, verbose=False) == [pytest.approx(expected, rel=1e-6)]
+        assert equal(weights(other), weights(model)), "the module holds what was evaluated"
+    assert trainer.test(Tested(), loader(16), ckpt_path="best", verbose=False) == [pytest.approx(expected, rel=1e-6)]
+    assert torch.allclose(torch.cat(trainer.predict(Tested(), loader(16), ckpt_path=path)), model(data(16).tensors[0]), atol=1e-6)
+
+
+def test_returned_metrics_are_printed_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer, model = quiet(), net()
+    trainer.fit(model, loader(16))
+    assert "train/loss" in trainer.callback_metrics
+    (returned,) = trainer.validate(model, loader(16))
+    assert set(returned) == {"val/loss", "val/acc"} and all(type(value) is float for value in returned.values())
+    assert capsys.readouterr().out == f"validate: val/acc={returned['val/acc']:.6g}, val/loss={returned['val/loss']:.6g}\n"
+    assert {name: value.item() for name, value in trainer.callback_metrics.items()} == returned
+    assert trainer.global_step == 2, "an evaluation does not count"
+    assert math.isfinite(returned["val/loss"])
+
+
+def test_evaluation_needs_its_step_and_its_data() -> None:
+    with pytest.raises(ValueError, match="test needs Net.test_step; define it"):
+        quiet().test(Net(), loader(8))
+    with pytest.raises(ValueError, match="validate needs data: give dataloaders, or a DataModule or Module with val_dataloader"):
+        quiet().validate(Net())
+    with pytest.raises(TypeError, match="validate takes a trainer.Module, but module is Linear"):
+        quiet().validate(nn.Linear(1, 1), loader(8))
+    with pytest.raises(ValueError, match="the loader is empty"):
+        quiet().predict(Net(), DataLoader(TensorDataset(torch.zeros(0, 8))))
