@@ -128,6 +128,9 @@ class DeepSpeed(EagerStrategy):
                 f"ZeRO hands the optimizer flat pieces of the parameters, which is exact only if it treats each element by itself; of {kind.__name__} that is not known: "
                 f"use one of {', '.join(ELEMENTWISE)}, or set zero_allow_untested_optimizer to true in DeepSpeed's config"
             )
+        scalar = next((name for name, p in placed.model.named_parameters() if not p.dim()), None)
+        if scalar is not None:
+            raise ValueError(f"DeepSpeed cannot send a parameter without dimensions, which {scalar} is; give it the shape (1,)")
         names = parameter_names(placed.model)
         placed.groups = [[names_of(p, names, key) for p in group["params"]] for group in optimizer.param_groups]
         trained = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
