@@ -41,7 +41,20 @@ PUBLIC = {
         "TensorBoardLogger",
         "Timer",
     },
-    "strategies": {"DDP", "DataParallel", "FSDP", "Loss", "MeshParallel", "ModelParallel", "Pipeline", "SingleDevice", "Strategy", "TensorParallel", "build"},
+    "strategies": {
+        "DDP",
+        "DataParallel",
+        "DeepSpeed",
+        "FSDP",
+        "Loss",
+        "MeshParallel",
+        "ModelParallel",
+        "Pipeline",
+        "SingleDevice",
+        "Strategy",
+        "TensorParallel",
+        "build",
+    },
 }
 
 
