@@ -34,7 +34,7 @@ def run(trainer: Trainer, module: Module, sources: Sources, stage: str) -> Any:
     if stage != "predict" and not overrides(module, f"{name}_step", Module):
         raise ValueError(f"{stage} needs {type(module).__name__}.{name}_step; define it")
     source = sources.get(module, kind)
-    if source is None:
+    if not setup.loaders_of(source):
         raise ValueError(f"{stage} needs data: give dataloaders, or a DataModule or Module with {kind}_dataloader")
     loaders = setup.evaluation_loaders(trainer, source, kind)
     trainer.placed = trainer.strategy.place(module)

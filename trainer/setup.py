@@ -216,14 +216,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
 
 def evaluation_loaders(trainer: Trainer, sources: Any, kind: str, overfit: float | int = 0) -> list[ShardedLoader]:
     """The sharded loaders of an evaluation, in order; sets the Trainer's number of batches of each."""
-    if sources is None:
-        loaders: list[Any] = []
-    elif isinstance(sources, Mapping):
-        loaders = list(sources.values())
-    elif isinstance(sources, (list, tuple)) and sources and all(_is_loader(item) for item in sources):
-        loaders = list(sources)
-    else:
-        loaders = [sources]
+    loaders = loaders_of(sources)
     sharded = [
         trainer.strategy.shard_loader(loader, seed=derive(trainer.run_seed, kind, i), shuffle=False if overfit else None) for i, loader in enumerate(loaders)
     ]
@@ -233,6 +226,15 @@ def evaluation_loaders(trainer: Trainer, sources: Any, kind: str, overfit: float
     counts = [math.inf if (n := _length(loader)) is None else n for loader in sharded]
     trainer.evaluation_batches[kind] = [n if limit is None else min(n, limit) for n, limit in zip(counts, trainer.evaluation_limits[kind], strict=True)]
     return sharded
+
+
+def loaders_of(source: Any) -> list[Any]:
+    """The loaders in what a user gives: None, a loader, or a list or dict of loaders."""
+    if source is None:
+        return []
+    if isinstance(source, Mapping):
+        return list(source.values())
+    return list(source) if isinstance(source, (list, tuple)) and all(_is_loader(item) for item in source) else [source]
 
 
 def side_by_side(source: Any) -> Any:

@@ -31,7 +31,7 @@ from trainer.logging import MetricStore
 from trainer.module import Module
 from trainer.progress import Progress
 from trainer.seeding import rng_state, seed_everything, set_rng_state
-from trainer.setup import Sources, attached
+from trainer.setup import Sources, attached, loaders_of
 
 RESULTS: tuple[str, ...] = ("callback_metrics", "logged_metrics", "progress_bar_metrics", "log_dir", "should_stop")
 RESULTS += ("num_training_batches", "windows_per_epoch", "evaluation_batches", "run_seed")
@@ -49,7 +49,7 @@ class Trainer:
         `precision`: "32-true", "64-true", "bf16-mixed", "bf16-true" or "16-mixed".
     How long
         `max_epochs`, `max_steps` (optimizer steps), `max_time` ("DD:HH:MM:SS" or timedelta): whichever comes
-        first; at least one is needed to fit. `min_epochs`: `should_stop` has no effect before.
+        first, -1 or None for no limit; at least one is needed to fit. `min_epochs`: `should_stop` has no effect before.
     The step
         `accumulate_grad_batches`: micro-batches of each rank in one optimizer step.
         `split_batches`: the loader's batch size is the global batch of a step, split over ranks and micro-batches.
@@ -104,6 +104,7 @@ class Trainer:
         seed: int | None = None,
         deterministic: bool = False,
     ) -> None:
+        max_epochs = _none_if_negative(max_epochs)
         _at_least(
             1,
             max_epochs=max_epochs,
@@ -220,7 +221,7 @@ class Trainer:
             train_dataloaders, datamodule = None, train_dataloaders
         sources = Sources({"train": train_dataloaders, "val": val_dataloaders}, datamodule)
         self._check_fit(module, sources)
-        path = None if ckpt_path is None else str(ckpt_path)
+        path = self._check_ckpt_path(ckpt_path)
         if self.strategy.starts_ranks:
             self._adopt(module, self.strategy.launch(_on_rank, self, "fit", module, sources, path, rng_state()))
             return
@@ -488,7 +489,8 @@ class Trainer:
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
         sources = Sources({evaluation.KINDS[stage][1]: dataloaders}, datamodule)
-        path = None if ckpt_path is None else str(ckpt_path)
+        _check_loaders(sources)
+        path = self._check_ckpt_path(ckpt_path)
         self.callback_metrics, self.logged_metrics, self.progress_bar_metrics = {}, {}, {}
         if self.strategy.starts_ranks:
             result = self.strategy.launch(_on_rank, self, stage, module, sources, path, rng_state())
@@ -536,17 +538,25 @@ class Trainer:
             and (sources.datamodule is None or not overrides(sources.datamodule, "train_dataloader", DataModule))
         ):
             raise ValueError("fit needs training data: give train_dataloaders, or a DataModule or Module with train_dataloader")
-        if train is not None:
-            try:
-                empty = len(train) == 0
-            except TypeError:
-                empty = False
-            if empty:
-                raise ValueError("train_dataloaders is empty: its dataset has no sample, or drop_last drops its only batch")
+        if train is not None and not loaders_of(train):
+            raise ValueError("train_dataloaders is an empty list or dict; give a loader")
+        _check_loaders(sources)
         if self.checkpoint_callback is not None:
             _check_savable(module)
-        if self.loggers or self.checkpoint_callback is not None:
-            _check_writable(self.default_root_dir)
+        savers = [item for item in self.callbacks if isinstance(item, own.ModelCheckpoint)]
+        for folder in {str(item.save_dir or self.default_root_dir) for item in self.loggers} | {str(item.dirpath or self.default_root_dir) for item in savers}:
+            _check_writable(folder)
+
+    def _check_ckpt_path(self, ckpt_path: str | Path | None) -> str | None:
+        """The path as a string; raise for a path that is no checkpoint, before any process starts."""
+        if ckpt_path is None or ckpt_path in ("auto", "last"):
+            return None if ckpt_path is None else str(ckpt_path)
+        if ckpt_path == "best":
+            if not getattr(self.checkpoint_callback, "best_model_path", None):
+                raise ValueError("ckpt_path='best' needs a ModelCheckpoint that has saved; fit first, or give a path")
+        else:
+            Checkpoint.open(ckpt_path, verify=False)
+        return str(ckpt_path)
 
     def _plan(self, ckpt_path: str | None) -> dict[str, Any]:
         """Rank 0: the run's folder and the checkpoint to open, or the error, as JSON data."""
@@ -717,6 +727,18 @@ def _check_unique(callbacks: list[Callback]) -> None:
         raise ValueError(f"two callbacks have the same state_key {twice!r}, so one would load the other's state; give one another state_key")
 
 
+def _check_loaders(sources: Sources) -> None:
+    for kind, given in sources.loaders.items():
+        for loader in loaders_of(given):
+            try:
+                empty = len(loader) == 0
+            except (TypeError, NotImplementedError):
+                continue
+            if empty:
+                name = {"train": "train_dataloaders", "val": "a loader for validation"}.get(kind, f"a loader for {kind}")
+                raise ValueError(f"{name} is empty: its dataset has no sample, or drop_last drops its only batch")
+
+
 def _check_savable(module: Module) -> None:
     for name, value in module.hparams.items():
         try:
@@ -734,7 +756,7 @@ def _check_writable(folder: str) -> None:
         name.unlink()
     except OSError as error:
         raise ValueError(
-            f"default_root_dir must be a folder that can be written, but {folder!r} cannot: {error.strerror or error}; "
+            f"default_root_dir, save_dir and dirpath must be folders that can be written, but {folder!r} cannot: {error.strerror or error}; "
             "give another, or logger=False and enable_checkpointing=False"
         ) from None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import tracemalloc
-import warnings
 from pathlib import Path
 from typing import Any
 
