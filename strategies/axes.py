@@ -10,7 +10,7 @@ Values come from the mesh's first rank, block by block, so that no rank but that
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,7 +87,8 @@ class Placed(nn.Module):
         """Where activations are cut along the sequence, if they are."""
         self.depth = 0
         """How many brackets are open."""
-        self._flags: list[bool] = []
+        self.manual = False
+        """Whether the bracket is of a step that walks back by itself, so that what requires gradients may change within it."""
         self._synchronized = True
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -104,11 +105,13 @@ class Placed(nn.Module):
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        self.depth += 1
+        """Manual optimization: every parameter that no block holds is whole while the user's step runs."""
+        self.depth, self.manual = self.depth + 1, True
+        self.gather()
         try:
             yield
         finally:
-            self.depth -= 1
+            self.depth, self.manual = self.depth - 1, False
 
     def gather(self) -> None:
         """Make the parameters that no block holds whole."""
@@ -127,19 +130,6 @@ class Placed(nn.Module):
             self.set_requires_gradient_sync(on)  # type: ignore[operator]
             self.set_is_last_backward(on)  # type: ignore[operator]
 
-    def refresh(self) -> None:
-        """Let gradients flow into what requires them now: a unit remembers what did when it was first whole. Every rank calls it."""
-        parameters = list(self.parameters())
-        flags = [p.requires_grad for p in parameters]
-        if self.units and self._flags and flags != self._flags:
-            places = [(module, name, p.requires_grad) for module in self.modules() for name, p in module._parameters.items() if p is not None]
-            for unit in self.units:
-                unit.unshard()
-            for module, name, wanted in places:
-                module._parameters[name].requires_grad_(wanted)  # type: ignore[union-attr]
-            self.close()
-        self._flags = flags
-
     def restore(self, values: Mapping[str, Tensor]) -> None:
         """Undo the placement: plain modules with plain parameters, made of `values` (the whole tensors by name)."""
         whole: dict[int, nn.Parameter] = {}
@@ -153,13 +143,21 @@ class Placed(nn.Module):
 
     def lend(self, blocks: Mapping[str, nn.Module]) -> None:
         """Make layers usable wherever they are called: outside of a step, or without the block that holds them."""
-        owner = {id(p): unit for unit in self.units for p in _own_parameters(unit, self.units)}
-        lenders = {id(unit): _Lender(self, unit) for unit in self.units}
+        owner: dict[int, FSDPModule] = {}
+        for unit in self.units:  # inner ones before those that hold them
+            for parameter in unit.parameters():  # type: ignore[attr-defined]
+                owner.setdefault(id(parameter), unit)
+        for parameter in self.unsharded:
+            owner.pop(id(parameter), None)
+        lenders = {id(unit): _Lender(self, unit, {key for key, holder in owner.items() if holder is unit}) for unit in self.units}
         inside = {module for block in blocks.values() for module in block.modules()}
         for module in self.model.modules():
-            first = next((p for p in module.parameters(recurse=module not in inside) if id(p) in owner and (module in inside or owner[id(p)] is self)), None)
-            if first is not None and module not in self.units:
-                lenders[id(owner[id(first)])].watch(module)
+            if module in inside:
+                found = {id(owner[id(p)]) for p in module.parameters(recurse=False) if id(p) in owner and owner[id(p)] is not module}
+            else:
+                found = {id(self)} if any(owner.get(id(p)) is self for p in module.parameters()) else set()
+            for unit_id in found:
+                lenders[unit_id].watch(module)
 
 
 class Recomputed:
@@ -278,41 +276,33 @@ def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower()
 
 
-def _own_parameters(unit: FSDPModule, units: Iterable[FSDPModule]) -> list[nn.Parameter]:
-    inner = {id(p) for other in units if other is not unit and _contains(unit, other) for p in other.parameters()}  # type: ignore[attr-defined]
-    return [p for p in unit.parameters() if id(p) not in inner]  # type: ignore[attr-defined]
-
-
-def _contains(outer: Any, inner: Any) -> bool:
-    return any(module is inner for module in outer.modules())
-
-
 class _Lender:
     """Makes a unit's parameters whole while a layer runs that was called without the unit."""
 
-    def __init__(self, placed: Placed, unit: FSDPModule) -> None:
+    def __init__(self, placed: Placed, unit: FSDPModule, own: set[int]) -> None:
         self._placed, self._unit = placed, unit
         self._lent: list[nn.Module] = []
-        self._probe: tuple[dict[str, Any], str, nn.Parameter] | None = None
+        self._places = [
+            (module._parameters, name, p)
+            for module in unit.modules()  # type: ignore[attr-defined]
+            for name, p in module._parameters.items()
+            if id(p) in own
+        ]
+        """Where the unit's parameters are found, and what is found there while they are cut."""
 
     def watch(self, module: nn.Module) -> None:
-        if self._probe is None:
-            skip = {id(p) for p in self._placed.unsharded}
-            blocks = [unit for unit in self._placed.units if unit is not self._unit and _contains(self._unit, unit)]
-            taken = {child for block in blocks for child in block.modules()}  # type: ignore[attr-defined]
-            for owner in self._unit.modules():  # type: ignore[attr-defined]
-                name = next((name for name, p in owner._parameters.items() if p is not None and id(p) not in skip), None)
-                if name is not None and owner not in taken:
-                    self._probe = owner._parameters, name, owner._parameters[name]
-                    break
         module.register_forward_pre_hook(self._before, prepend=True)
         module.register_forward_hook(self._after, always_call=True)
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        parameters, name, sharded = self._probe  # type: ignore[misc]
-        if parameters[name] is sharded:
+        parameters, name, cut = self._places[0]
+        if parameters[name] is cut:
             self._unit.unshard()
             self._lent.append(module)
+        elif self._placed.manual:
+            for parameters, name, cut in self._places:
+                if parameters[name].requires_grad != cut.requires_grad:
+                    parameters[name].requires_grad_(cut.requires_grad)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._lent and self._lent[-1] is module:

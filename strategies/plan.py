@@ -8,6 +8,7 @@ which each rank takes its part; outputs are summed), "embedding" (cut by entries
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,11 +107,38 @@ def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> No
         module.forward = SlicedDropout(module, mesh)  # type: ignore[method-assign, assignment]
     for places in ties:
         _tie(places, prefix, unit)
+    for name, module in zip(names, modules, strict=True):
+        guard = Guard(name or type(module).__name__)
+        module.register_forward_pre_hook(guard.enter)
+        module.register_forward_hook(guard.leave, always_call=True)
+        for layer_name, _, layer in inside(plan.checked[name]):
+            if plan.styles[layer_name] == "column":
+                layer.register_forward_pre_hook(functools.partial(guard.check, layer_name))
     for name, module, wanted in zip(names, modules, expected, strict=True):
         if wanted is not None and not _agree(_computed(module), wanted):
             raise ValueError(
                 f"the automatic plan cuts {', '.join(plan.checked[name])}, but {name or type(unit).__name__} then computes something else; "
                 "give strategy=TensorParallel(plan={...}) or define tensor_plan() in a module"
+            )
+
+
+class Guard:
+    """Refuses the call of a layer whose outputs are cut from anywhere but the module for which the automatic plan cut it."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._running = name, 0
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self._running += 1
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._running -= 1
+
+    def check(self, layer: str, module: nn.Module, args: Any) -> None:
+        if not self._running:
+            raise RuntimeError(
+                f"{layer} was called without {self._name}, but strategy tensor has cut its outputs over ranks for {self._name} to use; "
+                "give strategy=TensorParallel(plan={...}) that leaves it whole"
             )
 
 

@@ -115,7 +115,6 @@ class ShardedStrategy(EagerStrategy):
             return super().forward_backward(placed, step_fn, window, **options)
         from strategies import dtensors
 
-        placed.refresh()  # type: ignore[operator]
         parameters, automatic = options.get("parameters"), options.get("automatic", True)
         self._part = options.get("part")
         self._sync_each = self.options.sync_every_micro_batch or bool(parameters)
@@ -123,7 +122,7 @@ class ShardedStrategy(EagerStrategy):
             step_fn, changed = _one_optimizer_each(placed, step_fn, parameters, options.get("before_backward"), options.get("after_backward"))
             options |= changed
         try:
-            with self._losses(), nullcontext() if automatic else self._whole(placed):
+            with self._losses(), nullcontext() if automatic else placed.open():  # type: ignore[operator]
                 agreement = super().forward_backward(placed, step_fn, window, **options)
         finally:
             placed.close()  # type: ignore[operator]
@@ -262,13 +261,6 @@ class ShardedStrategy(EagerStrategy):
         from strategies.styles import PlainLoss
 
         with loss_parallel(), PlainLoss():
-            yield
-
-    @contextmanager
-    def _whole(self, placed: nn.Module) -> Iterator[None]:
-        """Manual optimization: every parameter outside of blocks is whole while the user's step runs."""
-        with placed.open():  # type: ignore[operator]
-            placed.gather()  # type: ignore[operator]
             yield
 
     @torch.no_grad()
