@@ -35,13 +35,14 @@ class Host:
         if not said:
             raise OSError(self._holder.communicate()[1].strip())
         self.pid = int(said)
+        self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: Sequence[str], output: Path, environment: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
         """Run a command on this host, in `folder`; what it prints goes to the file `output`."""
         with output.open("wb") as file:
-            return subprocess.Popen(
-                [*enter(self.pid, "--net", "--pid"), *command], stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, cwd=folder
-            )
+            command = [*enter(self.pid, "--net", "--pid"), *command]
+            self._started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, cwd=folder))
+        return self._started[-1]
 
     def ip(self, command: str) -> None:
         """Set up the network of this host."""
@@ -52,6 +53,8 @@ class Host:
         if self._holder.poll() is None:
             os.kill(self.pid, signal.SIGKILL)  # the first process of its namespace, whose parent hears of it when all others have ended
         self._holder.communicate(timeout=20)
+        for process in self._started:
+            process.wait(20)
 
 
 def enter(pid: int, *namespaces: str) -> list[str]:
