@@ -13,6 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from strategies.traceless import traceless
 
 ELEMENTWISE = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """torch's optimizers that treat each element by itself, so that it does not matter where tensors are cut."""
+Part = Callable[[int], AbstractContextManager[Any]]
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -83,9 +85,8 @@ class DeepSpeed(EagerStrategy):
             raise ValueError(f"DeepSpeed keeps float32 weights, or bfloat16 ones with float32 masters, so precision must be one of {', '.join(PRECISIONS)}, but precision={precision!r}")
         config = _read(self._source)
         self._config = _agreed(config, self._stage, self._offload_optimizer, self._offload_parameters, self.precision.name)
-        self._given_batches = {key: value for key in BATCH_KEYS if (value := self._config.pop(key, "auto")) != "auto"}
-        clip = self._config.pop("gradient_clipping", "auto")
-        self._given_clip = None if clip in ("auto", 0, None) else float(clip)
+        self._given_batches = {key: self._config.pop(key) for key in BATCH_KEYS if key in self._config}
+        self._given_clip = self._config.pop("gradient_clipping", None) or None
 
     def setup(self) -> None:
         super().setup()
@@ -140,8 +141,10 @@ class DeepSpeed(EagerStrategy):
         self._check_batches()
         # Windows are weighted and gradients clipped here.
         config |= {"zero_allow_untested_optimizer": True, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
-        size = sum(p.numel() for group in trained for p in group)
-        config["zero_optimization"].setdefault("reduce_bucket_size", min(500_000_000, size))  # the engine keeps a buffer of that many elements
+        at_once = min(500_000_000, max(2**23, sum(p.numel() for group in trained for p in group) // 16))
+        for name in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_reuse_distance"):  # elements beside those that a rank keeps
+            if not {name, name.removeprefix("stage3_")} & set(config["zero_optimization"]):
+                config["zero_optimization"][name] = at_once
         self._detach = placed.detach
         placed.attach(optimizer, config, [p for group in trained for p in group], self.device, self.local_rank)
         optimizer.register_step_pre_hook(self._only_through_the_engine)
@@ -155,7 +158,7 @@ class DeepSpeed(EagerStrategy):
         assert isinstance(placed, _Step)
         if not automatic:
             raise ValueError("DeepSpeed's engine decides when gradients meet, so it cannot optimize manually; set automatic_optimization = True, or use strategy='ddp'")
-        placed.begin_window()
+        placed.begin_window(options.get("part"))
         agreement = super().forward_backward(placed, step_fn, window, micro_batches=placed.each(window, micro_batches), **options)
         self._clipped = False
         if agreement.count:
@@ -164,14 +167,14 @@ class DeepSpeed(EagerStrategy):
             placed.forget_gradients()
         return agreement
 
-    def evaluate(self, placed: nn.Module, step_fn: Callable[..., Any], micro_batch: MicroBatch, *args: Any, **options: Any) -> Any:
+    def evaluate(self, placed: nn.Module, step_fn: Callable[..., Any], micro_batch: MicroBatch, *args: Any, part: Part | None = None) -> Any:
         assert isinstance(placed, _Step)
         if placed.engine is None or placed.stage < 3:
-            return super().evaluate(placed, step_fn, micro_batch, *args, **options)
+            return super().evaluate(placed, step_fn, micro_batch, *args, part=part)
         with self.precision.autocast(self.device):
             if micro_batch.num_samples:
                 return placed.evaluate(functools.partial(step_fn, micro_batch.batch, *args))
-            with traceless(placed.model):  # padding runs too, as parameters are gathered on the way
+            with _no_trace(placed.model, part):  # padding runs too, as parameters are gathered on the way
                 placed.evaluate(functools.partial(step_fn, micro_batch.batch, *args))
             return None
 
@@ -353,14 +356,20 @@ class _Step(nn.Module):
     """
 
     engine: Any = None
-    call: Callable[[], Any]
-    output: Any
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.groups: list[list[str]] = []
         """Names of the parameters in each group of the optimizer."""
+        self.call: Callable[[], Any] = _nothing
+        self.forwarded: Callable[[], Any] = _nothing
+        self.last: Callable[[], Any] | None = None
+        """A step on the last micro-batch that gave a loss."""
+        self.output: Any = None
+        self.part: Part | None = None
+        self.ran = False
+        """Whether the running step has called a submodule."""
 
     def attach(self, optimizer: Optimizer, config: dict[str, Any], trained: list[nn.Parameter], device: torch.device, local_rank: int) -> None:
         """Build the engine. Every rank calls it."""
@@ -380,7 +389,8 @@ class _Step(nn.Module):
         self.trained = trained
         self.offloads = engine.zero_cpu_offload()
         self.kept = [flat.grad for flat in self.flats()]
-        self.order = _GradientOrder(trained)
+        self.used = _Used(trained)
+        self.hooks = [child.register_forward_pre_hook(self._note_run) for child in self.model.modules()] if self.stage == 3 else []
         if engine.optimizer.optimizer is not optimizer:
             raise ValueError(f"DeepSpeed replaces {type(optimizer).__name__} by an optimizer of its own, which schedulers do not reach; use another optimizer")
 
@@ -398,7 +408,9 @@ class _Step(nn.Module):
         """Remove the engine and what it has put on the model. Calls no collective; where parameters were cut, they stay so."""
         if self.engine is None:
             return
-        self.order.close()
+        self.used.close()
+        for hook in self.hooks:
+            hook.remove()
         self.engine.destroy()
         del self.__dict__["engine"]
         F.linear = self.linear
@@ -410,7 +422,8 @@ class _Step(nn.Module):
 
     # ---- a window --------------------------------------------------------------------------------
 
-    def begin_window(self) -> None:
+    def begin_window(self, part: Part | None) -> None:
+        self.part = part
         optimizer = self.engine.optimizer
         if self.stage == 3:
             optimizer.grad_partitions_flat_buffer.zero_()  # a parameter without gradient would be stepped by its last one
@@ -426,58 +439,70 @@ class _Step(nn.Module):
             yield micro_batch
 
     def step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Any:
-        self.call, self.evaluates = functools.partial(step_fn, batch, batch_idx), False
-        value = self._pass_engine()
+        """What the step returns, through the engine. Where it returns None, gradients of zero."""
+        self.call = functools.partial(step_fn, batch, batch_idx)
+        value = self._through_engine(self._loss)
         return _with_loss(self._taken(), value)
 
     def weightless_step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Loss:
-        """Padding: gradients are exchanged in every micro-batch, in the order in which they arise."""
-        with traceless(self.model):
-            value: Any = split_loss(self.step(step_fn, batch, batch_idx), 0)[0]
+        """Padding: the other ranks exchange parameters and gradients in this micro-batch, in the order in which they are used."""
+        with _no_trace(self.model, self.part):
+            output = self.step(step_fn, batch, batch_idx)
+        value: Any = split_loss(output, 0)[0]
         return Loss(value * 0, 0)
 
     def evaluate(self, call: Callable[[], Any]) -> Any:
-        self.call, self.evaluates = call, True
-        self._pass_engine()
+        self.call = call
+        self._through_engine(self._output)
         return self._taken()
 
     def forward(self) -> Tensor | None:
-        self.output = self.call()
-        if self.evaluates:
-            return None
-        return self._no_loss() if self.output is None else split_loss(self.output, 0)[0]
+        return self.forwarded()
 
-    def _pass_engine(self) -> Any:
+    def _through_engine(self, forwarded: Callable[[], Any]) -> Any:
+        self.forwarded = forwarded
         with _environment(LOCAL_RANK=str(self.local_rank)):  # where ZeRO-3 looks for it, and not every launcher sets it
             return self.engine()
 
     def _taken(self) -> Any:
         """The output of the step, which must not be kept alive here."""
-        output = self.output
-        del self.output, self.call
+        output, self.output, self.call = self.output, None, _nothing
         return output
 
-    def _no_loss(self) -> Tensor:
-        """Zero, from which a walk back gives zero gradients in the order in which the other ranks' arise."""
-        if self.stage == 3:
-            raise RuntimeError("training_step returned None, but under ZeRO-3 every rank must run the model on every micro-batch, to gather its parameters; return Loss(total * 0, 0) for no weight")
-        if not self.order.found and self.stage == 2:
-            raise RuntimeError("training_step returned None for the first micro-batch of a rank, but under ZeRO-2 it must show the order of the gradients; return Loss(total * 0, 0) for no weight")
-        total = torch.zeros((), device=self.trained[0].device)
-        for parameter in reversed(self.order.found or self.trained):
-            total = total + parameter.sum() * 0  # autograd reaches what is added last first
-        return total
+    def _output(self) -> None:
+        self.output = self.call()
+
+    def _loss(self) -> Any:
+        self.ran = False
+        self.output = self.call()
+        if self.output is not None:
+            self.last = self.call if self.stage > 1 else None
+            return split_loss(self.output, 0)[0]
+        if self.stage == 1:
+            return torch.stack([parameter.sum() * 0 for parameter in self.trained]).sum()
+        if self.last is None or (self.ran and self.stage == 3):
+            when = "for a rank's first micro-batch" if self.last is None else "after it had run the model"
+            raise RuntimeError(
+                f"training_step returned None {when}, but under ZeRO-{self.stage} every rank must do what the others do to exchange tensors; return Loss(total * 0, 0) for no weight"
+            )
+        with _no_trace(self.model, self.part):  # do again what the other ranks do now
+            value: Any = split_loss(self.last(), 0)[0]
+        return value * 0
+
+    def _note_run(self, *_: Any) -> None:
+        self.ran = True
 
     def check_unused(self) -> None:
         """Raise RuntimeError where the first window left parameters without gradient: ZeRO would step them all the same."""
-        if self.order.closed or not self.order.found:
+        if self.used.closed or not self.used.seen:
             return
-        self.order.close()
-        found = {id(p) for p in self.order.found}
-        unused = [name for name, p in self.named_trained() if id(p) not in found]
+        self.used.close()
+        unused = [name for name, parameter in self.named_trained() if id(parameter) not in self.used.seen]
         if unused:
             shown = ", ".join(unused[:10]) + (f" and {len(unused) - 10} more" if len(unused) > 10 else "")
-            raise RuntimeError(f"these parameters got no gradient in a step, but ZeRO steps them with the others: {shown}; use them in training_step, or freeze them (requires_grad=False)")
+            raise RuntimeError(
+                f"these parameters got no gradient in a step, but ZeRO steps them with the others: {shown}; use them in training_step, or freeze them (requires_grad=False)"
+            )
 
     def forget_gradients(self) -> None:
         """A window that counts nothing is not stepped: the next one must not add to it."""
@@ -572,24 +597,25 @@ class _Piece(NamedTuple):
     """Where it begins in the flattened tensor."""
 
 
-class _GradientOrder:
-    """Notes in which order gradients arise, until it is closed."""
+class _Used:
+    """Notes which parameters get a gradient, until it is closed."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.found: list[nn.Parameter] = []
+        self.seen: set[int] = set()
         self.closed = False
-        self._seen: set[int] = set()
-        self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in parameters]
+        self._hooks = [parameter.register_post_accumulate_grad_hook(lambda p: self.seen.add(id(p))) for parameter in parameters]
 
     def close(self) -> None:
         self.closed = True
         for hook in self._hooks:
             hook.remove()
 
-    def _note(self, parameter: Tensor) -> None:
-        if id(parameter) not in self._seen:
-            self._seen.add(id(parameter))
-            self.found.append(parameter)  # type: ignore[arg-type]
+
+@contextlib.contextmanager
+def _no_trace(model: nn.Module, part: Part | None) -> Iterator[None]:
+    """Run a step whose logged values, counters and random numbers do not count."""
+    with traceless(model), contextlib.nullcontext() if part is None else part(0):
+        yield
 
 
 @contextlib.contextmanager
@@ -609,17 +635,20 @@ def _nothing() -> None: ...
 
 def _read(source: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     """DeepSpeed's configuration as it was given."""
-    if source is None:
-        return {}
-    if isinstance(source, Mapping):
-        return copy.deepcopy(dict(source))
-    try:
-        config = json.loads(Path(source).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"config must be a dict or the path of a JSON file, but config={str(source)!r} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"DeepSpeed's config is a JSON object, but {str(source)!r} holds a {type(config).__name__}")
-    return config
+    config: Any = source or {}
+    if not isinstance(config, Mapping):
+        try:
+            config = json.loads(Path(config).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"config must be a dict or the path of a JSON file, but config={str(source)!r} cannot be read: {error}") from None
+        if not isinstance(config, dict):
+            raise ValueError(f"DeepSpeed's config must be a JSON object, but {str(source)!r} holds {type(config).__name__}")
+
+    def known(section: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy without "auto", by which files for other trainers leave a value open."""
+        return {key: known(value) if isinstance(value, Mapping) else copy.deepcopy(value) for key, value in section.items() if value != "auto"}
+
+    return known(config)
 
 
 def _agreed(config: dict[str, Any], stage: int | None, offload_optimizer: bool, offload_parameters: bool, precision: str) -> dict[str, Any]:
@@ -628,16 +657,18 @@ def _agreed(config: dict[str, Any], stage: int | None, offload_optimizer: bool, 
         if section in config:
             raise ValueError(f"DeepSpeed's config has the section {section!r}, but configure_optimizers makes it; drop the section")
     theirs = _get(config, "zero_optimization.stage")
-    if theirs not in (None, "auto", 1, 2, 3):
+    if theirs not in (None, 1, 2, 3):
         raise ValueError(f"DeepSpeed's config has zero_optimization.stage={theirs!r}, but it must be 1, 2 or 3")
-    stage = stage or (2 if theirs in (None, "auto") else theirs)
+    stage = stage or theirs or 2
     _set(config, "zero_optimization.stage", stage, f"stage={stage}", always=True)
     for name, option, offload in (("optimizer", "offload_optimizer", offload_optimizer), ("param", "offload_parameters", offload_parameters)):
         key = f"zero_optimization.offload_{name}.device"
-        if offload or _get(config, key) == "nvme":
-            _set(config, key, "cpu", f"{option}={offload}", always=True)
+        if _get(config, key) == "nvme":
+            raise ValueError(f"DeepSpeed's config has {key}='nvme', where checkpoints cannot read it; give 'cpu'")
+        if offload:
+            _set(config, key, "cpu", f"{option}=True", always=True)
     if _get(config, "zero_optimization.offload_param.device") == "cpu" and stage != 3:
-        raise ValueError(f"offload_parameters=True needs stage=3, where parameters are cut, but stage={stage}")
+        raise ValueError(f"offload_parameters needs stage 3, where parameters are cut, but stage={stage}")
     for key, wanted in (("bf16", precision == "bf16-true"), ("fp16", False), ("torch_autocast", precision == "bf16-mixed")):
         _set(config, f"{key}.enabled", wanted, f"precision={precision!r}", always=wanted)
     if precision == "bf16-mixed":
@@ -662,9 +693,9 @@ def _get(config: Mapping[str, Any], key: str) -> Any:
 def _set(config: dict[str, Any], key: str, ours: Any, setting: str, always: bool = False) -> None:
     """Raise ValueError where the configuration says something else than `ours`; with `always` write it where it says nothing."""
     theirs = _get(config, key)
-    if theirs not in (None, "auto", ours) and ours is not None:
+    if theirs not in (None, ours):
         raise ValueError(f"DeepSpeed's config has {key}={theirs!r}, but the run has {setting}; drop one of them")
-    if always or theirs == "auto":
+    if always:
         *sections, last = key.split(".")
         for section in sections:
             if not isinstance(config.get(section), dict):
