@@ -212,6 +212,8 @@ class Trainer:
     ) -> None:
         """Train `module`; afterwards it holds the trained weights and this Trainer the metrics.
 
+        Called again without `ckpt_path` it counts on from where it was, with new optimizers: raise
+        `max_epochs` or `max_steps` before.
         `ckpt_path`: a checkpoint to resume, "last" (the newest of this run's folder), "best" (of the
         ModelCheckpoint), or "auto" (the newest valid one, or a fresh start; the decision is printed).
         Raises what a hook or step raises, as itself; RankFailure where a rank died; SystemExit(143) or
@@ -221,6 +223,8 @@ class Trainer:
             train_dataloaders, datamodule = None, train_dataloaders
         sources = Sources({"train": train_dataloaders, "val": val_dataloaders}, datamodule)
         self._check_fit(module, sources)
+        if ckpt_path is None:
+            self._check_not_done()
         path = self._check_ckpt_path(ckpt_path)
         if self.strategy.starts_ranks:
             self._adopt(module, self.strategy.launch(_on_rank, self, "fit", module, sources, path, rng_state()))
@@ -546,6 +550,12 @@ class Trainer:
         savers = [item for item in self.callbacks if isinstance(item, own.ModelCheckpoint)]
         for folder in {str(item.save_dir or self.default_root_dir) for item in self.loggers} | {str(item.dirpath or self.default_root_dir) for item in savers}:
             _check_writable(folder)
+
+    def _check_not_done(self) -> None:
+        for name, done in (("max_epochs", self.current_epoch), ("max_steps", self.global_step)):
+            limit = getattr(self, name)
+            if limit is not None and done >= limit:
+                raise ValueError(f"this Trainer has trained its {name}={limit} already; set trainer.{name} higher to train on, or make a new Trainer")
 
     def _check_ckpt_path(self, ckpt_path: str | Path | None) -> str | None:
         """The path as a string; raise for a path that is no checkpoint, before any process starts."""
