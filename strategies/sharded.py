@@ -45,6 +45,7 @@ class ShardedStrategy(EagerStrategy):
         self._sizes: dict[str, int] = {}
         self._mesh: DeviceMesh | None = None
         self._sync_each = False
+        self._steps: Steps | None = None
         self._part: Callable[[int], AbstractContextManager[Any]] | None = None
 
     # ---- 1. processes and devices ----------------------------------------------------------------
@@ -70,6 +71,8 @@ class ShardedStrategy(EagerStrategy):
 
         self._mesh = init_device_mesh(self.device.type, tuple(self._sizes.values()), mesh_dim_names=tuple(self._sizes))
         self.builds = self.rank == 0
+        if "ddp" in self._sizes or "fsdp" in self._sizes:
+            self._steps = Steps(self.rank, self.world_size)
         tensor = self._sizes.get("tensor", 1)
         self.data_rank, self.data_size, self.reports = self.rank // tensor, self.world_size // tensor, self.rank % tensor == 0
         if self.precision.scaler is not None:
@@ -77,7 +80,7 @@ class ShardedStrategy(EagerStrategy):
 
     def teardown(self) -> None:
         super().teardown()
-        self._mesh = None
+        self._mesh = self._steps = None
 
     def place(self, model: nn.Module) -> nn.Module:
         if self.rank == 0:
@@ -194,7 +197,9 @@ class ShardedStrategy(EagerStrategy):
     # ---- what EagerStrategy asks -------------------------------------------------------------------
 
     def _runner(self, placed: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
-        return super()._runner(placed, step_fn) if self._mesh is None else functools.partial(placed, step_fn)
+        if self._mesh is None:
+            return super()._runner(placed, step_fn)
+        return functools.partial(placed, step_fn) if self._steps is None else self._steps.told(placed, step_fn)
 
     def _padding(self, placed: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         def without_weight(batch: Any, batch_idx: int) -> Any:
@@ -205,7 +210,9 @@ class ShardedStrategy(EagerStrategy):
             value = split_loss(output, 0)[0]
             return None if value is None else Loss(value * 0, 0)
 
-        return super()._padding(placed, step_fn) if self._mesh is None else without_weight
+        if self._mesh is None:
+            return super()._padding(placed, step_fn)
+        return without_weight if self._steps is None else self._steps.told(without_weight)
 
     def _gradients(self, placed: nn.Module) -> list[Tensor]:
         from strategies import dtensors
@@ -307,6 +314,39 @@ class ShardedStrategy(EagerStrategy):
             state = torch.cuda.get_rng_state()
             dist.broadcast(state, 0)
             torch.cuda.set_rng_state(state)
+
+
+class Steps:
+    """Finds a rank whose step returned None while others walk back and wait for it, before it waits for them for ever.
+
+    One gloo all_gather of a byte a micro-batch, which only a rank with None waits for.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._group = dist.new_group(backend="gloo")
+        self._all = [torch.zeros(1, dtype=torch.uint8) for _ in range(world_size)]
+        self._work: dist.Work | None = None
+
+    def told(self, run: Callable[..., Any], *first: Any) -> Callable[[Any, int], Any]:
+        """`run(*first, batch, batch_idx)`, after which the others are told whether it has a loss."""
+
+        def call(batch: Any, batch_idx: int) -> Any:
+            output = run(*first, batch, batch_idx)
+            if self._work is not None:
+                self._work.wait()
+            self._work = dist.all_gather(self._all, torch.tensor([output is not None], dtype=torch.uint8), group=self._group, async_op=True)
+            if output is None:
+                self._work.wait()
+                others = [rank for rank, flag in enumerate(self._all) if int(flag)]
+                if others:
+                    raise RuntimeError(
+                        f"training_step returned None on rank {self._rank}, but a loss on rank {', '.join(map(str, others))}; parameters that are cut over ranks need "
+                        "the backward of all, so return None on every rank, or a loss without weight: Loss(loss, 0)"
+                    )
+            return output
+
+        return call
 
 
 def _one_optimizer_each(

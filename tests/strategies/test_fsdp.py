@@ -1,0 +1,395 @@
+"""FSDP beyond the contract suite: odd modules, options, initialisation, memory, checkpoints over world sizes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from strategies import DDP, FSDP, SingleDevice, Strategy
+from strategies.blocks import find_blocks
+from strategies.state import gather_whole
+from strategies.traceless import traceless
+from tests.strategies import contract
+from tests.strategies.contract import Plan, difference, reference, saved_weights
+from tests.strategies.odd import Adversaries, Odd, TwoLosses, tokens
+from tests.trainer.toy import distance, equal, quiet, weights
+from trainer import Module, Trainer
+from trainer.checkpoint import Checkpoint
+
+
+def fit(strategy: Strategy | str, devices: int, module: Module, train: Any = None, val: Any = None, **options: Any) -> Trainer:
+    trainer = quiet(strategy=strategy, devices=devices, accelerator="cpu", **{"seed": 1, "split_batches": True, "precision": "64-true", "max_epochs": 2} | options)
+    trainer.fit(module, train, val)
+    return trainer
+
+
+def rows(n: int) -> DataLoader:
+    return DataLoader(TensorDataset(torch.randn(n, 4, generator=torch.Generator().manual_seed(0))), 4, shuffle=True)
+
+
+def seeded(cls: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return cls(**options)
+
+
+def test_an_odd_module_trains_as_on_one_process() -> None:
+    """0-dim, tied, frozen and directly used parameters, submodules called past their parents, hooks that compute, ranks without samples."""
+    one, sharded = seeded(Odd), seeded(Odd)
+    kept = fit("single", 1, one, tokens(22), tokens(9, 4, False), accumulate_grad_batches=2)
+    found = fit(FSDP(), 2, sharded, tokens(22), tokens(9, 4, False), accumulate_grad_batches=2)
+    assert distance(weights(one), weights(sharded)) < 1e-12
+    assert {name: float(value) for name, value in found.callback_metrics.items()} == pytest.approx({name: float(value) for name, value in kept.callback_metrics.items()}, rel=1e-12)
+    assert all(type(p) is nn.Parameter for p in sharded.parameters()), "the caller's module is plain again"
+    assert sharded.core.head.weight is sharded.core.token.weight
+    assert sharded.core.get_extra_state() == {"note": "of core", "numbers": [1, 2]}
+    assert torch.equal(torch.cat(found.predict(sharded, tokens(9, 4, False))), torch.cat(kept.predict(one, tokens(9, 4, False))))
+    assert found.validate(sharded, tokens(9, 4, False), verbose=False)[0] == pytest.approx(kept.validate(one, tokens(9, 4, False), verbose=False)[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("module", [Adversaries, TwoLosses])
+def test_several_optimizers(module: Any) -> None:
+    one, sharded = seeded(module), seeded(module)
+    accumulate = {} if module is Adversaries else {"accumulate_grad_batches": 2}
+    fit("single", 1, one, rows(22), **accumulate)
+    fit(FSDP(), 2, sharded, rows(22), **accumulate)
+    assert distance(weights(one), weights(sharded)) < 1e-12
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "kept after forward": {"reshard_after_forward": False},
+    "synchronised each time": {"sync_every_micro_batch": True},
+    "recomputed": {"activation_checkpointing": True},
+    "offloaded": {"cpu_offload": True},
+    "one unit": {"wrap": None},
+    "by class": {"wrap": nn.Linear},
+    "by name": {"wrap": ["body.[12]", contract.Block]},
+    "by function": {"wrap": lambda name, module: name.endswith("up")},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_change_no_number(options: dict[str, Any], tmp_path: Path) -> None:
+    plan = Plan(accumulate=2, clip=0.1, num_samples=13, global_batch=5)
+    found = contract.run(FSDP(**options), 2, plan, tmp_path / "end")
+    model, expected = reference(plan)
+    assert difference(saved_weights(tmp_path / "end"), model) < 1e-11
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-9)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+def test_optimizers_of_one_kernel_take_a_mix_of_parameters(options: dict[str, Any]) -> None:
+    """The 0-dim parameter stays a plain tensor beside DTensors."""
+
+    class Fast(Odd):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.02, **options)
+
+    one, sharded = seeded(Fast), seeded(Fast)
+    fit("single", 1, one, tokens(8), max_epochs=1)
+    fit(FSDP(), 2, sharded, tokens(8), max_epochs=1)
+    assert distance(weights(one), weights(sharded)) < 1e-12
+
+
+class Built(Module):
+    """Makes its layers in configure_model, with initial values of its own."""
+
+    def configure_model(self) -> None:
+        if hasattr(self, "net"):
+            return
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.0), nn.Linear(8, 4))
+        nn.init.normal_(self.net[0].weight, std=0.3)
+        self.net.register_buffer("table", torch.rand(3))
+        self.extra = nn.Parameter(torch.rand(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert not any(tensor.is_meta for tensor in (*self.parameters(), *self.buffers()))
+        return (self.net(batch[0]) * self.extra).square().mean() + self.net.table.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def test_a_model_built_on_the_meta_device_begins_as_on_one_process() -> None:
+    one, sharded = Built(), Built()
+    fit("single", 1, one, rows(12))
+    fit(FSDP(), 2, sharded, rows(12))
+    assert distance(weights(one), weights(sharded)) < 1e-12
+    assert torch.equal(one.net.table, sharded.net.table)
+
+
+class Plain(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Counted(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(4))
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_values_of_a_model_on_the_meta_device_are_those_of_building_it(strategy: str) -> None:
+    """Under a seed: the layers' own `reset_parameters`, in their order."""
+    torch.manual_seed(1)
+    built = Plain()
+    with torch.device("meta"):
+        deferred = Plain()
+    for module in (built, deferred):
+        fit(strategy if module is deferred else "single", 2 if module is deferred and strategy != "single" else 1, module, rows(12), max_epochs=1, precision="32-true")
+    assert distance(weights(built), weights(deferred)) < 1e-6
+
+
+def test_a_layer_that_cannot_make_its_values_is_named() -> None:
+    with torch.device("meta"):
+        module = Counted()
+    with pytest.raises(ValueError, match=r"Counted.offset is on the meta device and Counted has no reset_parameters"):
+        fit("single", 1, module, rows(8))
+
+
+def held(strategy: Strategy, folder: str) -> dict[str, int]:
+    """Bytes that a rank holds of parameters, gradients and optimizer state after a step: the most of any rank, and of all."""
+    model = nn.Sequential(*[contract.Block(32, 128) for _ in range(4)])
+    strategy.setup()
+    try:
+        placed = strategy.place(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        loader = strategy.shard_loader(DataLoader(torch.randn(8, 32), 8), seed=0, split=True)
+        (window,) = loader.windows(0)
+        strategy.forward_backward(placed, lambda batch, _: model(batch).square().mean(), window)
+        strategy.optimizer_step(placed, strategy.attach(placed, {"main": optimizer})["main"])
+        kept = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values()) if t.dim()]
+        mine = sum(local.numel() * local.element_size() for t in kept if t is not None for local in [t.to_local() if hasattr(t, "to_local") else t])
+        return {"most": int(strategy.all_reduce(torch.tensor(mine), "max")), "total": int(strategy.all_reduce(torch.tensor(mine)))}
+    finally:
+        strategy.teardown()
+
+
+def test_a_rank_of_four_holds_a_quarter(tmp_path: Path) -> None:
+    found = {}
+    for name, strategy in (("ddp", DDP(gradient_as_bucket_view=False)), ("fsdp", FSDP())):
+        strategy.configure(devices=4, accelerator="cpu")
+        found[name] = strategy.launch(held, strategy, str(tmp_path))
+    assert found["ddp"]["most"] == 4 * 4 * sum(p.numel() for p in nn.Sequential(*[contract.Block(32, 128) for _ in range(4)]).parameters())
+    assert found["fsdp"]["total"] == found["ddp"]["most"]
+    assert found["fsdp"]["most"] * 4 == found["ddp"]["most"], "every dimension divides by four"
+
+
+def test_state_passes_through_any_world_size_bit_for_bit(tmp_path: Path) -> None:
+    """4 ranks → one process → 2 ranks, without a step in between: nothing is rounded, nothing is lost."""
+    contract.run(FSDP(), 4, Plan(epochs=1, accumulate=2), tmp_path / "four")
+    contract.run(SingleDevice(), 1, Plan(epochs=0, start_from=str(tmp_path / "four")), tmp_path / "one")
+    contract.run(FSDP(), 2, Plan(epochs=0, start_from=str(tmp_path / "one")), tmp_path / "two")
+    first, *others = [Checkpoint.open(tmp_path / name) for name in ("four", "one", "two")]
+    for other in others:
+        assert other.names() == first.names() and any(name.startswith("optimizer/") for name in first.names())
+        assert all(torch.equal(other.read(name), first.read(name)) for name in first.names())
+        assert other.state["strategy"] == first.state["strategy"]
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    from callbacks import ModelCheckpoint
+
+    def run(module: Module, **options: Any) -> None:
+        saver = ModelCheckpoint(dirpath=str(tmp_path / "ck"), every_n_train_steps=3, save_top_k=-1, filename="{step}")
+        fit(FSDP(), 2, module, tokens(22), callbacks=[saver], enable_checkpointing=True, default_root_dir=str(tmp_path), **options)
+
+    whole, again = seeded(Odd), seeded(Odd)
+    run(whole)
+    first = sorted((tmp_path / "ck").iterdir())[0]
+    trainer = quiet(strategy=FSDP(), devices=2, accelerator="cpu", seed=1, split_batches=True, precision="64-true", max_epochs=2)
+    trainer.fit(again, tokens(22), ckpt_path=first)
+    assert equal(weights(whole), weights(again))
+
+
+class Overflows(Plain):
+    """Its loss overflows float16 on one rank in the second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.net(batch[0]).square().mean()
+        return loss * 1e30 if batch_idx == 1 and self.global_rank == self.trainer.world_size - 1 else loss * 0.1
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("steps", float(self.global_step), reduce_fx="max", on_step=False, on_epoch=True)
+        whole = torch.cat([p.full_tensor().flatten() if hasattr(p, "full_tensor") else p.flatten() for p in self.parameters()])
+        everywhere = self.all_gather(whole.detach())
+        assert all(torch.equal(row, everywhere[0]) for row in everywhere)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_loss_scaling_skips_the_same_step_on_all_ranks(clip: float | None) -> None:
+    one, sharded = seeded(Overflows), seeded(Overflows)
+    kept = fit("single", 1, one, rows(16), max_epochs=1, precision="16-mixed", gradient_clip_val=clip)
+    found = fit(FSDP(), 2, sharded, rows(16), max_epochs=1, precision="16-mixed", gradient_clip_val=clip)
+    assert kept.global_step == found.global_step < 4, "a window that overflowed on one rank was stepped by none"
+    assert distance(weights(one), weights(sharded)) < 1e-2
+
+
+def on_launched_ranks(folder: str) -> list[Any]:
+    """What a script under torchrun does: two runs in a row on the same module, which is whole and plain after each."""
+    os.environ["LOCKSTEP_LAUNCHER"], os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "torchrun", "127.0.0.1", "1"
+    init = os.environ["LOCKSTEP_INIT_METHOD"]
+    module = seeded(Odd)
+    kinds = [type(child) for child in module.modules()]
+    for run in range(2):
+        os.environ["LOCKSTEP_INIT_METHOD"] = f"{init}-{run}"
+        fit(FSDP(), 2, module, tokens(8), tokens(6, 4, False), max_epochs=1)
+        assert [type(child) for child in module.modules()] == kinds
+        assert all(type(p) is nn.Parameter for p in module.parameters())
+    hooks = [len(child._forward_pre_hooks) + len(child._forward_hooks) + len(child._state_dict_pre_hooks) for child in module.core.modules()]
+    return [hooks, weights(module)]
+
+
+def test_ranks_of_another_launcher_keep_a_plain_module(run_ranks: Any, tmp_path: Path) -> None:
+    one = seeded(Odd)
+    fit("single", 1, one, tokens(8), tokens(6, 4, False), max_epochs=1)
+    fit("single", 1, one, tokens(8), tokens(6, 4, False), max_epochs=1)
+    hooks, found = run_ranks(on_launched_ranks, 2, str(tmp_path))
+    assert not any(hooks)
+    assert distance(weights(one), found) < 1e-12
+
+
+class Averaged(Odd):
+    """Keeps an average of its weights part by part, reads them whole and puts them back whole."""
+
+    def on_fit_start(self) -> None:
+        self.average = [p.detach().clone() for p in self.parameters()]
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for mean, parameter in zip(self.average, self.parameters(), strict=True):
+            mean.lerp_(parameter.detach(), 0.5)
+
+    def on_train_end(self) -> None:
+        with torch.no_grad():
+            for mean, parameter in zip(self.average, self.parameters(), strict=True):
+                parameter.copy_(mean)
+        strategy, placed = self.trainer.strategy, self.trainer.placed
+        whole = gather_whole(strategy, strategy.state_dict(placed, {}))
+        assert whole.tensors["model/core.blocks.0.up.weight"].shape == (16, 8)
+        whole.tensors["model/bias"] += 1.0
+        strategy.load_state_dict(placed, {}, whole)
+
+
+def test_callbacks_read_and_write_whole_weights() -> None:
+    one, sharded = seeded(Averaged), seeded(Averaged)
+    fit("single", 1, one, tokens(8))
+    fit(FSDP(), 2, sharded, tokens(8))
+    assert distance(weights(one), weights(sharded)) < 1e-12
+    assert one.bias.min() > 0.5
+
+
+class Normalised(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(3), nn.Linear(8, 4))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        everywhere = self.all_gather(self.net[1].running_mean)
+        assert all(torch.equal(row, everywhere[0]) for row in everywhere)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_statistics_are_those_of_rank_0_and_padding_adds_nothing(precision: str) -> None:
+    """9 samples in windows of 4 on 2 ranks: the last leaves one rank without samples."""
+    module = seeded(Normalised)
+    fit(FSDP(), 2, module, DataLoader(TensorDataset(torch.randn(9, 3, 4)), 4), precision=precision, max_epochs=1)
+    assert module.net[1].num_batches_tracked == 3
+
+
+class Skips(Plain):
+    """One rank skips a batch, the other does not."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if self.trainer.strategy.rank == 1 and batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+class SkipsEverywhere(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_only_one_rank_skips_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="training_step returned None on rank 1"):
+        fit(FSDP(), 2, seeded(Skips), rows(12))
+
+
+def test_a_step_that_all_ranks_skip_has_no_weight() -> None:
+    one, sharded = seeded(SkipsEverywhere), seeded(SkipsEverywhere)
+    fit("single", 1, one, rows(12))
+    fit(FSDP(), 2, sharded, rows(12))
+    assert distance(weights(one), weights(sharded)) < 1e-12
+
+
+class Thaws(Odd):
+    """Trains a frozen layer from the second epoch on."""
+
+    def on_train_epoch_start(self) -> None:
+        self.core.frozen.requires_grad_(self.current_epoch > 0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def test_layers_thaw_in_the_middle_of_a_run() -> None:
+    one, sharded = seeded(Thaws), seeded(Thaws)
+    begin = one.core.frozen.weight.detach().clone()
+    fit("single", 1, one, tokens(8))
+    fit(FSDP(), 2, sharded, tokens(8))
+    assert not torch.equal(begin, one.core.frozen.weight.float())
+    assert distance(weights(one), weights(sharded)) < 1e-12
+
+
+def test_blocks_are_found_by_rule() -> None:
+    model = nn.ModuleDict({"body": contract.Body(), "nested": nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2))])})
+    assert list(find_blocks(model, "auto")) == ["body.1", "body.2", "body.3", "body.4", "nested.0", "nested.1"]
+    assert list(find_blocks(model, contract.Block)) == ["body.1", "body.2", "body.3", "body.4"]
+    assert list(find_blocks(model, ["body.1", nn.Sequential])) == ["body.1", "nested.0", "nested.1", "body"]
+    assert list(find_blocks(model, lambda name, module: name == "body.1.up")) == ["body.1.up"]
+    assert not find_blocks(model, None)
+    with pytest.raises(ValueError, match=r"wrap must name .* but 'blocks\.\*' is none in ModuleDict; there are body\.1\.norm"):
+        find_blocks(model, "blocks.*")
+    model["body"][2].up.weight = model["body"][0].weight
+    assert "body.2" not in find_blocks(model, "auto"), "its parameter is another's too"
+
+
+def test_optimizers_that_cannot_step_shards_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Rprop does not step parameters that are cut over ranks"):
+        contract.run(FSDP(), 2, Plan(optimizer="Rprop"), tmp_path)
+
+
+def test_a_traceless_step_leaves_nothing() -> None:
+    class Leaves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+            self.count, self.seen, self.table = 0, [torch.zeros(1)], {"a": [1]}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            self.seen[0] += 1
+            self.seen.append(x)
+            self.table["a"].append(2)
+            self.late = x
+            return F.dropout(self.norm(x))
+
+    module = Leaves()
+    random, before = torch.get_rng_state(), {name: value.clone() for name, value in module.state_dict().items()}
+    with traceless(module):
+        module(torch.randn(4, 2))
+    assert (module.count, len(module.seen), float(module.seen[0]), module.table) == (0, 1, 0.0, {"a": [1]})
+    assert not hasattr(module, "late") and torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
