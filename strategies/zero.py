@@ -1,0 +1,320 @@
+"""The module that DeepSpeed's engine wraps, and where the engine keeps what it has cut."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.base import Loss, split_loss
+from strategies.data import MicroBatch, Window
+from strategies.traceless import traceless
+
+Part = Callable[[int], AbstractContextManager[Any]]
+
+
+class ZeroStep(nn.Module):
+    """What the engine wraps: a module whose forward is a step of the user's module. Knows where the engine keeps what it cuts.
+
+    The step and its output pass by the engine's hooks, which would take batches and outputs apart; only the loss goes through them.
+    """
+
+    engine: Any = None
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.groups: list[list[str]] = []
+        """Names of the parameters in each group of the optimizer."""
+        self.call: Callable[[], Any] = _nothing
+        self.forwarded: Callable[[], Any] = _nothing
+        self.last: Callable[[], Any] | None = None
+        """A step on the last micro-batch that gave a loss."""
+        self.output: Any = None
+        self.part: Part | None = None
+        self.ran = False
+        """Whether the running step has called a submodule."""
+
+    def attach(self, optimizer: Optimizer, config: dict[str, Any], trained: list[nn.Parameter], device: torch.device, local_rank: int) -> None:
+        """Build the engine. Every rank calls it."""
+        self.local_rank = local_rank
+        self.before = [(owner, set(vars(owner))) for owner in (*self.model.modules(), *self.model.parameters())]
+        self.linear = F.linear  # replaced by ZeRO-3
+        accelerator = {"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {}
+        with _environment(LOCAL_RANK=str(local_rank), **accelerator), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            import deepspeed
+
+            # An operator for inference, which would be compiled here (45 s, and not without g++).
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            engine, *_ = deepspeed.initialize(model=self, optimizer=optimizer, config=config, dist_init_required=False)
+        self.__dict__["engine"] = engine  # no child: the engine holds this module
+        self.stage = int(engine.zero_optimization_stage())
+        self.trained = trained
+        self.offloads = engine.zero_cpu_offload()
+        self.kept = [flat.grad for flat in self.flats()]
+        self.used = _Used(trained)
+        self.hooks = [child.register_forward_pre_hook(self._note_run) for child in self.model.modules()] if self.stage == 3 else []
+        if engine.optimizer.optimizer is not optimizer:
+            raise ValueError(f"DeepSpeed replaces {type(optimizer).__name__} by an optimizer of its own, which schedulers do not reach; use another optimizer")
+
+    def release(self, keep: bool) -> None:
+        """Take the engine off; with `keep` the model holds its weights, whole. Every rank calls it."""
+        whole = []
+        for parameter in self.model.parameters():
+            value = self.whole(parameter) if self.stage == 3 else parameter.detach()
+            whole += [(parameter, value.to(parameter.dtype, copy=True))] if keep else []
+        self.detach()
+        for parameter, value in whole:
+            parameter.data = value
+
+    def detach(self) -> None:
+        """Remove the engine and what it has put on the model. Calls no collective; where parameters were cut, they stay so."""
+        if self.engine is None:
+            return
+        self.used.close()
+        for hook in self.hooks:
+            hook.remove()
+        self.engine.destroy()
+        del self.__dict__["engine"]
+        F.linear = self.linear
+        for owner, names in self.before:
+            for name in set(vars(owner)) - names:
+                del vars(owner)[name]
+            if isinstance(owner, nn.Module):
+                vars(owner)["_parameters"] = dict(owner._parameters)
+
+    # ---- a window --------------------------------------------------------------------------------
+
+    def begin_window(self, part: Part | None) -> None:
+        self.part = part
+        optimizer = self.engine.optimizer
+        if self.stage == 3:
+            optimizer.grad_partitions_flat_buffer.zero_()  # a parameter without gradient would be stepped by its last one
+        elif self.offloads:
+            for flat, gradient in zip(self.flats(), self.kept, strict=True):
+                flat.grad = gradient  # the optimizer's own zero_grad has dropped the buffers that the engine copies into
+
+    def each(self, window: Window, micro_batches: Iterable[MicroBatch] | None) -> Iterator[MicroBatch]:
+        """The micro-batches, telling the engine which one ends the window: it must not count them itself."""
+        last = len(window.micro_batches) - 1
+        for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
+            self.engine.set_gradient_accumulation_boundary(i == last)
+            yield micro_batch
+
+    def step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Any:
+        """What the step returns, through the engine. Where it returns None, gradients of zero."""
+        self.call = functools.partial(step_fn, batch, batch_idx)
+        value = self._through_engine(self._loss)
+        return _with_loss(self._taken(), value)
+
+    def weightless_step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Loss:
+        """Padding: the other ranks exchange parameters and gradients in this micro-batch, in the order in which they are used."""
+        with no_trace(self.model, self.part):
+            output = self.step(step_fn, batch, batch_idx)
+        value: Any = split_loss(output, 0)[0]
+        return Loss(value * 0, 0)
+
+    def evaluate(self, call: Callable[[], Any]) -> Any:
+        self.call = call
+        self._through_engine(self._output)
+        return self._taken()
+
+    def forward(self) -> Tensor | None:
+        return self.forwarded()
+
+    def _through_engine(self, forwarded: Callable[[], Any]) -> Any:
+        self.forwarded = forwarded
+        with _environment(LOCAL_RANK=str(self.local_rank)):  # where ZeRO-3 looks for it, and not every launcher sets it
+            return self.engine()
+
+    def _taken(self) -> Any:
+        """The output of the step, which must not be kept alive here."""
+        output, self.output, self.call = self.output, None, _nothing
+        return output
+
+    def _output(self) -> None:
+        self.output = self.call()
+
+    def _loss(self) -> Any:
+        self.ran = False
+        self.output = self.call()
+        if self.output is not None:
+            self.last = self.call if self.stage > 1 else None
+            return split_loss(self.output, 0)[0]
+        if self.stage == 1:
+            return torch.stack([parameter.sum() * 0 for parameter in self.trained]).sum()
+        if self.last is None or (self.ran and self.stage == 3):
+            when = "for a rank's first micro-batch" if self.last is None else "after it had run the model"
+            raise RuntimeError(
+                f"training_step returned None {when}, but under ZeRO-{self.stage} a rank must do what the others do, as they exchange tensors on the way; "
+                "return Loss(total * 0, 0) for no weight"
+            )
+        with no_trace(self.model, self.part):  # do again what the other ranks do now
+            value: Any = split_loss(self.last(), 0)[0]
+        return value * 0
+
+    def _note_run(self, *_: Any) -> None:
+        self.ran = True
+
+    def check_unused(self) -> None:
+        """Raise RuntimeError where the first window left parameters without gradient: ZeRO would step them all the same."""
+        if self.used.closed or not self.used.seen:
+            return
+        self.used.close()
+        unused = [name for name, parameter in self.named_trained() if id(parameter) not in self.used.seen]
+        if unused:
+            shown = ", ".join(unused[:10]) + (f" and {len(unused) - 10} more" if len(unused) > 10 else "")
+            raise RuntimeError(
+                f"these parameters got no gradient in a step, but ZeRO steps them with the others: {shown}; "
+                "use them in training_step, or freeze them (requires_grad=False)"
+            )
+
+    def forget_gradients(self) -> None:
+        """A window that counts nothing is not stepped: the next one must not add to it."""
+        self.engine.optimizer.zero_grad()
+        if self.stage < 3:
+            self.engine.optimizer.micro_step_id = -1
+
+    # ---- where things are ------------------------------------------------------------------------
+
+    def flats(self) -> list[Tensor]:
+        """This rank's pieces of the weights as the optimizer steps them, several parameters in one tensor."""
+        optimizer = self.engine.optimizer
+        return optimizer.fp32_partitioned_groups_flat if self.stage == 3 else optimizer.single_partition_of_fp32_groups
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's pieces of the global gradient, once a window is through."""
+        if self.offloads:
+            return [flat.grad for flat in self.flats()]  # type: ignore[misc]
+        return [gradient for group in self.engine.optimizer.averaged_gradients.values() for gradient in group]
+
+    def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that the optimizer steps, by canonical name, in the optimizer's order."""
+        parameters = dict(self.model.named_parameters())
+        return ((name, parameters[name]) for group in self.groups for name in group if parameters[name].requires_grad)
+
+    def shape(self, tensor: Tensor) -> tuple[int, ...]:
+        return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+    def flat(self, parameter: nn.Parameter) -> Tensor:
+        """The flat tensor of this rank for the parameter's group; optimizer state is kept under it."""
+        if self.stage == 3:
+            optimizer = self.engine.optimizer
+            return self.flats()[optimizer.grad_position[optimizer.get_param_id(parameter)][0]]
+        return self.flats()[self.engine.optimizer._get_param_group_idx(parameter)]
+
+    def whole(self, tensor: Tensor, state: Tensor | None = None) -> Tensor:
+        """All of a parameter or buffer, or of `state` (a tensor like `flat`) of a parameter. Every rank calls it."""
+        piece = self._piece(tensor, state)
+        if piece is None:
+            return tensor.detach()
+        shape = self.shape(tensor)
+        buffer = torch.zeros(math.prod(shape), dtype=piece.source.dtype, device=self.engine.device)
+        buffer[piece.offset : piece.offset + piece.source.numel()] = piece.source.detach().to(buffer.device)
+        dist.all_reduce(buffer)
+        return buffer.view(shape)
+
+    def fill(self, tensor: Tensor, read: Callable[[int, int], Tensor], state: Tensor | None = None) -> None:
+        """Copy into this rank's piece what `read(offset, numel)` gives of the flattened tensor."""
+        piece = self._piece(tensor, state)
+        if piece is None:
+            tensor.copy_(read(0, tensor.numel()).view(tensor.shape))
+        elif piece.source.numel():
+            piece.source.copy_(read(piece.offset, piece.source.numel()))
+
+    def refresh(self) -> None:
+        """Let the parameters that the model computes with follow the weights that the optimizer steps. Every rank calls it."""
+        optimizer = self.engine.optimizer
+        if self.stage < 3:
+            optimizer.update_lp_params()
+            return
+        for low, high in zip(optimizer.fp16_partitioned_groups_flat, self.flats(), strict=True):
+            low.copy_(high)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+    def _piece(self, tensor: Any, state: Tensor | None) -> _Piece | None:
+        """This rank's piece of a tensor, or None where every rank holds all of it."""
+        optimizer, rank = self.engine.optimizer, dist.get_rank()
+        if self.stage == 3:
+            if not hasattr(tensor, "ds_id"):
+                return None
+            source = tensor.ds_tensor
+            if optimizer.get_param_id(tensor) in optimizer.grad_position:
+                index, begin, numel = optimizer.grad_position[optimizer.get_param_id(tensor)]
+                source = (self.flats()[index] if state is None else state)[begin : begin + numel]
+            offset = rank * source.numel()
+            return _Piece(source[: max(0, tensor.ds_numel - offset)], offset)
+        if not hasattr(tensor, "_hp_mapping"):
+            return None
+        mapping = tensor._hp_mapping
+        if mapping is None:
+            return _Piece(self.flats()[0][:0], 0)
+        at, numel = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+        return _Piece((self.flats()[mapping.param_group_index] if state is None else state)[at : at + numel], mapping.lp_fragment_address.start)
+
+
+class _Piece(NamedTuple):
+    source: Tensor
+    """A flat view of what this rank holds."""
+    offset: int
+    """Where it begins in the flattened tensor."""
+
+
+class _Used:
+    """Notes which parameters get a gradient, until it is closed."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.seen: set[int] = set()
+        self.closed = False
+        self._hooks = [parameter.register_post_accumulate_grad_hook(lambda p: self.seen.add(id(p))) for parameter in parameters]
+
+    def close(self) -> None:
+        self.closed = True
+        for hook in self._hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def no_trace(model: nn.Module, part: Part | None) -> Iterator[None]:
+    """Run a step whose logged values, counters and random numbers do not count."""
+    with traceless(model), contextlib.nullcontext() if part is None else part(0):
+        yield
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Set environment variables for a while, where they are not set."""
+    missing = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in missing})
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
+
+
+def _nothing() -> None: ...
+
+
+def _with_loss(output: Any, value: Any) -> Any:
+    """What a step returned, with the loss that went through the engine's hooks in its place."""
+    if output is None:
+        return Loss(value, 0)
+    if isinstance(output, Loss):
+        return Loss(value, output.count)
+    return {**output, "loss": _with_loss(output["loss"], value)} if isinstance(output, Mapping) else value
