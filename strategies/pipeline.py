@@ -22,7 +22,6 @@ from strategies.pipeline_schedule import schedule as find_schedule
 from strategies.pipeline_stage import Staged, kept_streams, seed_streams
 from strategies.state import Reader, State, gather_state, gather_whole, names_of, parameter_names, restore_state
 
-
 if TYPE_CHECKING:
     from strategies.pipeline_engine import Engine
 

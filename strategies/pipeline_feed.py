@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -81,11 +81,12 @@ def cut(micro_batch: MicroBatch, num_parts: int) -> list[list[Part]]:
         return [[Part(micro_batch.batch, n)]]
     if not _has_rows(micro_batch.batch, n):
         raise ValueError(
-            f"a pipeline cuts batches along the first dimension of their tensors, but none in this {type(micro_batch.batch).__name__} has the batch's {n} samples there; "
+            f"a pipeline cuts batches along the first dimension of their tensors, "
+            f"but none in this {type(micro_batch.batch).__name__} has the batch's {n} samples there; "
             "let the loader make tensors, or lists, dicts and dataclasses of them, or give Pipeline(num_micro_batches=1)"
         )
     starts = [0, *accumulate(sizes)]
-    parts = [Part(_rows(micro_batch.batch, n, start, stop), stop - start) for start, stop in zip(starts, starts[1:], strict=False)]
+    parts = [Part(_rows(micro_batch.batch, n, start, stop), stop - start) for start, stop in pairwise(starts)]
     return [run for run in (parts[:larger], parts[larger:]) if run]
 
 
@@ -126,7 +127,7 @@ def merged(outputs: list[tuple[Any, int]]) -> Any:
         return outputs[0][0] if outputs else None
     first = outputs[0][0]
     if isinstance(first, Loss):
-        return Loss(sum(value.total for value, _ in outputs), sum(value.count for value, _ in outputs))  # type: ignore[arg-type]
+        return Loss(sum(value.total for value, _ in outputs), sum(value.count for value, _ in outputs))
     if isinstance(first, Tensor):
         if first.dim():
             return torch.cat([value for value, _ in outputs])

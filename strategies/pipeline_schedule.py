@@ -75,10 +75,10 @@ class Schedule:
             for queue, line in zip(queues, lines, strict=True):
                 while queue:
                     kind, stage, part = queue[0]
-                    ready = [done.get(need) for need in _needs(kind, stage, part, last)]
-                    if None in ready:
+                    needs = _needs(kind, stage, part, last)
+                    if not all(need in done for need in needs):
                         break
-                    start = max([line[-1][1] if line else 0.0, *ready])  # type: ignore[type-var]
+                    start = max([line[-1][1] if line else 0.0, *(done[need] for need in needs)])
                     end = start + DURATIONS[kind]
                     line.append((start, end, kind, stage, part))
                     done["B" if kind == "I" else kind, stage, part] = end

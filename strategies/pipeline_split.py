@@ -50,7 +50,8 @@ def cut(model: nn.Module, module: str | None = None) -> Cut:
     outside = next((n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside), None)
     if outside is not None:
         raise ValueError(
-            f"every trainable parameter must lie in the pipelined module, but {outside} lies outside of {name!r}; move it inside, freeze it, or name a module that holds both"
+            f"every trainable parameter must lie in the pipelined module, but {outside} lies outside of {name!r}; "
+            "move it inside, freeze it, or name a module that holds both"
         )
     layers: list[Layer] = []
     shells: list[tuple[str, nn.Module]] = []
@@ -68,14 +69,16 @@ def stages(parts: Cut, num_stages: int, split: Sequence[str] | None = None, cost
     names = [layer.name for layer in parts.layers]
     if len(names) < num_stages:
         raise ValueError(
-            f"a pipeline of {num_stages} stages needs as many layers, but {parts.name or type(parts.net).__name__} has {len(names)} with parameters ({', '.join(names) or 'none'}); "
+            f"a pipeline of {num_stages} stages needs as many layers, "
+            f"but {parts.name or type(parts.net).__name__} has {len(names)} with parameters ({', '.join(names) or 'none'}); "
             "use fewer devices, or a module with a list of blocks"
         )
     if split is not None:
         first = [0] + [_index(names, parts.name, wanted) for wanted in split]
         if len(first) != num_stages or sorted(set(first)) != first:
             raise ValueError(
-                f"split must name the layers with which stages 1 to {num_stages - 1} begin, in order, but split={list(split)}; the layers are {', '.join(names)}"
+                f"split must name the layers with which stages 1 to {num_stages - 1} begin, in order, "
+                f"but split={list(split)}; the layers are {', '.join(names)}"
             )
     else:
         first = balance([max(1.0, sum(p.numel() for p in layer.module.parameters())) for layer in parts.layers] if costs is None else costs, num_stages)
@@ -143,7 +146,8 @@ def _found(model: nn.Module) -> tuple[str, nn.Module]:
         if holder is None:
             places = sorted({n.split(".")[0] for n in trainable.values()})
             raise ValueError(
-                f"a pipeline needs one module that holds every trainable parameter and is called once a step, but they lie in {', '.join(places)} of {type(model).__name__}, "
+                f"a pipeline needs one module that holds every trainable parameter and is called once a step, "
+                f"but they lie in {', '.join(places)} of {type(model).__name__}, "
                 "which has no forward; put them into one submodule, or define forward and call self(...) in training_step"
             )
 
@@ -189,7 +193,8 @@ def _refuse_shared(parts: Cut, stage_of: list[int]) -> None:
         first, other = seen.setdefault(id(parameter), (name, stage))
         if other != stage:
             raise ValueError(
-                f"stages of a pipeline cannot share a parameter, but {name} on stage {stage} is {first} on stage {other}; untie them, or choose split so that both lie on one stage"
+                f"stages of a pipeline cannot share a parameter, but {name} on stage {stage} is {first} on stage {other}; "
+                "untie them, or choose split so that both lie on one stage"
             )
 
 

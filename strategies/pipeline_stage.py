@@ -19,7 +19,7 @@ import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,6 +32,9 @@ from torch.utils._pytree import tree_any, tree_flatten, tree_leaves, tree_map_on
 
 from strategies.permutation import mix
 from strategies.pipeline_split import Cut
+
+MAX_LAYOUTS = 512
+"""Shapes of inputs whose rehearsal is kept: some kilobytes each."""
 
 
 class Message(NamedTuple):
@@ -129,12 +132,11 @@ class Staged(nn.Module):
         self._layouts: dict[Any, Layout] = {}
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
         self._owner = self._owners(parts)
-        self._own = [(shell, name) for _, shell in parts.shells for name, p in shell._parameters.items() if p is not None]
+        own = [(shell, name, p) for _, shell in parts.shells for name, p in shell._parameters.items() if p is not None]
+        self._own = [(shell, name) for shell, name, _ in own]
         with FakeCopyMode(self._modes):
             self._shadows = [copy.deepcopy(layer.module) for layer in self.layers]
-            self._own_shadows = [
-                self._modes.from_tensor(shell._parameters[name].detach()).requires_grad_(shell._parameters[name].requires_grad) for shell, name in self._own
-            ]  # type: ignore[union-attr]
+            self._own_shadows = [self._modes.from_tensor(p.detach()).requires_grad_(p.requires_grad) for _, _, p in own]
         self._edits_input = [any(getattr(child, "inplace", False) for child in layer.module.modules()) for layer in self.layers]
         self._absent = [layer.module for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage not in self.here]
         self._placeholders: dict[int, nn.Parameter] = {}
@@ -183,9 +185,12 @@ class Staged(nn.Module):
             value = values.get(lost.path, lost.value)
             if lost.is_parameter:
                 lost.module.__dict__.pop(lost.name, None)
-                lost.module._parameters[lost.name] = parameters.setdefault(lost.identity, nn.Parameter(value, requires_grad=lost.requires_grad))  # type: ignore[arg-type]
+                if lost.identity not in parameters:
+                    parameters[lost.identity] = nn.Parameter(values[lost.path], requires_grad=lost.requires_grad)
+                lost.module._parameters[lost.name] = parameters[lost.identity]
             else:
                 lost.module._buffers[lost.name] = value
+        self.model.load_state_dict(dict(values), strict=False)
 
     def modules_of(self, stage: int) -> tuple[list[nn.Module], list[nn.Parameter]]:
         """The layers of a stage of this rank, and the parameters beside layers."""
@@ -262,7 +267,8 @@ class Staged(nn.Module):
             return result
         if _looks(self._parts.net, args, kwargs) != run.layout.key:  # type: ignore[union-attr]
             raise RuntimeError(
-                f"shapes of what {self.name} is called with must follow from the shapes of the batch in a pipeline, but two batches of one shape led to two; pad them alike"
+                f"shapes of what {self.name} is called with must follow from the shapes of the batch in a pipeline, "
+                "but two batches of one shape led to two; pad them alike"
             )
         return self._enter(run, args, kwargs)
 
@@ -271,7 +277,8 @@ class Staged(nn.Module):
             seed_streams(mix(run.noise, run.stage + 1))
         outer, self._run, run.inside = self._run, run, True
         try:
-            result = self._forward(*args, **kwargs)
+            with self._without_own_parameters() if run.stage and 0 in self.here else nullcontext():
+                result = self._forward(*args, **kwargs)
         finally:
             self._run, run.inside = outer, False
         if run.stage < self.num_stages - 1:
@@ -371,9 +378,10 @@ class Staged(nn.Module):
         for i, expected in zip(message.leaves, message.tensors, strict=True):
             tensor = self._real(index, leaves[i]) if isinstance(leaves[i], FakeTensor) else leaves[i]
             if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
+                found, rehearsed = f"{list(tensor.shape)} {tensor.dtype}", f"{list(expected.shape)} {expected.dtype}"
                 raise RuntimeError(
-                    f"shapes and dtypes within {self.name} must follow from those of its inputs, but {self.layers[index].name} is given {list(tensor.shape)} {tensor.dtype} "
-                    f"where the rehearsal gave {list(expected.shape)} {expected.dtype}"
+                    f"shapes and dtypes within {self.name} must follow from those of its inputs, "
+                    f"but {self.layers[index].name} is given {found} where the rehearsal gave {rehearsed}"
                 )
             copied = isinstance(tensor, nn.Parameter) or (self.splits_backward and tensor._base is not None)
             tensors.append(tensor.clone(memory_format=torch.contiguous_format) if copied else tensor.contiguous())
@@ -395,10 +403,13 @@ class Staged(nn.Module):
             if run.stage < self.num_stages - 1:
                 missing = self.layers[self.stage_of.index(run.stage + 1)].name
                 raise ValueError(
-                    f"{self.name} called no layer of stage {run.stage + 1}, which begins with {missing}; define layers in the order in which they are called, or give split"
+                    f"{self.name} called no layer of stage {run.stage + 1}, which begins with {missing}; "
+                    "define layers in the order in which they are called, or give split"
                 )
             result = tree_map_only(FakeTensor, torch.Tensor.detach, result)
             layout = self._layouts[key] = Layout(key, run.messages, run.outputs, result)
+            if len(self._layouts) > MAX_LAYOUTS:
+                self._layouts.pop(next(iter(self._layouts)))
         return layout
 
     def _rehearse_layer(self, run: _Run, index: int, args: Any, kwargs: Any) -> Any:
@@ -476,7 +487,7 @@ class Staged(nn.Module):
                 _Lost(module, name, f"{paths[module]}.{name}" if paths[module] else name, is_parameter, value.requires_grad, id(value), kept, placeholder)
             )
             self._alive.append(value)  # until all are listed, so that ids are told apart
-            holder[name] = None  # type: ignore[assignment]
+            holder[name] = None
         self._alive.clear()
         self.model.to(self.device)
         for lost in self._lost:
@@ -505,15 +516,15 @@ class Staged(nn.Module):
         self._on_objects = {
             module: module.__dict__["forward"] for module in (self._parts.net, *(layer.module for layer in self.layers)) if "forward" in module.__dict__
         }
-        self._parts.net.forward = _stand_in(functools.partial(self._call), self._forward)  # type: ignore[method-assign]
+        self._parts.net.forward = _stand_in(functools.partial(self._call), self._forward)
         for index, layer in enumerate(self.layers):
-            layer.module.forward = _stand_in(functools.partial(self._call_layer, index), layer.module.forward)  # type: ignore[method-assign]
+            layer.module.forward = _stand_in(functools.partial(self._call_layer, index), layer.module.forward)
 
     def _unpatch(self) -> None:
         for module in (self._parts.net, *(layer.module for layer in self.layers)):
             module.__dict__.pop("forward", None)
         for module, forward in self._on_objects.items():
-            module.forward = forward  # type: ignore[method-assign]
+            module.forward = forward
 
 
 class Stage(nn.Module):
