@@ -654,8 +654,9 @@ class Trainer:
         if set(module.state_dict()) != set(result["weights"]):
             module.configure_model()
         for name, tensor in module.state_dict(keep_vars=True).items():
-            if isinstance(tensor, Tensor) and tensor.dtype != result["weights"][name].dtype:
-                tensor.data = tensor.data.to(result["weights"][name].dtype)  # the strategy placed it in the run's precision
+            trained = result["weights"][name]
+            if isinstance(tensor, Tensor) and (tensor.dtype != trained.dtype or tensor.shape != trained.shape):
+                tensor.data = trained.to(tensor.device)  # in the run's precision; a buffer may have grown
         module.load_state_dict(result["weights"], assign=any(p.is_meta for p in module.parameters()))
         self.progress.load_state_dict(result["progress"])
         for item, state in zip(self.callbacks, result["callbacks"], strict=True):

@@ -746,17 +746,27 @@ def test_data_module_may_be_given_in_place_of_loaders(tmp_path: Path) -> None:
     assert [line for line in (tmp_path / "rank0").read_text().split("\n") if "setup" in line] == ["setup fit", "setup validate", "setup predict"]
 
 
-def test_train_loaders_together_cycle_the_shorter_one() -> None:
-    sizes = []
+class Joint(Net):
+    """Trains on batches of two loaders at once."""
 
-    class Joint(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            sizes.append((len(batch["labelled"][0]), len(batch["more"][0])))
-            return super().training_step(batch["labelled"], batch_idx)
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sizes", torch.zeros(0, 2))
 
-    trainer = quiet()
-    trainer.fit(Joint(), {"labelled": loader(24), "more": loader(5, 4)})
-    assert sizes == [(8, 4), (8, 1), (8, 4)] and trainer.num_training_batches == 3
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = batch.values() if isinstance(batch, dict) else batch
+        self.sizes = torch.cat([self.sizes, torch.tensor([[len(first[0]), len(second[0])]])])
+        return super().training_step(first, batch_idx)
+
+
+def test_training_loaders_side_by_side_cycle_the_shorter_one() -> None:
+    for loaders in ({"labelled": loader(24), "more": loader(5, 4)}, [loader(24), loader(5, 4)]):
+        trainer, model = quiet(), Joint()
+        trainer.fit(model, loaders)
+        assert model.sizes.tolist() == [[8, 4], [8, 1], [8, 4]] and trainer.num_training_batches == 3
+    trainer, model = quiet(devices=2), Joint()
+    trainer.fit(model, {"labelled": loader(24), "more": loader(5, 4)})
+    assert model.sizes.tolist() == [[8, 4], [8, 4]], "whole batches, in turn"
 
 
 # ---- hyperparameters -----------------------------------------------------------------------------------
@@ -892,6 +902,10 @@ class Facts(Net):
         assert self.trainer.estimated_stepping_batches == 4 and self.trainer.num_training_batches == 2
         assert self.trainer.train_dataloader.dataset.tensors[0].shape == (16, 8)
 
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == 4, "for schedulers that must know the end"
+        return super().configure_optimizers()
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         assert self.current_epoch == self.trainer.current_epoch and self.global_step == 2 * self.current_epoch + batch_idx
         assert self.training and self.trainer.optimizers[0].param_groups[0]["lr"] == 0.01
@@ -993,6 +1007,31 @@ def reference_with(ema: Ema) -> Net:
     model = net()
     model.net.load_state_dict(ema.net.state_dict())
     return model
+
+
+class Extra(Net):
+    """Keeps state that is no tensor, as averages of weights do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra: dict[str, Any] = {"steps": 0}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.extra = {"steps": self.extra["steps"] + 1, "mean": torch.ones(2)}
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_extra_state_comes_home_and_is_saved(devices: int, tmp_path: Path) -> None:
+    model, trainer = Extra(), quiet(devices=devices, callbacks=ModelCheckpoint(dirpath=tmp_path), enable_checkpointing=True)
+    trainer.fit(model, loader(16, 4))
+    for found in (model.extra, Extra.load_from_checkpoint(trainer.checkpoint_callback.best_model_path).extra):
+        assert found["steps"] == 4 // devices and found["mean"].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("frozen", [False, True])
