@@ -18,10 +18,10 @@ M = TypeVar("M", bound=nn.Module)
 def shadow(module: M, convert: Callable[[Tensor], Tensor]) -> M:
     """Return a module of the same structure and code that holds `convert(tensor)` for every parameter and buffer.
 
-    Hooks are left out, so those that a strategy or a user has hung in do not run, and so is what a strategy
-    has put in the place of forward (it has the attribute `__wrapped__`); what forward assigns to an attribute
-    stays on the copy. A tensor or submodule that occurs twice is converted once. Attributes other than
-    parameters, buffers and submodules are shared with the original. Calls no collective if `convert` does not.
+    Hooks are left out, so those that a strategy or a user has hung in do not run; what forward assigns to
+    an attribute stays on the copy. A tensor or submodule that occurs twice is converted once. Attributes
+    other than parameters, buffers and submodules are shared with the original. Calls no collective if
+    `convert` does not.
     """
     made: dict[int, Any] = {}
 
@@ -41,8 +41,6 @@ def shadow(module: M, convert: Callable[[Tensor], Tensor]) -> M:
         for name, value in original.__dict__.items():
             if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
                 twin.__dict__[name] = type(value)()
-        if hasattr(twin.__dict__.get("forward"), "__wrapped__"):  # what a strategy has put in its place
-            del twin.__dict__["forward"]
         twin.__dict__["_compiled_call_impl"] = None
         twin.__dict__["_parameters"] = {name: tensor(value) for name, value in original._parameters.items()}
         twin.__dict__["_buffers"] = {name: tensor(value) for name, value in original._buffers.items()}

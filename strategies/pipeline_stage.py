@@ -250,7 +250,7 @@ class Staged(nn.Module):
             with torch.no_grad():
                 return self._everywhere(args, kwargs)
         if run.inside:
-            return self._forward(*args, **kwargs)
+            return self._parts.net._call_impl(*args, **kwargs)
         if run.entered:
             raise RuntimeError(
                 f"a pipelined module is called once a step, but the step calls {self.name} a second time; join the calls into one, or use another strategy"
@@ -278,7 +278,7 @@ class Staged(nn.Module):
         outer, self._run, run.inside = self._run, run, True
         try:
             with self._without_own_parameters() if run.stage and 0 in self.here else nullcontext():
-                result = self._forward(*args, **kwargs)
+                result = self._parts.net._call_impl(*args, **kwargs)
         finally:
             self._run, run.inside = outer, False
         if run.stage < self.num_stages - 1:
@@ -335,13 +335,13 @@ class Staged(nn.Module):
                 raise RuntimeError(f"{self.layers[index].name} lies on another rank of the pipeline, so it cannot be called outside of {self.name}")
             if stage and tree_any(lambda leaf: hasattr(leaf, "received"), (args, kwargs)):
                 args, kwargs = self._real_arguments(index, args, kwargs)
-            return self._forwards[index](*args, **kwargs)
+            return self._calls[index](*args, **kwargs)
         if run.wants == "rehearsal":
             return self._rehearse_layer(run, index, args, kwargs)
         if stage == run.stage:
             if stage:
                 args, kwargs = self._incoming(run, index, args, kwargs)
-            return self._forwards[index](*args, **kwargs)
+            return self._calls[index](*args, **kwargs)
         if stage > run.stage:
             raise Leave(self._outgoing(run, index, args, kwargs))
         call = run.calls[index]
@@ -397,7 +397,7 @@ class Staged(nn.Module):
             outer, self._run = self._run, run
             try:
                 with torch.enable_grad(), kept_streams(), self._without_own_parameters():
-                    result = self._forward(*args, **kwargs)
+                    result = self._parts.net.forward(*args, **kwargs)
             finally:
                 self._run = outer
             if run.stage < self.num_stages - 1:
@@ -511,20 +511,20 @@ class Staged(nn.Module):
                 lost.module._parameters[lost.name] = None
 
     def _patch(self) -> None:
-        """Put the stand-ins in the place of the forwards, on the objects: names, types and attributes stay the user's."""
-        self._forward, self._forwards = self._parts.net.forward, [layer.module.forward for layer in self.layers]
-        self._on_objects = {
-            module: module.__dict__["forward"] for module in (self._parts.net, *(layer.module for layer in self.layers)) if "forward" in module.__dict__
-        }
-        self._parts.net.forward = _stand_in(functools.partial(self._call), self._forward)
+        """Put the stand-ins in the place of the calls, on the objects: names, types, attributes and copies stay the user's.
+
+        Hooks of a module run where it runs for real.
+        """
+        modules = [self._parts.net, *(layer.module for layer in self.layers)]
+        self._compiled = {module: module._compiled_call_impl for module in modules}
+        self._calls = [layer.module._compiled_call_impl or layer.module._call_impl for layer in self.layers]
+        self._parts.net._compiled_call_impl = self._call
         for index, layer in enumerate(self.layers):
-            layer.module.forward = _stand_in(functools.partial(self._call_layer, index), layer.module.forward)
+            layer.module._compiled_call_impl = functools.partial(self._call_layer, index)
 
     def _unpatch(self) -> None:
-        for module in (self._parts.net, *(layer.module for layer in self.layers)):
-            module.__dict__.pop("forward", None)
-        for module, forward in self._on_objects.items():
-            module.forward = forward
+        for module, call in self._compiled.items():
+            module._compiled_call_impl = call
 
 
 class Stage(nn.Module):
@@ -538,12 +538,6 @@ class Stage(nn.Module):
 
     def forward(self, *received: Tensor) -> Any:
         return self._run_stage(self._index, received)
-
-
-def _stand_in(call: functools.partial[Any], forward: Callable[..., Any]) -> functools.partial[Any]:
-    """Mark what stands in the place of a forward, so that copies of a module can leave it out."""
-    call.__wrapped__ = forward  # type: ignore[attr-defined]
-    return call
 
 
 def seed_streams(seed: int) -> None:
