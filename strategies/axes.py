@@ -94,14 +94,11 @@ class Placed(nn.Module):
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         self.depth += 1
         try:
-            output = fn(*args)
-            if self.sequence is not None:
-                self.sequence.close()
-            return output
+            return fn(*args)
         finally:
             self.depth -= 1
             if self.sequence is not None:
-                self.sequence.on = False
+                self.sequence.close()
 
     @contextmanager
     def open(self) -> Iterator[None]:

@@ -135,7 +135,7 @@ class Guard:
         self._running -= 1
 
     def check(self, layer: str, module: nn.Module, args: Any) -> None:
-        if not self._running:
+        if not self._running and torch._C._current_graph_task_id() == -1:  # not recomputed by a backward
             raise RuntimeError(
                 f"{layer} was called without {self._name}, but strategy tensor has cut its outputs over ranks for {self._name} to use; "
                 "give strategy=TensorParallel(plan={...}) that leaves it whole"

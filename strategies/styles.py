@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ class Sequence:
 
     def __init__(self, rows: list[list[nn.Module]], size: int) -> None:
         self.on = False
+        self._turn = 0
         self._rows, self._size = rows, size
 
     @classmethod
@@ -49,9 +51,13 @@ class Sequence:
     def watch(self, mesh: DeviceMesh) -> None:
         """Cut what enters the first block of each row, and gather what leaves the last."""
 
-        def enter(module: nn.Module, args: Any) -> Any:
+        def enter(row: list[nn.Module], index: int, module: nn.Module, args: Any) -> Any:
+            if self._turn != index:
+                self._turn, self.on = 0, False
+                raise RuntimeError(f"sequence_parallel=True needs the blocks of a list to run in their order, but a {type(module).__name__} ran out of turn; leave it out")
+            self._turn = (index + 1) % len(row)
             x = args[0] if args else None
-            if self.on or not isinstance(x, Tensor) or x.dim() < 3 or x.shape[1] % self._size:
+            if index or not isinstance(x, Tensor) or x.dim() < 3 or x.shape[1] % self._size:
                 return None
             self.on = True
             return (DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(1)]).to_local(), *args[1:])
@@ -65,17 +71,16 @@ class Sequence:
             return DTensor.from_local(output, mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()]).to_local()
 
         for row in self._rows:
-            row[0].register_forward_pre_hook(enter)
+            for index, block in enumerate(row):
+                block.register_forward_pre_hook(functools.partial(enter, row, index))
             row[-1].register_forward_hook(leave)
 
     def layouts(self) -> tuple[Any, ...]:
         return (Shard(1),) if self.on else (Replicate(),)
 
     def close(self) -> None:
-        """A step is over. Raises RuntimeError where it has not run the blocks of a row from first to last."""
-        if self.on:
-            self.on = False
-            raise RuntimeError("sequence_parallel=True needs the blocks of a list to run in their order, from the first to the last, but a step ended before the last; leave it out")
+        """A step is over, to its end or not."""
+        self._turn, self.on = 0, False
 
 
 class Column(ColwiseParallel):
