@@ -16,11 +16,12 @@ from strategies import environment, pipeline_split
 from strategies.base import Agreement, Note
 from strategies.data import MicroBatch, Window
 from strategies.eager import EagerStrategy
+from strategies.mesh import devices_of, parse, resolve
 from strategies.permutation import mix
 from strategies.pipeline_feed import Feed, Tally, cut, merged, shapes
 from strategies.pipeline_schedule import schedule as find_schedule
 from strategies.pipeline_stage import Staged, kept_streams, seed_streams
-from strategies.state import Reader, State, gather_state, gather_whole, names_of, parameter_names, restore_state
+from strategies.state import Reader, Shard, State, gather_state, gather_whole, names_of, parameter_names, restore_state
 
 if TYPE_CHECKING:
     from strategies.pipeline_engine import Engine
@@ -43,6 +44,8 @@ class Pipeline(EagerStrategy):
     `split`: names of the layers with which stages 1, 2, ... begin; None balances the stages.
     `sample`: an input of the pipelined module (a tensor or a tuple of arguments): stages are balanced by the seconds
         that layers take on it instead of by their numbers of parameters.
+    `mesh`: `"ddp=2,pipeline=2"` runs two pipelines of two ranks on different samples and averages their gradients after
+        the schedule. Every trainable parameter then has a gradient, zero where the loss does not use it.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
 
@@ -55,6 +58,7 @@ class Pipeline(EagerStrategy):
         module: str | None = None,
         split: Sequence[str] | None = None,
         sample: Any = None,
+        mesh: str | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         super().__init__()
@@ -66,6 +70,11 @@ class Pipeline(EagerStrategy):
         self.num_micro_batches = num_micro_batches
         self.module, self.split, self.sample = module, split, sample
         self.timeout_s = timeout_s
+        self._axes = {"pipeline": None} if mesh is None else parse(mesh)
+        if "pipeline" not in self._axes or set(self._axes) - {"pipeline", "ddp"}:
+            raise ValueError(f"the mesh of a pipeline has the axes pipeline and ddp, but mesh={mesh!r}; name pipeline, and leave fsdp and tensor out")
+        self._size = 1
+        self._data_group: dist.ProcessGroup | None = None
         self._group: dist.ProcessGroup | None = None
         self._seed = 0
         self._steps_seen = 0
@@ -75,7 +84,12 @@ class Pipeline(EagerStrategy):
     # ---- 1. processes and devices ----------------------------------------------------------------
 
     def configure(self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true") -> None:
-        super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
+        super().configure(devices=devices_of(self._axes, devices, num_nodes), accelerator=accelerator, num_nodes=num_nodes, precision=precision)
+        world = environment.detect()
+        num_ranks = world.world_size if world is not None else self._num_devices
+        if num_ranks > 1:
+            self._size = resolve(self._axes, num_ranks)["pipeline"]
+            self.schedule.check(self._size, self._parts())
         if self.precision.name == "16-mixed":
             raise ValueError("precision='16-mixed' scales losses, which stages of a pipeline cannot agree on; use 'bf16-mixed'")
 
@@ -84,14 +98,21 @@ class Pipeline(EagerStrategy):
         self._engines = {}
         if self.world_size == 1:
             return
-        self.data_rank, self.data_size = 0, 1
-        self.schedule.check(self.world_size, self._parts())
-        self.reports = self._rank_of()[-1] == self.rank
-        self._group = dist.new_group(backend="cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+        sizes = resolve(self._axes, self.world_size)
+        self._size, self.data_size = sizes["pipeline"], self.world_size // sizes["pipeline"]
+        self._stage_rank, self.data_rank = divmod(self.rank, self.data_size)  # neighbours share layers and differ in samples
+        self.reports = self.schedule.rank_of(self._size)[-1] == self._stage_rank
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        for first in range(self.data_size):  # every rank takes part in making every group
+            group = dist.new_group(list(range(first, self.world_size, self.data_size)), backend=backend)
+            self._group = group if first == self.data_rank else self._group
+        for first in range(0, self.world_size, self.data_size) if self.data_size > 1 else ():
+            group = dist.new_group(list(range(first, first + self.data_size)), backend=backend)
+            self._data_group = group if first == self.rank - self.data_rank else self._data_group
 
     def teardown(self) -> None:
         super().teardown()
-        self._engines, self._group = {}, None
+        self._engines, self._group, self._data_group = {}, None, None
 
     def place(self, model: nn.Module) -> nn.Module:
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
@@ -108,8 +129,8 @@ class Pipeline(EagerStrategy):
         costs = None
         if self.sample is not None:  # one rank's times for all
             costs = self.broadcast(pipeline_split.measure(parts, self.sample, self.device) if self.rank == 0 else None)
-        rank_of = self._rank_of()
-        staged = Staged(model, parts, pipeline_split.stages(parts, len(rank_of), self.split, costs), rank_of, self.rank, self.device)
+        rank_of = self.schedule.rank_of(self._size)
+        staged = Staged(model, parts, pipeline_split.stages(parts, len(rank_of), self.split, costs), rank_of, self._stage_rank, self.device)
         staged.group, staged.splits_backward = self._group, self.schedule.splits_backward
         self._steps_seen = 0
         return staged
@@ -214,6 +235,8 @@ class Pipeline(EagerStrategy):
                 after_backward()
             micro_batch.output = merged(tally.outputs) if self.reports else None
         agreement = self._control.receive()  # type: ignore[union-attr]
+        if agreement.count and self.data_size > 1:
+            self._average(placed)
         if agreement.count and agreement.count != window.num_samples:
             torch._foreach_mul_([p.grad for p in placed.model.parameters() if p.grad is not None], window.num_samples / agreement.count)
         return agreement
@@ -269,13 +292,13 @@ class Pipeline(EagerStrategy):
         if not isinstance(placed, Staged):
             return super().state_dict(placed, optimizers)
         with placed.stripped():
-            state = gather_state(placed.model, optimizers)
+            state = gather_state(placed.model, optimizers, self._piece)
         own = {name: value for name, value in state.meta["model"].items() if placed.is_here(name)}
         foreign = {f"model/{name}" for name in state.meta["model"].keys() - own}
         groups = {name for name in state.tensors if name.startswith("optimizer/") and name.count("/") == 2}  # of parameter groups: every rank has them
-        dropped = foreign | (groups if self.rank else set())
+        dropped = foreign | (groups if self._stage_rank else set())
         state.tensors = {name: shard for name, shard in state.tensors.items() if name not in dropped}
-        pieces = [self.broadcast({"model": own, "optimizers": state.meta["optimizers"]}, rank) for rank in range(self.world_size)]
+        pieces = [self.broadcast({"model": own, "optimizers": state.meta["optimizers"]}, rank) for rank in range(0, self.world_size, self.data_size)]
         state.meta["model"] = {name: value for piece in pieces for name, value in piece["model"].items()}
         for key, saved in state.meta["optimizers"].items():
             saved["state"] = {name: entry for piece in pieces for name, entry in piece["optimizers"][key]["state"].items()}
@@ -305,21 +328,39 @@ class Pipeline(EagerStrategy):
             restore_state(placed.model, optimizers, _StageReader(state, set(placed.model.state_dict())))
         self._steps_seen = state.meta.get("pipeline", {}).get("steps_seen", 0)
 
-    # ---- helpers -----------------------------------------------------------------------------------
+    # ---- what EagerStrategy asks -------------------------------------------------------------------
+
+    def _piece(self, tensor: Tensor) -> Shard | None:
+        return Shard.whole(tensor) if self.data_rank == 0 else None
 
     def _user_model(self, placed: nn.Module) -> nn.Module:
         return placed.model if isinstance(placed, Staged) else placed
 
-    def _rank_of(self) -> list[int]:
-        return self.schedule.rank_of(self.world_size)
+    # ---- helpers -----------------------------------------------------------------------------------
 
     def _parts(self) -> int:
-        return self.num_micro_batches or len(self._rank_of())
+        return self.num_micro_batches or self._size * self.schedule.stages_per_rank
 
     def _order(self, key: str, index: int, names: list[str]) -> list[str]:
         """The names of a parameter group in the user's order."""
         known = self._orders.get(key, [])
         return [*known[index]] if index < len(known) and set(known[index]) == set(names) else names
+
+    def _average(self, placed: Staged) -> None:
+        """Bring the gradients of the pipelines together, and the statistics of the first to the others. A window without samples here is one of zeros."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in placed.model.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
+        for gradients in by_dtype.values():
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            dist.all_reduce(flat, group=self._data_group)
+            flat /= self.data_size
+            torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)])
+        for buffer in placed.statistics:
+            dist.broadcast(buffer, group=self._data_group, group_src=0)
 
     def _engine(self, placed: Staged, feed: Feed) -> Engine | None:
         """The schedule for parts of this shape: built when a shape is new, kept for the last two. None where the step makes no use of them."""
@@ -332,7 +373,7 @@ class Pipeline(EagerStrategy):
                 layout = placed.layout_of(lambda: feed.step(0))
             if layout is None:
                 return None
-            fitting = self.schedule.fitting(self.world_size, len(feed.parts))
+            fitting = self.schedule.fitting(self._size, len(feed.parts))
             engine = Engine(placed, layout, fitting, len(feed.parts), self.precision)
         self._engines[key] = engine
         while len(self._engines) > 2:  # each has buffers for what it receives

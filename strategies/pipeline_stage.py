@@ -161,6 +161,13 @@ class Staged(nn.Module):
         """`id` of each placeholder among the model's parameters."""
         return {id(parameter) for parameter in self._placeholders.values()}
 
+    @property
+    def statistics(self) -> list[Tensor]:
+        """What BatchNorm layers of this rank have measured."""
+        layers = [layer.module for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage in self.here]
+        norms = [child for layer in layers for child in layer.modules() if isinstance(child, nn.modules.batchnorm._BatchNorm)]
+        return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+
     def strip(self) -> None:
         """Remove the placeholders: from here on `model.parameters()` are this rank's."""
         self._remove_placeholders()

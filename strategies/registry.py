@@ -14,6 +14,7 @@ from strategies.deepspeed import DeepSpeed
 from strategies.dp import DataParallel
 from strategies.eager import resolve_accelerator, resolve_devices
 from strategies.fsdp import FSDP
+from strategies.mesh import parse
 from strategies.mesh_parallel import MeshParallel
 from strategies.model_parallel import ModelParallel
 from strategies.pipeline import Pipeline
@@ -82,7 +83,7 @@ def _find(name: str) -> Callable[[], Strategy]:
     if name in STRATEGIES:
         return STRATEGIES[name]
     if "=" in name or "," in name:
-        return functools.partial(MeshParallel, name)
+        return functools.partial(Pipeline, mesh=name) if "pipeline" in parse(name) else functools.partial(MeshParallel, name)
     for point in entry_points(group=ENTRY_POINTS):
         if point.name == name:
             found = point.load()
