@@ -53,9 +53,11 @@ class Control:
 
     def _disagreement(self, what: str, values: list[float], named: bool) -> str:
         usual = max(set(values), key=values.count)
-        odd = [rank for rank, value in enumerate(values) if value != usual] if values.count(usual) * 2 > len(values) else list(range(len(values)))
+        clear = values.count(usual) * 2 > len(values)
+        odd = [rank for rank, value in enumerate(values) if value != usual] if clear else list(range(len(values)))
+        who = f"rank {', '.join(map(str, odd))} did not do what the others did" if clear else f"ranks {' and '.join(map(str, odd))} did different things"
         shown = "" if named else " (" + ", ".join(f"rank {rank}: {value:.0f}" for rank, value in enumerate(values)) + ")"
         return (
-            f"the ranks disagree on their {what}{shown}: rank {', '.join(map(str, odd))} did not do what the others did in step {self._step}; "
+            f"the ranks disagree on their {what}{shown}: {who} in step {self._step}; "
             "every rank must call the same collectives and log the same names in each step"
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 PACKAGES = ("trainer", "strategies", "callbacks")
-PROVIDED_BY_THE_HOST = {"ipython"}  # used where the program runs in a notebook, so never missing there
+PROVIDED_BY_THE_HOST = {"ipython", "pytest"}  # used where the program runs in a notebook or in tests, so never missing there
 
 
 @pytest.fixture

@@ -32,9 +32,10 @@ COMMANDS = {
     "test": "run the test data through a checkpoint",
     "predict": "write what predict_step returns (tensors) to output=FILE, by default predictions.safetensors in the run's folder",
     "config": "print the resolved config",
+    "compare": "train under several strategies and show where the numbers part (lockstep compare --help)",
 }
 
-USAGE = "lockstep fit|validate|test|predict|config CONFIG... [key=value...]"
+USAGE = "lockstep fit|validate|test|predict|config|compare CONFIG... [key=value...]"
 
 EXAMPLES = """
 examples:
@@ -53,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # classes of the working folder, as `python -m` finds them
     try:
-        command, files, overrides = _parse(sys.argv[1:] if arguments is None else arguments)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        if words[:1] == ["compare"]:
+            return _compare(words[1:])
+        command, files, overrides = _parse(words)
         resolved = config.resolve(files, overrides)
         if command == "config":
             config.check(resolved)
@@ -115,6 +119,49 @@ def _predict(run: Run, output: str | None) -> None:
     os.replace(partial, file)
     rows = [(name, str(list(tensor.shape))) for name, tensor in tensors.items()]
     _print_block(trainer, f"predict: {run.ckpt_path or 'initial weights'}", [*rows, ("output", str(file))])
+
+
+def _compare(words: Sequence[str]) -> int:
+    """0 where every strategy gives the numbers of the first, else 1."""
+    from trainer import compare  # one command needs it
+
+    parser = _Parser(prog="lockstep compare", usage="lockstep compare CONFIG... [key=value...] [options]")
+    parser.add_argument("words", nargs="+", metavar="CONFIG | key=value", help="a YAML file, or an override of one key")
+    parser.add_argument("--strategies", default="single,ddp", help="names with commas between; a mesh as in ddp=2+tensor=2 (default: single,ddp)")
+    parser.add_argument("--devices", type=int, default=2, help="devices of every strategy but single (default: 2)")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
+    parser.add_argument("--precision", default="64-true", help="the Trainer's precision (default: 64-true)")
+    parser.add_argument("--tolerance", type=float, help="relative difference that is let pass (default: 1e-12 in 64-true, 1e-5 in 32-true)")
+    parser.add_argument("--ignore", default=compare.IGNORED_METRICS, help="pattern of metric names to leave out (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write every difference by name")
+    given = parser.parse_args(words)
+    files = [word for word in given.words if "=" not in word]
+    overrides = [word for word in given.words if "=" in word]
+    tolerance = compare.TOLERANCES.get(given.precision, 1e-2) if given.tolerance is None else given.tolerance
+    names = [name.replace("+", ",") for name in given.strategies.split(",")]
+    fixed = {"precision": given.precision, "max_steps": given.steps, "split_batches": "true", "log_every_n_steps": 1, "logger": "false"}
+    fixed |= {"enable_progress_bar": "false", "enable_checkpointing": "false", "num_sanity_val_steps": 0, "seed": 0}
+
+    def fit(strategy: Any, recorder: Any) -> None:
+        devices = 1 if strategy == "single" else "auto" if "=" in strategy else given.devices
+        settings = {**fixed, "strategy": f"'{strategy}'", "devices": devices}
+        resolved = config.resolve(files, [*overrides, *(f"trainer.{name}={value}" for name, value in settings.items())])
+        kept = [item for item in resolved.values["trainer"].get("callbacks") or [] if not str(_class_of(item)).endswith(("ModelCheckpoint", "Logger"))]
+        resolved.values["trainer"]["callbacks"] = kept
+        run = config.build(resolved)
+        compare.without_noise(run.module)
+        run.trainer.callbacks.insert(0, recorder)
+        run.trainer.fit(run.module, datamodule=run.datamodule)
+
+    results = compare.compare(fit, names, tolerance, given.ignore)
+    print(compare.table(results, tolerance))
+    if given.json:
+        Path(given.json).write_text(compare.to_json(results, tolerance) + "\n")
+    return 0 if all(found.same for found in results.values()) else 1
+
+
+def _class_of(item: Any) -> Any:
+    return item.get("class") if isinstance(item, dict) else item
 
 
 def _refuse_untrained(command: str, resolved: Resolved) -> None:

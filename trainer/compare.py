@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,6 +30,10 @@ from trainer.trainer import Trainer
 
 TOLERANCES = {"64-true": 1e-12, "32-true": 1e-5}
 """Relative difference up to which a precision's runs count as the same; others get 1e-2."""
+
+
+IGNORED_METRICS = r"per_s|seconds|time|throughput"
+"""Names of metrics that tell of speed: they differ from run to run."""
 
 
 class Recorder(Callback):
@@ -87,8 +92,10 @@ class Difference:
         return self.first_step is None and self.error is None
 
 
-def differences(reference: str | Path, other: str | Path, tolerance: float) -> Difference:
-    """Compare two recordings step by step. Raises ValueError where they do not hold the same steps or names."""
+def differences(reference: str | Path, other: str | Path, tolerance: float, ignore: str = IGNORED_METRICS) -> Difference:
+    """Compare two recordings step by step, without the metrics whose name `ignore` (a pattern) is found in.
+
+    Raises ValueError where they do not hold the same steps or names."""
     found = Difference()
     steps, others = ([path.name for path in sorted(Path(folder).glob("step-*"))] for folder in (reference, other))
     if steps != others:
@@ -114,7 +121,7 @@ def differences(reference: str | Path, other: str | Path, tolerance: float) -> D
             found.loss = max(found.loss, note("loss", _relative(two.state["loss"], one.state["loss"])))
         for expected_norm, norm in zip(one.state["norms"], two.state["norms"], strict=False):
             found.grad_norm = max(found.grad_norm, note("gradient norm", _relative(norm, expected_norm)))
-        for name in sorted(set(one.state["metrics"]) | set(two.state["metrics"])):
+        for name in sorted(name for name in set(one.state["metrics"]) | set(two.state["metrics"]) if not re.search(ignore, name)):
             value = _relative(two.state["metrics"].get(name, math.nan), one.state["metrics"].get(name, math.nan))
             found.metrics[name] = max(found.metrics.get(name, 0.0), note(name, value))
         if beyond and found.first_step is None:
@@ -133,7 +140,9 @@ def relative(tensor: Tensor, expected: Tensor) -> float:
     return (tensor.double() - expected.double()).abs().max().item() / scale
 
 
-def compare(fit: Callable[[str | Strategy, Recorder], Any], strategies: Sequence[str | Strategy], tolerance: float) -> dict[str, Difference]:
+def compare(
+    fit: Callable[[str | Strategy, Recorder], Any], strategies: Sequence[str | Strategy], tolerance: float, ignore: str = IGNORED_METRICS
+) -> dict[str, Difference]:
     """Let `fit(strategy, recorder)` train under each strategy; return each one's difference from the first by name.
 
     `fit` builds everything anew, from the same seed, and gives the recorder to the Trainer's callbacks. A strategy
@@ -147,7 +156,7 @@ def compare(fit: Callable[[str | Strategy, Recorder], Any], strategies: Sequence
             place = Path(folder) / str(i)
             try:
                 fit(strategy, Recorder(place))
-                results[name] = differences(reference or place, place, tolerance)
+                results[name] = differences(reference or place, place, tolerance, ignore)
             except Exception as error:
                 if reference is None:
                     raise

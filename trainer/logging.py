@@ -319,6 +319,8 @@ class MetricStore:
                 entry.epoch_value = combine([entry.epoch_value, value])
                 entry.epoch_count += count
         if epoch_end:
+            if both and count and self.training:  # the rest of the last interval
+                shown[entry.name + "_step"] = value / count if entry.reduce_fx == "mean" else value
             if entry.on_epoch:
                 name = entry.name + "_epoch" if both else entry.name
                 if not entry.epoch_count:

@@ -105,10 +105,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                 raise trainer.interrupted()
 
         if progress.global_step == steps_before and trainer.max_epochs is None and not stop:
-            raise ValueError(
-                f"no batch of epoch {progress.current_epoch} led to an optimizer step, so max_steps={trainer.max_steps} is never reached; "
-                "let training_step return a loss"
-            )
+            raise ValueError(f"no batch of epoch {progress.current_epoch} led to an optimizer step, so the run would not end; let training_step return a loss")
         if stop and not run.epoch_is_over(progress):
             _finish_early(trainer, module, run)
             break

@@ -173,6 +173,8 @@ class Trainer:
         self.progress_bar_metrics: dict[str, Tensor] = {}
         self.config: str | None = None
         """The resolved configuration as YAML, where the run has one; loggers write it."""
+        self.last_loss: float | None = None
+        """The loss of the last optimizer step over all ranks; None where knowing it would cost a host synchronisation."""
         self.log_dir: str | None = None
         """Folder of the run; None where nothing is written."""
         self.sanity_checking = False
@@ -197,6 +199,7 @@ class Trainer:
         self.hooks: Hooks
         """What is overridden; set while a run is on."""
         self._module: Module | None = None
+        self._stage = "fit"
         self._signal = 0
         self._handlers: dict[int, Any] = {}
 
@@ -245,10 +248,10 @@ class Trainer:
         return self._evaluate("test", module, dataloaders, datamodule, ckpt_path, verbose)
 
     def predict(self, module: Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None) -> list[Any]:
-        """Return what `predict_step` returned for each batch, in dataset order, each sample once.
+        """Return what `predict_step` returned for each batch, in the loader's order, each sample once.
 
-        A list for each loader where there are several. On several ranks a batch of the loader is cut
-        into one piece a rank, so concatenate the items to compare runs.
+        A list for each loader where there are several. On several ranks the last batches may be cut
+        differently from one process, so concatenate the items to compare runs.
         """
         return self._evaluate("predict", module, dataloaders, datamodule, ckpt_path, False)
 
@@ -356,7 +359,7 @@ class Trainer:
 
     def start_run(self, module: Module, stage: str) -> None:
         """Seed the streams and choose the run's folder. Every rank calls it once the strategy is set up."""
-        self._module = module
+        self._module, self._stage = module, stage
         self._signal, self.should_stop = 0, False
         self.window_is_open = self.manually_stepped = False
         if self.seed is not None:
@@ -571,7 +574,7 @@ class Trainer:
     def _plan(self, ckpt_path: str | None) -> dict[str, Any]:
         """Rank 0: the run's folder and the checkpoint to open, or the error, as JSON data."""
         try:
-            writes = bool(self.loggers) or self.checkpoint_callback is not None
+            writes = bool(self.loggers) or (self._stage == "fit" and self.checkpoint_callback is not None)
             first = self.logger
             base = Path((first.save_dir if first else None) or self.default_root_dir) / ((first.name if first else None) or type(self._module).__name__)
             version, checkpoint = first.version if first else None, None

@@ -278,7 +278,7 @@ def test_losses_that_cannot_be_walked_back_from(returns: Callable[[Any, Any], An
 
 
 def test_no_loss_at_all_never_reaches_max_steps() -> None:
-    with pytest.raises(ValueError, match="no batch of epoch 0 led to an optimizer step, so max_steps=5 is never reached; let training_step return a loss"):
+    with pytest.raises(ValueError, match="no batch of epoch 0 led to an optimizer step, so the run would not end; let training_step return a loss"):
         quiet(max_epochs=None, max_steps=5).fit(step(lambda m, b: None)(), loader(8))
 
 
