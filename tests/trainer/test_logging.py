@@ -284,7 +284,7 @@ class Odd(Net):
 @pytest.mark.parametrize(
     ("devices", "what", "message"),
     [
-        (2, "names", "the ranks disagree on their logged metric names: rank 0, 1"),
+        (2, "names", "the ranks disagree on their logged metric names: ranks 0 and 1 did different things"),
         (3, "names", "the ranks disagree on their logged metric names: rank 1 did not do what the others did in step 2"),
         (3, "skips", "the ranks disagree on their collective calls so far .*rank 1 did not do what the others did in step 2"),
     ],
