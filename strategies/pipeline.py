@@ -73,13 +73,19 @@ class Pipeline(EagerStrategy):
         self._axes = {"pipeline": None} if mesh is None else parse(mesh)
         if "pipeline" not in self._axes or set(self._axes) - {"pipeline", "ddp"}:
             raise ValueError(f"the mesh of a pipeline has the axes pipeline and ddp, but mesh={mesh!r}; name pipeline, and leave fsdp and tensor out")
-        self._size = 1
+        self.num_stage_ranks = 1
+        """Ranks of one pipeline, valid after `configure`."""
         self._data_group: dist.ProcessGroup | None = None
         self._group: dist.ProcessGroup | None = None
         self._seed = 0
         self._steps_seen = 0
         self._orders: dict[str, list[list[str]]] = {}
         self._engines: dict[Any, Any] = {}
+
+    @property
+    def num_parts(self) -> int:
+        """Parts that a micro-batch is cut into, valid after `configure`."""
+        return self.num_micro_batches or self.num_stage_ranks * self.schedule.stages_per_rank
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 
@@ -88,8 +94,8 @@ class Pipeline(EagerStrategy):
         world = environment.detect()
         num_ranks = world.world_size if world is not None else self._num_devices
         if num_ranks > 1:
-            self._size = resolve(self._axes, num_ranks)["pipeline"]
-            self.schedule.check(self._size, self._parts())
+            self.num_stage_ranks = resolve(self._axes, num_ranks)["pipeline"]
+            self.schedule.check(self.num_stage_ranks, self.num_parts)
         if self.precision.name == "16-mixed":
             raise ValueError("precision='16-mixed' scales losses, which stages of a pipeline cannot agree on; use 'bf16-mixed'")
 
@@ -99,9 +105,9 @@ class Pipeline(EagerStrategy):
         if self.world_size == 1:
             return
         sizes = resolve(self._axes, self.world_size)
-        self._size, self.data_size = sizes["pipeline"], self.world_size // sizes["pipeline"]
+        self.num_stage_ranks, self.data_size = sizes["pipeline"], self.world_size // sizes["pipeline"]
         self._stage_rank, self.data_rank = divmod(self.rank, self.data_size)  # neighbours share layers and differ in samples
-        self.reports = self.schedule.rank_of(self._size)[-1] == self._stage_rank
+        self.reports = self.schedule.rank_of(self.num_stage_ranks)[-1] == self._stage_rank
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         for first in range(self.data_size):  # every rank takes part in making every group
             group = dist.new_group(list(range(first, self.world_size, self.data_size)), backend=backend)
@@ -129,7 +135,7 @@ class Pipeline(EagerStrategy):
         costs = None
         if self.sample is not None:  # one rank's times for all
             costs = self.broadcast(pipeline_split.measure(parts, self.sample, self.device) if self.rank == 0 else None)
-        rank_of = self.schedule.rank_of(self._size)
+        rank_of = self.schedule.rank_of(self.num_stage_ranks)
         staged = Staged(model, parts, pipeline_split.stages(parts, len(rank_of), self.split, costs), rank_of, self._stage_rank, self.device)
         staged.group, staged.splits_backward = self._group, self.schedule.splits_backward
         self._steps_seen = 0
@@ -208,7 +214,7 @@ class Pipeline(EagerStrategy):
             self._control.send(told if self.reports else told._replace(keys=0), tally.count, finite, total)  # type: ignore[union-attr]
 
         for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
-            runs = cut(micro_batch, self._parts())
+            runs = cut(micro_batch, self.num_parts)
             tally.outputs = []
             with kept_streams():
                 for k, run in enumerate(runs):
@@ -338,9 +344,6 @@ class Pipeline(EagerStrategy):
 
     # ---- helpers -----------------------------------------------------------------------------------
 
-    def _parts(self) -> int:
-        return self.num_micro_batches or self._size * self.schedule.stages_per_rank
-
     def _order(self, key: str, index: int, names: list[str]) -> list[str]:
         """The names of a parameter group in the user's order."""
         known = self._orders.get(key, [])
@@ -373,7 +376,7 @@ class Pipeline(EagerStrategy):
                 layout = placed.layout_of(lambda: feed.step(0))
             if layout is None:
                 return None
-            fitting = self.schedule.fitting(self._size, len(feed.parts))
+            fitting = self.schedule.fitting(self.num_stage_ranks, len(feed.parts))
             engine = Engine(placed, layout, fitting, len(feed.parts), self.precision)
         self._engines[key] = engine
         while len(self._engines) > 2:  # each has buffers for what it receives

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +61,12 @@ class Schedule:
 
         return getattr(pipelining, self.engine)(stages[0] if self.stages_per_rank == 1 else stages, num_parts, loss_fn=loss, scale_grads=False)
 
-    def timeline(self, num_ranks: int, num_parts: int) -> list[list[tuple[float, float, str, int, int]]]:
+    def timeline(self, num_ranks: int, num_parts: int, costs: Sequence[float] | None = None) -> list[list[tuple[float, float, str, int, int]]]:
         """For each rank (start, end, kind, stage, part) of what it does, from torch's own table of actions and `DURATIONS`.
 
-        Sending takes no time.
+        `costs` are the stages' shares of the work, equal by default. Sending takes no time.
         """
+        mean = 1.0 if costs is None else sum(costs) / len(costs)
         queues = self._orders(num_ranks, num_parts)
         last = num_ranks * self.stages_per_rank - 1
         done: dict[tuple[str, int, int], float] = {}
@@ -79,7 +80,7 @@ class Schedule:
                     if not all(need in done for need in needs):
                         break
                     start = max([line[-1][1] if line else 0.0, *(done[need] for need in needs)])
-                    end = start + DURATIONS[kind]
+                    end = start + DURATIONS[kind] * (1.0 if costs is None else costs[stage] / mean)
                     line.append((start, end, kind, stage, part))
                     done["B" if kind == "I" else kind, stage, part] = end
                     queue.pop(0)
@@ -88,9 +89,9 @@ class Schedule:
                 raise RuntimeError(f"schedule {self.name} waits for itself on {num_ranks} ranks with {num_parts} parts")
         return lines
 
-    def bubble(self, num_ranks: int, num_parts: int) -> float:
-        """The share of all ranks' time in which they wait, with `DURATIONS`."""
-        lines = self.timeline(num_ranks, num_parts)
+    def bubble(self, num_ranks: int, num_parts: int, costs: Sequence[float] | None = None) -> float:
+        """The share of all ranks' time in which they wait, with `DURATIONS` and `costs` as in `timeline`."""
+        lines = self.timeline(num_ranks, num_parts, costs)
         total = max(line[-1][1] for line in lines) * num_ranks
         return 1 - sum(end - start for line in lines for start, end, *_ in line) / total
 

@@ -1,4 +1,4 @@
-"""The command line: `lockstep fit|validate|test|predict|config CONFIG... [key=value...]`.
+"""The command line: `lockstep fit|validate|test|predict|config|plan CONFIG... [key=value...]`.
 
 Exit codes: 0 only if the requested work is done; 2 for a config or command that cannot be run; 1 for a
 run that failed; 143 after SIGTERM and 130 after SIGINT, each after a committed checkpoint. What a user
@@ -32,10 +32,11 @@ COMMANDS = {
     "test": "run the test data through a checkpoint",
     "predict": "write what predict_step returns (tensors) to output=FILE, by default predictions.safetensors in the run's folder",
     "config": "print the resolved config",
+    "plan": "show the stages of a pipeline, who works and waits when, and its bubble",
     "compare": "train under several strategies and show where the numbers part (lockstep compare --help)",
 }
 
-USAGE = "lockstep fit|validate|test|predict|config|compare CONFIG... [key=value...]"
+USAGE = "lockstep fit|validate|test|predict|config|plan|compare CONFIG... [key=value...]"
 
 EXAMPLES = """
 examples:
@@ -62,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command == "config":
             config.check(resolved)
             print(resolved.text, end="")
+            return 0
+        if command == "plan":
+            _plan(config.build(resolved))
             return 0
         _refuse_untrained(command, resolved)
         run = config.build(resolved)
@@ -162,6 +166,13 @@ def _compare(words: Sequence[str]) -> int:
 
 def _class_of(item: Any) -> Any:
     return item.get("class") if isinstance(item, dict) else item
+
+
+def _plan(run: Run) -> None:
+    from strategies.pipeline_plan import plan  # one command needs it
+
+    run.module.configure_model()
+    print(plan(run.trainer.strategy, run.module))
 
 
 def _refuse_untrained(command: str, resolved: Resolved) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from callbacks import Callback
 from strategies import Pipeline, SingleDevice
+from strategies.pipeline_plan import plan
 from strategies.pipeline_schedule import SCHEDULES, schedule
 from strategies.pipeline_split import balance, cut, measure, stages
 from tests.strategies import contract
@@ -23,6 +24,7 @@ from tests.strategies.contract import Plan, difference, reference, saved_weights
 from tests.trainer.toy import distance, loader, net, quiet, weights
 from trainer import Module, Trainer
 from trainer.checkpoint import Checkpoint
+from trainer.cli import main
 
 WIDTH, LENGTH, TOKENS = 8, 6, 11
 
@@ -508,3 +510,17 @@ def test_parts_that_fit_no_schedule_are_named_with_the_next_number_that_does() -
         schedule("dualpipev").check(4, 5)
     assert schedule("dualpipev").fitting(4, 5).name == "zbv" and schedule("1f1b").fitting(4, 3).name == "gpipe"
     assert schedule("interleaved_1f1b", 3).fitting(2, 5).stages_per_rank == 3
+
+
+def test_the_plan_names_stages_layers_and_the_bubble(capsys: pytest.CaptureFixture[str], repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repo_root)
+    assert main(["plan", "examples/gpt.yaml", "strategy=pipeline", "devices=2", "trainer.logger=false", "trainer.enable_checkpointing=false"]) == 0
+    shown = capsys.readouterr().out
+    assert "gpt in 2 stages on 2 ranks, schedule 1f1b, 2 parts a micro-batch" in shown
+    assert "stage 1  rank 1  gpt.blocks.2 … gpt.head (4)" in shown and SCHEDULES["1f1b"].picture(2, 2) in shown
+    assert "Bubble: 33.3% of the ranks' time, (P - 1) / (M + P - 1) = 33.3%" in shown
+    strategy = Pipeline(schedule="zbv", num_micro_batches=8, sample=torch.zeros(4, 8), module="net")
+    strategy.configure(devices=2, accelerator="cpu")
+    shown = plan(strategy, nn.ModuleDict({"net": nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])}))
+    assert "net in 4 stages on 2 ranks, schedule zbv, 8 parts" in shown and "ms" in shown
+    assert "every rank runs every layer" in plan(SingleDevice(), nn.Linear(1, 1))
