@@ -118,6 +118,9 @@ def test_commands_lead_somewhere(page: Path, monkeypatch: pytest.MonkeyPatch, ca
                 if expected is not None:
                     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
                     assert doctest.OutputChecker().check_output(expected, printed, flags), f"{place}\n{printed}"
+            elif arguments is not None and arguments and arguments[0] == "compare":
+                given = cli._parse_compare(arguments[1:])
+                check_config(given.files, given.overrides)
             elif arguments is not None and arguments and not arguments[0].startswith("-"):
                 command, files, overrides = cli._parse(arguments)
                 assert command in cli.COMMANDS, place

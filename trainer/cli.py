@@ -125,8 +125,7 @@ def _predict(run: Run, output: str | None) -> None:
     _print_block(trainer, f"predict: {run.ckpt_path or 'initial weights'}", [*rows, ("output", str(file))])
 
 
-def _compare(words: Sequence[str]) -> int:
-    """0 where every strategy gives the numbers of the first, else 1."""
+def _parse_compare(words: Sequence[str]) -> argparse.Namespace:
     from trainer import compare  # one command needs it
 
     parser = _Parser(prog="lockstep compare", usage="lockstep compare CONFIG... [key=value...] [options]")
@@ -139,8 +138,16 @@ def _compare(words: Sequence[str]) -> int:
     parser.add_argument("--ignore", default=compare.IGNORED_METRICS, help="pattern of metric names to leave out (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write every difference by name")
     given = parser.parse_args(words)
-    files = [word for word in given.words if "=" not in word]
-    overrides = [word for word in given.words if "=" in word]
+    given.files = [word for word in given.words if "=" not in word]
+    given.overrides = [word for word in given.words if "=" in word]
+    return given
+
+
+def _compare(words: Sequence[str]) -> int:
+    """0 where every strategy gives the numbers of the first, else 1."""
+    from trainer import compare
+
+    given = _parse_compare(words)
     tolerance = compare.TOLERANCES.get(given.precision, 1e-2) if given.tolerance is None else given.tolerance
     names = [name.replace("+", ",") for name in given.strategies.split(",")]
     fixed = {"precision": given.precision, "max_steps": given.steps, "split_batches": "true", "log_every_n_steps": 1, "logger": "false"}
@@ -149,7 +156,7 @@ def _compare(words: Sequence[str]) -> int:
     def fit(strategy: Any, recorder: Any) -> None:
         devices = 1 if strategy == "single" else "auto" if "=" in strategy else given.devices
         settings = {**fixed, "strategy": f"'{strategy}'", "devices": devices}
-        resolved = config.resolve(files, [*overrides, *(f"trainer.{name}={value}" for name, value in settings.items())])
+        resolved = config.resolve(given.files, [*given.overrides, *(f"trainer.{name}={value}" for name, value in settings.items())])
         kept = [item for item in resolved.values["trainer"].get("callbacks") or [] if not str(_class_of(item)).endswith(("ModelCheckpoint", "Logger"))]
         resolved.values["trainer"]["callbacks"] = kept
         run = config.build(resolved)

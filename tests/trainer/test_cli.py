@@ -168,7 +168,7 @@ def test_config_prints_what_can_be_run_again(capsys: pytest.CaptureFixture[str])
         (["fitt", "run.yaml"], 2, r".*'fitt'.*fit.*\(usage: lockstep .*\)"),
         (["fit"], 2, r".*required.*\(usage: lockstep .*\)"),
         (["fit", "run.yaml", "--fast"], 2, r".*--fast.*"),
-        (["fit", "run.yaml", "strategy=dpd"], 1, r".*strategy='dpd'; did you mean 'ddp'\?"),
+        (["fit", "run.yaml", "strategy=dddp"], 1, r".*strategy='dddp'; did you mean 'ddp'\?"),
         (["fit", "run.yaml", "precision=33"], 1, r"precision must be one of .*, but precision='33'"),
         (["fit", "run.yaml", "data.size=0"], 1, r".*empty.*"),
         (["fit", "run.yaml", "ckpt_path=runs/none"], 1, r".*runs/none.*"),
@@ -222,7 +222,7 @@ def test_the_modules_of_the_working_folder_are_found() -> None:
     assert subprocess.run([script, "config", "run.yaml"], capture_output=True, text=True, timeout=60, env=environment()).stdout == result.stdout
 
 
-@pytest.mark.parametrize(("option", "expected"), [("--help", "usage: lockstep fit|validate|test|predict|config CONFIG"), ("--version", "lockstep 0.")])
+@pytest.mark.parametrize(("option", "expected"), [("--help", "usage: lockstep fit|validate|test|predict|config|compare CONFIG"), ("--version", "lockstep 0.")])
 def test_help_and_version(option: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([option])
