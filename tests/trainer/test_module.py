@@ -373,8 +373,8 @@ def gan_by_hand(dtype: torch.dtype) -> list[torch.Tensor]:
     model = Gan().to(dtype)
     (opt_g, opt_d), (scheduler,) = model.configure_optimizers()
     x = data(44).tensors[0].to(dtype)
-    for batch_idx, begin in enumerate(range(0, 44, 12)):
-        part = x[begin : begin + 12]
+    for batch_idx, begin in enumerate(range(0, 44, 11)):
+        part = x[begin : begin + 11]
         opt_d.zero_grad()
         model.loss_d(part).backward()
         nn.utils.clip_grad_norm_(model.disc.parameters(), 0.5)
@@ -390,17 +390,17 @@ def gan_by_hand(dtype: torch.dtype) -> list[torch.Tensor]:
 
 def test_manual_optimization_is_the_hand_written_loop() -> None:
     model, trainer = Gan(), quiet(log_every_n_steps=1)
-    trainer.fit(model, loader(44, 12))
+    trainer.fit(model, loader(44, 11))
     assert equal(weights(model), gan_by_hand(torch.float32))
     assert trainer.global_step == 4 and "loss/d" in trainer.callback_metrics
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.81)
 
 
 def test_manual_optimization_on_two_ranks_has_the_gradients_of_one() -> None:
-    """Uneven shards included: 44 samples in global batches of 12, of which the last has 8."""
+    """Global batches of 11 samples: one rank has 6 of them, the other 5."""
     model = Gan()
     trainer = quiet(devices=2, split_batches=True, precision="64-true")
-    trainer.fit(model, loader(44, 12))
+    trainer.fit(model, loader(44, 11))
     assert distance(weights(model), gan_by_hand(torch.float64)) < 1e-12
     assert trainer.global_step == 4
 
@@ -430,6 +430,35 @@ def test_manual_step_with_a_closure() -> None:
     quiet(precision="64-true").fit(reference, loader(30, 12))
     assert equal(fit(), weights(reference))
     assert distance(fit(devices=2, split_batches=True), weights(reference)) < 1e-12
+
+
+def test_manual_line_search_is_the_same_on_all_ranks() -> None:
+    """LBFGS with a line search decides by losses, so the ranks must see the loss of the global batch."""
+
+    class Search(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(self(batch[0]), batch[1])
+                self.manual_backward(loss)
+                return loss
+
+            optimizer.step(closure)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), max_iter=6, line_search_fn="strong_wolfe")
+
+    def fit(**options: Any) -> list[torch.Tensor]:
+        model = net()
+        model.__class__ = Search
+        quiet(precision="64-true", max_epochs=3, **options).fit(model, loader(31, 31))
+        return weights(model)
+
+    assert distance(fit(devices=2, split_batches=True), fit()) < 1e-9
 
 
 def test_manual_optimization_refuses_what_is_automatic() -> None:
