@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 from collections.abc import Callable
 from importlib.metadata import entry_points
+
+import torch
+from torch import nn
 
 from strategies import environment
 from strategies.base import Strategy
@@ -45,8 +49,12 @@ def build(
     accelerator: str = "auto",
     num_nodes: int = 1,
     precision: str = "32-true",
+    model: nn.Module | None = None,
 ) -> tuple[Strategy, str]:
     """Return the configured strategy and the sentence that says why it was chosen.
+
+    "auto" is `single` on one device and `ddp` on several; where `model` is given and does not fit a device with
+    its gradients and AdamW's state, several devices get `fsdp`.
 
     Raises ValueError for a name that nobody registered and for a layout that the strategy refuses, TypeError
     for an object that is no Strategy. Starts nothing.
@@ -55,7 +63,7 @@ def build(
     if isinstance(strategy, str):
         name = strategy
         if name == "auto":
-            name, reason = _choose(devices, accelerator, num_nodes)
+            name, reason = _choose(devices, accelerator, num_nodes, model)
         strategy = _find(name)()
     elif not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be a name or a Strategy object, but strategy={strategy!r}")
@@ -68,15 +76,36 @@ def names() -> list[str]:
     return ["auto", *STRATEGIES, *sorted(point.name for point in entry_points(group=ENTRY_POINTS) if point.name not in STRATEGIES)]
 
 
-def _choose(devices: int | str, accelerator: str, num_nodes: int) -> tuple[str, str]:
+def training_bytes(model: nn.Module) -> int:
+    """Memory that training needs for a model's state: parameters, gradients, and two moments of each trainable parameter (AdamW)."""
+    return sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in model.parameters())
+
+
+def device_memory(kind: str, ranks_on_node: int) -> int:
+    """Bytes of memory of a device of this machine; on CPU its share of the machine's."""
+    if kind == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_on_node
+
+
+def _choose(devices: int | str, accelerator: str, num_nodes: int, model: nn.Module | None) -> tuple[str, str]:
     world = environment.detect()
-    if world is not None and world.world_size > 1:
-        return "ddp", f"{world.launcher} started {world.world_size} ranks"
     kind = resolve_accelerator(accelerator)
-    count = resolve_devices(devices, kind)
-    if count * num_nodes > 1:
-        return "ddp", f"{count * num_nodes} {kind} devices"
-    return "single", f"one {kind} device"
+    on_node = resolve_devices(devices, kind)
+    if world is not None and world.world_size > 1:
+        reason = f"{world.launcher} started {world.world_size} ranks"
+    elif on_node * num_nodes > 1:
+        reason = f"{on_node * num_nodes} {kind} devices"
+    else:
+        return "single", f"one {kind} device"
+    if model is not None:
+        needed, have = training_bytes(model), device_memory(kind, on_node)
+        if needed > have:
+            return (
+                "fsdp",
+                f"{reason}, and training needs {needed / 2**30:.1f} GiB for parameters, gradients and AdamW's state where a device has {have / 2**30:.1f}",
+            )
+    return "ddp", reason
 
 
 def _find(name: str) -> Callable[[], Strategy]:

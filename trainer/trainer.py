@@ -137,8 +137,10 @@ class Trainer:
         if seed is not None and not 0 <= seed < 2**63:
             raise ValueError(f"seed must be in [0, 2**63), but seed={seed}")
 
-        self.strategy, reason = strategies.build(strategy, devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=str(precision))
-        self._chosen = f"strategy {type(self.strategy).__name__}: {reason}" if strategy == "auto" else None
+        self._layout = {"devices": devices, "accelerator": accelerator, "num_nodes": num_nodes, "precision": str(precision)}
+        self._chooses = strategy == "auto"
+        self.strategy, reason = strategies.build(strategy, **self._layout)
+        self._chosen = f"strategy {type(self.strategy).__name__}: {reason}" if self._chooses else None
         self.max_epochs, self.min_epochs = max_epochs, min_epochs
         self.max_steps = _none_if_negative(max_steps)
         self.accumulate_grad_batches, self.split_batches = accumulate_grad_batches, split_batches
@@ -229,6 +231,10 @@ class Trainer:
         if ckpt_path is None:
             self._check_not_done()
         path = self._check_ckpt_path(ckpt_path)
+        if self._chooses:  # now that the model is known
+            strategy, reason = strategies.build("auto", **self._layout, model=module)
+            if type(strategy) is not type(self.strategy):
+                self.strategy, self._chosen = strategy, f"strategy {type(strategy).__name__}: {reason}"
         if self.strategy.starts_ranks:
             self._adopt(module, self.strategy.launch(_on_rank, self, "fit", module, sources, path, rng_state()))
             return

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from strategies import DDP, SingleDevice, build
+from strategies import DDP, FSDP, SingleDevice, build, registry
 from strategies.registry import names
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
+from tests.trainer.toy import loader, net, quiet
 from trainer import Trainer
 
 THIRD_PARTY = '''
@@ -87,6 +88,20 @@ def test_auto_tells_its_choice() -> None:
     assert isinstance(strategy, SingleDevice) and reason == "one cpu device"
     strategy, reason = build("auto", devices=2, accelerator="cpu")
     assert isinstance(strategy, DDP) and reason == "2 cpu devices"
+
+
+def test_auto_shards_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    model = net()
+    needed = registry.training_bytes(model)
+    assert needed == 4 * 4 * sum(p.numel() for p in model.parameters())
+    for memory, expected in ((needed, DDP), (needed - 1, FSDP)):
+        monkeypatch.setattr(registry, "device_memory", lambda kind, ranks, memory=memory: memory)
+        assert isinstance(build("auto", devices=2, accelerator="cpu", model=model)[0], expected)
+    trainer = quiet(devices=2)
+    trainer.fit(model, loader(16))
+    assert isinstance(trainer.strategy, FSDP)
+    assert "strategy FSDP: 2 cpu devices, and training needs 0.0 GiB" in capfd.readouterr().err
+    assert isinstance(build("auto", devices=1, accelerator="cpu", model=model)[0], SingleDevice)
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:
