@@ -175,7 +175,7 @@ def without_noise(module: nn.Module) -> int:
 
 def table(results: dict[str, Difference], tolerance: float) -> str:
     """The results as text, a line a strategy; the first one is what the others are compared with."""
-    rows = [("strategy", "steps", "loss", "grad norm", "metrics", "parameters", "")]
+    rows: list[tuple[str, ...]] = [("strategy", "steps", "loss", "grad norm", "metrics", "parameters", "")]
     for i, (name, found) in enumerate(results.items()):
         if found.error is not None:
             rows.append((name, "-", "-", "-", "-", "-", found.error))

@@ -18,7 +18,9 @@ def assert_same_run() -> Callable[..., Any]:
     the table of differences where a run differs from the first one by more than `tolerance` (relative), by default
     1e-12 in "64-true", which is the default precision here, and 1e-5 in "32-true". Returns the differences by strategy.
     """
-    from trainer import Trainer, compare, seed_everything
+    from trainer import compare
+    from trainer.seeding import seed_everything
+    from trainer.trainer import Trainer
 
     def check(
         make_module: Callable[[], Any],

@@ -137,7 +137,7 @@ class Trainer:
         if seed is not None and not 0 <= seed < 2**63:
             raise ValueError(f"seed must be in [0, 2**63), but seed={seed}")
 
-        self._layout = {"devices": devices, "accelerator": accelerator, "num_nodes": num_nodes, "precision": str(precision)}
+        self._layout: dict[str, Any] = {"devices": devices, "accelerator": accelerator, "num_nodes": num_nodes, "precision": str(precision)}
         self._chooses = strategy == "auto"
         self.strategy, reason = strategies.build(strategy, **self._layout)
         self._chosen = f"strategy {type(self.strategy).__name__}: {reason}" if self._chooses else None
