@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from strategies.blocks import find_blocks
@@ -53,7 +53,7 @@ def apply_axes(model: nn.Module, mesh: DeviceMesh, options: Options, compute_dty
         if plan is not None:
             apply_plan(model if unit is placed else unit, name, mesh["tensor"], plan)
         if options.activation_checkpointing and unit is not placed:
-            unit.forward = Recomputed(unit.forward, plan.sequence if plan is not None else None)  # type: ignore[method-assign, assignment]
+            unit.forward = Recomputed(unit.forward, plan.sequence if plan is not None else None)
         if data:
             _shard(placed, unit, mesh[data] if len(data) > 1 else mesh[data[0]], "fsdp" in data, options, compute_dtype)
     if plan is not None and plan.sequence is not None:
@@ -79,7 +79,7 @@ class Placed(nn.Module):
         super().__init__()
         self.structure = Structure(model)
         self.model = model
-        self.units: list[FSDPModule] = []
+        self.units: list[Any] = []
         """What is gathered and freed as one: the blocks and this module, which holds the rest. Empty without data axes."""
         self.unsharded: list[nn.Parameter] = []
         """Parameters that the units leave whole; their gradients are averaged over data ranks by hand."""
@@ -130,8 +130,8 @@ class Placed(nn.Module):
     def restore(self, values: Mapping[str, Tensor]) -> None:
         """Undo the placement: plain modules with plain parameters, made of `values` (the whole tensors by name)."""
         whole: dict[int, nn.Parameter] = {}
-        for name, parameter in self.model.named_parameters():
-            whole[id(parameter)] = nn.Parameter(values[name], requires_grad=parameter.requires_grad)
+        for name, cut in self.model.named_parameters():
+            whole[id(cut)] = nn.Parameter(values[name], requires_grad=cut.requires_grad)
         for module in self.model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -140,9 +140,9 @@ class Placed(nn.Module):
 
     def lend(self, blocks: Mapping[str, nn.Module]) -> None:
         """Make layers usable wherever they are called: outside of a step, or without the block that holds them."""
-        owner: dict[int, FSDPModule] = {}
+        owner: dict[int, Any] = {}
         for unit in self.units:  # inner ones before those that hold them
-            for parameter in unit.parameters():  # type: ignore[attr-defined]
+            for parameter in unit.parameters():
                 owner.setdefault(id(parameter), unit)
         for parameter in self.unsharded:
             owner.pop(id(parameter), None)
@@ -229,7 +229,10 @@ class Filler:
                     module._buffers[name] = self._value(buffer)
             for name, value in vars(module).items():
                 if isinstance(value, Tensor) and value.is_meta:
-                    raise ValueError(f"{type(module).__name__}.{name} was made on the meta device and holds no values; make it a buffer (self.register_buffer) in configure_model")
+                    raise ValueError(
+                        f"{type(module).__name__}.{name} was made on the meta device and holds no values; "
+                        "make it a buffer (self.register_buffer) in configure_model"
+                    )
 
     def _parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         known = self._real.get(id(parameter))
@@ -257,15 +260,17 @@ def _shard(placed: Placed, unit: nn.Module, mesh: DeviceMesh, sharded: bool, opt
     whole = {p for module in unit.modules() for p in module._parameters.values() if p is not None and (p.dim() == 0 or (compute_dtype and _is_norm(module)))}
     known = {id(p) for p in placed.unsharded}
     placed.unsharded += [p for p in unit.parameters() if p in whole and id(p) not in known]
-    mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=unit is not placed) if compute_dtype else MixedPrecisionPolicy()
+    mixed = MixedPrecisionPolicy()
+    if compute_dtype is not None:
+        mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=unit is not placed)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.cpu_offload else OffloadPolicy()
     ignored = set(placed.unsharded)
     if sharded:
         reshard = None if unit is placed else options.reshard_after_forward
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=mixed, offload_policy=offload, ignored_params=ignored)
     else:
-        replicate(unit, mesh=mesh, mp_policy=mixed, offload_policy=offload, ignored_params=ignored)  # type: ignore[arg-type]
-    placed.units.append(unit)  # type: ignore[arg-type]
+        replicate(unit, mesh=mesh, mp_policy=mixed, offload_policy=offload, ignored_params=ignored)
+    placed.units.append(unit)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -276,15 +281,10 @@ def _is_norm(module: nn.Module) -> bool:
 class _Lender:
     """Makes a unit's parameters whole while a layer runs that was called without the unit."""
 
-    def __init__(self, placed: Placed, unit: FSDPModule, own: set[int]) -> None:
+    def __init__(self, placed: Placed, unit: Any, own: set[int]) -> None:
         self._placed, self._unit = placed, unit
         self._lent: list[nn.Module] = []
-        self._places = [
-            (module._parameters, name, p)
-            for module in unit.modules()  # type: ignore[attr-defined]
-            for name, p in module._parameters.items()
-            if id(p) in own
-        ]
+        self._places = [(module._parameters, name, p) for module in unit.modules() for name, p in module._parameters.items() if id(p) in own]
         """Where the unit's parameters are found, and what is found there while they are cut."""
 
     def watch(self, module: nn.Module) -> None:

@@ -35,7 +35,10 @@ def find_blocks(model: nn.Module, rule: Rule) -> dict[str, nn.Module]:
         matches = {_shown(item): [name for name in candidates if _matches(item, name, named[name])] for item in wanted}
         nothing = [item for item, names in matches.items() if not names]
         if nothing:
-            raise ValueError(f"wrap must name classes or submodules that have parameters, but {nothing[0]} is none in {type(model).__name__}; there are {', '.join(candidates[:6])}")
+            raise ValueError(
+                f"wrap must name classes or submodules that have parameters, but {nothing[0]} is none in {type(model).__name__}; "
+                f"there are {', '.join(candidates[:6])}"
+            )
         found = [name for name in candidates if any(name in names for names in matches.values())]
     ties = list(shared(model))
     return {name: named[name] for name in found if not any(_crosses(name, places) for places in ties)}
@@ -46,8 +49,12 @@ def shared(model: nn.Module) -> dict[tuple[str, ...], list[tuple[nn.Module, str]
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    places = {tuple(many): [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in many] for many in names.values() if len(many) > 1}
-    return {many: where for many, where in places.items() if len({id(module) for module, _ in where}) > 1}
+    places = {}
+    for many in names.values():
+        where = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in many]
+        if len({id(module) for module, _ in where}) > 1:
+            places[tuple(many)] = where
+    return places
 
 
 def _items(named: dict[str, nn.Module], candidates: list[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,7 +90,8 @@ def clip_by_norm(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
             dist.all_reduce(square, group=mesh.get_group(dim))
         squares.append(square)
     total = torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
-    torch.nn.utils.clip_grads_with_norm_([_Gradient(local(gradient)) for gradient in gradients], max_norm, total)  # type: ignore[arg-type]
+    holders: Any = [_Gradient(local(gradient)) for gradient in gradients]
+    torch.nn.utils.clip_grads_with_norm_(holders, max_norm, total)
     return total
 
 

@@ -34,7 +34,10 @@ def parse(text: str) -> dict[str, int | None]:
         found[name] = int(size) if equals else None
     free = [name for name, size in found.items() if size is None]
     if len(free) > 1:
-        raise ValueError(f"one axis of a mesh may go without a size and take the ranks that are left, but strategy={text!r} has {' and '.join(free)}; give all but one a size")
+        raise ValueError(
+            f"one axis of a mesh may go without a size and take the ranks that are left, but strategy={text!r} has {' and '.join(free)}; "
+            "give all but one a size"
+        )
     return {name: found[name] for name in AXES if name in found}
 
 
@@ -45,7 +48,10 @@ def resolve(axes: Mapping[str, int | None], world_size: int) -> dict[str, int]:
     if world_size % product or (not free and product != world_size):
         shown = " × ".join(f"{name}={size}" for name, size in axes.items() if size is not None)
         fits = "does not divide" if free else "is not"
-        raise ValueError(f"the mesh {shown} = {product} ranks {fits} the number of ranks, {world_size}; the nearest mesh that fits is strategy={_nearest(axes, world_size)!r}")
+        raise ValueError(
+            f"the mesh {shown} = {product} ranks {fits} the number of ranks, {world_size}; "
+            f"the nearest mesh that fits is strategy={_nearest(axes, world_size)!r}"
+        )
     return {name: world_size // product if size is None else size for name, size in axes.items()}
 
 

@@ -21,5 +21,5 @@ def materialise(model: nn.Module) -> nn.Module:
                 "build the layer in configure_model, or define reset_parameters"
             )
         module.to_empty(device="cpu", recurse=False)
-        module.reset_parameters()  # type: ignore[operator]
+        module.reset_parameters()
     return model

@@ -40,7 +40,9 @@ HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attentio
 HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "d_head", "attention_head_size")
 ELEMENTWISE = tuple(
     getattr(nn, name)
-    for name in "ReLU ReLU6 LeakyReLU ELU SELU CELU GELU SiLU Mish Tanh Sigmoid LogSigmoid Softplus Softsign Hardtanh Hardswish Hardsigmoid Identity Dropout".split()
+    for name in (
+        "ReLU ReLU6 LeakyReLU ELU SELU CELU GELU SiLU Mish Tanh Sigmoid LogSigmoid Softplus Softsign Hardtanh Hardswish Hardsigmoid Identity Dropout"
+    ).split()
 )
 """What may stand between two cut linear layers of a sequence."""
 
@@ -75,7 +77,9 @@ def make_plan(model: nn.Module, blocks: Mapping[str, nn.Module], size: int, opti
     if options.loss_parallel:
         _cut_classes(model, plan)
     elif "classes" in plan.styles.values():
-        raise ValueError("a plan that cuts a layer by 'classes' needs loss_parallel=True, which computes the loss on cut logits; give it, or cut the layer by 'gather'")
+        raise ValueError(
+            "a plan that cuts a layer by 'classes' needs loss_parallel=True, which computes the loss on cut logits; give it, or cut the layer by 'gather'"
+        )
     _check_sizes(model, size, plan)
     if options.sequence_parallel:
         plan.sequence = Sequence.of(model, blocks, plan.styles, size)
@@ -103,8 +107,8 @@ def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> No
     for name, _, module in inside(plan.heads):
         for attribute, count in plan.heads[name].items():
             setattr(module, attribute, count)
-    for name, _, module in inside(plan.dropouts):
-        module.forward = SlicedDropout(module, mesh)  # type: ignore[method-assign, assignment]
+    for _, _, module in inside(plan.dropouts):
+        module.forward = SlicedDropout(module, mesh)
     for places in ties:
         _tie(places, prefix, unit)
     for name, module in zip(names, modules, strict=True):
@@ -168,7 +172,7 @@ def _given(model: nn.Module, options: Options) -> dict[str, Any] | None:
         raise ValueError(f"plan must be 'auto' or a dict of layer names and how they are cut, but plan={options.plan!r}")
     else:
         sources = [
-            (name + "." if name else "", module.tensor_plan(), f"{type(module).__name__}.tensor_plan()")  # type: ignore[operator]
+            (name + "." if name else "", module.tensor_plan(), f"{type(module).__name__}.tensor_plan()")
             for name, module in named.items()
             if callable(getattr(module, "tensor_plan", None))
         ]
@@ -245,7 +249,10 @@ def _heads(dot: str, module: nn.Module, linear: Mapping[str, nn.Linear], names: 
     counts = {name: value for name in HEAD_COUNTS if type(value := vars(module).get(name)) is int}
     for name, value in counts.items():
         if value % size:
-            raise ValueError(f"strategy tensor cuts attention by heads, but {dot}{name}={value} is not divisible by the {size} ranks of a tensor group; change it, or the mesh")
+            raise ValueError(
+                f"strategy tensor cuts attention by heads, but {dot}{name}={value} is not divisible by the {size} ranks of a tensor group; "
+                "change it, or the mesh"
+            )
     if counts:
         return {name: value // size for name, value in counts.items()}
     width = next((value for name in HEAD_WIDTHS if type(value := vars(module).get(name)) is int), None)
@@ -263,14 +270,16 @@ def _heads(dot: str, module: nn.Module, linear: Mapping[str, nn.Linear], names: 
 def _cut_classes(model: nn.Module, plan: Plan) -> None:
     """Loss parallelism: the last linear layer is cut by its outputs, the classes."""
     linear = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
-    heads = [name for name, style in plan.styles.items() if style == "classes"] or [name for name, _ in linear[-1:] if plan.styles.get(name, "gather") in ("gather", "scatter")]
+    heads = [name for name, style in plan.styles.items() if style == "classes"]
+    heads = heads or [name for name, _ in linear[-1:] if plan.styles.get(name, "gather") in ("gather", "scatter")]
     if not heads:
         raise ValueError("loss_parallel=True cuts the last linear layer by classes, but the plan uses it otherwise; name the layer in the plan with 'classes'")
     for name in heads:
         plan.styles[name] = "classes"
         for places in shared(model).values():  # the embedding that shares its weight
-            if any(module is model.get_submodule(name) for module, _ in places):
-                plan.styles |= {other: "embedding" for other, module in model.named_modules() if isinstance(module, nn.Embedding) and any(module is m for m, _ in places)}
+            holders = [module for module, _ in places]
+            if model.get_submodule(name) in holders:
+                plan.styles |= {other: "embedding" for other, module in model.named_modules() if isinstance(module, nn.Embedding) and module in holders}
 
 
 def _check_sizes(model: nn.Module, size: int, plan: Plan) -> None:
@@ -335,5 +344,3 @@ def _tie(places: list[tuple[nn.Module, str]], prefix: str, unit: nn.Module) -> N
         raise ValueError(f"{shown} are one parameter, but the plan cuts them in different ways; name both layers in the plan, cut alike, or neither")
     for module, leaf in places:
         module._parameters[leaf] = parameters[0]
-
-

@@ -341,8 +341,8 @@ class Steps:
                 others = [rank for rank, flag in enumerate(self._all) if int(flag)]
                 if others:
                     raise RuntimeError(
-                        f"training_step returned None on rank {self._rank}, but a loss on rank {', '.join(map(str, others))}; parameters that are cut over ranks need "
-                        "the backward of all, so return None on every rank, or a loss without weight: Loss(loss, 0)"
+                        f"training_step returned None on rank {self._rank}, but a loss on rank {', '.join(map(str, others))}; parameters cut over ranks "
+                        "need the backward of all, so return None on every rank, or a loss without weight: Loss(loss * 0, 0)"
                     )
             return output
 

@@ -33,6 +33,8 @@ class Shard:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Shard:
+        if hasattr(tensor, "full_tensor"):  # cut over ranks, all of which are here
+            tensor = tensor.full_tensor()
         return cls(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
 
 
@@ -118,15 +120,16 @@ def gather_state(model: nn.Module, optimizers: dict[str, Optimizer], piece: Call
                 for i, group in enumerate(saved["param_groups"])
             ],
             "state": {
-                order[i]: {k: pack(v, f"optimizer/{key}/{order[i]}/{k}", state.tensors, piece) for k, v in entry.items()}
-                for i, entry in saved["state"].items()
+                order[i]: {k: pack(v, f"optimizer/{key}/{order[i]}/{k}", state.tensors, piece) for k, v in entry.items()} for i, entry in saved["state"].items()
             },
         }
     return state
 
 
-Take = Callable[[Reader, str, "Tensor | None"], Tensor]
-"""`take(reader, name, like)` reads a tensor laid out as `like`, this run's own tensor of that meaning."""
+class Take(Protocol):
+    """Reads a saved tensor, laid out as `like`, this run's own tensor of that meaning."""
+
+    def __call__(self, reader: Reader, name: str, like: Tensor | None) -> Tensor: ...
 
 
 def read_whole(reader: Reader, name: str, like: Tensor | None) -> Tensor:
@@ -254,6 +257,15 @@ def gather_whole(strategy: Strategy, state: State, keep: bool = True) -> Whole:
                 target = whole.tensors.setdefault(name, torch.empty(global_shape, dtype=dtype))
                 target[tuple(slice(start, start + length) for start, length in zip(offsets, shape, strict=True))] = part.view(shape)
     return whole
+
+
+def cut_like(whole: Tensor, like: Tensor) -> Tensor:
+    """`whole` as this rank holds `like`, a parameter: all of it, or where parameters are cut over ranks its part, a DTensor."""
+    if not hasattr(like, "full_tensor"):
+        return whole.to(like.device)
+    from strategies.dtensors import take  # a second to import
+
+    return take(Whole({"": whole}, {}), "", like)
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:

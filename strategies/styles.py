@@ -33,7 +33,10 @@ class Sequence:
     def of(cls, model: nn.Module, blocks: Mapping[str, nn.Module], styles: dict[str, Any], size: int) -> Sequence:
         """Find the rows of blocks and add their normalisation layers to `styles`. Raises ValueError naming what does not fit."""
         if not blocks:
-            raise ValueError(f"sequence_parallel=True works between the blocks of a list or sequence, but {type(model).__name__} has none; leave it out, or name them with wrap")
+            raise ValueError(
+                f"sequence_parallel=True works between the blocks of a list or sequence, but {type(model).__name__} has none; "
+                "leave it out, or name them with wrap"
+            )
         for name, block in blocks.items():
             for inner, layer in block.named_modules():
                 full = f"{name}.{inner}" if inner else name
@@ -41,7 +44,10 @@ class Sequence:
                     styles[full] = "position"
                 elif full not in styles and next(layer.parameters(recurse=False), None) is not None:
                     leaf = next(leaf for leaf, _ in layer.named_parameters(recurse=False))
-                    raise ValueError(f"sequence_parallel=True needs every layer of a block in the plan, or to be LayerNorm or RMSNorm, but {full}.{leaf} is neither; leave it out, or add the layer to the plan")
+                    raise ValueError(
+                        f"sequence_parallel=True needs every layer of a block in the plan, or to be LayerNorm or RMSNorm, but {full}.{leaf} is neither; "
+                        "leave it out, or add the layer to the plan"
+                    )
         rows: dict[str, list[str]] = {}
         for name in blocks:
             rows.setdefault(name.rpartition(".")[0], []).append(name)
@@ -54,7 +60,9 @@ class Sequence:
         def enter(row: list[nn.Module], index: int, module: nn.Module, args: Any) -> Any:
             if self._turn != index:
                 self._turn, self.on = 0, False
-                raise RuntimeError(f"sequence_parallel=True needs the blocks of a list to run in their order, but a {type(module).__name__} ran out of turn; leave it out")
+                raise RuntimeError(
+                    f"sequence_parallel=True needs the blocks of a list to run in their order, but a {type(module).__name__} ran out of turn; leave it out"
+                )
             self._turn = (index + 1) % len(row)
             x = args[0] if args else None
             if index or not isinstance(x, Tensor) or x.dim() < 3 or x.shape[1] % self._size:
@@ -111,7 +119,7 @@ class Position(ParallelStyle):
         self.sequence = sequence
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, None, self._inputs, self._outputs)  # type: ignore[arg-type]
+        return distribute_module(module, device_mesh, None, self._inputs, self._outputs)
 
     def _inputs(self, module: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> Any:
         layouts = self.sequence.layouts() if self.sequence else (Replicate(),)

@@ -130,6 +130,8 @@ class MetricStore:
         weight = (self.weight if batch_size is None else batch_size) if entry.reduce_fx == "mean" else 1.0
         if isinstance(value, Tensor):
             value = value.detach()
+            if hasattr(value, "full_tensor"):  # cut over ranks, such as the norm of a gradient: all of them log it
+                value = value.full_tensor()
             if value.dim():
                 if value.numel() != 1:
                     raise ValueError(

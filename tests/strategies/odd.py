@@ -154,4 +154,5 @@ class TwoLosses(Module):
 
 def tokens(n: int, batch_size: int = 4, shuffle: bool = True) -> DataLoader:
     generator = torch.Generator().manual_seed(n)
-    return DataLoader(TensorDataset(torch.randint(0, 6, (n, 5), generator=generator), torch.randint(0, 6, (n, 5), generator=generator)), batch_size, shuffle=shuffle)
+    x, y = (torch.randint(0, 6, (n, 5), generator=generator) for _ in range(2))
+    return DataLoader(TensorDataset(x, y), batch_size, shuffle=shuffle)

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from callbacks import Callback, ModelCheckpoint
 from strategies import DDP, FSDP, SingleDevice, Strategy
 from strategies.blocks import find_blocks
-from strategies.state import gather_whole
+from strategies.state import cut_like, gather_whole
 from strategies.traceless import traceless
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
@@ -24,9 +25,12 @@ from trainer import Module, Trainer
 from trainer.checkpoint import Checkpoint
 
 
-def fit(strategy: Strategy | str, devices: int, module: Module, train: Any = None, val: Any = None, **options: Any) -> Trainer:
-    trainer = quiet(strategy=strategy, devices=devices, accelerator="cpu", **{"seed": 1, "split_batches": True, "precision": "64-true", "max_epochs": 2} | options)
-    trainer.fit(module, train, val)
+def fit(
+    strategy: Strategy | str, devices: int | str, module: Module, train: Any = None, val: Any = None, ckpt_path: Path | None = None, **options: Any
+) -> Trainer:
+    defaults = {"seed": 1, "split_batches": True, "precision": "64-true", "max_epochs": 2}
+    trainer = quiet(strategy=strategy, devices=devices, accelerator="cpu", **defaults | options)
+    trainer.fit(module, train, val, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -45,7 +49,8 @@ def test_an_odd_module_trains_as_on_one_process() -> None:
     kept = fit("single", 1, one, tokens(22), tokens(9, 4, False), accumulate_grad_batches=2)
     found = fit(FSDP(), 2, sharded, tokens(22), tokens(9, 4, False), accumulate_grad_batches=2)
     assert distance(weights(one), weights(sharded)) < 1e-12
-    assert {name: float(value) for name, value in found.callback_metrics.items()} == pytest.approx({name: float(value) for name, value in kept.callback_metrics.items()}, rel=1e-12)
+    expected = {name: float(value) for name, value in kept.callback_metrics.items()}
+    assert {name: float(value) for name, value in found.callback_metrics.items()} == pytest.approx(expected, rel=1e-12)
     assert all(type(p) is nn.Parameter for p in sharded.parameters()), "the caller's module is plain again"
     assert sharded.core.head.weight is sharded.core.token.weight
     assert sharded.core.get_extra_state() == {"note": "of core", "numbers": [1, 2]}
@@ -150,7 +155,8 @@ def test_values_of_a_model_on_the_meta_device_are_those_of_building_it(strategy:
     with torch.device("meta"):
         deferred = Plain()
     for module in (built, deferred):
-        fit(strategy if module is deferred else "single", 2 if module is deferred and strategy != "single" else 1, module, rows(12), max_epochs=1, precision="32-true")
+        name = strategy if module is deferred else "single"
+        fit(name, 1 if name == "single" else 2, module, rows(12), max_epochs=1, precision="32-true")
     assert distance(weights(built), weights(deferred)) < 1e-6
 
 
@@ -202,8 +208,6 @@ def test_state_passes_through_any_world_size_bit_for_bit(tmp_path: Path) -> None
 
 
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    from callbacks import ModelCheckpoint
-
     def run(module: Module, **options: Any) -> None:
         saver = ModelCheckpoint(dirpath=str(tmp_path / "ck"), every_n_train_steps=3, save_top_k=-1, filename="{step}")
         fit(FSDP(), 2, module, tokens(22), callbacks=[saver], enable_checkpointing=True, default_root_dir=str(tmp_path), **options)
@@ -211,8 +215,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     whole, again = seeded(Odd), seeded(Odd)
     run(whole)
     first = sorted((tmp_path / "ck").iterdir())[0]
-    trainer = quiet(strategy=FSDP(), devices=2, accelerator="cpu", seed=1, split_batches=True, precision="64-true", max_epochs=2)
-    trainer.fit(again, tokens(22), ckpt_path=first)
+    fit(FSDP(), 2, again, tokens(22), ckpt_path=first)
     assert equal(weights(whole), weights(again))
 
 
@@ -290,6 +293,41 @@ def test_callbacks_read_and_write_whole_weights() -> None:
     fit(FSDP(), 2, sharded, tokens(8))
     assert distance(weights(one), weights(sharded)) < 1e-12
     assert one.bias.min() > 0.5
+
+
+class Ema(Callback):
+    """An average of the weights, part by part, that is saved whole."""
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        saved = getattr(self, "saved", None)
+        kept = list(module.parameters())
+        self.average = [cut_like(whole, p) for whole, p in zip(saved, kept, strict=True)] if saved else [p.detach().clone() for p in kept]
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for mean, parameter in zip(self.average, module.parameters(), strict=True):
+            mean.lerp_(parameter.detach(), 0.5)
+        module.log("norm", self.average[0].norm())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": list(self.average)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.saved = state["average"]
+
+
+def test_what_a_callback_keeps_of_cut_parameters_is_saved_whole(tmp_path: Path) -> None:
+    def run(strategy: str, **options: Any) -> list[Tensor]:
+        saver = ModelCheckpoint(dirpath=str(tmp_path / strategy), every_n_train_steps=2, save_top_k=-1, filename="{step}")
+        trainer = fit(strategy, 1 if strategy == "single" else 2, seeded(Odd), tokens(16), callbacks=[Ema(), saver], enable_checkpointing=True, **options)
+        checkpoint = Checkpoint.open(tmp_path / strategy / "step=8")
+        names = [name for name in checkpoint.names("callbacks/") if "average" in name]
+        assert names and trainer.callback_metrics["norm"] > 0
+        return [checkpoint.read(name) for name in names]
+
+    expected = run("single")
+    assert distance(expected, run("fsdp")) < 1e-12
+    for strategy, halfway in (("single", "fsdp"), ("fsdp", "single")):
+        assert distance(expected, run(strategy, ckpt_path=tmp_path / halfway / "step=4")) < 1e-12
 
 
 class Normalised(Plain):

@@ -236,14 +236,11 @@ class Extra(GPT):
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[], Module], str]] = {
     "width": ({}, lambda: Text(lambda: GPT(15, 1, 5, 8)), r"cuts attention by heads, but gpt\.blocks\.0\.attention\.q has out_features=15"),
     "heads": ({}, lambda: Text(lambda: Counted(12, 3)), r"cuts attention by heads, but gpt\.num_heads=3 is not divisible by the 2 ranks"),
-    "size": ({"plan": {"gpt.blocks.0.up": "column"}}, lambda: Text(lambda: GPT(15, 1, 15, 8)), None),  # type: ignore[dict-item]
     "odd": ({}, lambda: Alone((5, 3, 3)), r"cuts a by in_features=5, which is not divisible by the 2 ranks of a tensor group"),
     "nothing": ({}, Convolution, r"finds nothing to cut in Convolution"),
     "name": ({"plan": {"gpt.block.*": "row"}}, Text, r"plan names 'gpt\.block\.\*', which is no submodule"),
     "style": ({"plan": {"gpt.head": "colwise"}}, Text, r"plan must say one of column, row, .*'gpt\.head' has 'colwise'"),
     "kind": ({"plan": {"gpt.norm": "row"}}, Text, r"cuts gpt\.norm by 'row', which is for Linear, but it is LayerNorm"),
-    "between": ({}, lambda: Text(Softened), r"the automatic plan cuts gpt\.mlp\.fc1, gpt\.mlp\.fc2, but gpt\.mlp then computes something else"),
-    "tied": ({"plan": {"gpt.head": "gather"}}, lambda: Text(Tied), r"gpt\.token\.weight and gpt\.head\.weight are one parameter"),
     "sequence": ({"sequence_parallel": True}, lambda: Text(Extra), r"but gpt\.blocks\.1\.gain is neither"),
     "classes": ({"plan": {"gpt.head": "classes"}}, Text, r"needs loss_parallel=True"),
     "plan": ({"plan": "colwise"}, Text, r"plan must be 'auto' or a dict"),
@@ -251,18 +248,25 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], Module], str]] = {
 
 
 @pytest.mark.parametrize(("options", "make", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_cut_is_named(options: dict[str, Any], make: Callable[[], Module], message: str | None) -> None:
+def test_what_cannot_be_cut_is_named(options: dict[str, Any], make: Callable[[], Module], message: str) -> None:
     from strategies.blocks import find_blocks
     from strategies.plan import make_plan
 
     module = make()
-    settings = Options(**options)
-    if message is None:
-        assert make_plan(module, {}, 2, settings).styles == {"gpt.blocks.0.up": "column"}  # 60 outputs divide
-        return
     with pytest.raises(ValueError, match=message):
-        make_plan(module, find_blocks(module, "auto"), 2, settings)
-        fit(TensorParallel(**options), 2, module, text(), max_epochs=1)
+        make_plan(module, find_blocks(module, "auto"), 2, Options(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "network", "message"),
+    [
+        ({}, Softened, r"the automatic plan cuts gpt\.mlp\.fc1, gpt\.mlp\.fc2, but gpt\.mlp then computes something else"),
+        ({"plan": {"gpt.head": "gather"}}, Tied, r"gpt\.token\.weight and gpt\.head\.weight are one parameter"),
+    ],
+)
+def test_what_ranks_find_wrong_is_named(options: dict[str, Any], network: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(TensorParallel(**options), 2, Text(network), text(), max_epochs=1)
 
 
 def test_a_cut_layer_is_not_called_without_its_module() -> None:
