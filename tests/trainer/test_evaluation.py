@@ -393,5 +393,5 @@ def test_evaluation_needs_its_step_and_its_data() -> None:
         quiet().validate(Net())
     with pytest.raises(TypeError, match="validate takes a trainer.Module, but module is Linear"):
         quiet().validate(nn.Linear(1, 1), loader(8))
-    with pytest.raises(ValueError, match="the loader is empty"):
+    with pytest.raises(ValueError, match="a loader for predict is empty"):
         quiet().predict(Net(), DataLoader(TensorDataset(torch.zeros(0, 8))))

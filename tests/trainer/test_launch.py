@@ -91,8 +91,8 @@ def test_what_a_trainer_and_its_module_hold_after_two_ranks() -> None:
     model, trainer = net(), Trainer(max_epochs=1, devices=2, logger=CSVLogger(), enable_progress_bar=False, callbacks=ModelCheckpoint(monitor="val/loss"))
     trainer.fit(model, loader(32, 4), loader(16, 4))
     assert (trainer.global_step, trainer.current_epoch, trainer.num_training_batches, trainer.num_val_batches) == (4, 1, 4, [2])
-    assert set(trainer.callback_metrics) == {"train/loss", "train/loss_epoch", "val/loss", "val/acc"}
-    assert set(trainer.logged_metrics) == {"train/loss_epoch", "val/loss", "val/acc"}
+    assert set(trainer.callback_metrics) == {"train/loss", "train/loss_step", "train/loss_epoch", "val/loss", "val/acc"}
+    assert set(trainer.logged_metrics) == {"train/loss_step", "train/loss_epoch", "val/loss", "val/acc"}
     assert trainer.log_dir == "runs/Net/version_0" and trainer.is_global_zero and not trainer.should_stop
     saver = trainer.checkpoint_callback
     assert saver.best_model_score == trainer.callback_metrics["val/loss"] and is_checkpoint(saver.best_model_path)
