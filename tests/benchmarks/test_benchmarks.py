@@ -47,3 +47,17 @@ def test_start(match: str, tmp_path: Path) -> None:
         assert name in output
         assert 0 < row["median_s"] < 280
         assert math.isclose(row["min_s"], row["max_s"])
+
+
+def test_memory(tmp_path: Path) -> None:
+    output, numbers = run("memory.py", "--ranks", "2", "--match", "dp", file=tmp_path / "numbers.json")
+    rows = {row["strategy"]: row for row in numbers["results"]}
+    assert set(rows) == {"dp", "ddp", "fsdp"} and all(name in output for name in rows)
+    size = 4 * numbers["model"]["parameters"]
+    for name, share in (("dp", 1), ("ddp", 1), ("fsdp", 2)):
+        row = rows[name]
+        assert row["parameters"] == row["gradients"] == size // share
+        assert 2 * size // share < row["optimizer"] < 2.01 * size // share, "two moments, and a counter a tensor"
+        assert row["total"] == row["parameters"] + row["gradients"] + row["optimizer"] + row["other"]
+        assert row["other"] == 0
+        assert row["steps"] > row["total"] > 0
