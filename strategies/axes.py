@@ -305,7 +305,7 @@ class _Lender:
         if self._lent and self._lent[-1] is module:
             self._lent.pop()
             if not self._placed.depth:  # within a step the backward frees it
-                self._unit.reshard()
+                self._placed.close()
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -98,6 +98,7 @@ class ShardedStrategy(EagerStrategy):
     def release(self, placed: nn.Module) -> None:
         if self._mesh is None:
             return
+        placed.close()  # type: ignore[operator]
         world = environment.detect()
         keeps = self.rank == 0 or (world is not None and world.launcher != "lockstep")  # else this process ends with the run
         pieces = {name: self._piece(parameter) for name, parameter in self._user_model(placed).named_parameters()}
@@ -193,6 +194,18 @@ class ShardedStrategy(EagerStrategy):
         if placed.depth:
             placed.gather()  # type: ignore[operator]
         return stepped
+
+    # ---- 4. checkpointing ------------------------------------------------------------------------
+
+    def state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> State:
+        if self._mesh is not None:
+            placed.close()  # type: ignore[operator]
+        return super().state_dict(placed, optimizers)
+
+    def load_state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+        if self._mesh is not None:
+            placed.close()  # type: ignore[operator]
+        super().load_state_dict(placed, optimizers, state)
 
     # ---- what EagerStrategy asks -------------------------------------------------------------------
 

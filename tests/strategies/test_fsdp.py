@@ -67,6 +67,13 @@ def test_several_optimizers(module: Any) -> None:
     assert distance(weights(one), weights(sharded)) < 1e-12
 
 
+def test_blocks_may_stay_gathered_on_groups_of_ranks() -> None:
+    one, sharded = seeded(Odd, bypass=False), seeded(Odd, bypass=False)
+    fit("single", 1, one, tokens(8), max_epochs=1)
+    fit(FSDP(reshard_after_forward=2), 4, sharded, tokens(8), max_epochs=1)
+    assert distance(weights(one), weights(sharded)) < 1e-12
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "kept after forward": {"reshard_after_forward": False},
     "synchronised each time": {"sync_every_micro_batch": True},
