@@ -44,7 +44,7 @@ clean: ## Remove the environment, caches and build results; runs stay
 	$(PYTHON) -m venv .venv
 
 .venv/.installed: setup.cfg pyproject.toml constraints.txt | .venv/bin/python
-	$(INSTALL) --editable '.[dev,examples]'
+	$(INSTALL) --editable '.[dev,examples,deepspeed]'
 	@touch $@
 
 .venv/.installed-bench: .venv/.installed
