@@ -292,6 +292,61 @@ def test_memory_of_a_rank(devices: int) -> None:
         assert held <= found[name][1] <= most + 0.2, name
 
 
+class Collectives(TorchDispatchMode):
+    """Bytes of the whole tensors that collectives of two ranks work on, by collective."""
+
+    KINDS = {"allreduce_": "all-reduce", "_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = self.KINDS.get(func.name().removeprefix("c10d::"))
+        if kind is not None:
+            tensors = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+            whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self.bytes[kind] = self.bytes.get(kind, 0) + whole * (2 if kind == "reduce-scatter" else 1)
+        return func(*args, **(kwargs or {}))
+
+
+class Moved(Callback):
+    """What collectives work on in the third step, in sizes of the model; rank 0's, brought back to the caller."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, float] = {}
+        self._mode: Collectives | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 2 and self._mode is None:
+            self._mode = Collectives()
+            self._mode.__enter__()
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 3 and self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self.found, self._mode = {kind: size / (8 * 512 * 512 * 4) for kind, size in self._mode.bytes.items()}, None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"found": self.found}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.found = state["found"]
+
+
+@pytest.mark.slow
+def test_bytes_moved_in_a_step_of_two_micro_batches() -> None:
+    found = {}
+    for stage in (1, 2, 3):
+        moved = Moved()
+        strategy = DeepSpeed(stage=stage, config={"zero_optimization": TIGHT})
+        quiet(strategy=strategy, devices=2, accumulate_grad_batches=2, callbacks=[moved]).fit(
+            Wide(), DataLoader(TensorDataset(torch.randn(12, 512)), batch_size=1)
+        )
+        found[stage] = {kind: size for kind, size in moved.found.items() if size > 0.01}
+    assert found == {1: {"all-reduce": 1, "all-gather": 1}, 2: {"all-reduce": 2, "all-gather": 1}, 3: {"all-gather": 4, "reduce-scatter": 2}}
+
+
 # ---- the configuration -------------------------------------------------------------------------------
 
 
