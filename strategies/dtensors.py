@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from strategies.state import Reader, Shard
+from strategies.state import Reader, Shard, Whole
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -48,6 +48,11 @@ def take(reader: Reader, name: str, like: Tensor | None) -> Tensor:
     mine = like.to_local()
     read = reader.read(name, tuple(offsets), tuple(shape)) if mine.numel() else torch.empty(tuple(shape), dtype=mine.dtype)
     return DTensor.from_local(read.to(mine.device), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def cut_like(whole: Tensor, like: Tensor) -> Tensor:
+    """`whole` as this rank holds `like`, a parameter: all of it, or where parameters are cut over ranks its part, a DTensor."""
+    return take(Whole({"": whole}, {}), "", like) if isinstance(like, DTensor) else whole.to(like.device)
 
 
 def settle(parameters: Iterable[Tensor]) -> None:

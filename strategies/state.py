@@ -259,15 +259,6 @@ def gather_whole(strategy: Strategy, state: State, keep: bool = True) -> Whole:
     return whole
 
 
-def cut_like(whole: Tensor, like: Tensor) -> Tensor:
-    """`whole` as this rank holds `like`, a parameter: all of it, or where parameters are cut over ranks its part, a DTensor."""
-    if not hasattr(like, "full_tensor"):
-        return whole.to(like.device)
-    from strategies.dtensors import take  # a second to import
-
-    return take(Whole({"": whole}, {}), "", like)
-
-
 def parameter_names(model: nn.Module) -> dict[int, str]:
     """Canonical name of each parameter by `id`; a tied parameter has its first name."""
     return {id(parameter): name for name, parameter in model.named_parameters()}

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import Callback, ModelCheckpoint
 from strategies import DDP, FSDP, SingleDevice, Strategy
 from strategies.blocks import find_blocks
-from strategies.state import cut_like, gather_whole
+from strategies.dtensors import cut_like
+from strategies.state import gather_whole
 from strategies.traceless import traceless
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
