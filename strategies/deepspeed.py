@@ -242,20 +242,10 @@ class DeepSpeed(EagerStrategy):
                 model[name] = None
             else:
                 model[name] = pack(value, f"model/{name}", shared.tensors)
-        ((key, optimizer),) = optimizers.items()
-        entries: dict[str, Any] = {}
-        for name, parameter in placed.named_trained():
-            for k, v in optimizer.state.get(placed.flat(parameter), {}).items():
-                full = f"optimizer/{key}/{name}/{k}"
-                if isinstance(v, Tensor) and v.dim():
-                    self._contribute(state, full, placed.whole(parameter, v))
-                    v = {"$tensor": full}
-                else:
-                    v = pack(v, full, shared.tensors)
-                entries.setdefault(name, {})[k] = v
-        groups = [{**group, "params": names} for group, names in zip(optimizer.param_groups, placed.groups, strict=True)]
-        packed = [pack(group, f"optimizer/{key}/group{i}", shared.tensors) for i, group in enumerate(groups)]
-        state.meta = {"model": model, "optimizers": {key: {"param_groups": packed, "state": entries}}}
+        state.meta = {
+            "model": model,
+            "optimizers": {key: self._optimizer_state(placed, optimizer, key, state, shared) for key, optimizer in optimizers.items()},
+        }
         if self.rank == 0:
             state.tensors.update(shared.tensors)
         return state
@@ -334,6 +324,21 @@ class DeepSpeed(EagerStrategy):
         if first < last:
             mine = whole[first:last] if rows > 1 else whole
             state.tensors[name] = Shard(mine.detach().to("cpu", copy=True), shape, (first, *[0] * len(shape))[: len(shape)])
+
+    def _optimizer_state(self, placed: ZeroStep, optimizer: Optimizer, key: str, state: State, shared: State) -> dict[str, Any]:
+        """Cut the flat tensors of the optimizer at parameters; returns the JSON part."""
+        entries: dict[str, Any] = {}
+        for name, parameter in placed.named_trained():
+            for k, v in optimizer.state.get(placed.flat(parameter), {}).items():
+                full = f"optimizer/{key}/{name}/{k}"
+                if isinstance(v, Tensor) and v.dim():
+                    self._contribute(state, full, placed.whole(parameter, v))
+                    v = {"$tensor": full}
+                else:
+                    v = pack(v, full, shared.tensors)
+                entries.setdefault(name, {})[k] = v
+        groups = [{**group, "params": names} for group, names in zip(optimizer.param_groups, placed.groups, strict=True)]
+        return {"param_groups": [pack(group, f"optimizer/{key}/group{i}", shared.tensors) for i, group in enumerate(groups)], "state": entries}
 
     def _load_optimizer(self, placed: ZeroStep, optimizer: Optimizer, key: str, state: Reader) -> None:
         """Put saved optimizer state, a tensor a parameter, into the flat tensors that the engine steps."""

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import strategies
 from callbacks import Callback, LRWarmup, ModelCheckpoint
 from strategies import DeepSpeed, Loss, Strategy
+from strategies.state import gather_whole
 from tests.conftest import REPO_ROOT
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
@@ -175,6 +176,31 @@ def test_bfloat16_weights_are_saved_from_their_float32_masters(tmp_path: Path) -
     assert all(value.dtype == torch.float32 for value in saved.values())
     assert any((value != value.bfloat16().float()).any() for value in saved.values())
     assert 0 < difference(saved, reference(Plan(precision="32-true", optimizer="SGD"))[0]) < 0.05
+
+
+class Whole(Callback):
+    """The sums of the weights, put together while they are cut."""
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        whole = gather_whole(trainer.strategy, trainer.strategy.state_dict(trainer.placed, {}))
+        trainer.strategy.load_state_dict(trainer.placed, {}, whole)
+        self.sums = [float(whole.read(f"model/{name}").sum()) for name, _ in module.named_parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": self.sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sums = state["sums"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_full_weights_during_a_run(stage: int) -> None:
+    module, whole = net(), Whole()
+    quiet(strategy=STAGES[stage](), devices=2, callbacks=[whole]).fit(module, loader())
+    assert whole.sums == [p.sum().item() for p in module.parameters()]
 
 
 # ---- memory ------------------------------------------------------------------------------------------
