@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from strategies.blocks import shared
 from strategies.options import Options
-from strategies.styles import STYLES, Sequence
+from strategies.styles import STYLES, Column, Sequence
 from strategies.traceless import traceless
 
 ATTENTION = (
@@ -101,7 +101,17 @@ def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> No
     expected = [_computed(module) for module in modules]
     ties = [[(module, leaf) for module, leaf in places] for places in shared(unit).values()]
     # values are the same on all ranks, so that nothing needs to be sent
-    torch_plan = {name: STYLES[style](plan.sequence) if isinstance(style, str) else style for name, style in todo.items()}
+    torch_plan: dict[str, ParallelStyle] = {}
+    columns: dict[str, Column] = {}
+    for name, style in todo.items():
+        if style == "column":  # one for the layers of a module
+            parent = name.rpartition(".")[0]
+            if parent not in columns:
+                columns[parent] = Column(plan.sequence)
+                unit.get_submodule(parent).register_forward_hook(columns[parent].forget, always_call=True)
+            torch_plan[name] = columns[parent]
+        else:
+            torch_plan[name] = STYLES[style](plan.sequence) if isinstance(style, str) else style
     if torch_plan:
         parallelize_module(unit, mesh, torch_plan, src_data_rank=None)
     for name, _, module in inside(plan.heads):
