@@ -24,6 +24,8 @@ from strategies.pipeline_stage import Staged, kept_streams, seed_streams
 from strategies.state import Reader, Shard, State, gather_state, gather_whole, names_of, parameter_names, restore_state
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from strategies.pipeline_engine import Engine
 
 
@@ -45,7 +47,8 @@ class Pipeline(EagerStrategy):
     `sample`: an input of the pipelined module (a tensor or a tuple of arguments): stages are balanced by the seconds
         that layers take on it instead of by their numbers of parameters.
     `mesh`: `"ddp=2,pipeline=2"` runs two pipelines of two ranks on different samples and averages their gradients after
-        the schedule. Every trainable parameter then has a gradient, zero where the loss does not use it.
+        the schedule; `"fsdp=2,pipeline=2"` cuts parameters, gradients and optimizer state of each stage over two ranks as
+        well. Every trainable parameter then has a gradient, zero where the loss does not use it.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
 
@@ -71,11 +74,12 @@ class Pipeline(EagerStrategy):
         self.module, self.split, self.sample = module, split, sample
         self.timeout_s = timeout_s
         self._axes = {"pipeline": None} if mesh is None else parse(mesh)
-        if "pipeline" not in self._axes or set(self._axes) - {"pipeline", "ddp"}:
-            raise ValueError(f"the mesh of a pipeline has the axes pipeline and ddp, but mesh={mesh!r}; name pipeline, and leave fsdp and tensor out")
+        if "pipeline" not in self._axes or set(self._axes) - {"pipeline", "ddp", "fsdp"}:
+            raise ValueError(f"the mesh of a pipeline has the axes pipeline, ddp and fsdp, but mesh={mesh!r}; name pipeline, and leave tensor out")
         self.num_stage_ranks = 1
         """Ranks of one pipeline, valid after `configure`."""
         self._data_group: dist.ProcessGroup | None = None
+        self._mesh: DeviceMesh | None = None
         self._group: dist.ProcessGroup | None = None
         self._seed = 0
         self._steps_seen = 0
@@ -104,7 +108,7 @@ class Pipeline(EagerStrategy):
         self._engines = {}
         if self.world_size == 1:
             return
-        sizes = resolve(self._axes, self.world_size)
+        sizes = {name: size for name, size in resolve(self._axes, self.world_size).items() if size > 1 or name == "pipeline"}
         self.num_stage_ranks, self.data_size = sizes["pipeline"], self.world_size // sizes["pipeline"]
         self._stage_rank, self.data_rank = divmod(self.rank, self.data_size)  # neighbours share layers and differ in samples
         self.reports = self.schedule.rank_of(self.num_stage_ranks)[-1] == self._stage_rank
@@ -112,13 +116,17 @@ class Pipeline(EagerStrategy):
         for first in range(self.data_size):  # every rank takes part in making every group
             group = dist.new_group(list(range(first, self.world_size, self.data_size)), backend=backend)
             self._group = group if first == self.data_rank else self._group
+        if "fsdp" in sizes:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            self._mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for first in range(0, self.world_size, self.data_size) if self.data_size > 1 else ():
             group = dist.new_group(list(range(first, first + self.data_size)), backend=backend)
             self._data_group = group if first == self.rank - self.data_rank else self._data_group
 
     def teardown(self) -> None:
         super().teardown()
-        self._engines, self._group, self._data_group = {}, None, None
+        self._engines, self._group, self._data_group, self._mesh = {}, None, None, None
 
     def place(self, model: nn.Module) -> nn.Module:
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
@@ -138,6 +146,11 @@ class Pipeline(EagerStrategy):
         rank_of = self.schedule.rank_of(self.num_stage_ranks)
         staged = Staged(model, parts, pipeline_split.stages(parts, len(rank_of), self.split, costs), rank_of, self._stage_rank, self.device)
         staged.group, staged.splits_backward = self._group, self.schedule.splits_backward
+        if self._mesh is not None:
+            from strategies.pipeline_shard import Shards
+
+            data = tuple(name for name in self._mesh.mesh_dim_names or () if name != "pipeline")
+            staged.shards = Shards(staged, self._mesh[data])
         self._steps_seen = 0
         return staged
 
@@ -203,6 +216,8 @@ class Pipeline(EagerStrategy):
                 "a pipeline walks back by its schedule, so it needs automatic optimization; remove automatic_optimization = False, or use another strategy"
             )
         placed.strip()
+        if placed.shards is not None:
+            placed.shards.gather()
         self._steps_seen += 1
         last = len(window.micro_batches) - 1
         tally = Tally()
@@ -243,8 +258,10 @@ class Pipeline(EagerStrategy):
         agreement = self._control.receive()  # type: ignore[union-attr]
         if agreement.count and self.data_size > 1:
             self._average(placed)
+        elif placed.shards is not None:
+            placed.shards.scatter()
         if agreement.count and agreement.count != window.num_samples:
-            torch._foreach_mul_([p.grad for p in placed.model.parameters() if p.grad is not None], window.num_samples / agreement.count)
+            torch._foreach_mul_([_local(p.grad) for p in placed.model.parameters() if p.grad is not None], window.num_samples / agreement.count)
         return agreement
 
     def evaluate(
@@ -257,12 +274,13 @@ class Pipeline(EagerStrategy):
     ) -> Any:
         if not isinstance(placed, Staged):
             return super().evaluate(placed, step_fn, micro_batch, *args, part=part)
-        if not micro_batch.num_samples:
-            return None
         placed.strip()
+        if not micro_batch.num_samples:
+            with placed.gathered():  # with the ranks that run the step
+                return None
         noise = mix(self._seed, self.data_rank, *(arg for arg in args if isinstance(arg, int)))
         counts = nullcontext() if self.reports or part is None else part(0)
-        with kept_streams(), counts, self.precision.autocast(self.device):
+        with kept_streams(), counts, self.precision.autocast(self.device), placed.gathered():
             seed_streams(noise)  # the step begins alike on all ranks
             return placed.run_evaluation(noise, lambda: step_fn(micro_batch.batch, *args))
 
@@ -276,14 +294,26 @@ class Pipeline(EagerStrategy):
     def clip_gradients(self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
         if algorithm != "norm" or not isinstance(placed, Staged):
             return super().clip_gradients(placed, optimizer, value, algorithm)
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        own = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-        squares = (own.to(self.device).double() ** 2).reshape(())
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        cut_over_ranks = [gradient for gradient in gradients if hasattr(gradient, "device_mesh")]
+        squares = self._squares([gradient for gradient in gradients if not hasattr(gradient, "device_mesh")])
+        if placed.shards is not None:
+            cut_squares = self._squares([_local(gradient) for gradient in cut_over_ranks])
+            dist.all_reduce(cut_squares, group=self._mesh.get_group("fsdp"))  # type: ignore[union-attr]
+            squares += cut_squares
         dist.all_reduce(squares, group=self._group)
         norm = squares.sqrt().to(self.precision.dtype)
-        if parameters:
-            torch.nn.utils.clip_grads_with_norm_(parameters, value, norm)
+        if gradients:
+            torch._foreach_mul_([_local(gradient) for gradient in gradients], torch.clamp(value / (norm + 1e-6), max=1.0))
         return norm
+
+    def optimizer_step(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        if self._mesh is None:
+            return super().optimizer_step(placed, optimizer, closure)
+        from strategies import dtensors
+
+        with dtensors.groups_by_mesh(optimizer):
+            return super().optimizer_step(placed, optimizer, closure)
 
     # ---- 3. sampler seeding ----------------------------------------------------------------------
 
@@ -331,13 +361,25 @@ class Pipeline(EagerStrategy):
                         f"optimizer {key!r} holds other parameters or groups than the one that was saved: group {i} had {there[:3]}, now {here[:3]}"
                     )
         with placed.stripped():
-            restore_state(placed.model, optimizers, _StageReader(state, set(placed.model.state_dict())))
+            restore_state(placed.model, optimizers, _StageReader(state, set(placed.model.state_dict())), self._take)
         self._steps_seen = state.meta.get("pipeline", {}).get("steps_seen", 0)
 
     # ---- what EagerStrategy asks -------------------------------------------------------------------
 
     def _piece(self, tensor: Tensor) -> Shard | None:
-        return Shard.whole(tensor) if self.data_rank == 0 else None
+        if self._mesh is None:
+            return Shard.whole(tensor) if self.data_rank == 0 else None
+        from strategies import dtensors
+
+        place = dict(zip(self._mesh.mesh_dim_names or (), self._mesh.get_coordinate() or (), strict=True))
+        return dtensors.piece(tensor, {name: i for name, i in place.items() if name != "pipeline"})
+
+    def _take(self, reader: Reader, name: str, like: Tensor | None) -> Tensor:
+        if self._mesh is None:
+            return super()._take(reader, name, like)
+        from strategies import dtensors
+
+        return dtensors.take(reader, name, like)
 
     def _user_model(self, placed: nn.Module) -> nn.Module:
         return placed.model if isinstance(placed, Staged) else placed
@@ -349,14 +391,22 @@ class Pipeline(EagerStrategy):
         known = self._orders.get(key, [])
         return [*known[index]] if index < len(known) and set(known[index]) == set(names) else names
 
+    def _squares(self, gradients: list[Tensor]) -> Tensor:
+        """Sum of the squares of all elements."""
+        return torch.nn.utils.get_total_norm(gradients).to(self.device).double().square().reshape(())
+
     def _average(self, placed: Staged) -> None:
         """Bring the gradients of the pipelines together, and the statistics of the first to the others. A window without samples here is one of zeros."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        apart = {id(p) for p in placed.model.parameters()} if placed.shards is None else {id(p) for p in placed.shards.whole}
         for parameter in placed.model.parameters():
             if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
+                if id(parameter) in apart:
+                    by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
+        if placed.shards is not None:
+            placed.shards.exchange()
         for gradients in by_dtype.values():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             dist.all_reduce(flat, group=self._data_group)
@@ -382,6 +432,11 @@ class Pipeline(EagerStrategy):
         while len(self._engines) > 2:  # each has buffers for what it receives
             self._engines.pop(next(iter(self._engines)))
         return engine
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory."""
+    return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor  # type: ignore[attr-defined]
 
 
 class _StageReader:

@@ -19,7 +19,7 @@ from strategies.eager import detach, weighted_losses
 from strategies.permutation import mix
 from strategies.pipeline_feed import Feed
 from strategies.pipeline_schedule import Schedule
-from strategies.pipeline_stage import Layout, Stage, Staged
+from strategies.pipeline_stage import Layout, Staged
 from strategies.precision import Precision
 
 
@@ -29,9 +29,10 @@ class Engine:
     def __init__(self, placed: Staged, layout: Layout, schedule: Schedule, num_parts: int, precision: Precision) -> None:
         self._placed, self._layout, self._precision, self._num_parts = placed, layout, precision, num_parts
         self._loss_shape = (torch.empty((), device="meta", requires_grad=True),)
-        stages = [
-            PipelineStage(
-                Stage(placed, stage, self._forward),
+        kind = PipelineStage if placed.shards is None else WindowStage
+        self.stages: list[PipelineStage] = [
+            kind(
+                placed.stages[stage],
                 stage,
                 placed.num_stages,
                 placed.device,
@@ -42,7 +43,7 @@ class Engine:
             for stage in placed.here
         ]
         self._is_last = placed.here[-1] == placed.num_stages - 1
-        self._schedule = schedule.build(stages, num_parts, self._loss)
+        self._schedule = schedule.build(self.stages, num_parts, self._loss)
         self._feed: Feed | None = None
         self._passes: Counter[int] = Counter()
         self._error: Exception | None = None
@@ -50,6 +51,8 @@ class Engine:
     def run(self, feed: Feed) -> None:
         """Forward and backward of all parts; gradients are added to those of the parameters."""
         self._feed, self._error = feed, None
+        for stage in self._placed.stages.values():
+            stage.run = self._forward
         self._passes.clear()
         try:
             if self._is_last:
@@ -103,6 +106,13 @@ class Engine:
         if int(index) == self._num_parts - 1 and self._feed is not None and self._feed.before_last_backward is not None:
             self._feed.before_last_backward()
         return output
+
+
+class WindowStage(PipelineStage):
+    """A stage of a window that may have several runs of several schedules: each leaves parameters whole and gradients in place."""
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None: ...
+    def _post_metadata_inference_cleanup(self) -> None: ...  # shapes come from a rehearsal, so nothing has run that would leave traces
 
 
 def _nothing(like: Tensor, received: tuple[Tensor, ...], device: torch.device) -> Tensor:

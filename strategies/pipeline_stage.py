@@ -144,6 +144,10 @@ class Staged(nn.Module):
         self._alive: list[Tensor] = []
         self._replace_absent()
         self._patch()
+        self.stages = {stage: self._stage(stage) for stage in self.here}
+        """What torch runs, by the index of the stage."""
+        self.shards: Any = None
+        """Where layers are cut over ranks: a `pipeline_shard.Shards`."""
 
     # ---- parameters and names ----------------------------------------------------------------------
 
@@ -160,6 +164,11 @@ class Staged(nn.Module):
     def placeholders(self) -> set[int]:
         """`id` of each placeholder among the model's parameters."""
         return {id(parameter) for parameter in self._placeholders.values()}
+
+    def _make_plain(self, values: Mapping[str, Tensor]) -> None:
+        whole = {id(p): nn.Parameter(values[name], requires_grad=p.requires_grad) for name, p in self.model.named_parameters()}
+        for module in self.model.modules():
+            module._parameters.update({name: None if p is None else whole[id(p)] for name, p in module._parameters.items()})
 
     @property
     def statistics(self) -> list[Tensor]:
@@ -186,6 +195,10 @@ class Staged(nn.Module):
         """Undo the placement: plain modules on the CPU with plain parameters; `values` are the whole tensors by name."""
         self.strip()
         self._unpatch()
+        if self.shards is not None:
+            self.shards.scatter()
+            self.shards.undo()
+            self._make_plain(values)
         self.model.to("cpu")
         parameters: dict[int, nn.Parameter] = {}
         for lost in self._lost:
@@ -198,11 +211,6 @@ class Staged(nn.Module):
             else:
                 lost.module._buffers[lost.name] = value
         self.model.load_state_dict(dict(values), strict=False)
-
-    def modules_of(self, stage: int) -> tuple[list[nn.Module], list[nn.Parameter]]:
-        """The layers of a stage of this rank, and the parameters beside layers."""
-        layers = [layer.module for layer, s in zip(self.layers, self.stage_of, strict=True) if s == stage]
-        return layers, [shell._parameters[name] for shell, name in self._own] if stage == 0 else []  # type: ignore[misc]
 
     # ---- running -----------------------------------------------------------------------------------
 
@@ -248,6 +256,18 @@ class Staged(nn.Module):
             return step()
         finally:
             self._run = outer
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """While it lasts the parameters of this rank's layers are whole."""
+        if self.shards is None:
+            yield
+            return
+        self.shards.gather()
+        try:
+            yield
+        finally:
+            self.shards.scatter()
 
     # ---- the stand-in of the pipelined module --------------------------------------------------------
 
@@ -313,7 +333,8 @@ class Staged(nn.Module):
     def _everywhere(self, args: Any, kwargs: Any) -> Any:
         """Outside of a step: every rank calls it alike and gets the result, without gradient."""
         layout = self._rehearsed(args, kwargs)
-        is_last, result = self._through(layout, args, kwargs, None)
+        with self.gathered():
+            is_last, result = self._through(layout, args, kwargs, None)
         leaves, spec = tree_flatten(result if is_last else layout.result)
         source = self.rank_of[-1]
         for i, leaf in enumerate(leaves):
@@ -465,6 +486,11 @@ class Staged(nn.Module):
 
     # ---- taking the model apart ----------------------------------------------------------------------
 
+    def _stage(self, index: int) -> Stage:
+        layers = [layer.module for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage == index]
+        own = [shell._parameters[name] for shell, name in self._own] if index == 0 else []
+        return Stage(index, layers, [p for p in own if p is not None])
+
     def _owners(self, parts: Cut) -> dict[str, int]:
         """The stage that answers for each name of the model's state; what lies outside of the module is the last one's, whose step ends."""
         stage_by_id: dict[int, int] = {}
@@ -537,14 +563,15 @@ class Staged(nn.Module):
 class Stage(nn.Module):
     """What torch's PipelineStage runs: one stage, whose forward is the user's step as far as the stage goes."""
 
-    def __init__(self, staged: Staged, index: int, run: Callable[[int, tuple[Tensor, ...]], Any]) -> None:
+    def __init__(self, index: int, layers: list[nn.Module], own: list[nn.Parameter]) -> None:
         super().__init__()
-        layers, own = staged.modules_of(index)
         self.layers, self.own = nn.ModuleList(layers), nn.ParameterList(own)
-        self._index, self._run_stage = index, run
+        self.index = index
+        self.run: Callable[[int, tuple[Tensor, ...]], Any] | None = None
+        """What the forward calls; the schedule that runs sets it."""
 
     def forward(self, *received: Tensor) -> Any:
-        return self._run_stage(self._index, received)
+        return self.run(self.index, received)  # type: ignore[misc]
 
 
 def seed_streams(seed: int) -> None:

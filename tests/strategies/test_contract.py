@@ -33,6 +33,7 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "pipeline 2 zero bubble": (lambda: Pipeline(schedule="zbv"), 2),
     "pipeline 4 1f1b": (lambda: Pipeline(num_micro_batches=8), 4),
     "ddp=2,pipeline=2": (lambda: Pipeline(mesh="ddp=2,pipeline=2"), 4),
+    "fsdp=2,pipeline=2": (lambda: Pipeline(mesh="fsdp=2,pipeline=2"), 4),
     "deepspeed 1": (lambda: DeepSpeed(stage=1), 2),
     "deepspeed 2": (DeepSpeed, 2),
     "deepspeed 3": (lambda: DeepSpeed(stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}}), 2),

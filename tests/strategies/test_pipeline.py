@@ -514,7 +514,7 @@ def test_parts_that_fit_no_schedule_are_named_with_the_next_number_that_does() -
 
 def test_the_plan_names_stages_layers_and_the_bubble(capsys: pytest.CaptureFixture[str], repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(repo_root)
-    assert main(["plan", "examples/gpt.yaml", "strategy=pipeline", "devices=2", "trainer.logger=false", "trainer.enable_checkpointing=false"]) == 0
+    assert main(["plan", "examples/gpt.yaml", "strategy=pipeline", "devices=2"]) == 0
     shown = capsys.readouterr().out
     assert "gpt in 2 stages on 2 ranks, schedule 1f1b, 2 parts a micro-batch" in shown
     assert "stage 1  rank 1  gpt.blocks.2 … gpt.head (4)" in shown and SCHEDULES["1f1b"].picture(2, 2) in shown
@@ -524,3 +524,54 @@ def test_the_plan_names_stages_layers_and_the_bubble(capsys: pytest.CaptureFixtu
     shown = plan(strategy, nn.ModuleDict({"net": nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])}))
     assert "net in 4 stages on 2 ranks, schedule zbv, 8 parts" in shown and "ms" in shown
     assert "every rank runs every layer" in plan(SingleDevice(), nn.Linear(1, 1))
+
+
+# ---- what it costs ----------------------------------------------------------------------------------------
+
+
+def held(options: dict[str, Any]) -> list[list[float]]:
+    """Of each rank, after two steps: elements of parameters, gradients and optimizer state, and bytes sent on in a step."""
+    strategy = Pipeline(**options)
+    strategy.configure(devices=2, accelerator="cpu")
+    strategy.setup()
+    try:
+        model = contract.build()
+        placed = strategy.place(model)
+        (optimizer,) = strategy.attach(placed, {"main": torch.optim.AdamW(model.parameters())}).values()
+        for window in list(strategy.shard_loader(DataLoader(contract.dataset(32), 16), seed=0).windows(0)):
+            strategy.forward_backward(placed, model.step, window)
+            strategy.optimizer_step(placed, optimizer)
+        parameters = sum(p.numel() for p in model.parameters())
+        gradients = sum(p.grad.numel() for p in model.parameters() if p.grad is not None)
+        state = sum(value.numel() for entry in optimizer.state.values() for value in entry.values() if value.dim())
+        (layout,) = placed._layouts.values()  # type: ignore[union-attr,operator]
+        sent = sum(message.num_bytes for message in layout.messages) * strategy.num_parts
+        return strategy.all_gather(torch.tensor([parameters, gradients, state, sent])).tolist()
+    finally:
+        strategy.teardown()
+
+
+def test_a_rank_holds_its_layers_and_sends_activations(run_ranks: Callable[..., Any]) -> None:
+    whole = sum(p.numel() for p in contract.build().parameters())
+    rows = run_ranks(held, 2, {"num_micro_batches": 4})
+    for parameters, gradients, state, sent in rows:
+        assert parameters == gradients == state / 2 < 0.6 * whole
+        assert sent == 16 * 8 * 4, "the batch's samples x width x bytes of a float at one cut, however many parts it is cut into"
+    assert sum(row[0] for row in rows) == whole
+
+
+def test_a_mesh_by_name_trains_like_one_process(alone: tuple[Model, dict[str, float], torch.Tensor]) -> None:
+    """Uneven shares, parameters beside layers, and weights that are whole again in the end."""
+    module, trainer = train("fsdp=2,pipeline=2", 4, split_batches=True, model={"checkpointed": True})
+    expected, metrics, _ = alone
+    assert distance(weights(module), weights(expected)) < 1e-12
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    for name in ("loss_epoch", "samples", "val", "outside of a step"):
+        assert float(trainer.callback_metrics[name]) == pytest.approx(metrics[name], rel=1e-11), name
+
+
+def test_a_mesh_that_has_no_pipeline_is_refused() -> None:
+    with pytest.raises(ValueError, match="the mesh of a pipeline has the axes pipeline, ddp and fsdp, but mesh='ddp=2,tensor=2'"):
+        Pipeline(mesh="ddp=2,tensor=2")
+    with pytest.raises(ValueError, match="3"):
+        Pipeline(mesh="ddp=2,pipeline=2").configure(devices=3, accelerator="cpu")

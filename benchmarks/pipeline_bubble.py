@@ -1,0 +1,92 @@
+"""The bubble of pipeline schedules as measured, beside what `lockstep plan` says.
+
+    python benchmarks/pipeline_bubble.py [ranks] [parts] [milliseconds]
+
+Layers sleep in place of computing (a forward once, the backwards for inputs and for weights once each), so that the
+schedule is measured and not how many cores the machine has: 4 ranks fit on one core. What exceeds the plan is what
+the engine and sending cost.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies import Pipeline
+from strategies.data import MicroBatch, Window
+from strategies.pipeline_schedule import SCHEDULES
+
+STEPS, WARMUP = 8, 3
+
+
+class Sleep(torch.autograd.Function):
+    """Sleeps `forward_s` seconds, and `backward_s` when its gradient is asked for."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        context.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        time.sleep(context.backward_s)
+        return gradient, None, None
+
+
+class Layer(nn.Module):
+    """Takes `seconds` for a forward, as long for the gradient of its input, and again for that of its weight."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is not Tensor:  # a rehearsal
+            return x + self.weight
+        return Sleep.apply(x, self.seconds, self.seconds) + Sleep.apply(self.weight, 0.0, self.seconds)
+
+
+def measure(strategy: Pipeline, num_parts: int, seconds: float) -> float:
+    """The median time of a step, in seconds."""
+    strategy.setup()
+    try:
+        num_stages = strategy.num_stage_ranks * strategy.schedule.stages_per_rank
+        model = nn.ModuleDict({"net": nn.Sequential(*[Layer(seconds / strategy.schedule.stages_per_rank) for _ in range(num_stages)])})
+        placed = strategy.place(model)
+        strategy.attach(placed, {"main": torch.optim.SGD(model.parameters(), lr=0.1)})
+        times = []
+        for _ in range(WARMUP + STEPS):
+            window = Window([MicroBatch(torch.zeros(num_parts, 64), num_parts)], num_parts)
+            strategy.barrier()
+            started = time.perf_counter()
+            strategy.forward_backward(placed, lambda batch, _: model["net"](batch).mean(), window)
+            strategy.barrier()
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[WARMUP:])
+    finally:
+        strategy.teardown()
+
+
+def main() -> None:
+    num_ranks, num_parts, milliseconds = (int(word) if word else default for word, default in zip([*sys.argv[1:], "", "", ""], (4, 8, 20), strict=False))
+    print(f"{num_ranks} ranks, {num_parts} parts, {milliseconds} ms a forward of one rank's layers")
+    print(f"{'schedule':<24}{'plan':>8}{'measured':>10}{'step ms':>9}")
+    for name, schedule in SCHEDULES.items():
+        if not schedule.fits(num_ranks, num_parts):
+            continue
+        strategy = Pipeline(schedule=name, num_micro_batches=num_parts)
+        strategy.configure(devices=num_ranks, accelerator="cpu")
+        step_s = strategy.launch(measure, strategy, num_parts, milliseconds / 1e3)
+        measured = 1 - num_parts * 3 * milliseconds / 1e3 / step_s
+        print(f"{name:<24}{schedule.bubble(num_ranks, num_parts):>8.1%}{measured:>10.1%}{step_s * 1e3:>9.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

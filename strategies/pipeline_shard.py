@@ -1,0 +1,52 @@
+"""The stages of several pipelines cut over their ranks: torch's fully_shard on each layer of a stage.
+
+Parameters are gathered once a window, before its first forward, and gradients are exchanged once, after the last
+backward: how often a schedule runs in between may differ from rank to rank.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+
+from strategies.axes import Structure
+from strategies.pipeline_stage import Stage, Staged
+
+
+class Shards:
+    """The layers of one rank's stages, cut over `mesh`, whose last dimension shards and whose first, of two, replicates."""
+
+    def __init__(self, staged: Staged, mesh: DeviceMesh) -> None:
+        self._structure = Structure(staged.model)
+        self._layers = [layer for stage in staged.stages.values() for layer in stage.layers]
+        self._stages: list[Stage] = list(staged.stages.values())
+        own = {p for stage in self._stages for p in stage.own}
+        self.whole: list[Tensor] = [*own, *(p for layer in self._layers for p in layer.parameters() if p.dim() == 0)]
+        """Parameters that stay whole on each rank: those beside layers, and single numbers, which fully_shard refuses."""
+        ignored = {p for p in self.whole if isinstance(p, nn.Parameter)}
+        for module in (*self._layers, *self._stages):  # the stage last: it is the root of its layers
+            fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
+        self._structure.seal()
+
+    def gather(self) -> None:
+        """Make the parameters whole. Every rank that holds the same layers calls it."""
+        for module in (*self._stages, *self._layers):  # the root first: it makes itself known to the layers
+            module.unshard()  # type: ignore[operator]
+
+    def scatter(self) -> None:
+        """Give up what the others hold."""
+        for module in self._layers:
+            module.reshard()  # type: ignore[operator]
+
+    def exchange(self) -> None:
+        """Average the gradients of a window over the mesh, and cut them and the parameters again. Every parameter has one."""
+        for stage in self._stages:
+            PipelineStage.perform_reduce_grad(SimpleNamespace(submod=stage), 1)  # type: ignore[arg-type]
+
+    def undo(self) -> None:
+        """Take the layers' classes and hooks off; parameters are left as they are."""
+        self._structure.undo()
