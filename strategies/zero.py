@@ -53,13 +53,15 @@ class ZeroStep(nn.Module):
         self.before = [(owner, set(vars(owner))) for owner in (*self.model.modules(), *self.model.parameters())]
         self.linear = F.linear  # replaced by ZeRO-3
         accelerator = {"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {}
-        with _environment(LOCAL_RANK=str(local_rank), **accelerator), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with _environment(LOCAL_RANK=str(local_rank), **accelerator), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import deepspeed
 
-            # An operator for inference, which would be compiled here (45 s, and not without g++).
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-            engine, *_ = deepspeed.initialize(model=self, optimizer=optimizer, config=config, dist_init_required=False)
+            # An operator for inference, which would be compiled here (45 s, and not without g++). Asking which
+            # operators could be compiled tries the compiler, so the answer is put in its place.
+            vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+            with contextlib.redirect_stdout(io.StringIO()):
+                engine, *_ = deepspeed.initialize(model=self, optimizer=optimizer, config=config, dist_init_required=False)
         self.__dict__["engine"] = engine  # no child: the engine holds this module
         self.stage = int(engine.zero_optimization_stage())
         self.trained = trained
@@ -198,6 +200,8 @@ class ZeroStep(nn.Module):
     def gradients(self) -> list[Tensor]:
         """This rank's pieces of the global gradient, once a window is through."""
         if self.offloads:
+            if self.engine.device.type == "cuda":
+                torch.cuda.synchronize()  # the engine copies them to the host beside the backward
             return [flat.grad for flat in self.flats()]  # type: ignore[misc]
         return [gradient for group in self.engine.optimizer.averaged_gradients.values() for gradient in group]
 
