@@ -134,9 +134,9 @@ class Staged(nn.Module):
         self._owner = self._owners(parts)
         own = [(shell, name, p) for _, shell in parts.shells for name, p in shell._parameters.items() if p is not None]
         self._own = [(shell, name) for shell, name, _ in own]
-        with FakeCopyMode(self._modes):
-            self._shadows = [copy.deepcopy(layer.module) for layer in self.layers]
-            self._own_shadows = [self._modes.from_tensor(p.detach()).requires_grad_(p.requires_grad) for _, _, p in own]
+        self._shadows = [self._shadow(layer.module) for layer in self.layers]
+        with self._modes:
+            self._own_shadows = [self._modes.from_tensor(p.detach()).to(device).requires_grad_(p.requires_grad) for _, _, p in own]
         self._edits_input = [any(getattr(child, "inplace", False) for child in layer.module.modules()) for layer in self.layers]
         self._absent = [layer.module for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage not in self.here]
         self._placeholders: dict[int, nn.Parameter] = {}
@@ -485,6 +485,22 @@ class Staged(nn.Module):
                     shell.__dict__[name] = value
 
     # ---- taking the model apart ----------------------------------------------------------------------
+
+    def _shadow(self, module: nn.Module) -> nn.Module:
+        """A copy without data, as if on the device."""
+        with FakeCopyMode(self._modes):
+            shadow = copy.deepcopy(module)
+        moved: dict[int, Tensor] = {}
+        with self._modes:
+            for child in shadow.modules():
+                for holder in (child._parameters, child._buffers):
+                    for name, tensor in holder.items():
+                        if tensor is not None and tensor.device != self.device:
+                            if id(tensor) not in moved:
+                                there = tensor.detach().to(self.device)
+                                moved[id(tensor)] = nn.Parameter(there, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
+                            holder[name] = moved[id(tensor)]  # type: ignore[assignment]
+        return shadow
 
     def _stage(self, index: int) -> Stage:
         layers = [layer.module for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage == index]

@@ -575,3 +575,11 @@ def test_a_mesh_that_has_no_pipeline_is_refused() -> None:
         Pipeline(mesh="ddp=2,tensor=2")
     with pytest.raises(ValueError, match="3"):
         Pipeline(mesh="ddp=2,pipeline=2").configure(devices=3, accelerator="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_two_gpus_agree_with_the_cpu(name: str, alone: tuple[Model, dict[str, float], torch.Tensor]) -> None:
+    module, _ = train(Pipeline(schedule=name), 2, accelerator="gpu")
+    assert distance([weight.cpu() for weight in weights(module)], weights(alone[0])) < 1e-9
