@@ -138,7 +138,7 @@ class Strategy(ABC):
         Call it before optimizers exist: parameters may be replaced. The caller keeps using `model`.
         """
 
-    def release(self, placed: nn.Module) -> None:
+    def release(self, placed: nn.Module) -> None:  # noqa: B027 - a strategy that only moves the model has nothing to undo
         """Undo `place`: the caller's module is plain again and holds the trained weights, whole.
 
         Needs the memory of the whole model where parameters were cut over ranks; ranks that `launch` started,

@@ -393,7 +393,7 @@ def test_a_distributed_tensor_is_refused(tmp_path: Path) -> None:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         tensor = torch.distributed.tensor.distribute_tensor(torch.zeros(4), mesh, [torch.distributed.tensor.Shard(0)])
         with pytest.raises(CheckpointError, match="model/w: <type DTensor"):
-            save_alone(tmp_path / "a", {"model/w": tensor})
+            checkpoint.save(tmp_path / "a", rank=0, world_size=1, tensors={"model/w": Shard(tensor, (4,), (0,))}, state={})
     finally:
         torch.distributed.destroy_process_group()
 
