@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from strategies import environment
 from strategies.base import Agreement, Loss, split_loss
+from strategies.buffers import share_buffers
 from strategies.data import MicroBatch, Window
 from strategies.eager import EagerStrategy
 from strategies.mesh import resolve
@@ -133,7 +134,7 @@ class ShardedStrategy(EagerStrategy):
         if automatic and agreement.count:
             dtensors.settle(placed.parameters())
             self._average(placed.unsharded)  # type: ignore[arg-type]
-        self._share_buffers(placed)
+        share_buffers(placed)
         return agreement
 
     def evaluate(
@@ -163,11 +164,8 @@ class ShardedStrategy(EagerStrategy):
             self._update_scaler()
         loss = loss if weight == 1.0 else loss * weight
         loss = loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
-        frozen = [(p, p.grad) for p in placed.parameters() if not p.requires_grad]
         placed.synchronize(True)  # type: ignore[operator]
         placed(lambda: loss).backward()  # through the root, which frees and exchanges once the walk is over
-        for parameter, gradient in frozen:  # `toggle_optimizer` froze it after the forward had seen it
-            parameter.grad = gradient
         self._local_gradients = True
         if placed.depth:
             placed.gather()  # type: ignore[operator]
@@ -307,17 +305,6 @@ class ShardedStrategy(EagerStrategy):
                 piece.copy_(mean.view_as(piece))
 
     @torch.no_grad()
-    def _share_buffers(self, placed: nn.Module) -> None:
-        """Rank 0's buffers (statistics of BatchNorm) overwrite the others', as in DDP."""
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in placed.buffers():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            dist.broadcast(flat, 0)
-            for buffer, piece in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-                buffer.copy_(piece.view_as(buffer))
-
     def _share_noise(self) -> None:
         """Rank 0's random state everywhere: it alone has drawn initial values, and a tensor group needs one stream."""
         state = torch.get_rng_state()

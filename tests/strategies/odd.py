@@ -80,7 +80,8 @@ class Odd(Module):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         with torch.no_grad():  # a hook may compute too
-            self.hooked.append(float(self.core(torch.arange(4)[None]).double().sum()) + float(self.core.blocks[0].norm(torch.ones(8, dtype=self.dtype)).sum()))
+            x = torch.ones(1, 3, 8, dtype=self.dtype)
+            self.hooked.append(float(self.core(torch.arange(4)[None]).double().sum() + self.core.blocks[0].norm(x).sum() + self.core.blocks[2](x).sum()))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         tokens, y = batch

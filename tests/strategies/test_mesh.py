@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -115,15 +114,3 @@ def test_an_odd_module_trains_as_on_one_process(mesh: str) -> None:
     assert distance(weights(one), weights(cut)) < 1e-12
     expected = {name: float(value) for name, value in kept.callback_metrics.items()}
     assert {name: float(value) for name, value in found.callback_metrics.items()} == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
-def test_optimizers_of_one_kernel_take_parameters_of_several_meshes(options: dict[str, Any]) -> None:
-    class Fast(Odd):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.02, **options)
-
-    one, cut = seeded(Fast, bypass=False), seeded(Fast, bypass=False)
-    fit("single", 1, one, tokens(8), max_epochs=1)
-    fit("fsdp=2,tensor=2", "auto", cut, tokens(8), max_epochs=1)
-    assert distance(weights(one), weights(cut)) < 1e-12

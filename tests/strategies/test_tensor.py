@@ -135,6 +135,18 @@ def test_ranks_that_share_samples_share_noise_and_others_do_not() -> None:
     fit(MeshParallel("ddp=2,tensor=2"), "auto", seeded(Noisy, network=Other), text(8), max_epochs=1)
 
 
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+def test_optimizers_of_one_kernel_take_cut_and_whole_parameters(options: dict[str, Any]) -> None:
+    class Fast(Odd):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.02, **options)
+
+    one, cut = seeded(Fast, bypass=False), seeded(Fast, bypass=False)
+    fit("single", 1, one, tokens(8), max_epochs=1)
+    fit("tensor", 2, cut, tokens(8), max_epochs=1)
+    assert distance(weights(one), weights(cut)) < 1e-12
+
+
 PLANS: dict[str, dict[str, Any]] = {
     "dict": {"plan": {"gpt.blocks.*.up": "column", "gpt.blocks.*.down": "row", "gpt.head": "gather", "gpt.token": "embedding"}},
     "scattered": {"plan": {"gpt.head": "scatter"}},
