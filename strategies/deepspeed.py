@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from strategies import deepspeed_config, environment
 from strategies.base import Agreement
+from strategies.buffers import share_buffers
 from strategies.data import MicroBatch, ShardedLoader, Window
 from strategies.eager import EagerStrategy
 from strategies.state import Reader, Shard, State, check_names, check_optimizers, check_shape, names_of, pack, parameter_names, saved_groups, unpack
@@ -167,6 +168,7 @@ class DeepSpeed(EagerStrategy):
         placed.begin_window(options.get("part"))
         agreement = super().forward_backward(placed, step_fn, window, micro_batches=placed.each(window, micro_batches), **options)
         self._clipped = False
+        share_buffers(placed)
         if agreement.count:
             placed.check_unused()
         else:
@@ -237,11 +239,10 @@ class DeepSpeed(EagerStrategy):
         state, shared = State(), State()  # `shared`: what all ranks hold alike, rank 0 writes
         model: dict[str, Any] = {}
         for name, value in placed.model.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor):
+            if placed.cuts(value):
                 self._contribute(state, f"model/{name}", placed.whole(value))
-                model[name] = None
-            else:
-                model[name] = pack(value, f"model/{name}", shared.tensors)
+            packed = None if placed.cuts(value) else pack(value, f"model/{name}", shared.tensors)
+            model[name] = None if isinstance(value, Tensor) else packed
         state.meta = {
             "model": model,
             "optimizers": {key: self._optimizer_state(placed, optimizer, key, state, shared) for key, optimizer in optimizers.items()},

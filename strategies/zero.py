@@ -220,6 +220,10 @@ class ZeroStep(nn.Module):
             return self.flats()[optimizer.grad_position[optimizer.get_param_id(parameter)][0]]
         return self.flats()[self.engine.optimizer._get_param_group_idx(parameter)]
 
+    def cuts(self, value: Any) -> bool:
+        """Whether ranks hold pieces of a parameter, or of what the optimizer steps in its place."""
+        return hasattr(value, "ds_id") or hasattr(value, "_hp_mapping")
+
     def whole(self, tensor: Tensor, state: Tensor | None = None) -> Tensor:
         """All of a parameter or buffer, or of `state` (a tensor like `flat`) of a parameter. Every rank calls it."""
         piece = self._piece(tensor, state)

@@ -213,6 +213,35 @@ def test_full_weights_during_a_run(strategy: str) -> None:
     assert outputs == pytest.approx([outputs[-1]] * 3, rel=1e-5)
 
 
+class Normed(Net):
+    """Checks on every rank that all have the same statistics, which under DDP they have only in the next forward."""
+
+    def __init__(self, checks: bool) -> None:
+        super().__init__()
+        self.norm, self.checks = nn.BatchNorm1d(8), checks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.norm(x))
+
+    def on_train_end(self) -> None:
+        first, second = self.trainer.strategy.all_gather(self.norm.running_mean)
+        assert torch.equal(first, second) or not self.checks
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_buffers_are_those_of_rank_0(stage: int, tmp_path: Path) -> None:
+    """While the run goes on, in its checkpoint, and as under DDP."""
+    found = []
+    for name, strategy in (("zero", STAGES[stage]()), ("ddp", "ddp")):
+        torch.manual_seed(0)
+        module, saver = Normed(name == "zero"), ModelCheckpoint(dirpath=tmp_path / name)
+        quiet(strategy=strategy, devices=2, seed=0, enable_checkpointing=True, callbacks=[saver]).fit(module, loader(48))
+        (path,) = (tmp_path / name).iterdir()
+        assert torch.equal(saved_weights(path)["norm.running_mean"], module.norm.running_mean)
+        found.append(module.norm.running_mean)
+    torch.testing.assert_close(*found)
+
+
 # ---- memory ------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,19 @@
+"""Buffers that every rank holds for itself, such as the statistics of BatchNorm."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Rank 0's buffers overwrite the others', as in DDP; one broadcast a dtype. Every rank calls it."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in model.buffers():
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_dtype.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        dist.broadcast(flat, 0)
+        for buffer, piece in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(piece.view_as(buffer))
