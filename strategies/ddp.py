@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from strategies.base import Agreement, Loss, Note
-from strategies.data import MicroBatch, Window
+from strategies.base import Agreement, Loss
+from strategies.data import Window
 from strategies.eager import EagerStrategy, resolve_accelerator
 from strategies.meta import materialise
 
@@ -75,34 +74,11 @@ class DDP(EagerStrategy):
             return model  # DDP refuses a model without trainable parameters; evaluation needs no sync
         return DistributedDataParallel(_Step(model), **self._options)
 
-    def forward_backward(
-        self,
-        placed: nn.Module,
-        step_fn: Callable[[Any, int], Any],
-        window: Window,
-        *,
-        micro_batches: Iterable[MicroBatch] | None = None,
-        automatic: bool = True,
-        parameters: Mapping[str, Sequence[nn.Parameter]] | None = None,
-        note: Callable[[], Note] | None = None,
-        part: Callable[[int], AbstractContextManager[Any]] | None = None,
-        before_backward: Callable[[Tensor], None] | None = None,
-        after_backward: Callable[[], None] | None = None,
-    ) -> Agreement:
-        watch = _UsedParameters(self._user_model(placed)) if automatic and self._first_window and self._reports_unused(placed) else None
+    def forward_backward(self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any) -> Agreement:
+        watches = self._first_window and options.get("automatic", True) and self._reports_unused(placed)
+        watch = _UsedParameters(self._user_model(placed)) if watches else None
         try:
-            agreement = super().forward_backward(
-                placed,
-                step_fn,
-                window,
-                micro_batches=micro_batches,
-                automatic=automatic,
-                parameters=parameters,
-                note=note,
-                part=part,
-                before_backward=before_backward,
-                after_backward=after_backward,
-            )
+            agreement = super().forward_backward(placed, step_fn, window, **options)
         except RuntimeError as error:
             if "finished reduction in the prior iteration" in str(error):
                 raise RuntimeError(_unused(self._indexed_names(placed, str(error)))) from error

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -55,35 +55,25 @@ class DataParallel(EagerStrategy):
     def place(self, model: nn.Module) -> nn.Module:
         return self.precision.convert(model).to(self.device)
 
-    def forward_backward(
+    def forward_backward(self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any) -> Agreement:
+        if self._num_devices == 1:
+            return super().forward_backward(placed, step_fn, window, **options)
+        if not options.pop("automatic", True) or options.pop("parameters", None):
+            raise ValueError("strategy 'dp' needs automatic optimization with one optimizer; use strategy='ddp' for others")
+        return self._in_slices(placed, step_fn, window, **options)
+
+    def _in_slices(
         self,
         placed: nn.Module,
         step_fn: Callable[[Any, int], Any],
         window: Window,
         *,
         micro_batches: Iterable[MicroBatch] | None = None,
-        automatic: bool = True,
-        parameters: Mapping[str, Sequence[nn.Parameter]] | None = None,
         note: Callable[[], Note] | None = None,
         part: Callable[[int], AbstractContextManager[Any]] | None = None,
         before_backward: Callable[[Tensor], None] | None = None,
         after_backward: Callable[[], None] | None = None,
     ) -> Agreement:
-        if not automatic or parameters or self._num_devices == 1:
-            if self._num_devices > 1:
-                raise ValueError("strategy 'dp' needs automatic optimization with one optimizer; use strategy='ddp' for others")
-            return super().forward_backward(
-                placed,
-                step_fn,
-                window,
-                micro_batches=micro_batches,
-                automatic=automatic,
-                parameters=parameters,
-                note=note,
-                part=part,
-                before_backward=before_backward,
-                after_backward=after_backward,
-            )
         if self._scaler_used:
             self._update_scaler()
         random_state = torch.get_rng_state() if self._draws else None
