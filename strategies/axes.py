@@ -61,6 +61,8 @@ def apply_axes(model: nn.Module, mesh: DeviceMesh, options: Options, compute_dty
         placed.sequence = plan.sequence
     if data:
         placed.lend(blocks)
+        if options.find_unused_parameters:
+            placed.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
         with torch.no_grad():
             placed(lambda: None)  # torch finds the root by the first forward
         placed.close()

@@ -16,8 +16,8 @@ class FSDP(ShardedStrategy):
     gradients are averaged and cut in one collective. Values come from rank 0, whatever the others hold.
 
     `replicas`: 1 cuts over all ranks; n cuts over groups of ranks / n, which hold the same (hybrid sharding).
-    `wrap`, `reshard_after_forward`, `cpu_offload`, `activation_checkpointing`, `sync_every_micro_batch`,
-    `low_precision_gather`: as in `Options`.
+    `wrap`, `reshard_after_forward`, `cpu_offload`, `activation_checkpointing`, `find_unused_parameters`,
+    `sync_every_micro_batch`, `low_precision_gather`: as in `Options`.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
 
@@ -29,6 +29,7 @@ class FSDP(ShardedStrategy):
         reshard_after_forward: bool | int | None = None,
         cpu_offload: bool = False,
         activation_checkpointing: bool = False,
+        find_unused_parameters: bool = False,
         sync_every_micro_batch: bool = False,
         low_precision_gather: bool = True,
         timeout_s: float = 1800.0,
@@ -40,6 +41,7 @@ class FSDP(ShardedStrategy):
             reshard_after_forward=reshard_after_forward,
             cpu_offload=cpu_offload,
             activation_checkpointing=activation_checkpointing,
+            find_unused_parameters=find_unused_parameters,
             sync_every_micro_batch=sync_every_micro_batch,
             low_precision_gather=low_precision_gather,
         )

@@ -16,8 +16,8 @@ class MeshParallel(ShardedStrategy):
 
     `axes`: names and sizes of the axes ddp, fsdp and tensor, in any order; ranks are numbered with tensor
         innermost and ddp outermost. One axis may have no size and takes the ranks that are left: `"fsdp,tensor=2"`.
-    The other options are those of FSDP and TensorParallel, see `Options`; of FSDP's, the axis ddp takes `wrap` and
-    `sync_every_micro_batch` as well.
+    The other options are those of FSDP and TensorParallel, see `Options`; of FSDP's, the axis ddp takes `wrap`,
+    `find_unused_parameters` and `sync_every_micro_batch` as well.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class MeshParallel(ShardedStrategy):
         reshard_after_forward: bool | int | None = None,
         cpu_offload: bool = False,
         activation_checkpointing: bool = False,
+        find_unused_parameters: bool = False,
         sync_every_micro_batch: bool = False,
         low_precision_gather: bool = True,
         plan: str | Mapping[str, Any] = "auto",
@@ -43,6 +44,7 @@ class MeshParallel(ShardedStrategy):
             reshard_after_forward=reshard_after_forward,
             cpu_offload=cpu_offload,
             activation_checkpointing=activation_checkpointing,
+            find_unused_parameters=find_unused_parameters,
             sync_every_micro_batch=sync_every_micro_batch,
             low_precision_gather=low_precision_gather,
             plan=plan,

@@ -23,6 +23,9 @@ class Options:
     """fsdp: keep parameters, gradients and optimizer state in host memory, and step there."""
     activation_checkpointing: bool = False
     """all: compute the activations within a block again in the backward, in place of keeping them."""
+    find_unused_parameters: bool = False
+    """fsdp, ddp: allow steps in which some ranks use parameters of a block that others do not; what no rank uses gets a gradient
+    of zeros too, where one process would leave it without."""
     sync_every_micro_batch: bool = False
     """fsdp, ddp: exchange gradients after each micro-batch: the memory of whole gradients is saved, traffic multiplied."""
     low_precision_gather: bool = True

@@ -132,6 +132,7 @@ class ShardedStrategy(EagerStrategy):
         finally:
             placed.close()  # type: ignore[operator]
         if automatic and agreement.count:
+            self._check_used(placed)
             dtensors.settle(placed.parameters())
             self._average(placed.unsharded)  # type: ignore[arg-type]
         share_buffers(placed)
@@ -166,6 +167,7 @@ class ShardedStrategy(EagerStrategy):
         loss = loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
         placed.synchronize(True)  # type: ignore[operator]
         placed(lambda: loss).backward()  # through the root, which frees and exchanges once the walk is over
+        self._check_used(placed)
         self._local_gradients = True
         if placed.depth:
             placed.gather()  # type: ignore[operator]
@@ -281,6 +283,23 @@ class ShardedStrategy(EagerStrategy):
         with loss_parallel(), PlainLoss():
             yield
 
+    def _check_used(self, placed: nn.Module) -> None:
+        """Raise RuntimeError where the ranks gave gradients to different parameters: torch has averaged one with another."""
+        if self._steps is None or self.options.find_unused_parameters:
+            return
+        whole = {id(p) for p in placed.unsharded}  # type: ignore[union-attr]
+        cut = [(name, p) for name, p in self._user_model(placed).named_parameters() if id(p) not in whole]
+        masks = self._steps.gather(torch.tensor([p.grad is not None for _, p in cut], dtype=torch.uint8))
+        if all(torch.equal(mask, masks[0]) for mask in masks):
+            return
+        names = [name for i, (name, _) in enumerate(cut) if len({int(mask[i]) for mask in masks}) > 1]
+        ranks = [rank for rank, mask in enumerate(masks) if not torch.equal(mask, torch.stack(masks).amax(0))]
+        raise RuntimeError(
+            f"on rank {', '.join(map(str, ranks))} these parameters got no gradient, but on others they did: {', '.join(names[:10])}"
+            + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+            + "; use them on every rank, or give find_unused_parameters=True"
+        )
+
     @torch.no_grad()
     def _average(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average the gradients of what torch does not, over the data ranks; one that no rank has stays None."""
@@ -327,6 +346,12 @@ class Steps:
         self._group = dist.new_group(backend="gloo")
         self._all = [torch.zeros(1, dtype=torch.uint8) for _ in range(world_size)]
         self._work: dist.Work | None = None
+
+    def gather(self, mine: Tensor) -> list[Tensor]:
+        """The tensor of every rank; all ranks call it."""
+        everyone = [torch.empty_like(mine) for _ in self._all]
+        dist.all_gather(everyone, mine, group=self._group)
+        return everyone
 
     def told(self, run: Callable[..., Any], *first: Any) -> Callable[[Any, int], Any]:
         """`run(*first, batch, batch_idx)`, after which the others are told whether it has a loss."""

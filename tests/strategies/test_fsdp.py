@@ -373,6 +373,32 @@ def test_a_step_that_all_ranks_skip_has_no_weight() -> None:
     assert distance(weights(one), weights(sharded)) < 1e-12
 
 
+class Branches(Plain):
+    """The first half of a batch goes one way and the second the other, which on two ranks is a way a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (x,) = batch
+        if self.trainer.world_size > 1:
+            return self.ways[self.global_rank](self.net(x)).square().mean()
+        return torch.cat([way(self.net(part)) for way, part in zip(self.ways, x.chunk(2), strict=True)]).square().mean()
+
+
+def test_ranks_may_use_other_parameters_where_that_is_allowed() -> None:
+    one, sharded = seeded(Branches), seeded(Branches)
+    train = DataLoader(TensorDataset(torch.randn(12, 4)), 4)
+    fit("single", 1, one, train)
+    fit(FSDP(find_unused_parameters=True), 2, sharded, train)
+    assert distance(weights(one), weights(sharded)) < 1e-12
+    with pytest.raises(
+        RuntimeError, match=r"on rank 0, 1 these parameters got no gradient, but on others they did: ways\.0\.weight, ways\.0\.bias, ways\.1\.weight"
+    ):
+        fit(FSDP(), 2, seeded(Branches), train)
+
+
 class Thaws(Odd):
     """Trains a frozen layer from the second epoch on."""
 
