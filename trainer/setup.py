@@ -86,6 +86,7 @@ class FitRun:
 def attached(trainer: Trainer, module: Module, sources: Sources, stage: str, ckpt_path: str | None) -> Iterator[None]:
     """The life of a run on this rank: processes joined, module and callbacks attached, and all of it undone."""
     trainer.running = True
+    vars(trainer).pop("hooks", None)  # those of an earlier run must not hear of this one's failure
     module.__dict__["_trainer"] = trainer
     datamodule = sources.datamodule
     try:
@@ -179,7 +180,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
     trainer.named_optimizers, trainer.lr_scheduler_configs = named, schedulers
     trainer.user_optimizers = [(AutomaticOptimizer if module.automatic_optimization else ManualOptimizer)(optimizer, trainer) for optimizer in named.values()]
     trainer.metrics = MetricStore(module)
-    if trainer.data_rank_noise(strategy.data_rank):
+    if strategy.data_rank > 0:  # noise of its own; data rank 0 goes on with the process's stream
         seed_everything(derive(seed, "noise", strategy.data_rank))
     if checkpoint is not None:
         snapshot.restore(trainer, module, checkpoint)

@@ -390,10 +390,6 @@ class Trainer:
         if self.deterministic:
             torch.use_deterministic_algorithms(False)
 
-    def data_rank_noise(self, data_rank: int) -> bool:
-        """Whether this rank needs a noise stream of its own; data rank 0 goes on with the process's."""
-        return data_rank > 0
-
     def publish(self, values: dict[str, float]) -> None:
         """Show reduced values: to callbacks, the progress bar and the loggers. Every rank calls it."""
         if not values:

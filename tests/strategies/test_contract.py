@@ -84,7 +84,7 @@ def test_gradients_are_those_of_one_process(made: tuple[Strategy, int], precisio
 
 def test_state_goes_to_one_process_and_back(made: tuple[Strategy, int], precision: str, tmp_path: Path) -> None:
     """Model and optimizer state saved here goes on there as if nothing had happened, in both directions."""
-    half, whole = Plan(epochs=1, precision=precision), Plan(epochs=2)
+    half = Plan(epochs=1, precision=precision)
     model, kept = reference(half)
     expected, _ = reference(half, model, kept["optimizer"])
     contract.run(*made, half, tmp_path / "here")
@@ -93,7 +93,6 @@ def test_state_goes_to_one_process_and_back(made: tuple[Strategy, int], precisio
     contract.run(*made, replace(half, start_from=str(tmp_path / "one")), tmp_path / "one then here")
     for folder in ("here then one", "one then here"):
         assert difference(saved_weights(tmp_path / folder), expected) < (1e-11 if precision == "64-true" else 1e-5)
-    assert whole.epochs == 2
 
 
 def test_single_precision_agrees_to_rounding(made: tuple[Strategy, int], tmp_path: Path) -> None:

@@ -138,3 +138,22 @@ def test_outputs_of_batches_reach_the_end_hook_without_their_graph() -> None:
     quiet(accumulate_grad_batches=2).fit(Keeps(), loader(24))
     assert [output["index"] for output in outputs] == [0, 1, 2]
     assert not any(output["loss"].requires_grad for output in outputs)
+
+
+def test_a_run_that_fails_in_its_set_up_does_not_call_the_hooks_of_an_earlier_one() -> None:
+    heard: list[str] = []
+
+    class Listening(Net):
+        def on_exception(self, exception: BaseException) -> None:
+            heard.append(str(exception))
+
+    class Broken(Net):
+        def setup(self, stage: str) -> None:
+            raise Oops("in set-up")
+
+    trainer = quiet()
+    trainer.fit(Listening(), loader(8))
+    trainer.max_epochs = 2
+    with pytest.raises(Oops, match="in set-up"):
+        trainer.fit(Broken(), loader(8))
+    assert heard == []
