@@ -12,6 +12,7 @@ import math
 import torch
 import torch.distributed as dist
 
+from strategies import faults
 from strategies.base import Agreement, Note
 
 FIELDS = ("step", "collectives", "keys", "stop", "finite", "count", "total")
@@ -36,6 +37,8 @@ class Control:
 
     def receive(self) -> Agreement:
         """Wait for the others' messages. Raises RuntimeError where they contradict ours."""
+        if faults.plan is not None:
+            faults.fault("collective")
         self._work.wait()  # type: ignore[union-attr]
         self._work = None
         rows = [tensor.tolist() for tensor in self._all]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies import environment, processes
+from strategies import environment, faults, processes
 from strategies.base import Agreement, Loss, Note, Strategy, split_loss
 from strategies.control import Control
 from strategies.data import MicroBatch, ShardedLoader, Window
@@ -60,6 +60,7 @@ class EagerStrategy(Strategy):
         self._accelerator = resolve_accelerator(accelerator)
         self._num_nodes = num_nodes
         self._num_devices = resolve_devices(devices, self._accelerator, self.max_devices)
+        faults.parse(os.environ)
         world = environment.detect()
         name = type(self).__name__
         if world is None:
@@ -93,6 +94,7 @@ class EagerStrategy(Strategy):
         self.data_rank, self.data_size, self.reports, self.builds = self.rank, self.world_size, True, True
         self.device = torch.device(self._accelerator, self.local_rank) if self._accelerator == "cuda" else torch.device(self._accelerator)
         self._ready = True
+        faults.load(self.rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.precision.setup(self.device)
@@ -103,6 +105,8 @@ class EagerStrategy(Strategy):
     def teardown(self) -> None:
         if not self._ready:
             return
+        faults.fault("teardown")
+        faults.unload()
         self._ready = False
         self._control = None
         self._local_gradients = self._scaler_used = False
@@ -167,6 +171,8 @@ class EagerStrategy(Strategy):
                 finite = device_type != "cpu" or math.isfinite(weighted)
                 said = (count, finite, weighted / scale) if self.reports else (0.0, finite, 0.0)
                 self._control.send(note() if note else Note(), *said)
+            if faults.plan is not None:
+                faults.fault("backward")
             for j, (value, inputs) in enumerate(losses):
                 if before_backward is not None:
                     before_backward(value)
@@ -412,6 +418,9 @@ def weighted_losses(
         losses = [] if value is None else [(value, None)]
     weight = numerator * scale if scale is not None else numerator / count if count else 0.0
     for i, (value, inputs) in enumerate(losses):
+        if faults.plan is not None:
+            value = faults.plan.poison(value)
+            losses[i] = value, inputs
         if value.numel() != 1:
             raise ValueError(f"training_step must return a scalar loss, but its loss has shape {list(value.shape)}; return its mean or Loss(total, count)")
         if not value.requires_grad:

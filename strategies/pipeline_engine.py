@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
+from strategies import faults
 from strategies.eager import detach, weighted_losses
 from strategies.permutation import mix
 from strategies.pipeline_feed import Feed
@@ -58,6 +59,8 @@ class Engine:
             if self._is_last:
                 self._schedule.step(target=torch.arange(self._num_parts), losses=[], return_outputs=False)
             else:
+                if faults.plan is not None:
+                    faults.fault("backward")
                 if feed.before_last_backward is not None:
                     feed.before_last_backward()
                 self._schedule.step(return_outputs=False)
@@ -103,6 +106,8 @@ class Engine:
 
     def _loss(self, output: Tensor, index: Tensor) -> Tensor:
         """The last stage has computed the loss already."""
+        if int(index) == self._num_parts - 1 and faults.plan is not None:
+            faults.fault("backward")
         if int(index) == self._num_parts - 1 and self._feed is not None and self._feed.before_last_backward is not None:
             self._feed.before_last_backward()
         return output

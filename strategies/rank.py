@@ -28,6 +28,7 @@ from typing import Any
 import numpy
 import torch
 
+from strategies import faults
 from strategies.payload import dumps, pack, unpack
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -51,6 +52,8 @@ def set_phase(step: int | None, phase: str) -> None:
     _phase = step, phase
     if _board is not None:
         PHASE.pack_into(_board, 0, -1 if step is None else step, phase.encode())
+    if faults.plan is not None:
+        faults.plan.enter(step, phase)
 
 
 def read_phase(path: Path) -> tuple[int | None, str]:

@@ -87,6 +87,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
 
             trainer.manually_stepped = False
             progress.global_step += stepped
+            set_phase(progress.global_step, "end of the step")
             progress.samples_seen += window.num_samples
             progress.batches_seen += len(window.micro_batches)
             progress.total_batches += len(window.micro_batches)
@@ -94,6 +95,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                 trainer.publish(metrics.reduce(strategy))
             last = window.micro_batches[-1]
             trainer.window_is_open = False
+            set_phase(progress.global_step, "callbacks")
             for hook in hooks.on_train_batch_end:
                 hook(last.output, last.batch, last.batch_idx)
             metrics.in_batch, metrics.weight = False, 1.0

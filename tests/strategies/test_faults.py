@@ -1,0 +1,142 @@
+"""Each fault happens where, when and as often as its plan says; what cannot be read is refused in a sentence."""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strategies import faults
+from strategies.faults import Fault, fault, parse
+from tests.trainer.toy import loader, net, quiet
+from trainer import RankFailure, Trainer
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return lambda text: monkeypatch.setenv(faults.VARIABLE, text)
+
+
+def test_plans_as_text_and_as_json() -> None:
+    text = "rank=1,step=3,point=backward,action=sigkill; point=save.write,action=ENOSPC,times=2"
+    plan = [Fault("backward", "sigkill", rank=1, step=3), Fault("save.write", "enospc", times=2)]
+    assert parse({faults.VARIABLE: text}) == plan
+    as_json = [{"rank": 1, "step": 3, "point": "backward", "action": "sigkill"}, {"point": "save.write", "action": "enospc", "times": 2}]
+    assert parse({faults.VARIABLE: json.dumps(as_json)}) == plan
+    assert parse({}) == parse({faults.VARIABLE: " "}) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("nonsense", "correct it or unset it"),
+        ("point=lunch,action=raise", "point='lunch' is none of next_batch, forward"),
+        ("point=forward", "action='' is none of raise"),
+        ("point=forward,action=raise,rank=-1", "rank=-1 must be at least 0"),
+        ("point=forward,action=raise,rank=two", "invalid literal"),
+        ("point=forward,action=raise,node=1", "it has no node, only point"),
+        ("point=backward,action=nan", "action=nan needs point=forward"),
+        ("point=forward,action=raise,file=/no/such/folder/x", "is in no folder"),
+        ("[1]", "correct it or unset it"),
+        ("{", "correct it or unset it"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_before_anything_starts(planned: Any, text: str, reason: str) -> None:
+    planned(text)
+    with pytest.raises(ValueError, match="LOCKSTEP_FAULTS must hold faults such as rank=1,step=3,point=backward,action=sigkill, but it is") as caught:
+        Trainer(max_epochs=1, devices=2)
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_without_a_plan_a_point_costs_next_to_nothing() -> None:
+    assert faults.plan is None
+    start = time.perf_counter()
+    for _ in range(100_000):
+        fault("save.write")
+    assert time.perf_counter() - start < 0.1  # a microsecond each, on any machine
+
+
+@pytest.mark.parametrize("point", ["next_batch", "forward", "backward", "before_step", "after_step", "callback", "teardown"])
+def test_each_point_of_a_run_is_reached_in_its_step(planned: Any, point: str) -> None:
+    step = 3 if point != "teardown" else 7
+    planned(f"rank=0,step={step},point={point},action=raise")
+    trainer, model = quiet(), net()
+    with pytest.raises(RuntimeError, match=f"^planned by LOCKSTEP_FAULTS at {point} of step {step}$"):
+        trainer.fit(model, loader(50))
+    assert trainer.global_step == step
+    planned("")
+    quiet().fit(net(), loader(50))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", "tensor"])
+@pytest.mark.parametrize("point", ["backward", "collective"])
+def test_points_within_a_step_of_two_ranks(planned: Any, strategy: str, point: str) -> None:
+    planned(f"rank=1,step=2,point={point},action=sigkill")
+    with pytest.raises(RankFailure, match=r"rank 1 was killed by SIGKILL \(step 2, in training step\)"):
+        quiet(strategy=strategy, devices=2).fit(net(), loader(50))
+
+
+def test_another_rank_is_spared(planned: Any) -> None:
+    planned("rank=1,point=forward,action=raise")
+    quiet().fit(net(), loader(16))
+
+
+@pytest.mark.parametrize(("action", "number"), [("enospc", errno.ENOSPC), ("eio", errno.EIO), ("erofs", errno.EROFS)])
+def test_errors_of_the_file_system(planned: Any, action: str, number: int) -> None:
+    planned(f"step=1,point=next_batch,action={action}")
+    with pytest.raises(OSError, match="planned by LOCKSTEP_FAULTS at next_batch of step 1") as caught:
+        quiet().fit(net(), loader(16))
+    assert caught.value.errno == number
+
+
+def test_a_loss_that_is_nan(planned: Any) -> None:
+    planned("step=1,point=forward,action=nan")
+    with pytest.raises(FloatingPointError, match="loss of rank 0 .*step 1"):
+        quiet().fit(net(), loader(32))
+
+
+@pytest.mark.parametrize("action", ["sleep", "hold_gil"])
+def test_pauses(planned: Any, action: str) -> None:
+    planned(f"step=1,point=forward,action={action},seconds=0.3")
+    start = time.monotonic()
+    quiet().fit(net(), loader(32))
+    assert time.monotonic() - start > 0.3
+
+
+def test_times_are_counted_over_processes_where_a_file_is_given(planned: Any, tmp_path: Path, repo_root: Path) -> None:
+    code = """
+from strategies import faults
+faults.load(0)
+for _ in range(3):
+    try:
+        faults.fault("forward")
+        print("passed")
+    except RuntimeError:
+        print("fault")
+"""
+    planned(f"point=backward,action=raise;point=forward,action=raise,times=4,file={tmp_path / 'count'}")
+    seen = [subprocess.run([sys.executable, "-c", code], cwd=repo_root, capture_output=True, text=True, timeout=60).stdout.split() for _ in range(2)]
+    assert seen == [["fault"] * 3, ["fault", "passed", "passed"]]
+
+
+@pytest.mark.parametrize("action", ["sigkill", "sigterm", "sigstop"])
+def test_signals(planned: Any, repo_root: Path, action: str) -> None:
+    code = "from strategies import faults; faults.load(0); print('before', flush=True); faults.fault('forward'); print('after')"
+    planned(f"point=forward,action={action}")
+    with subprocess.Popen([sys.executable, "-c", code], cwd=repo_root, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "before\n"
+        if action == "sigstop":
+            end = time.monotonic() + 10
+            while "T (stopped)" not in Path(f"/proc/{process.pid}/status").read_text():
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            process.send_signal(signal.SIGCONT)
+            assert process.stdout.readline() == "after\n"
+        assert process.wait(30) == (0 if action == "sigstop" else -getattr(signal, action.upper()))
