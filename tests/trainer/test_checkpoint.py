@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from strategies.state import Shard
-from trainer import checkpoint
+from trainer import checkpoint_folder, checkpoint_format, safetensors_file
 from trainer.checkpoint import Checkpoint, CheckpointError, clean, is_checkpoint, newest, remove, save
 
 REPOSITORY = Path(__file__).parents[2]
@@ -121,7 +121,7 @@ def awkward_tensors() -> dict[str, Tensor]:
         "extra/complex scalar": torch.tensor(1 + 2j, dtype=torch.complex128),
         "callback/EMA/ümlaut": torch.arange(5),
     }
-    for dtype in checkpoint._CODES:
+    for dtype in safetensors_file.CODES:
         tensors[f"dtypes/{dtype}".replace("torch.", "")] = torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
     return tensors
 
@@ -393,7 +393,7 @@ def test_a_distributed_tensor_is_refused(tmp_path: Path) -> None:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         tensor = torch.distributed.tensor.distribute_tensor(torch.zeros(4), mesh, [torch.distributed.tensor.Shard(0)])
         with pytest.raises(CheckpointError, match="model/w: <type DTensor"):
-            checkpoint.save(tmp_path / "a", rank=0, world_size=1, tensors={"model/w": Shard(tensor, (4,), (0,))}, state={})
+            save(tmp_path / "a", rank=0, world_size=1, tensors={"model/w": Shard(tensor, (4,), (0,))}, state={})
     finally:
         torch.distributed.destroy_process_group()
 
@@ -423,7 +423,7 @@ def test_what_is_not_a_checkpoint_is_neither_replaced_nor_removed(tmp_path: Path
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_replacing_leaves_only_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
     if not can_exchange:
-        monkeypatch.setattr(checkpoint, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(checkpoint_folder, "exchange", lambda one, other: False)
     save_alone(tmp_path / "a", {"extra/only in the first": torch.zeros(3)}, {"progress": {"global_step": 1}})
     save_step(tmp_path / "a", 2)
     loaded = Checkpoint.open(tmp_path / "a")
@@ -437,7 +437,7 @@ def test_replacing_leaves_only_the_new_one(tmp_path: Path, monkeypatch: pytest.M
 def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
     """A kill of the process cannot show this, only of the machine: so the order of the calls is looked at."""
     calls: list[str] = []
-    fsync, rename, exchange = os.fsync, os.rename, checkpoint._exchange
+    fsync, rename, exchange = os.fsync, os.rename, checkpoint_folder.exchange
 
     def recording_fsync(descriptor: int) -> None:
         calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
@@ -453,7 +453,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monke
 
     monkeypatch.setattr(os, "fsync", recording_fsync)
     monkeypatch.setattr(os, "rename", recording_rename)
-    monkeypatch.setattr(checkpoint, "_exchange", recording_exchange)
+    monkeypatch.setattr(checkpoint_folder, "exchange", recording_exchange)
     for number in range(2):
         calls.clear()
         save_alone(tmp_path / "deep" / "a", {"model/w": torch.zeros(1), "extra/w": torch.zeros(1)}, rank_state={})
@@ -544,7 +544,7 @@ import os, random, signal, sys, time, warnings
 from pathlib import Path
 import torch
 from strategies.state import Shard
-from trainer import checkpoint
+from trainer import checkpoint, checkpoint_folder
 from trainer.checkpoint import Checkpoint
 
 root = Path(sys.argv[1])
@@ -586,7 +586,7 @@ def run(mode):
     folder = root / mode
     path = folder / "last"
     if mode == "fallback":
-        checkpoint._exchange = lambda one, other: False
+        checkpoint_folder.exchange = lambda one, other: False
     seen = set()
     for point in range(1, 1000):
         if mode == "fresh":
@@ -812,7 +812,7 @@ def test_mutations_that_nothing_verifies_raise_nothing_but_checkpoint_error(tmp_
 def sign(folder: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest with its right checksum, as a forger would."""
     manifest.pop("checksum", None)
-    (folder / "manifest.json").write_text(json.dumps({"checksum": checkpoint._manifest_checksum(manifest), **manifest}))
+    (folder / "manifest.json").write_text(json.dumps({"checksum": checkpoint_format.manifest_checksum(manifest), **manifest}))
 
 
 def replace(folder: Path, manifest: dict[str, Any], name: str, content: bytes) -> None:
