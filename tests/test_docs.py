@@ -21,7 +21,7 @@ import pytest
 
 from strategies import registry
 from tests.conftest import REPO_ROOT
-from trainer import cli, config
+from trainer import checkpoint_command, cli, config
 
 PAGES = sorted([REPO_ROOT / "README.md", *(REPO_ROOT / "docs").rglob("*.md")])
 TEXTS = [*PAGES, REPO_ROOT / "CONTRIBUTING.md", REPO_ROOT / "CHANGELOG.md"]
@@ -121,6 +121,8 @@ def test_commands_lead_somewhere(page: Path, monkeypatch: pytest.MonkeyPatch, ca
             elif arguments is not None and arguments and arguments[0] == "compare":
                 given = cli._parse_compare(arguments[1:])
                 check_config(given.files, given.overrides)
+            elif arguments is not None and arguments and arguments[0] == "checkpoint":
+                checkpoint_command.parse(arguments[1:])
             elif arguments is not None and arguments and not arguments[0].startswith("-"):
                 command, files, overrides = cli._parse(arguments)
                 assert command in cli.COMMANDS, place

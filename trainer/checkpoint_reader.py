@@ -88,6 +88,10 @@ class Checkpoint:
         name = f"rank-{rank:05d}.json"
         return _read_json(self.path, name, self._files[name]) if name in self._files else None
 
+    def files(self) -> list[tuple[str, int, str]]:
+        """Name, bytes and CRC-32 of every file but the manifest, sorted by name."""
+        return sorted((name, entry["size"], entry["crc32"]) for name, entry in self._files.items())
+
     def names(self, prefix: str = "") -> list[str]:
         """Sorted names of the tensors that begin with `prefix`."""
         return sorted(name for name in self._tensors if name.startswith(prefix))
@@ -177,7 +181,9 @@ def _locate(path: Path) -> Path:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"the checkpoint {path} cannot be opened: {reason(error)}; give a path that can be read") from error
     if not stat.S_ISDIR(mode):
-        raise CheckpointError(f"{path} is no folder, and a checkpoint is a folder with a {MANIFEST}: give the path of one")
+        raise CheckpointError(
+            f"{path} is no folder, and a checkpoint is a folder with a {MANIFEST}: give the path of one, or make one with `lockstep checkpoint import`"
+        )
     return path
 
 

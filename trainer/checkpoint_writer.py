@@ -254,7 +254,8 @@ class Saving:
                 index[name]["pieces"].append(piece)
                 groups.setdefault(file, {})[key] = shard.tensor
         for file, group_tensors in groups.items():
-            files[file] = self._write_file(self.temporary / file, safetensors_file.content(group_tensors))
+            layout = {key: (tensor.dtype, tensor.shape) for key, tensor in group_tensors.items()}
+            files[file] = self._write_file(self.temporary / file, safetensors_file.content(layout, group_tensors.__getitem__, {}))
         if self._rank_state is not None:
             name = _rank_file(self.rank)
             files[name] = self._write_file(self.temporary / name, iter((memoryview(self._rank_state),)))

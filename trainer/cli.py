@@ -33,6 +33,7 @@ COMMANDS = {
     "predict": "write what predict_step returns (tensors) to output=FILE, by default predictions.safetensors in the run's folder",
     "config": "print the resolved config",
     "plan": "show the stages of a pipeline, who works and waits when, and its bubble",
+    "checkpoint": "show, verify, compare, export or import a checkpoint (lockstep checkpoint --help)",
     "compare": "train under several strategies and show where the numbers part (lockstep compare --help)",
 }
 
@@ -58,6 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = list(sys.argv[1:] if arguments is None else arguments)
         if words[:1] == ["compare"]:
             return _compare(words[1:])
+        if words[:1] == ["checkpoint"]:
+            from trainer import checkpoint_command  # one command needs it
+
+            return checkpoint_command.main(words[1:], _Parser)
         command, files, overrides = _parse(words)
         resolved = config.resolve(files, overrides)
         if command == "config":

@@ -7,7 +7,8 @@ complex128 has no code there and lies as float64 with a last dimension of 2.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,24 +40,23 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 PAIRS = {torch.complex128}
 
 
-def content(tensors: dict[str, Tensor]) -> Iterator[memoryview]:
+def content(layout: Mapping[str, tuple[torch.dtype, Sequence[int]]], read: Callable[[str], Tensor], metadata: Mapping[str, str]) -> Iterator[memoryview]:
     """The bytes of a safetensors file, one tensor at a time, so that only one is copied to the host at once.
 
-    Format: 8 bytes little-endian length of the header, JSON header, data. Larger elements come first, so that
-    every tensor is aligned to its element size. https://github.com/huggingface/safetensors#format
+    `layout` gives dtype and shape of each key and `read(key)` its tensor. Larger elements come first, so that every
+    tensor is aligned to its element size.
     """
-    order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    order = sorted(layout, key=lambda key: (-layout[key][0].itemsize, key))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for key in order:
-        tensor = tensors[key]
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        shape = [*tensor.shape, 2] if tensor.dtype in PAIRS else [*tensor.shape]
-        header[key] = {"dtype": CODES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+        dtype, shape = layout[key]
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[key] = {"dtype": CODES[dtype], "shape": [*shape, 2] if dtype in PAIRS else [*shape], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for key in order:
         # Conjugate and negative views are flags on the same memory: resolve them before bytes are taken.
-        tensor = tensors[key].detach().cpu().resolve_conj().resolve_neg().contiguous()
+        tensor = read(key).detach().cpu().resolve_conj().resolve_neg().contiguous()
         yield tensor.reshape(-1).view(torch.uint8).numpy().data

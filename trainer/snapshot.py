@@ -39,6 +39,7 @@ def save(trainer: Trainer, module: Module, path: str | Path) -> Path:
         state = {
             "progress": trainer.progress.state_dict(),
             "seed": trainer.run_seed,
+            "strategy_name": type(strategy).__name__,
             "strategy": gathered.meta,
             "schedulers": [pack(config.scheduler.state_dict(), f"schedulers/{i}", kept) for i, config in enumerate(trainer.lr_scheduler_configs)],
             "callbacks": {callback.state_key: pack(callback.state_dict(), f"callbacks/{callback.state_key}", kept) for callback in trainer.callbacks},
@@ -100,6 +101,19 @@ def restore(trainer: Trainer, module: Module, checkpoint: Checkpoint) -> None:
         _restore_torchmetrics(trainer, module, checkpoint)
         if same and mine is not None:
             set_rng_state(unpack(mine["rng"], read))
+
+
+def check_resumable(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError where a checkpoint is not one of a fit."""
+    state = checkpoint.state
+    if "seed" not in state:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} holds weights alone, so there is nothing to resume: load them with load_from_checkpoint, and fit without ckpt_path"
+        )
+    kinds = {"seed": int, "progress": dict, "strategy": dict, "schedulers": list, "callbacks": dict, "metrics": dict}
+    wrong = [name for name, kind in kinds.items() if type(state.get(name)) is not kind]
+    if wrong or not 0 <= state["seed"] < 2**63:
+        raise CheckpointError(f"checkpoint {checkpoint.path} cannot be resumed: state.json has no valid {(wrong or ['seed'])[0]}; load another one")
 
 
 def load_module(cls: Any, path: str | Path, map_location: Any, strict: bool, overrides: dict[str, Any]) -> Any:

@@ -599,7 +599,9 @@ class Trainer:
             elif ckpt_path is not None:
                 checkpoint = ckpt_path
             if checkpoint is not None:
-                Checkpoint.open(checkpoint)
+                opened = Checkpoint.open(checkpoint)
+                if self._stage == "fit":
+                    snapshot.check_resumable(opened)
             folder = _run_folder(base, version) if writes else None
             if folder is not None and (folder / "checkpoints").is_dir():
                 files.clean(folder / "checkpoints")

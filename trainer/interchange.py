@@ -1,0 +1,214 @@
+"""Weights in other formats: one safetensors file, and what Lightning and torch have pickled.
+
+Nothing that `fit`, `validate`, `test` or `predict` reads goes through here: an import is a step of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from strategies.state import Shard, pack, unpack
+from trainer import safetensors_file
+from trainer.checkpoint import Checkpoint, CheckpointError, save
+from trainer.checkpoint_format import reason
+from trainer.safetensors_file import PAIRS
+
+_NOTE = "lockstep"
+"""Key in a safetensors file's metadata: JSON of what the tensors alone do not say."""
+
+
+@dataclass
+class Weights:
+    """What a foreign file holds that a checkpoint can."""
+
+    values: dict[str, Any]
+    """A state dict: tensors, and extra state of modules."""
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    global_step: int = 0
+    current_epoch: int = 0
+    left_out: list[str] = field(default_factory=list)
+    """Names of what was not taken."""
+
+
+def export_weights(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> Path:
+    """Write the weights of a checkpoint as one safetensors file under the module's own names; return its absolute path.
+
+    Replaces a file at `target` in one rename. Holds the largest tensor in memory, not the model. Raises CheckpointError.
+    """
+    target = Path(os.path.abspath(target))
+    names = checkpoint.names("model/")
+    if not names:
+        raise CheckpointError(f"checkpoint {checkpoint.path} holds no weights; export one that a fit has saved")
+    if target.is_dir():
+        raise CheckpointError(f"cannot export to {target}: it is a folder; give the path of a file, such as {target / 'model.safetensors'}")
+    state = checkpoint.state
+    note = {
+        "model": {name: value for name, value in checkpoint.meta.get("model", {}).items() if value is not None},
+        "complex128": [name.removeprefix("model/") for name in names if checkpoint.dtype(name) in PAIRS],
+        "hyperparameters": {name: value for name, value in state.get("hyperparameters", {}).items() if '"$tensor"' not in json.dumps(value)},
+        "hyperparameters_name": state.get("hyperparameters_name"),
+        "progress": _progress(state.get("progress")),
+    }
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    layout = {name.removeprefix("model/"): (checkpoint.dtype(name), checkpoint.shape(name)) for name in names}
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "xb") as file:
+            for data in safetensors_file.content(layout, lambda key: checkpoint.read(f"model/{key}"), {_NOTE: json.dumps(note)}):
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except OSError as error:
+        raise CheckpointError(f"cannot export to {target}: {reason(error)}; choose another path") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return target
+
+
+def import_weights(source: str | os.PathLike[str], target: str | os.PathLike[str], *, trust_pickle: bool = False) -> Weights:
+    """Make a checkpoint of the weights in `source`; return what was found.
+
+    `source` is a safetensors file, or, with `trust_pickle`, a Lightning checkpoint or a state dict of torch, which is first
+    read by torch's restricted unpickler and, where that refuses, run as the program that a pickle is. The checkpoint holds
+    weights, hyperparameters and counters: enough for `load_from_checkpoint`, `validate`, `test` and `predict`, not to resume.
+    Raises CheckpointError, and replaces nothing that is at `target`.
+    """
+    source, target = Path(source), Path(os.path.abspath(target))
+    if os.path.lexists(target):
+        raise CheckpointError(f"cannot import to {target}: it exists; choose another path")
+    if not source.is_file():
+        raise CheckpointError(f"cannot import {source}: it is no file; give a safetensors file, a Lightning checkpoint or a state dict of torch")
+    try:
+        with open(source, "rb") as file:
+            head = file.read(9)
+    except OSError as error:
+        raise CheckpointError(f"cannot import {source}: {reason(error)}; give a file that can be read") from error
+    if head[8:] == b"{":
+        found = _read_safetensors(source)
+    elif not trust_pickle:
+        raise CheckpointError(
+            f"cannot import {source}: it is no safetensors file, so it would have to be unpickled, and a pickle is a program that may do anything: "
+            "give --trust-pickle if you trust whoever made it"
+        )
+    else:
+        found = _read_pickle(source)
+    _write(found, source, target)
+    return found
+
+
+def _write(found: Weights, source: Path, target: Path) -> None:
+    tensors: dict[str, Shard] = {}
+    model: dict[str, Any] = {}
+    try:
+        for name, value in found.values.items():
+            packed = pack(value, f"model/{name}", tensors)
+            model[name] = None if packed == {"$tensor": f"model/{name}"} else packed
+        state = {
+            "progress": {"global_step": found.global_step, "current_epoch": found.current_epoch},
+            "strategy": {"model": model},
+            "hyperparameters": pack(found.hyperparameters, "module/hparams", tensors),
+            "hyperparameters_name": None,
+            "imported_from": source.name,
+        }
+    except TypeError as error:
+        raise CheckpointError(f"cannot import {source}: {error}; leave it out") from error
+    if not model:
+        raise CheckpointError(f"cannot import {source}: it holds no tensor; give a file with a state dict")
+    save(target, rank=0, world_size=1, tensors=tensors, state=state)
+
+
+def _read_safetensors(source: Path) -> Weights:
+    try:
+        with safe_open(source, "pt") as file:
+            note = json.loads((file.metadata() or {}).get(_NOTE, "{}"))
+            values: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+        if not isinstance(note, dict):
+            raise ValueError(f"its metadata {_NOTE!r} is no JSON object")
+        for name in note.get("complex128", []):
+            values[name] = torch.view_as_complex(values[name].contiguous())
+        progress = _progress(note.get("progress"))
+        extra = note.get("model", {})
+        referred = {name.removeprefix("model/") for name in _references(extra)}
+        whole = {name: value for name, value in values.items() if name not in referred}
+        whole |= {name: unpack(value, lambda key: values[key.removeprefix("model/")]) for name, value in extra.items()}
+        hyperparameters = unpack(note.get("hyperparameters", {}), values.__getitem__)
+        if not isinstance(hyperparameters, dict) or not all(isinstance(name, str) for name in hyperparameters):
+            raise ValueError("its hyperparameters are no JSON object")
+        if note.get("hyperparameters_name") is not None:
+            hyperparameters = {note["hyperparameters_name"]: hyperparameters}
+        return Weights(whole, hyperparameters, progress["global_step"], progress["current_epoch"])
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot import {source}: it is no safetensors file ({error}); fetch it again") from error
+    except (ValueError, TypeError, AttributeError, LookupError, RuntimeError, RecursionError) as error:
+        raise CheckpointError(f"cannot import {source}: what its metadata {_NOTE!r} says does not fit its tensors ({error}); export it again") from error
+
+
+def _read_pickle(source: Path) -> Weights:
+    try:
+        try:
+            loaded = torch.load(source, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            loaded = torch.load(source, map_location="cpu", weights_only=False)
+    except Exception as error:  # whatever the pickled program does
+        raise CheckpointError(f"cannot import {source}: torch cannot load it ({type(error).__name__}: {str(error)[:200]}); fetch it again") from error
+    if isinstance(loaded, torch.nn.Module):
+        loaded = loaded.state_dict()
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError(f"cannot import {source}: it holds {type(loaded).__name__}, no state dict; save module.state_dict() instead")
+    nested = next((key for key in ("state_dict", "model_state_dict", "model") if isinstance(loaded.get(key), Mapping)), None)
+    values = loaded if nested is None else loaded[nested]
+    found = Weights({})
+    for name, value in values.items():
+        if isinstance(name, str) and (isinstance(value, Tensor) or _fits(value)):
+            found.values[name] = value.detach() if isinstance(value, Tensor) else value
+        else:
+            found.left_out.append(f"{nested or 'state dict'}: {name}")
+    if nested is None:
+        return found
+    hyperparameters = loaded.get("hyper_parameters")
+    for name, value in hyperparameters.items() if isinstance(hyperparameters, Mapping) else ():
+        if isinstance(name, str) and _fits(value):
+            found.hyperparameters[name] = value
+        else:
+            found.left_out.append(f"hyper_parameters: {name}")
+    found.global_step = _count(loaded.get("global_step"))
+    found.current_epoch = _count(loaded.get("epoch", loaded.get("current_epoch")))
+    known = {nested, "hyper_parameters", "global_step", "epoch", "current_epoch"}
+    found.left_out += [str(name) for name in loaded if name not in known]
+    return found
+
+
+def _fits(value: Any) -> bool:
+    """Whether a checkpoint can hold it."""
+    try:
+        json.dumps(pack(value, "", {}))
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _references(value: Any) -> set[str]:
+    """Names of the tensors that packed JSON data refers to."""
+    if isinstance(value, dict):
+        return {value["$tensor"]} if "$tensor" in value else set().union(*map(_references, value.values()))
+    return set().union(*map(_references, value)) if isinstance(value, list) else set()
+
+
+def _progress(value: Any) -> dict[str, int]:
+    progress = value if isinstance(value, dict) else {}
+    return {name: _count(progress.get(name)) for name in ("global_step", "current_epoch")}
+
+
+def _count(value: Any) -> int:
+    return value if type(value) is int and 0 <= value < 1 << 62 else 0
