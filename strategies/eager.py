@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies import environment, faults, processes
+from strategies import environment, faults, processes, watchdog
 from strategies.base import Agreement, Loss, Note, Strategy, split_loss
 from strategies.control import Control
 from strategies.data import MicroBatch, ShardedLoader, Window
@@ -52,6 +52,7 @@ class EagerStrategy(Strategy):
         self._scaler_used = False
         self._stepped = False
         self._unscaled: set[int] = set()
+        self._end_watchdog: Callable[[], None] = _nothing
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 
@@ -61,6 +62,7 @@ class EagerStrategy(Strategy):
         self._num_nodes = num_nodes
         self._num_devices = resolve_devices(devices, self._accelerator, self.max_devices)
         faults.parse(os.environ)
+        watchdog.limit_s()
         world = environment.detect()
         name = type(self).__name__
         if world is None:
@@ -99,6 +101,8 @@ class EagerStrategy(Strategy):
             torch.cuda.set_device(self.device)
         self.precision.setup(self.device)
         if world is not None and self.world_size > 1:
+            if world.launcher != "lockstep":
+                self._end_watchdog = processes.guard(self.rank)
             processes.init_process_group(world, "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", self.timeout_s)
             self._control = Control(self.rank, self.world_size)
 
@@ -107,6 +111,8 @@ class EagerStrategy(Strategy):
             return
         faults.fault("teardown")
         faults.unload()
+        self._end_watchdog()
+        self._end_watchdog = _nothing
         self._ready = False
         self._control = None
         self._local_gradients = self._scaler_used = False
@@ -361,6 +367,9 @@ class EagerStrategy(Strategy):
 
     def _mark_stepped(self, *_: Any) -> None:
         self._stepped = True
+
+
+def _nothing() -> None: ...
 
 
 def resolve_accelerator(accelerator: str) -> str:

@@ -183,7 +183,7 @@ def parse(environ: Mapping[str, str]) -> list[Fault]:
             found = json.loads(text)
             entries = found if isinstance(found, list) else [found]
         else:
-            entries = [dict(item.split("=", 1) for item in entry.split(",")) for entry in text.split(";") if entry.strip()]  # type: ignore[misc]
+            entries = [dict(item.split("=", 1) for item in entry.split(",")) for entry in text.split(";") if entry.strip()]
         return [_fault({str(key).strip(): value for key, value in entry.items()}) for entry in entries]
     except (ValueError, TypeError, AttributeError) as error:
         example = "rank=1,step=3,point=backward,action=sigkill"

@@ -26,9 +26,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from strategies import forkserver
+from strategies import forkserver, watchdog
 from strategies.payload import dumps, pack, unpack
-from strategies.rank import PHASE, Failure, cut, library_state, program_state, read_phase, set_phase, where
+from strategies.rank import Failure, cut, guard, library_state, program_state, set_phase
 from strategies.rendezvous import destroy_process_group, init_process_group
 
 T = TypeVar("T")
@@ -112,10 +112,12 @@ class _Ranks:
         self.failures: list[Failure] = []
         self.passed_on: list[int] = []  # signals that the launcher got
         self.sent: list[int] = []  # signals to clean up
+        self.watchdog = watchdog.Watchdog()
         self.terminate_at = self.kill_at = math.inf  # time.monotonic()
         for rank in self.running:
-            Path(folder, f"{rank}.phase").write_bytes(bytes(PHASE.size))
-            Path(folder, f"{rank}.fatal").touch()
+            Path(folder, f"{rank}.board").write_bytes(watchdog.BOARD.pack(0, -1, 0, b""))
+            for name in ("fatal", "stacks"):
+                Path(folder, f"{rank}.{name}").touch()
         pairs = [socket.socketpair() for _ in range(1 + num_ranks)]
         self.control, *self.channels = (ours for ours, _ in pairs)
         for channel in self.channels:
@@ -141,7 +143,8 @@ class _Ranks:
                     if now >= due and cleanup not in self.sent:
                         self.sent.append(cleanup)
                         self._send(cleanup)
-                timeout = min(at - now for at in (now + 1.0, self.terminate_at, self.kill_at) if at > now)
+                self._look_for_hangs(grace_s)
+                timeout = min(at - now for at in (now + self.watchdog.interval_s, self.terminate_at, self.kill_at) if at > now)
                 ready: list[Any] = select.select([self.control, *(self.channels[rank] for rank in self.open)], [], [], timeout)[0]
                 for rank in [rank for rank in self.open if self.channels[rank] in ready]:
                     self._hear(rank, grace_s)
@@ -196,7 +199,7 @@ class _Ranks:
         try:
             outcome = unpack(fds[0])
         except Exception as error:
-            outcome = Failure(rank, time.monotonic(), *read_phase(self.folder / f"{rank}.phase"), message="")
+            outcome = Failure(rank, time.monotonic(), *self._place(rank), message="")
             outcome.message = f"rank {rank} returned what cannot be unpickled in the launcher ({type(error).__name__}: {error}): return data"
         finally:
             os.close(fds[0])
@@ -222,8 +225,8 @@ class _Ranks:
     def _died(self, rank: int, exitcode: int, grace_s: float) -> None:
         if self.failures and -exitcode in self.sent:
             return  # by our hand, after what the failures tell
-        step, phase = read_phase(self.folder / f"{rank}.phase")
-        place = where(rank, step, phase).partition(", ")[2]
+        step, phase = self._place(rank)
+        place = watchdog.where(rank, step, phase).partition(", ")[2]
         place = f" ({place})" if place else ""
         failure = Failure(rank, time.monotonic(), step, phase, "", exitcode=exitcode)
         if -exitcode in self.sent:
@@ -238,6 +241,21 @@ class _Ranks:
         else:
             failure.message = f"rank {rank} exited with code {exitcode} before its work was done{place}"
         self._note(failure, grace_s)
+
+    def _place(self, rank: int) -> tuple[int | None, str]:
+        sign = watchdog.read(self.folder / f"{rank}.board")
+        return sign.step, sign.phase
+
+    def _look_for_hangs(self, grace_s: float) -> None:
+        """Where no rank has given a sign of life for too long, the one that hangs has failed."""
+        boards = {rank: self.folder / f"{rank}.board" for rank in self.running}
+        if self.failures or not self.watchdog.stalled(boards.values()):
+            return
+        first, *others = watchdog.examine(boards, {rank: self.folder / f"{rank}.stacks" for rank in boards})
+        text = first.text(18) + "".join(f"\nbeside it {report.text(10)}" for report in others[:1])
+        hint = f"the run was ended; where it is only slow, set {watchdog.VARIABLE} to more seconds"
+        message = f"{first.headline(self.watchdog.limit_s)}; {hint}"
+        self._note(Failure(first.rank, time.monotonic(), first.sign.step, first.sign.phase, message, text), grace_s)
 
     def _note(self, failure: Failure, grace_s: float) -> None:
         now = time.monotonic()
@@ -266,7 +284,7 @@ def _raise(failure: Failure) -> NoReturn:
             step=failure.step,
             phase=failure.phase,
         )
-    raise error from (RankTraceback(f"{where(failure.rank, failure.step, failure.phase)}\n{failure.text}") if failure.text else None)
+    raise error from (RankTraceback(f"{watchdog.where(failure.rank, failure.step, failure.phase)}\n{failure.text}") if failure.text else None)
 
 
 def _server_died(server: forkserver.Server) -> str:
@@ -290,4 +308,4 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-__all__ = ["RankFailure", "RankTraceback", "destroy_process_group", "init_process_group", "launch", "set_phase"]
+__all__ = ["RankFailure", "RankTraceback", "destroy_process_group", "guard", "init_process_group", "launch", "set_phase"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import importlib
+import math
 import mmap
 import multiprocessing
 import os
@@ -13,13 +15,14 @@ import random
 import re
 import signal
 import socket
-import struct
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +31,11 @@ from typing import Any
 import numpy
 import torch
 
-from strategies import faults
+from strategies import faults, watchdog
 from strategies.payload import dumps, pack, unpack
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Blocked in the server, so that none is lost between the fork of a rank and its own handlers."""
-
-PHASE = struct.Struct("q120s")
-"""Layout of the file in which a rank says what it does: global_step or -1, and the phase."""
 
 _MAX_TRACEBACK_LINES = 30  # the launcher's own frames and the message come on top, 60 together
 _MAX_LINE_LENGTH = 1000
@@ -47,23 +47,48 @@ _board: mmap.mmap | None = None  # the same where the launcher can read it after
 
 
 def set_phase(step: int | None, phase: str) -> None:
-    """Note what this process does, for the report of a failure: `set_phase(3, "training_step")`. Costs half a microsecond."""
+    """Note what this process does, for the report of a failure and the watchdog: `set_phase(3, "training step")`.
+
+    Costs half a microsecond. The watchdog counts the time since the last call while `step` is a number.
+    """
     global _phase
     _phase = step, phase
     if _board is not None:
-        PHASE.pack_into(_board, 0, -1 if step is None else step, phase.encode())
+        watchdog.write(_board, step, phase)
     if faults.plan is not None:
         faults.plan.enter(step, phase)
 
 
-def read_phase(path: Path) -> tuple[int | None, str]:
-    """What the rank of this file gave to `set_phase` last."""
-    step, phase = PHASE.unpack(path.read_bytes())
-    return None if step < 0 else step, phase.rstrip(b"\0").decode(errors="replace")
+def open_board(board: int, answers: Any) -> None:
+    """Show what this process does in the file `board`, and write stacks to the file `answers` when a watchdog asks."""
+    global _board
+    _board = mmap.mmap(board, watchdog.BOARD.size)
+    set_phase(None, "start")
+    faults.beat = functools.partial(watchdog.beat, _board)
+    faulthandler.register(watchdog.STACKS, answers, all_threads=True)
 
 
-def where(rank: int, step: int | None, phase: str) -> str:
-    return f"rank {rank}" + (f", step {step}" if step is not None else "") + (f", in {phase}" if phase else "")
+def guard(rank: int) -> Callable[[], None]:
+    """Start a watchdog beside this process, a rank that another launcher started; return what ends it."""
+    if watchdog.limit_s() == math.inf or sys.platform != "linux":
+        return lambda: None
+    board, answers = os.memfd_create("lockstep-board"), os.memfd_create("lockstep-stacks", 0)
+    os.truncate(board, watchdog.BOARD.size)
+    os.set_inheritable(board, True)
+    open_board(board, answers)
+    command = [sys.executable, "-I", "-S", watchdog.__file__, str(rank), str(board), str(answers)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[board, answers])
+
+    def end() -> None:
+        global _board
+        process.kill()
+        process.wait()
+        _board = faults.beat = None
+        faulthandler.unregister(watchdog.STACKS)
+        os.close(board)
+        os.close(answers)
+
+    return end
 
 
 # ---- what the launcher hands over ----------------------------------------------------------------------
@@ -160,20 +185,18 @@ class Failure:
 
 def run(rank: int, num_ranks: int, folder: str, program_fd: int, work_fd: int, channel: socket.socket) -> None:
     """Main of a rank, entered with `SIGNALS` blocked. Sends one file over `channel`: the result (of rank 0) or a `Failure`."""
-    global _board
     _take_over_program(unpack(program_fd))
     os.close(program_fd)
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # for what it starts
     os.environ.update(LOCKSTEP_LAUNCHER="lockstep", LOCKSTEP_INIT_METHOD=f"file://{folder}/store")
-    with open(Path(folder, f"{rank}.phase"), "r+b") as file:
-        _board = mmap.mmap(file.fileno(), PHASE.size)
-    fatal = open(Path(folder, f"{rank}.fatal"), "w")  # noqa: SIM115  # for the life of the process
+    answers, fatal = (open(Path(folder, f"{rank}.{name}"), "w") for name in ("stacks", "fatal"))  # noqa: SIM115  # for the life of the process
+    with open(Path(folder, f"{rank}.board"), "r+b") as file:
+        open_board(file.fileno(), answers)
     faulthandler.enable(fatal, all_threads=False)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        set_phase(None, "start")
         fn, args, library = unpack(work_fd)
         os.close(work_fd)
         _take_over_library(library)
@@ -207,7 +230,7 @@ def _describe(rank: int, error: BaseException) -> Failure:
         time=time.monotonic(),
         step=step,
         phase=phase,
-        message=f"{type(error).__name__} in {where(rank, step, phase)}: {error}",
+        message=f"{type(error).__name__} in {watchdog.where(rank, step, phase)}: {error}",
         text=cut("".join(traceback.format_exception(type(error), error, start))),
         error=_pickle_error(error),
         stop=isinstance(error, SystemExit | KeyboardInterrupt),
@@ -254,4 +277,4 @@ def cut(text: str) -> str:
     return "\n".join(lines)
 
 
-__all__ = ["PHASE", "SIGNALS", "Failure", "cut", "library_state", "program_state", "read_phase", "run", "set_phase", "where"]
+__all__ = ["SIGNALS", "Failure", "cut", "guard", "library_state", "open_board", "program_state", "run", "set_phase"]

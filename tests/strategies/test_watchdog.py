@@ -1,0 +1,137 @@
+"""Ranks that stand still, whatever holds them, are found from outside, named with their stacks and ended; slow ones are left alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from strategies import faults, watchdog
+from strategies.processes import RankFailure, RankTraceback, launch, set_phase
+from tests.trainer.toy import data, loader, net, quiet
+from trainer import Trainer
+
+LIMIT_S = 1.0
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(watchdog.VARIABLE, str(LIMIT_S))
+
+
+def hang(trainer: Trainer, train: Any) -> tuple[RankFailure, str]:
+    start = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        trainer.fit(net(), train)
+    assert time.monotonic() - start < 15
+    assert isinstance(caught.value.__cause__, RankTraceback)
+    text = str(caught.value.__cause__)
+    assert len(text.splitlines()) <= 35
+    return caught.value, text
+
+
+@pytest.mark.parametrize(
+    ("action", "point", "state"),
+    [
+        ("sleep", "forward", r"waiting( \(in \w+\))?"),
+        ("hold_gil", "next_batch", r"waiting( \(in \w+\))?"),
+        ("sigstop", "forward", r"stopped by a signal \(SIGSTOP\)"),
+    ],
+)
+def test_a_rank_that_hangs_is_named_with_step_phase_and_stacks(monkeypatch: pytest.MonkeyPatch, action: str, point: str, state: str) -> None:
+    monkeypatch.setenv(faults.VARIABLE, f"rank=1,step=3,point={point},action={action}")
+    error, text = hang(quiet(strategy="ddp", devices=2), loader(64))
+    phase = {"forward": "training step", "next_batch": "loading data"}[point]
+    assert (error.rank, error.step, error.phase) == (1, 3, phase)
+    assert re.match(rf"rank 1 hangs \(step 3, in {phase}\): no sign of life for 1 s, and it is {state}; the run was ended", str(error)), error
+    first, _, beside = text.partition("beside it rank 0")
+    assert "faults.py" in first if action != "sigstop" else "stopped by a signal" in first
+    assert "control.py" in beside or "_engine_run_backward" in beside, "what the other rank waits in"
+
+
+class Stuck(Dataset):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 32:
+            time.sleep(600)
+        return data(64)[index]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_loader_that_blocks(workers: int) -> None:
+    error, text = hang(quiet(devices=2, max_steps=8), DataLoader(Stuck(), batch_size=4, num_workers=workers))
+    assert error.phase == "loading data"
+    assert "in __getitem__" in text, "also from a worker of the loader"
+
+
+def works_without_a_sign(mark: Path) -> int:
+    """Rank 0 works long, in steps that it names; rank 1 waits for it. Before its first step a rank may take any time."""
+    time.sleep(2 * LIMIT_S)
+    if os.environ["RANK"] == "0":
+        for i in range(12):
+            time.sleep(LIMIT_S / 4)
+            set_phase(1, f"validation batch {i}") if i < 6 else faults.fault("save.write")
+        mark.touch()
+    else:
+        set_phase(1, "waiting")
+        while not mark.exists():
+            time.sleep(0.05)
+    set_phase(None, "end")
+    time.sleep(2 * LIMIT_S)
+    return 7
+
+
+def test_no_alarm_while_a_rank_gives_signs_or_has_no_step(tmp_path: Path) -> None:
+    assert launch(works_without_a_sign, (tmp_path / "mark",), 2) == 7
+
+
+def test_zero_is_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(watchdog.VARIABLE, "0")
+    monkeypatch.setenv(faults.VARIABLE, f"rank=1,step=3,point=forward,action=sleep,seconds={3 * LIMIT_S}")
+    quiet(devices=2).fit(net(), loader(64))
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan"])
+def test_the_limit_is_checked(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(watchdog.VARIABLE, text)
+    with pytest.raises(ValueError, match=f"LOCKSTEP_WATCHDOG_S must be a number of seconds, or 0 for no watchdog, but it is '{text}'"):
+        Trainer(max_epochs=1)
+
+
+def test_a_sign_costs_less_than_a_microsecond() -> None:
+    assert launch(cost_of_a_sign, (), 1) < 1.5e-6  # measured at 0.5; the machine may be busy
+
+
+def cost_of_a_sign() -> float:
+    best = float("inf")
+    for _ in range(20):
+        start = time.perf_counter()
+        for i in range(1000):
+            set_phase(i, "training step")
+        best = min(best, (time.perf_counter() - start) / 1000)
+    return best
+
+
+SCRIPT = """
+from tests.trainer.toy import loader, net, quiet
+quiet(strategy="ddp").fit(net(), loader(64))
+"""
+
+
+def test_beside_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch, repo_root: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    environ = {**os.environ, "PYTHONPATH": str(repo_root), faults.VARIABLE: "rank=1,step=3,point=forward,action=hold_gil"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert re.search(r"^rank 1 hangs \(step 3, in training step\): no sign of life for 1 s", done.stderr, re.MULTILINE), done.stderr
+    assert "faults.py" in done.stderr and "rank 0 hangs" not in done.stderr
