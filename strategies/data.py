@@ -43,6 +43,11 @@ class Window:
     micro_batches: list[MicroBatch]
     num_samples: int
     """Samples over all micro-batches and ranks."""
+    num_batches: int = 0
+    """What it adds to the count of batches: its micro-batches; after `resume_windows` those of the run that began."""
+
+    def __post_init__(self) -> None:
+        self.num_batches = self.num_batches or len(self.micro_batches)
 
 
 class ShardedLoader:
@@ -104,7 +109,7 @@ class ShardedLoader:
     def windows(self, epoch: int, start: int = 0, limit: int | None = None) -> Iterator[Window]:
         """The windows of `epoch` that follow its first `start` samples (over all ranks).
 
-        `limit` is the number of micro-batches a rank of the whole epoch. To start later costs nothing
+        `limit` is the number of batches (as in `len`) of the whole epoch. To start later costs nothing
         where the order is computed; other samplers and iterables are replayed and skipped, unless
         `load_state_dict` brought an iterable dataset's own state. Every rank calls it alike and reads
         equally many windows. Raises ValueError for a loader that yields nothing, RuntimeError where an
@@ -113,6 +118,7 @@ class ShardedLoader:
         if start < 0 or (limit is not None and limit < 0):
             raise ValueError(f"start and limit must not be negative, but start is {start} and limit is {limit}")
         self._source.check(start)
+        limit = self._source.limit_here(limit)
         return self._agreed_windows(epoch, start, limit) if self._source.shards_itself else self._windows(epoch, start, limit)
 
     def __iter__(self) -> Iterator[Any]:
@@ -122,7 +128,7 @@ class ShardedLoader:
         return (batch for batch, num_samples, *_ in apart.pieces(0, 0, None) if num_samples)
 
     def __len__(self) -> int:
-        """Micro-batches of an epoch on each rank. Raises TypeError where that is unknown."""
+        """Batches (`Window.num_batches`) of an epoch on each rank. Raises TypeError where that is unknown."""
         if self._source.num_micro_batches is None:
             raise TypeError(f"{type(self.loader).__name__} over {type(self.dataset).__name__} has no length")
         return self._source.num_micro_batches
@@ -138,11 +144,43 @@ class ShardedLoader:
         return self._source.window_samples
 
     def num_windows(self, limit: int | None = None) -> int | None:
-        """Windows of an epoch of at most `limit` micro-batches a rank, or None where its length is unknown."""
+        """Windows of an epoch of at most `limit` batches a rank, or None where its length is unknown."""
         total = self._source.num_micro_batches
         if total is None:
             return None
         return -(-(total if limit is None else min(total, limit)) // self._source.window_micro_batches)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a full window on each rank."""
+        return self._source.window_parts
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """By what windows are measured, for `resume_windows`: JSON data, the same on all ranks."""
+        share = self._source.share
+        return {"ranks": share.ranks, "batch_size": self._source.batch_size, "accumulate": share.accumulate, "split": share.split}
+
+    def resume_windows(self, plan: Mapping[str, Any], start: int = 0, whole: bool = False) -> str | None:
+        """Go on with the windows of a run that had `plan`, on another number of ranks; return what was done, None for nothing.
+
+        Windows keep their samples; batches are measured, limited and counted as in that run. Each window is
+        cut anew over ranks and micro-batches, none of which has more samples a rank than was planned, or
+        with `whole` into one micro-batch. Where batch size or accumulation is another than in `plan`, that
+        is taken for what is wanted. `start` samples of the epoch are done. Every rank calls it alike,
+        before `windows`. Raises ValueError where batches that are not ours to cut do not share out.
+        """
+        mine, share = self.plan, self._source.share
+        if plan["split"] or plan["ranks"] == share.size or any(plan[key] != mine[key] for key in ("batch_size", "accumulate", "split")):
+            return None
+        self._source = _source(self.loader, replace(share, planned=plan["ranks"], whole=whole), self._shuffle)
+        self._source.check_planned(start)
+        size = self.batch_size
+        return (
+            f"the run began on {plan['ranks']} ranks with different data and goes on on {share.size}: "
+            f"{f'global batches of {size} samples stay' if size else 'global batches stay'}, in {self.num_micro_batches} micro-batches a step "
+            f"(accumulate_grad_batches={share.accumulate} as it began); batches are counted as they were"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The state of an iterable dataset that has its own, after the last window read; else {}.
@@ -163,10 +201,10 @@ class ShardedLoader:
             micro_batches.append(MicroBatch(batch, num_samples))
             total += all_samples
             if closes:
-                yield Window(micro_batches, self._over_ranks(total))
+                yield Window(micro_batches, self._over_ranks(total), closes)
                 micro_batches, total, empty = [], 0, False
         if micro_batches:
-            yield Window(micro_batches, self._over_ranks(total))
+            yield Window(micro_batches, self._over_ranks(total), self._source.batches_of(len(micro_batches)))
         elif empty:
             raise ValueError(f"the loader yielded no batch in epoch {epoch}: {self._source.describe()}")
 
@@ -179,7 +217,7 @@ class ShardedLoader:
         pieces = self._source.pieces(epoch, start, None)
         padding, empty = None, start == 0 and limit != 0
         while limit is None or done < limit:
-            want = self._source.share.accumulate if limit is None else min(self._source.share.accumulate, limit - done)
+            want = self._source.window_parts if limit is None else min(self._source.window_parts, limit - done)
             mine = [MicroBatch(batch, num_samples) for batch, num_samples, _, _ in islice(pieces, want)]
             # One sum carries both the samples and how many ranks ran short.
             shared = self._over_ranks(sum(micro.num_samples for micro in mine) + ((len(mine) < want) << 32))
@@ -196,7 +234,7 @@ class ShardedLoader:
             seen, done, empty = seen + shared % (1 << 32), done + want, False
             if seen > start:
                 self._source.mark(seen, done)
-                yield Window(mine, shared % (1 << 32))
+                yield Window(mine, shared % (1 << 32), self._source.batches_of(want))
         if empty:
             raise ValueError(f"the loader yielded no batch in epoch {epoch}: {self._source.describe()}")
 
@@ -209,9 +247,9 @@ _BLOCK = 4096
 """Indices of the permutation that are computed at once."""
 
 
-_Piece: TypeAlias = tuple[Any, int, int, bool]
-"""A micro-batch: (batch, samples of this rank, samples of all ranks, last of its window)."""
-_Task: TypeAlias = tuple[Any, int, int, int, bool]
+_Piece: TypeAlias = tuple[Any, int, int, int]
+"""A micro-batch: (batch, samples of this rank, samples of all ranks, batches of the window that it ends, else 0)."""
+_Task: TypeAlias = tuple[Any, int, int, int, int]
 """What to fetch for one: (indices, position of the first in the order, then as in `_Piece`)."""
 
 
@@ -223,6 +261,9 @@ class _Source(ABC):
     num_micro_batches: int | None = None
     window_samples: int | None = None
     window_micro_batches: int
+    """Batches of a full window, as counted."""
+    batch_size: int | None = None
+    """The loader's own, or None where its batches are not ours to cut."""
     counts_own = False
     """True where a rank counts only its own samples."""
     shards_itself = False
@@ -237,6 +278,23 @@ class _Source(ABC):
     @abstractmethod
     def check(self, start: int) -> None:
         """Raise where an epoch cannot be read from `start`."""
+
+    @property
+    def window_parts(self) -> int:
+        """Micro-batches of a full window."""
+        return self.share.num_parts() if self.share.planned else self.window_micro_batches
+
+    @abstractmethod
+    def check_planned(self, start: int) -> None:
+        """Raise where an epoch cannot go on after `start` samples with the windows of another number of ranks."""
+
+    def batches_of(self, num_micro_batches: int) -> int:
+        """Batches of a last window that is shorter than a full one."""
+        return num_micro_batches
+
+    def limit_here(self, limit: int | None) -> int | None:
+        """A limit in batches as `pieces` takes it."""
+        return limit
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -283,8 +341,9 @@ class _Indexed(_Source):
             raise ValueError(f"split needs batches that can be cut, but {_name(loader)} makes its own (batch_size is None)")
         self._drop_last: bool
         batch_size, self._drop_last = (sampler.batch_size, sampler.drop_last) if cut else (1, False)
+        self.batch_size = batch_size if cut else None
         self._order(sampler.sampler if cut else sampler, loader, shuffle)
-        self._unit: int = batch_size if share.split else batch_size * share.size
+        self._unit: int = batch_size if share.split else batch_size * share.ranks
         # A fetched key is a list of samples to collate, a list that the dataset takes whole, or one ready batch.
         self._fetcher = Samples(loader.dataset, loader.collate_fn, share.seed, one_by_one=loader.batch_sampler is not None)
         self._measure()
@@ -317,7 +376,7 @@ class _Indexed(_Source):
         share = self.share
         if self._batches:
             if full is not None:
-                self.num_micro_batches = full * share.accumulate if share.split else -(-full // share.size)
+                self.num_micro_batches = full * share.accumulate if share.split else -(-full // share.ranks)
         elif share.split:
             self.window_micro_batches = min(share.accumulate, self._unit)
             if full is not None:
@@ -342,7 +401,7 @@ class _Indexed(_Source):
         if start and self.counts_own:
             start = self._items_before(epoch, start)
         tasks = self._tasks(epoch, start, limit)
-        counts: deque[tuple[int, int, bool]] = deque()
+        counts: deque[tuple[int, int, int]] = deque()
 
         def keys() -> Iterator[tuple[int, int, Any]]:
             for indices, position, num_samples, all_samples, closes in tasks:
@@ -354,6 +413,11 @@ class _Indexed(_Source):
             if self.counts_own:
                 num_samples = all_samples = guess_batch_size(batch) if num_samples else 0
             yield batch, num_samples, all_samples, closes
+
+    def check_planned(self, start: int) -> None:
+        share = self.share
+        if share.whole and share.size < share.planned and (self._batches or self.counts_own):
+            raise _cannot_share(self._fetcher.dataset, share, "each rank takes whole batches, one a step", [share.planned])
 
     def _items_before(self, epoch: int, start: int) -> int:
         """How many batches hold the first `start` samples: only reading them tells."""
@@ -371,40 +435,54 @@ class _Indexed(_Source):
         return number
 
     def _tasks(self, epoch: int, start: int, limit: int | None) -> Iterator[_Task]:
+        share = self.share
+        if share.planned:  # the limit, which counts as planned, may end inside what is one micro-batch here
+            stop = None if limit is None else limit * self._unit
+            if self._batches:
+                batches, passed, _ = self._batches_after(epoch, start)
+                return self._deal(batches if stop is None else islice(batches, max(0, stop - passed)), start)
+            return self._indices(epoch, self._cut(self._units(epoch, start, self._unit * share.accumulate, stop), start, share))
         if self._batches:
-            batches, done = self._batches_after(epoch, start)
-            tasks = self._cut(batches, start, self.share) if self.share.split else self._deal(batches, start)
+            batches, passed, done = self._batches_after(epoch, start)
+            done = done if share.split else passed // share.size
+            tasks = self._cut(batches, start, share) if share.split else self._deal(batches, start)
         else:
-            done = start // self._unit * (self.window_micro_batches if self.share.split else 1)
-            tasks = self._indices(epoch, self._cut(self._units(epoch, start, self._unit), start, self.share))
+            done = start // self._unit * (self.window_micro_batches if share.split else 1)
+            tasks = self._indices(epoch, self._cut(self._units(epoch, start, self._unit), start, share))
         return tasks if limit is None else islice(tasks, max(0, limit - done))
 
-    def _units(self, epoch: int, start: int, unit: int) -> Iterator[Sequence[Any]]:
-        """What is cut as a whole: positions of the order, or a user's sampler's own indices."""
+    def _units(self, epoch: int, start: int, unit: int, limit: int | None = None) -> Iterator[Sequence[Any]]:
+        """What is cut as a whole, of the first `limit` samples: positions of the order, or a user's sampler's own indices."""
         if self._sampler is None:
             assert self._length is not None
-            stop = self._length - self._length % unit if self._drop_last else self._length
+            stop = self._length - self._length % self._unit if self._drop_last else self._length
+            stop = stop if limit is None else min(stop, limit)
             for begin in range(start, stop, unit):
                 yield range(begin, min(begin + unit, stop))
             return
-        indices = self._replay(epoch)
+        indices = islice(self._replay(epoch), limit)
         deque(islice(indices, start), maxlen=0)
         while taken := list(islice(indices, unit)):
             if self._drop_last and len(taken) < unit:
                 # Where `start` is no multiple of the unit, what an undisturbed epoch keeps may end inside this one.
-                taken = taken[: max(0, len(taken) - (start + len(taken)) % unit)]
+                taken = taken[: max(0, len(taken) - (start + len(taken)) % self._unit)]
                 if not taken:
                     return
             yield taken
             start += len(taken)
 
     def _cut(self, units: Iterator[Sequence[Any]], position: int, share: Share) -> Iterator[_Task]:
+        most = share.num_parts() if share.planned else share.accumulate if share.split else 1
         for number, unit in enumerate(units, 1):
-            parts = min(share.accumulate, len(unit)) if share.split else 1
+            parts = min(most, len(unit))
             for part in range(parts):
                 begin, end = _bounds(len(unit), part, parts)
                 first, last = _bounds(end - begin, share.rank, share.size)
-                closes = part + 1 == parts if share.split else number % share.accumulate == 0
+                closes = 0
+                if share.planned or share.split:
+                    closes = (-(-len(unit) // self._unit) if share.planned else parts) if part + 1 == parts else 0
+                elif number % share.accumulate == 0:
+                    closes = share.accumulate
                 mine = unit[begin + first : begin + last] or unit[begin : begin + 1]
                 yield mine, position + begin + first, last - first, end - begin, closes
             position += len(unit)
@@ -429,34 +507,33 @@ class _Indexed(_Source):
                 yield indices[begin:end], *task[1:]
                 begin = end
 
-    def _batches_after(self, epoch: int, start: int) -> tuple[Iterator[list[Any]], int]:
-        """The batches of a user's batch sampler after `start` samples, and how many micro-batches they follow."""
+    def _batches_after(self, epoch: int, start: int) -> tuple[Iterator[list[Any]], int, int]:
+        """The batches of a user's batch sampler after `start` samples, how many they follow, and in how many parts if split."""
         batches = map(list, self._replay(epoch))
-        passed = done = 0
+        passed = parts = 0
         while start > 0:
             batch = next(batches, None)
             if batch is None:
                 break
             if len(batch) > start:
-                return chain([batch[start:]], batches), done if self.share.split else passed // self.share.size
+                return chain([batch[start:]], batches), passed, parts
             start -= len(batch)
             passed += 1
-            done += min(self.share.accumulate, len(batch))
-        return batches, done if self.share.split else passed // self.share.size
+            parts += min(self.share.accumulate, len(batch))
+        return batches, passed, parts
 
     def _deal(self, batches: Iterator[list[Any]], position: int) -> Iterator[_Task]:
-        rank = self.share.rank
-        for number in count(1):
-            dealt = list(islice(batches, self.share.size))
-            if not dealt:
-                return
-            sizes = [len(batch) for batch in dealt]
-            closes = number % self.share.accumulate == 0
-            if rank < len(dealt):
-                yield dealt[rank], position + sum(sizes[:rank]), sizes[rank], sum(sizes), closes
-            else:
-                yield dealt[0][:1], position, 0, sum(sizes), closes
-            position += sum(sizes)
+        share = self.share
+        while window := list(islice(batches, share.ranks * share.accumulate)):
+            for begin in range(0, len(window), share.size):
+                dealt = window[begin : begin + share.size]
+                sizes = [len(batch) for batch in dealt]
+                closes = -(-len(window) // share.ranks) if begin + share.size >= len(window) else 0
+                if share.rank < len(dealt):
+                    yield dealt[share.rank], position + sum(sizes[: share.rank]), sizes[share.rank], sum(sizes), closes
+                else:
+                    yield dealt[0][:1], position, 0, sum(sizes), closes
+                position += sum(sizes)
 
     def _replay(self, epoch: int) -> Iterator[Any]:
         """Iterate the user's sampler as every other rank does, leaving the run's random state alone."""
@@ -482,6 +559,7 @@ class _Streamed(_Source):
             raise ValueError(f"shuffle=True needs a dataset with indices, but {name} can only be iterated")
         self.share = share
         self.window_micro_batches = share.accumulate
+        self.batch_size = None if loader is None else loader.batch_size
         self._iterable = iterable
         self._workers = None if loader is None else Workers(loader, share)
         self.shards_itself = self.counts_own = loader is not None and bool(getattr(iterable, "shards_itself", False))
@@ -501,14 +579,36 @@ class _Streamed(_Source):
         self._live: Items | None = None
         self._loaded: Mapping[str, Any] | None = None
         if batch_size is not None:
-            self.window_samples = batch_size * share.size * share.accumulate
+            self.window_samples = batch_size * share.ranks * share.accumulate
         length = None if self.shards_itself else _length(iterable)
         if length is not None:
-            unit = (batch_size or 1) * share.size
+            unit = (batch_size or 1) * share.ranks
             if loader is not None and loader.drop_last:
                 length -= length % unit
             self.num_micro_batches = -(-length // unit)
             self.num_samples = None if batch_size is None else length
+
+    def check_planned(self, start: int) -> None:
+        share, name = self.share, self._iterable
+        if self.shards_itself and start:
+            raise _cannot_share(name, share, "which shards itself, other ranks would see other samples before the epoch ends", [share.planned])
+        if self._fetcher.drop_last:
+            raise _cannot_share(name, share, "drop_last drops by the number of ranks", [share.planned])
+        if share.whole or share.planned * share.accumulate % share.size:
+            raise _cannot_share(name, share, "each rank takes whole batches", _divisors(share.planned * share.accumulate, share))
+
+    def limit_here(self, limit: int | None) -> int | None:
+        share = self.share
+        if limit is None or not share.planned:
+            return limit
+        if limit * share.planned % share.size:
+            raise _cannot_share(self._iterable, share, f"each rank takes whole batches of the {limit * share.planned} of an epoch", [share.planned])
+        return limit * share.planned // share.size
+
+    def batches_of(self, num_micro_batches: int) -> int:
+        # Up to a micro-batch more than were read, where that is not known: an epoch ends with it.
+        share = self.share
+        return min(share.accumulate, -(-num_micro_batches * share.size // share.ranks))
 
     def describe(self) -> str:
         return f"{_name(self._iterable)} gives no item" + (" or drop_last drops all" if self._fetcher.drop_last else "")
@@ -543,7 +643,7 @@ class _Streamed(_Source):
                     return
                 continue
             number += 1
-            yield batch, num_samples, all_samples, number % self.share.accumulate == 0
+            yield batch, num_samples, all_samples, 0 if number % self.window_parts else self.share.accumulate
 
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:
@@ -579,6 +679,22 @@ class _Factory:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.make())
+
+
+def _cannot_share(loader: Any, share: Share, why: str, counts: Sequence[int]) -> ValueError:
+    """What to say where a run cannot go on with its global batches on this number of ranks."""
+    return ValueError(
+        f"the run began on {share.planned} ranks and cannot keep its global batches on {share.size}: of {_name(loader)}, {why}; "
+        f"resume on {' or '.join(map(str, counts))}, or give another accumulate_grad_batches, which makes other global batches"
+    )
+
+
+def _divisors(number: int, share: Share) -> list[int]:
+    """The numbers of ranks, around those that there were, over which `number` whole batches share out."""
+    if share.whole:
+        return [share.planned]
+    most = max(share.planned, share.size) * 2
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
 
 
 def _name(value: Any) -> str:

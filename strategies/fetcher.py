@@ -29,6 +29,19 @@ class Share:
     """Micro-batches of a window."""
     split: bool
     """The loader's batch is the global batch of a window."""
+    planned: int = 0
+    """Ranks by which batches and windows are measured where not by `size`: of a run that began on so many; else 0."""
+    whole: bool = False
+    """Cut a planned window into one micro-batch, where a step of the user's is one."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks by which batches and windows are measured."""
+        return self.planned or self.size
+
+    def num_parts(self) -> int:
+        """Micro-batches into which a planned window is cut: no rank gets more samples at once than was planned."""
+        return 1 if self.whole else -(-self.planned * self.accumulate // self.size)
 
 
 class Samples:

@@ -50,12 +50,12 @@ def run(trainer: Trainer, module: Module, sources: Sources, stage: str) -> Any:
 
 def validate_in_fit(trainer: Trainer, module: Module, loaders: list[ShardedLoader]) -> None:
     """Validate beside the training: its random streams, metrics and modes stay as they are."""
-    random_streams, training_metrics = rng_state(), trainer.metrics
+    random_streams, training_metrics = rng_state(trainer.streams), trainer.metrics
     try:
         evaluate(trainer, module, loaders, "validate")
     finally:
         trainer.metrics = training_metrics
-        set_rng_state(random_streams)
+        set_rng_state(random_streams, trainer.streams)
 
 
 def sanity_check(trainer: Trainer, module: Module, loaders: list[ShardedLoader]) -> None:

@@ -247,14 +247,14 @@ class MetricStore:
             self._settle(entry)
         return {e.name: [*e.flags(), self._path(e.metric), e.number, e.count, e.epoch_value, e.epoch_count or e.seen] for e in self.entries.values()}
 
-    def load_state_dict(self, state: dict[str, Any], same_rank: bool) -> None:
-        """Take back `state_dict`; without `same_rank` only the epoch's values, which all ranks share."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back `state_dict`; a number that is None is that of a name for which this rank has none."""
         for name, (reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only, metric, number, count, epoch_value, epoch_count) in state.items():
             entry = self._new(name, reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only)
             entry.epoch_value, entry.epoch_count = epoch_value, epoch_count
             if metric is not None:
                 entry.metric, entry.seen = self.module.get_submodule(metric), epoch_count  # type: ignore[union-attr]
-            if same_rank:
+            if number is not None:
                 entry.number, entry.count = number, count
 
     # ---- helpers -----------------------------------------------------------------------------------

@@ -89,8 +89,8 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             progress.global_step += stepped
             set_phase(progress.global_step, "end of the step")
             progress.samples_seen += window.num_samples
-            progress.batches_seen += len(window.micro_batches)
-            progress.total_batches += len(window.micro_batches)
+            progress.batches_seen += window.num_batches
+            progress.total_batches += window.num_batches
             if stepped and progress.global_step % log_every == 0:
                 trainer.publish(metrics.reduce(strategy))
             last = window.micro_batches[-1]
@@ -135,10 +135,10 @@ def _prepared(trainer: Trainer, run: setup.FitRun, window: Window) -> Iterator[M
     Returns to the strategy in between, which has walked back by then; the last batch's end comes after the step.
     """
     metrics, hooks, progress = trainer.metrics, trainer.hooks, trainer.progress
-    last = len(window.micro_batches) - 1
+    num, last = len(window.micro_batches), len(window.micro_batches) - 1
     trainer.window_is_open = True
     for i, micro_batch in enumerate(window.micro_batches):
-        micro_batch.batch_idx = progress.batches_seen + i
+        micro_batch.batch_idx = progress.batches_seen + i * window.num_batches // num
         micro_batch.batch = run.transfer(micro_batch.batch)
         metrics.weight = micro_batch.num_samples
         metrics.in_batch = True

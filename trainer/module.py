@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.hparams import HyperParameters
+from trainer.seeding import named_stream
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -228,6 +229,17 @@ class Module(HyperParameters, nn.Module):
             gathered = [self.all_gather(value) for value in data]
             return type(data)(*gathered) if hasattr(data, "_fields") else type(data)(gathered)
         return gather(data if isinstance(data, Tensor) else torch.tensor(data))
+
+    def random_stream(self, name: str, device: str | torch.device = "cpu") -> torch.Generator:
+        """This run's random stream `name`: a generator apart from all others, for `torch.rand(…, generator=…)` and the like.
+
+        Seeded from the run's seed, the name and the data rank when it is first asked for: ranks that see other
+        samples draw other numbers, ranks that share samples the same. It is in every checkpoint; validation
+        leaves it where it was. `device` is where it draws. Raises ValueError for a name that is not letters,
+        digits, "_", "." and "-", RuntimeError outside of a run.
+        """
+        trainer = self._running()
+        return named_stream(trainer.streams, name, device, trainer.run_seed, trainer.strategy.data_rank)
 
     # ---- facts -------------------------------------------------------------------------------------
 

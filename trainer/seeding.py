@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import re
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -33,21 +35,33 @@ def derive(seed: int, *stream: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def rng_state() -> dict[str, Any]:
-    """The state of every generator of this process as tensors and JSON data."""
+def named_stream(streams: dict[str, torch.Generator], name: str, device: str | torch.device, seed: int, data_rank: int) -> torch.Generator:
+    """The generator `name` among `streams`; made, as a function of seed, name and data rank, where it is first asked for."""
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+        raise ValueError(f"the name of a random stream must be of letters, digits, '_', '.' and '-', but it is {name!r}")
+    kind = torch.device(device).type
+    key = name if kind == "cpu" else f"{name}@{kind}"
+    if key not in streams:
+        streams[key] = torch.Generator(device).manual_seed(derive(seed, "stream", key, data_rank))
+    return streams[key]
+
+
+def rng_state(streams: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
+    """The state of every generator of this process, and of named `streams`, as tensors and JSON data."""
     kind, keys, position, has_gauss, cached = cast("tuple[str, np.ndarray, int, int, float]", np.random.get_state(legacy=True))
     state = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
+        "streams": {key: [generator.device.type, generator.get_state()] for key, generator in (streams or {}).items()},
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Take back what `rng_state` returned."""
+def set_rng_state(state: dict[str, Any], streams: dict[str, torch.Generator] | None = None) -> None:
+    """Take back what `rng_state` returned; of `streams` exactly those that it holds remain."""
     torch.set_rng_state(state["torch"].to(torch.uint8))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -55,3 +69,10 @@ def set_rng_state(state: dict[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].to(torch.uint8))
+    if streams is not None:
+        for key in streams.keys() - state["streams"].keys():
+            del streams[key]
+        for key, (device, value) in state["streams"].items():
+            if key not in streams:
+                streams[key] = torch.Generator(device)
+            streams[key].set_state(value.to(torch.uint8))

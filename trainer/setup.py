@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -153,6 +154,11 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
         source, seed=derive(seed, "train"), shuffle=False if overfit else None, accumulate=trainer.accumulate_grad_batches, split=trainer.split_batches
     )
     trainer.train_dataloader = train_loader
+    if checkpoint is not None:
+        progress = checkpoint.state["progress"]
+        done = train_loader.resume_windows(checkpoint.state["windows"], progress["samples_seen"], whole=not module.automatic_optimization)
+        if done is not None and trainer.is_global_zero:
+            print(done, file=sys.stderr)
     total = _length(train_loader)
     limit = limit_of(overfit or trainer.limit_train_batches, total, "overfit_batches" if overfit else "limit_train_batches")
     num_batches = total if limit is None else limit if total is None else min(limit, total)

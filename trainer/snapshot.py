@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import inspect
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from strategies.state import Shard, pack, restore_model, unpack
 from trainer import checkpoint as files
 from trainer.checkpoint import Checkpoint, CheckpointError
-from trainer.seeding import rng_state, set_rng_state
+from trainer.logging import COMBINE
+from trainer.seeding import derive, rng_state, seed_everything, set_rng_state
 
 if TYPE_CHECKING:
+    from strategies import Strategy
     from trainer.module import Module
     from trainer.trainer import Trainer
 
@@ -48,11 +51,14 @@ def save(trainer: Trainer, module: Module, path: str | Path) -> Path:
             "hyperparameters": pack(dict(module.hparams), "module/hparams", kept),
             "hyperparameters_name": module.hparams_name,
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-            "world_size": strategy.world_size,
+            "windows": trainer.train_dataloader.plan,
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }
         rank_state = {
-            "rng": pack(rng_state(), f"ranks/{strategy.rank}/rng", tensors),
+            "data_rank": strategy.data_rank,
+            "data_size": strategy.data_size,
+            "reports": strategy.reports,
+            "rng": pack(rng_state(trainer.streams), f"ranks/{strategy.rank}/rng", tensors),
             "sums": trainer.metrics.state_dict(),
             "loader": pack(trainer.train_dataloader.state_dict(), f"ranks/{strategy.rank}/loader", tensors),
             "torchmetrics": {
@@ -75,32 +81,51 @@ def save(trainer: Trainer, module: Module, path: str | Path) -> Path:
 def restore(trainer: Trainer, module: Module, checkpoint: Checkpoint) -> None:
     """Put a run back to where `checkpoint` was saved. Every rank calls it, after everything is built."""
     strategy, state, read = trainer.strategy, checkpoint.state, checkpoint.read
+    _restore_training(trainer, checkpoint)
     with _refused(checkpoint.path):
-        strategy.load_state_dict(trainer.placed, trainer.named_optimizers, checkpoint)
+        trainer.progress.load_state_dict(state["progress"])
+        if trainer.datamodule is not None:
+            trainer.datamodule.load_state_dict(unpack(state["datamodule"], read))
+        trainer.show({name: torch.tensor(value, dtype=torch.float64) for name, value in state["metrics"].items()})
+
+        saved = [checkpoint.rank_state(rank) or {} for rank in range(checkpoint.world_size)]
+        mine = saved[strategy.rank] if strategy.rank < len(saved) else {}
+        if checkpoint.world_size == strategy.world_size and _place(mine) == (strategy.data_rank, strategy.data_size, strategy.reports):
+            trainer.train_dataloader.load_state_dict(unpack(mine["loader"], read))
+            trainer.metrics.load_state_dict(mine["sums"])
+            _restore_torchmetrics(module, [mine], read)
+            set_rng_state(unpack(mine["rng"], read), trainer.streams)
+        else:
+            counted = [rank_state for rank_state in saved if rank_state["reports"]]
+            trainer.metrics.load_state_dict(_shared_sums([rank_state["sums"] for rank_state in counted], strategy))
+            _restore_torchmetrics(module, counted[strategy.data_rank :: strategy.data_size], read)
+            _restore_streams(trainer, counted, read)
+
+
+def rewind(trainer: Trainer, module: Module, path: str | Path) -> None:
+    """Put weights, optimizers, schedulers and callbacks back to a checkpoint of this run; data and metrics go on from where they are.
+
+    Every rank calls it, between windows.
+    """
+    checkpoint = Checkpoint.open(path)
+    _restore_training(trainer, checkpoint)
+    trainer.progress.global_step = checkpoint.state["progress"]["global_step"]
+
+
+def _restore_training(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    state, read = checkpoint.state, checkpoint.read
+    with _refused(checkpoint.path):
+        trainer.strategy.load_state_dict(trainer.placed, trainer.named_optimizers, checkpoint)
         if len(state["schedulers"]) != len(trainer.lr_scheduler_configs):
             raise ValueError(f"it holds {len(state['schedulers'])} schedulers, but this run has {len(trainer.lr_scheduler_configs)}")
         for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
             config.scheduler.load_state_dict(unpack(saved, read))
-        trainer.progress.load_state_dict(state["progress"])
         for callback in trainer.callbacks:
             if callback.state_key in state["callbacks"]:
                 callback.load_state_dict(unpack(state["callbacks"][callback.state_key], read))
-        if trainer.datamodule is not None:
-            trainer.datamodule.load_state_dict(unpack(state["datamodule"], read))
         extra = unpack(state["module"], read)
         for hook in trainer.hooks.on_load_checkpoint:
             hook(extra)
-        trainer.show({name: torch.tensor(value, dtype=torch.float64) for name, value in state["metrics"].items()})
-
-        same = checkpoint.world_size == strategy.world_size
-        mine = checkpoint.rank_state(strategy.rank) if strategy.rank < checkpoint.world_size else None
-        if mine is not None:
-            trainer.metrics.load_state_dict(mine["sums"], same_rank=same)
-            if same:
-                trainer.train_dataloader.load_state_dict(unpack(mine["loader"], read))
-        _restore_torchmetrics(trainer, module, checkpoint)
-        if same and mine is not None:
-            set_rng_state(unpack(mine["rng"], read))
 
 
 def check_resumable(checkpoint: Checkpoint) -> None:
@@ -136,16 +161,30 @@ def torchmetrics_of(module: nn.Module) -> dict[str, Any]:
     return {name: child for name, child in module.named_modules() if hasattr(child, "metric_state") and hasattr(child, "_update_count")}
 
 
-def _restore_torchmetrics(trainer: Trainer, module: Module, checkpoint: Checkpoint) -> None:
-    """Give this rank the sums of the saved ranks r, r + N, r + 2N, … so that over all ranks nothing is lost."""
-    strategy = trainer.strategy
+def _place(rank_state: dict[str, Any]) -> tuple[Any, ...]:
+    return rank_state.get("data_rank"), rank_state.get("data_size"), rank_state.get("reports")
+
+
+def _shared_sums(saved: list[dict[str, Any]], strategy: Strategy) -> dict[str, Any]:
+    """What this rank goes on with of the running sums of other ranks: over all ranks nothing is lost or counted twice."""
+    sums: dict[str, Any] = {}
+    for rank, state in enumerate(saved):
+        for name, (reduce_fx, *flags, rank_zero_only, metric, number, count, epoch_value, epoch_count) in state.items():
+            own = sums.setdefault(name, [reduce_fx, *flags, rank_zero_only, metric, None, 0.0, epoch_value, epoch_count])
+            if rank == 0 if rank_zero_only else rank % strategy.data_size == strategy.data_rank:
+                own[-4] = number if own[-4] is None else COMBINE[reduce_fx]([own[-4], number])
+                own[-3] += count
+    return sums
+
+
+def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:
+    """Give this rank the sums of saved ranks, which no other rank takes."""
     for name, metric in torchmetrics_of(module).items():
         metric.reset()
-        for rank in range(strategy.rank, checkpoint.world_size, strategy.world_size):
-            saved = (checkpoint.rank_state(rank) or {}).get("torchmetrics", {}).get(name)
-            if saved is None:
+        for rank_state in saved:
+            if name not in rank_state["torchmetrics"]:
                 continue
-            entry = unpack(saved, checkpoint.read)
+            entry = unpack(rank_state["torchmetrics"][name], read)
             if not entry["count"]:
                 continue
             if metric._update_count:
@@ -155,6 +194,19 @@ def _restore_torchmetrics(trainer: Trainer, module: Module, checkpoint: Checkpoi
                     setattr(metric, key, value)
             metric._update_count += entry["count"]
             metric._computed = None
+
+
+def _restore_streams(trainer: Trainer, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:
+    """Go on with the random streams of the rank that saw the same samples; where samples are shared out anew, with streams that nobody drew from."""
+    strategy = trainer.strategy
+    if len(saved) == strategy.data_size:
+        state = next(rank_state for rank_state in saved if rank_state["data_rank"] == strategy.data_rank)
+        set_rng_state(unpack(state["rng"], read), trainer.streams)
+        return
+    seed = derive(trainer.run_seed, "noise", strategy.data_rank, "resumed", trainer.global_step)
+    seed_everything(seed)
+    for key, (device, _) in saved[0]["rng"]["streams"].items():
+        trainer.streams[key] = torch.Generator(device).manual_seed(derive(seed, key))
 
 
 class _refused:

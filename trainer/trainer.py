@@ -196,6 +196,7 @@ class Trainer:
         self.window_is_open = False
         self.batch_share = 1.0
         self.run_seed = 0
+        self.streams: dict[str, torch.Generator] = {}
         self.placed: Any = None
         self.resumed: Checkpoint | None = None
         self.hooks: Hooks
@@ -368,6 +369,7 @@ class Trainer:
         self._module, self._stage = module, stage
         self._signal, self.should_stop = 0, False
         self.window_is_open = self.manually_stepped = False
+        self.streams.clear()
         if self.seed is not None:
             seed_everything(self.seed)
         self.run_seed = int(self.strategy.broadcast(self.seed if self.seed is not None else torch.initial_seed() % 2**63))
@@ -677,7 +679,7 @@ class Trainer:
     def __getstate__(self) -> dict[str, Any]:
         """What travels to the ranks: the arguments and results, not what belongs to a running fit."""
         empty: dict[str, Any] = dict.fromkeys(("placed", "resumed", "_module", "datamodule", "train_dataloader"))
-        empty |= {"val_dataloaders": [], "lr_scheduler_configs": [], "user_optimizers": [], "named_optimizers": {}, "_handlers": {}}
+        empty |= {"streams": {}, "val_dataloaders": [], "lr_scheduler_configs": [], "user_optimizers": [], "named_optimizers": {}, "_handlers": {}}
         return {**{name: value for name, value in self.__dict__.items() if name not in ("hooks", "metrics")}, **empty}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

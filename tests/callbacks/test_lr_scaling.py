@@ -20,9 +20,8 @@ def trainer(*optimizers: torch.optim.Optimizer, batch_size: int | None = 256, ra
         global_step=0,
         optimizers=list(optimizers),
         print=print if rank == 0 else lambda *_: None,
-        train_dataloader=SimpleNamespace(batch_size=batch_size),
+        train_dataloader=SimpleNamespace(batch_size=batch_size, num_micro_batches=2),
         strategy=SimpleNamespace(data_size=4),
-        accumulate_grad_batches=2,
     )
 
 
