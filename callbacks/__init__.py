@@ -3,6 +3,7 @@
 from callbacks.base import Callback, Logger
 from callbacks.csv_logger import CSVLogger
 from callbacks.early_stopping import EarlyStopping
+from callbacks.guard import Guard
 from callbacks.lr_monitor import LearningRateMonitor
 from callbacks.lr_scaling import LRScaling
 from callbacks.lr_warmup import LRWarmup
@@ -16,6 +17,7 @@ __all__ = [
     "CSVLogger",
     "Callback",
     "EarlyStopping",
+    "Guard",
     "LRScaling",
     "LRWarmup",
     "LearningRateMonitor",

@@ -35,7 +35,7 @@ class ModelCheckpoint(Callback):
     or `monitor` alone decides.
 
     Which are kept: with `monitor` the `save_top_k` best, without it the `save_top_k` latest. A new one
-    is committed before an older one is removed, so `save_top_k + 1` are on the disk for a moment. NaN
+    is committed and read back before an older one is removed, so `save_top_k + 1` are on the disk for a moment. NaN
     counts as the worst value, and so does a metric that no validation has brought yet when a step or
     time asks for a save; among those the newest is kept, so there is always something to resume from.
     Only checkpoints that this callback has made, in its own `dirpath`, are ever removed.
@@ -49,8 +49,12 @@ class ModelCheckpoint(Callback):
             there and is not raises ValueError.
         mode: "min" where lower is better, "max" where higher is.
         save_top_k: How many to keep; -1 keeps all, 0 none.
-        save_last: Keep the latest state as `<dirpath>/last` besides. It is a checkpoint of its own,
-            replaced atomically, and costs a second write each time.
+        save_last: Keep the latest state as `<dirpath>/last` besides, replaced atomically. It shares its
+            files with the checkpoint of the same step where there is one and the file system has hard links.
+        async_save: Hold training up only while the state is copied to host memory; files are written and
+            committed beside it. A save that comes before the one before is done waits for it. A failed one
+            ends training within a step, on all ranks; when training ends, in whatever way, the last one is
+            finished first.
         every_n_train_steps: Save every that many optimizer steps instead.
         every_n_epochs: Save only in every that-many-th epoch.
         train_time_interval: Save whenever that much time of training has passed instead. Looked at
@@ -79,6 +83,7 @@ class ModelCheckpoint(Callback):
         mode: str = "min",
         save_top_k: int = 1,
         save_last: bool = False,
+        async_save: bool = False,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
         train_time_interval: timedelta | None = None,
@@ -108,6 +113,7 @@ class ModelCheckpoint(Callback):
         self.mode = mode
         self.save_top_k = save_top_k
         self.save_last = save_last
+        self.async_save = async_save
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs
         self.train_time_interval = train_time_interval
@@ -119,6 +125,7 @@ class ModelCheckpoint(Callback):
         self.current_score = None
         self._metric = MonitoredMetric(monitor, "ModelCheckpoint", save_on_train_epoch_end) if monitor not in (None, "step", "epoch") else None
         self._fitting = False
+        self._saving: tuple[str, dict[str, Tensor]] | None = None  # the path that was saved last, and what was kept before
         self._warnings: set[str] = set()  # given already
         self._moved_from: str | None = None  # dirpath of the run that was resumed, until paths are found again
         self._considered_step = 0  # the last step that was looked at, saved or not
@@ -245,6 +252,10 @@ class ModelCheckpoint(Callback):
         if self._fitting and (self.save_last or self.monitor is None):
             self._consider(trainer, rank=self.monitor is None)
 
+    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+        if self._saving is not None and not trainer.is_checkpoint(self._saving[0]):  # a save beside the training that failed
+            self.best_k_models = self._saving[1]
+
     def _consider_epoch(self, trainer: Trainer, *, epoch_end: bool) -> None:
         if self._metric:
             due = self._metric.fresh(trainer, epoch_end=epoch_end)
@@ -260,40 +271,48 @@ class ModelCheckpoint(Callback):
         if trainer.global_step in (0, self._considered_step):
             return
         self._considered_step = trainer.global_step
+        if self.async_save:
+            trainer.finish_saving()  # before names are looked up on the disk
         if self.save_last and not self.last_model_path:  # before the first save, so that every checkpoint knows whose `last` is
             self.last_model_path = self._free_path(trainer, "last")
-        if rank:
-            self._save_ranked(trainer, self._score(trainer))
-        if self.save_last:
-            trainer.save_checkpoint(self.last_model_path)
+        ranked = rank and self._save_ranked(trainer, self._score(trainer))
+        if self.save_last and not ranked:
+            trainer.save_checkpoint(self.last_model_path, wait=not self.async_save)
 
-    def _save_ranked(self, trainer: Trainer, score: Tensor) -> None:
-        leaving = self.kth_best_model_path
+    def _save_ranked(self, trainer: Trainer, score: Tensor) -> bool:
+        """Save the state, as `last` too, unless it is not among those to keep; whether it was."""
+        replaced = self.kth_best_model_path
         worst = self.kth_value
         unranked = worst is not None and math.isnan(float(worst)) and math.isnan(float(score))
         if self.save_top_k == 0 or (worst is not None and not unranked and not self._order(score) < self._order(worst)):
-            return
+            return False
         kept = dict(self.best_k_models)
         name = self._name(trainer)
-        if os.path.dirname(leaving) == self.dirpath and re.fullmatch(re.escape(name) + r"(-v\d+)?", os.path.basename(leaving)):
-            path = leaving  # the same name again: replaced atomically
+        if os.path.dirname(replaced) == self.dirpath and re.fullmatch(re.escape(name) + r"(-v\d+)?", os.path.basename(replaced)):
+            path = replaced  # the same name again: replaced atomically
             del self.best_k_models[path]
         else:
             path = self._free_path(trainer, name)
         self.best_k_models[path] = score  # before the save, so that the checkpoint knows of itself
+        too_many = max(0, len(self.best_k_models) - self.save_top_k) if self.save_top_k > 0 else 0
+        leaving = sorted(self.best_k_models, key=self._badness, reverse=True)[:too_many]
         try:
-            trainer.save_checkpoint(path)
+            trainer.save_checkpoint(
+                path,
+                wait=not self.async_save,
+                also=[self.last_model_path] if self.save_last else [],
+                outdated=[gone for gone in leaving if os.path.dirname(gone) == self.dirpath],
+            )
         except BaseException:
             self.best_k_models = kept
             raise
+        self._saving = path, kept
+        for gone in leaving:
+            del self.best_k_models[gone]
         if self.verbose:
             reached = "" if self.monitor is None else f"{self.monitor} = {float(score):.6g}, "
             trainer.print(f"ModelCheckpoint: epoch {trainer.current_epoch}, step {trainer.global_step}: {reached}saved {path}")
-        while len(self.best_k_models) > self.save_top_k > 0:
-            gone = self.kth_best_model_path
-            del self.best_k_models[gone]
-            if os.path.dirname(gone) == self.dirpath:
-                trainer.remove_checkpoint(gone)
+        return True
 
     def _score(self, trainer: Trainer) -> Tensor:
         if self._metric is None:

@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, Dataset
 from trainer import DataModule, Module
 
 VOCABULARY = 256  # bytes
-SAMPLE_BYTES = 300
 
 
 class Attention(nn.Module):
@@ -71,7 +70,9 @@ class GPT(nn.Module):
 
 
 class TextModel(Module):
-    def __init__(self, width: int = 128, depth: int = 4, head_width: int = 32, context: int = 128, lr: float = 2e-3, prompt: str = "def "):
+    def __init__(
+        self, width: int = 128, depth: int = 4, head_width: int = 32, context: int = 128, lr: float = 2e-3, prompt: str = "def ", sample_bytes: int = 300
+    ):
         super().__init__()
         self.save_hyperparameters()
         self.gpt = GPT(width, depth, head_width, context)  # holds every parameter and is called once a step
@@ -102,20 +103,21 @@ class TextModel(Module):
         self.log("tokens_per_s", tokens / (time.perf_counter() - self.started), prog_bar=True)
 
     def on_validation_epoch_end(self) -> None:
-        if not self.trainer.sanity_checking:
+        if self.hparams.sample_bytes and not self.trainer.sanity_checking:
             text = self.generate()  # on all ranks, since a sharded model computes together
             if self.trainer.is_global_zero and self.logger is not None:
                 self.logger.log_text("sample", f"```\n{text}\n```", self.global_step)
 
     def on_fit_end(self) -> None:
-        self.print(f"\n---- text after {self.global_step} steps ----\n{self.generate()}\n----")
+        if self.hparams.sample_bytes:
+            self.print(f"\n---- text after {self.global_step} steps ----\n{self.generate()}\n----")
 
     @torch.no_grad()
     def generate(self, temperature: float = 0.8) -> str:
         """Continue the prompt, the same way on all ranks; leaves the random streams of training alone."""
         dice = torch.Generator(self.device).manual_seed(0)
         tokens = torch.tensor([list(self.hparams.prompt.encode())], device=self.device)
-        for _ in range(SAMPLE_BYTES):
+        for _ in range(self.hparams.sample_bytes):
             logits = self.gpt(tokens[:, -self.gpt.context :])[:, -1].float() / temperature
             tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1, generator=dice)], dim=1)
         return bytes(tokens[0].tolist()).decode(errors="replace")

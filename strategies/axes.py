@@ -21,12 +21,12 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from strategies.blocks import find_blocks
 from strategies.meta import materialise as materialise
 from strategies.options import Options
 from strategies.plan import Plan, apply_plan, make_plan
+from strategies.recompute import is_recomputed
 from strategies.styles import Sequence
 
 
@@ -52,13 +52,14 @@ def apply_axes(model: nn.Module, mesh: DeviceMesh, options: Options, compute_dty
         filler.fill(unit)
         if plan is not None:
             apply_plan(model if unit is placed else unit, name, mesh["tensor"], plan)
-        if options.activation_checkpointing and unit is not placed:
-            unit.forward = Recomputed(unit.forward, plan.sequence if plan is not None else None)
         if data:
             _shard(placed, unit, mesh[data] if len(data) > 1 else mesh[data[0]], "fsdp" in data, options, compute_dtype)
     if plan is not None and plan.sequence is not None:
         plan.sequence.watch(mesh["tensor"])
         placed.sequence = plan.sequence
+        for module in model.modules():
+            if is_recomputed(module):
+                module.recompute_sequence = plan.sequence  # type: ignore[assignment]
     if data:
         placed.lend(blocks)
         if options.find_unused_parameters:
@@ -157,26 +158,6 @@ class Placed(nn.Module):
                 found = {id(self)} if any(owner.get(id(p)) is self for p in module.parameters()) else set()
             for unit_id in found:
                 lenders[unit_id].watch(module)
-
-
-class Recomputed:
-    """A forward that keeps only its inputs and computes its activations again in the backward, in the same layout."""
-
-    def __init__(self, forward: Callable[..., Any], sequence: Sequence | None) -> None:
-        self._forward, self._sequence = forward, sequence
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        on = self._sequence is not None and self._sequence.on
-        return checkpoint(self._again, on, *args, use_reentrant=False, **kwargs)
-
-    def _again(self, on: bool, *args: Any, **kwargs: Any) -> Any:
-        if self._sequence is None:
-            return self._forward(*args, **kwargs)
-        before, self._sequence.on = self._sequence.on, on
-        try:
-            return self._forward(*args, **kwargs)
-        finally:
-            self._sequence.on = before
 
 
 class Structure:

@@ -72,10 +72,14 @@ class Agreement(NamedTuple):
     """Σ of what the losses counted over ranks and micro-batches; 0 means that there is no gradient."""
     stop: int
     """The largest `Note.stop` of all ranks."""
-    non_finite_rank: int | None
-    """The first rank with a loss that is NaN or infinite, or None."""
+    non_finite: str | None
+    """What was NaN or infinite: the loss of the first such rank, or a gradient by its parameter's name; None if nothing was.
+    Such a window leaves no gradient."""
     loss: float | None = None
     """The loss of the window, Σ total / Σ count; None where knowing it would cost a host synchronisation."""
+    later: Callable[[], str | None] | None = None
+    """On an accelerator, in place of `non_finite`: what was not finite, waiting for the device. Equal on all ranks;
+    `optimizer_step` leaves such a step out by itself."""
 
 
 class Strategy(ABC):

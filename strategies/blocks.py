@@ -21,6 +21,12 @@ def find_blocks(model: nn.Module, rule: Rule) -> dict[str, nn.Module]:
     takes none. A submodule whose parameters others share is left out, as its block could not move alone.
     Raises ValueError for a class or name that matches nothing.
     """
+    ties = list(shared(model))
+    return {name: block for name, block in match(model, rule, "wrap").items() if not any(_crosses(name, places) for places in ties)}
+
+
+def match(model: nn.Module, rule: Rule, option: str) -> dict[str, nn.Module]:
+    """As `find_blocks`, with those that share parameters; `option` is what the user gave the rule by."""
     named = dict(model.named_modules())
     candidates = [name for name in _inner_first(named) if name and next(named[name].parameters(), None) is not None]
     candidates = [name for name in candidates if not isinstance(named[name], (nn.ModuleList, nn.ModuleDict))]  # never called
@@ -36,12 +42,11 @@ def find_blocks(model: nn.Module, rule: Rule) -> dict[str, nn.Module]:
         nothing = [item for item, names in matches.items() if not names]
         if nothing:
             raise ValueError(
-                f"wrap must name classes or submodules that have parameters, but {nothing[0]} is none in {type(model).__name__}; "
+                f"{option} must name classes or submodules that have parameters, but {nothing[0]} is none in {type(model).__name__}; "
                 f"there are {', '.join(candidates[:6])}"
             )
         found = [name for name in candidates if any(name in names for names in matches.values())]
-    ties = list(shared(model))
-    return {name: named[name] for name in found if not any(_crosses(name, places) for places in ties)}
+    return {name: named[name] for name in found}
 
 
 def shared(model: nn.Module) -> dict[tuple[str, ...], list[tuple[nn.Module, str]]]:

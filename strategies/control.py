@@ -49,10 +49,16 @@ class Control:
             if values.count(values[0]) != len(values):
                 raise RuntimeError(self._disagreement(what, values, named=field == 2))
         self._step += 1
-        bad = [rank for rank, row in enumerate(rows) if not row[4]]
+        bad = next((f"the loss of rank {rank}" for rank, row in enumerate(rows) if not row[4]), None)
         count, total = sum(row[5] for row in rows), sum(row[6] for row in rows)
         loss = None if math.isnan(total) or not count else total / count
-        return Agreement(count, int(max(row[3] for row in rows)), bad[0] if bad else None, loss)
+        return Agreement(count, int(max(row[3] for row in rows)), bad, loss)
+
+    def first_rank(self, says_so: bool) -> int | None:
+        """The first rank that says so, or None: one all_reduce of a number."""
+        first = torch.tensor(float(self._rank) if says_so else math.inf)
+        dist.all_reduce(first, dist.ReduceOp.MIN, group=self._group)
+        return None if math.isinf(first.item()) else int(first)
 
     def _disagreement(self, what: str, values: list[float], named: bool) -> str:
         usual = max(set(values), key=values.count)

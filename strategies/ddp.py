@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies.base import Agreement, Loss
+from strategies.blocks import Rule
 from strategies.data import Window
 from strategies.eager import EagerStrategy, resolve_accelerator
 from strategies.meta import materialise
@@ -30,6 +31,7 @@ class DDP(EagerStrategy):
     `broadcast_buffers`: rank 0's buffers (BatchNorm statistics) overwrite the others' at each forward.
     `sync_batchnorm`: turn BatchNorm layers into SyncBatchNorm, whose statistics span the ranks (CUDA only).
     `bucket_cap_mb`: size of a communication bucket in MiB; None takes torch's default.
+    `activation_checkpointing`: compute what lies within blocks again in the backward; True, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
 
@@ -42,9 +44,10 @@ class DDP(EagerStrategy):
         broadcast_buffers: bool = True,
         sync_batchnorm: bool = False,
         bucket_cap_mb: float | None = None,
+        activation_checkpointing: bool | Rule = False,
         timeout_s: float = 1800.0,
     ) -> None:
-        super().__init__()
+        super().__init__(activation_checkpointing=activation_checkpointing)
         if find_unused_parameters and static_graph:
             raise ValueError("find_unused_parameters=True contradicts static_graph=True; give one of them")
         self.sync_batchnorm = sync_batchnorm
@@ -69,7 +72,7 @@ class DDP(EagerStrategy):
         self._first_window = True
         if self.sync_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        model = self.precision.convert(materialise(model)).to(self.device)
+        model = super().place(materialise(model)).to(self.device)
         if self.world_size == 1 or not any(p.requires_grad for p in model.parameters()):
             return model  # DDP refuses a model without trainable parameters; evaluation needs no sync
         return DistributedDataParallel(_Step(model), **self._options)

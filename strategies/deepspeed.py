@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from strategies import deepspeed_config, environment
 from strategies.base import Agreement
+from strategies.blocks import Rule
 from strategies.buffers import share_buffers
 from strategies.data import MicroBatch, ShardedLoader, Window
 from strategies.eager import EagerStrategy
@@ -44,8 +45,11 @@ class DeepSpeed(EagerStrategy):
     `config`: DeepSpeed's configuration, a dict or the path of its JSON file. What it says of batch sizes,
         accumulation, precision and the options above must agree with the run; its `gradient_clipping` holds
         where the run clips nothing itself.
+    `activation_checkpointing`: compute what lies within blocks again in the backward; True, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
+
+    cuts_gradients = True
 
     def __init__(
         self,
@@ -54,9 +58,10 @@ class DeepSpeed(EagerStrategy):
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
         config: Mapping[str, Any] | str | Path | None = None,
+        activation_checkpointing: bool | Rule = False,
         timeout_s: float = 1800.0,
     ) -> None:
-        super().__init__()
+        super().__init__(activation_checkpointing=activation_checkpointing)
         if stage not in (None, 1, 2, 3):
             raise ValueError(f"stage must be 1, 2 or 3, but stage={stage!r}")
         self.timeout_s = timeout_s
@@ -103,13 +108,14 @@ class DeepSpeed(EagerStrategy):
             sys.modules["deepspeed.utils.groups"]._release_process_group_references()
 
     def place(self, model: nn.Module) -> nn.Module:
-        return ZeroStep(self.precision.convert(model).to(self.device))
+        return ZeroStep(super().place(model).to(self.device))
 
     def release(self, placed: nn.Module) -> None:
         if isinstance(placed, ZeroStep) and placed.engine is not None:
             world = environment.detect()
             keeps = self.rank == 0 or (world is not None and world.launcher != "lockstep")  # else this process ends with the run
             placed.release(keeps)
+        super().release(placed)
 
     def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         """Build the engine: from here on parameters, gradients and optimizer state are cut."""
@@ -213,6 +219,9 @@ class DeepSpeed(EagerStrategy):
             raise ValueError(f"DeepSpeed's engine steps without a closure, which {type(optimizer).__name__} needs; use strategy='ddp'")
         if self._given_clip is not None and not self._clipped:
             self.clip_gradients(placed, optimizer, self._given_clip)
+        if self._left_out is not None and bool(self._left_out):  # a host synchronisation: the engine cannot leave out a step on the device
+            placed.forget_gradients()
+            return False
         self._steps = True
         try:
             placed.engine.step()
@@ -289,6 +298,10 @@ class DeepSpeed(EagerStrategy):
     def _gradients(self, placed: nn.Module) -> list[Tensor]:
         assert isinstance(placed, ZeroStep)
         return placed.gradients()
+
+    def _drop_gradients(self, placed: nn.Module) -> None:
+        assert isinstance(placed, ZeroStep)
+        placed.forget_gradients()
 
     def _user_model(self, placed: nn.Module) -> nn.Module:
         assert isinstance(placed, ZeroStep)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import replicate
 
 from strategies.base import Agreement, Note
+from strategies.blocks import Rule
 from strategies.data import MicroBatch, Window, guess_batch_size
 from strategies.eager import EagerStrategy, detach, move, weighted_losses
+from strategies.slices import cut
 
 
 class DataParallel(EagerStrategy):
@@ -30,13 +31,15 @@ class DataParallel(EagerStrategy):
     The model is the first replica. Buffers that the other replicas change (BatchNorm statistics) are lost, as in
     torch's DataParallel; torchmetrics objects are merged. A step that draws random numbers runs its slices one
     after the other, since threads would share one random stream. Evaluation runs on the first device.
+
+    `activation_checkpointing`: compute what lies within blocks again in the backward; True, or which blocks.
     """
 
     single_process = True
     max_devices = None
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, activation_checkpointing: bool | Rule = False) -> None:
+        super().__init__(activation_checkpointing=activation_checkpointing)
         self._threads: ThreadPoolExecutor | None = None
         self._draws = True
 
@@ -53,7 +56,7 @@ class DataParallel(EagerStrategy):
         super().teardown()
 
     def place(self, model: nn.Module) -> nn.Module:
-        return self.precision.convert(model).to(self.device)
+        return super().place(model).to(self.device)
 
     def forward_backward(self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any) -> Agreement:
         if self._num_devices == 1:
@@ -82,7 +85,7 @@ class DataParallel(EagerStrategy):
         count, weighted = 0.0, 0.0
         walking = threading.Lock()
         for micro_batch in window.micro_batches if micro_batches is None else micro_batches:
-            slices = cut(micro_batch.batch, micro_batch.num_samples, self._num_devices)
+            slices = _slices(micro_batch, self._num_devices)
             contexts = [nullcontext() if part is None else part(n) for _, n in slices]
 
             def run(i: int, slices: Any = slices, contexts: Any = contexts, batch_idx: int = micro_batch.batch_idx) -> tuple[Any, list[Any], float]:
@@ -112,10 +115,10 @@ class DataParallel(EagerStrategy):
             self._draws = not torch.equal(random_state, torch.get_rng_state())
         finite = math.isfinite(weighted)
         loss = weighted * window.num_samples / count if count and self.device.type == "cpu" else None
-        agreement = Agreement(count, note().stop if note else 0, None if finite or self.precision.scaler is not None else 0, loss)
+        agreement = Agreement(count, note().stop if note else 0, None if finite or self.precision.scaler is not None else "the loss of rank 0", loss)
         if count and count != window.num_samples:
             torch._foreach_mul_([p.grad for p in placed.parameters() if p.grad is not None], window.num_samples / count)
-        return agreement
+        return self._concluded(placed, agreement)
 
     def _replicas(self, model: nn.Module) -> list[nn.Module]:
         """The model itself, and what the other threads run: equal parameters, gradients and buffers of their own."""
@@ -170,29 +173,10 @@ def rebind(step_fn: Callable[..., Any], model: nn.Module, replica: nn.Module) ->
     return step_fn.__func__.__get__(replica)  # type: ignore[attr-defined]
 
 
-def cut(batch: Any, num_samples: int, parts: int) -> list[tuple[Any, int]]:
-    """`batch` in at most `parts` slices along the first dimension of its tensors, with the samples of each."""
-    rows = guess_batch_size(batch)
-    parts = max(1, min(parts, rows, num_samples))
-    sizes = [rows // parts + (i < rows % parts) for i in range(parts)]
-    starts = [sum(sizes[:i]) for i in range(parts)]
-    share_of = num_samples / rows if rows else 1
-    return [(_rows(batch, start, size, rows), round(size * share_of)) for start, size in zip(starts, sizes, strict=True)]
-
-
-def _rows(batch: Any, start: int, size: int, rows: int) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[start : start + size] if batch.dim() and len(batch) == rows else batch
-    if isinstance(batch, Mapping):
-        return {key: _rows(value, start, size, rows) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        if len(batch) == rows and not any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in batch):
-            return batch[start : start + size]
-        items = [_rows(item, start, size, rows) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return dataclasses.replace(batch, **{f.name: _rows(getattr(batch, f.name), start, size, rows) for f in dataclasses.fields(batch) if f.init})
-    return batch
+def _slices(micro_batch: MicroBatch, num_devices: int) -> list[tuple[Any, int]]:
+    """A micro-batch for each device, with the samples of each; a batch may hold several rows a sample."""
+    rows, num_samples = guess_batch_size(micro_batch.batch), micro_batch.num_samples
+    return [(batch, round(size * num_samples / rows) if rows else num_samples) for batch, size in cut(micro_batch.batch, rows, min(num_devices, num_samples))]
 
 
 def _parameters(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import operator
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,27 +22,40 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies import environment, faults, processes, watchdog
+from strategies import environment, faults, finite, processes, watchdog
 from strategies.base import Agreement, Loss, Note, Strategy, split_loss
+from strategies.blocks import Rule
 from strategies.control import Control
 from strategies.data import MicroBatch, ShardedLoader, Window
 from strategies.precision import Precision
+from strategies.recompute import is_recomputed, keep, recompute
 from strategies.state import Reader, Shard, State, gather_state, restore_state
 
 T = TypeVar("T")
 
+_GRADIENT, _EXISTS = operator.attrgetter("grad"), functools.partial(operator.is_not, None)
+
 
 class EagerStrategy(Strategy):
-    """Base of the strategies whose ranks run the user's step in eager mode."""
+    """Base of the strategies whose ranks run the user's step in eager mode.
+
+    `activation_checkpointing`: True computes what lies within a block again in the backward, in place of keeping it,
+        for the blocks that `find_blocks` takes by itself; a class, a name, a list of them or a function says which.
+    """
 
     single_process = False
     """True where one process is all there ever is."""
     max_devices: int | None = None
     """The most devices that the strategy can use on a node, or None for all."""
+    cuts_gradients = False
+    """True where ranks hold different parts of the gradient, so that one cannot see whether all of it is finite."""
     timeout_s = 1800.0
     """How long a collective may wait for the other ranks, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, activation_checkpointing: bool | Rule = False) -> None:
+        if isinstance(activation_checkpointing, (int, float)) and not isinstance(activation_checkpointing, bool):
+            raise ValueError(f"activation_checkpointing must be True, False or say which blocks, but activation_checkpointing={activation_checkpointing!r}")
+        self.activation_checkpointing: bool | Rule = "auto" if activation_checkpointing is True else activation_checkpointing
         self.precision = Precision()
         self._num_devices = 1
         self._num_nodes = 1
@@ -52,6 +66,8 @@ class EagerStrategy(Strategy):
         self._scaler_used = False
         self._stepped = False
         self._unscaled: set[int] = set()
+        self._looks = False
+        self._left_out: Tensor | None = None
         self._end_watchdog: Callable[[], None] = _nothing
 
     # ---- 1. processes and devices ----------------------------------------------------------------
@@ -115,14 +131,25 @@ class EagerStrategy(Strategy):
         self._end_watchdog = _nothing
         self._ready = False
         self._control = None
-        self._local_gradients = self._scaler_used = False
+        self._local_gradients = self._scaler_used = self._looks = False
+        self._left_out = None
         self.precision.teardown()
         processes.destroy_process_group()
 
     @abstractmethod
-    def place(self, model: nn.Module) -> nn.Module: ...
+    def place(self, model: nn.Module) -> nn.Module:
+        """What all strategies do to a model: its dtype and its recomputed blocks. One of them calls this and places what it returns."""
+        keep(model)  # a run that failed may have left some
+        if self.activation_checkpointing is not False:
+            recompute(model, self.activation_checkpointing)  # type: ignore[arg-type]
+        return self.precision.convert(model)
+
+    def release(self, placed: nn.Module) -> None:
+        keep(self._user_model(placed))
 
     def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+        if self.activation_checkpointing is not False and not any(map(is_recomputed, placed.modules())):
+            raise RuntimeError(f"activation_checkpointing has no effect, as {type(self).__name__}.place does not place what super().place(model) returns")
         if self.precision.scaler is not None:
             for optimizer in optimizers.values():
                 optimizer.register_step_post_hook(self._mark_stepped)
@@ -150,6 +177,7 @@ class EagerStrategy(Strategy):
     ) -> Agreement:
         if self._scaler_used:
             self._update_scaler()
+        self._looks = not automatic
         last = len(window.micro_batches) - 1
         alone = last == 0 and self.data_size == 1
         scale = self.data_size / window.num_samples  # gradients meet as a mean over ranks
@@ -188,14 +216,14 @@ class EagerStrategy(Strategy):
         if self._control is None:
             finite = device_type != "cpu" or math.isfinite(weighted)
             loss = weighted if alone else weighted / scale / count if count else None
-            agreement = Agreement(count, note().stop if note else 0, None if finite else 0, loss if device_type == "cpu" else None)
+            agreement = Agreement(count, note().stop if note else 0, None if finite else "the loss of rank 0", loss if device_type == "cpu" else None)
         else:
             agreement = self._control.receive()
         if automatic and not alone and agreement.count and agreement.count != window.num_samples:
             torch._foreach_mul_(self._gradients(placed), window.num_samples / agreement.count)
         if scaler is not None:
-            agreement = agreement._replace(non_finite_rank=None)  # the scaler skips such a step
-        return agreement
+            agreement = agreement._replace(non_finite=None)  # the scaler skips such a step
+        return self._concluded(placed, agreement) if automatic and agreement.count else agreement
 
     def evaluate(
         self,
@@ -233,6 +261,10 @@ class EagerStrategy(Strategy):
     def optimizer_step(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         if self._local_gradients:
             self._average_local_gradients(optimizer)
+        if self._looks:
+            self._look_at(optimizer)
+        if self._left_out is not None and not self._may_step(optimizer):
+            return False
         if self.precision.scaler is None:
             optimizer.step() if closure is None else optimizer.step(functools.partial(self._averaged, optimizer, closure))
             return True
@@ -315,8 +347,40 @@ class EagerStrategy(Strategy):
         return self._runner(placed, None)
 
     def _gradients(self, placed: nn.Module) -> list[Tensor]:
-        """What a window has left for the optimizer, to be scaled in place."""
+        """What a window has left for the optimizer on this rank, to be scaled in place."""
         return [p.grad for p in placed.parameters() if p.grad is not None]
+
+    def _drop_gradients(self, placed: nn.Module) -> None:
+        """Leave the optimizer nothing of this window."""
+        for parameter in placed.parameters():
+            parameter.grad = None
+
+    def _concluded(self, placed: nn.Module, agreement: Agreement) -> Agreement:
+        """What `forward_backward` returns once the gradients are final: whether they are finite is looked at here.
+
+        On an accelerator the answer is left on the device, where a step can be left out without the host waiting for it.
+        """
+        if self.precision.scaler is not None:
+            return agreement
+        if agreement.non_finite is None:
+            gradients = self._gradients(placed) if self.cuts_gradients else [*filter(_EXISTS, map(_GRADIENT, placed.parameters()))]
+            found = torch.zeros((), device=self.device)
+            try:  # GradScaler's pass with a scale of one: changes no bit of what is finite
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones((), device=self.device))
+            except RuntimeError:  # none, or such as that pass does not take
+                found = finite.found(gradients, self.device)
+            if self.device.type != "cpu":
+                if self.cuts_gradients and self.world_size > 1:
+                    dist.all_reduce(found, dist.ReduceOp.MAX)
+                self._left_out = found
+                return agreement._replace(later=finite.later(found))
+            first = self._control.first_rank(bool(found)) if self.cuts_gradients and self._control is not None else 0 if found else None
+            if first is None:
+                return agreement
+            name = finite.name(self._user_model(placed)) if self.rank == first or not self.cuts_gradients else None
+            agreement = agreement._replace(non_finite=self.broadcast(name, first) if self.cuts_gradients else name)
+        self._drop_gradients(placed)
+        return agreement
 
     def _sync_gradients(self, placed: nn.Module, on: bool) -> None:
         """Whether the next forward and backward exchange gradients."""
@@ -334,6 +398,27 @@ class EagerStrategy(Strategy):
         return reader.read(name)
 
     # ---- helpers -----------------------------------------------------------------------------------
+
+    def _look_at(self, optimizer: Optimizer) -> None:
+        """Manual optimization: raise FloatingPointError, on all ranks alike, for a gradient that is not finite."""
+        if self.precision.scaler is not None:
+            return
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        bad = bool(finite.found(gradients, self.device))  # a host synchronisation on accelerators
+        if self.cuts_gradients and self._control is not None:
+            bad = self._control.first_rank(bad) is not None
+        if bad:
+            raise FloatingPointError(
+                f"a gradient that {type(optimizer).__name__} is to apply is NaN or infinite; no parameter was changed by it. "
+                "Look for the first operation that gives such a value with torch.autograd.set_detect_anomaly(True)"
+            )
+
+    def _may_step(self, optimizer: Optimizer) -> bool:
+        """Whether to call `optimizer`: one that can leaves out a step with bad gradients on the device, else the host waits."""
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.found_inf = self._left_out  # type: ignore[attr-defined]
+            return True
+        return not bool(self._left_out)
 
     def _averaged(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Call `closure`, which may have walked back on this rank only."""

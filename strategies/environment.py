@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -74,6 +75,21 @@ def detect(environ: Mapping[str, str] = os.environ) -> World | None:
                 f"{other.rank} of {other.world_size}; set LOCKSTEP_LAUNCHER to the one that started the ranks ({first.launcher} or {other.launcher})"
             )
     return first
+
+
+def requeue(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Put this Slurm job back into the queue where LOCKSTEP_REQUEUE=1 asks for it; return what was done, as a line, or None.
+
+    One rank calls it, once a checkpoint is committed. What `scontrol` refuses is said, not raised.
+    """
+    job = environ.get("SLURM_JOB_ID")
+    if environ.get("LOCKSTEP_REQUEUE") != "1" or not job:
+        return None
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"job {job} could not be requeued: {error}"
+    return f"job {job} was requeued" if done.returncode == 0 else f"job {job} could not be requeued: {(done.stderr or done.stdout).strip()}"
 
 
 def expand_hosts(hosts: str) -> list[str]:
@@ -272,4 +288,4 @@ def _init_method(environ: Mapping[str, str], default: str | None) -> str | None:
     return method
 
 
-__all__ = ["World", "detect", "expand_hosts"]
+__all__ = ["World", "detect", "expand_hosts", "requeue"]

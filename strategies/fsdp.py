@@ -16,8 +16,9 @@ class FSDP(ShardedStrategy):
     gradients are averaged and cut in one collective. Values come from rank 0, whatever the others hold.
 
     `replicas`: 1 cuts over all ranks; n cuts over groups of ranks / n, which hold the same (hybrid sharding).
-    `wrap`, `reshard_after_forward`, `cpu_offload`, `activation_checkpointing`, `find_unused_parameters`,
-    `sync_every_micro_batch`, `low_precision_gather`: as in `Options`.
+    `wrap`, `reshard_after_forward`, `cpu_offload`, `find_unused_parameters`, `sync_every_micro_batch`,
+    `low_precision_gather`: as in `Options`.
+    `activation_checkpointing`: compute what lies within blocks again in the backward; True for those of `wrap`, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
 
@@ -28,7 +29,7 @@ class FSDP(ShardedStrategy):
         wrap: Rule = "auto",
         reshard_after_forward: bool | int | None = None,
         cpu_offload: bool = False,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: bool | Rule = False,
         find_unused_parameters: bool = False,
         sync_every_micro_batch: bool = False,
         low_precision_gather: bool = True,
@@ -40,12 +41,11 @@ class FSDP(ShardedStrategy):
             wrap=wrap,
             reshard_after_forward=reshard_after_forward,
             cpu_offload=cpu_offload,
-            activation_checkpointing=activation_checkpointing,
             find_unused_parameters=find_unused_parameters,
             sync_every_micro_batch=sync_every_micro_batch,
             low_precision_gather=low_precision_gather,
         )
-        super().__init__(options, timeout_s)
+        super().__init__(options, timeout_s, activation_checkpointing)
         self.replicas = replicas
 
     @property

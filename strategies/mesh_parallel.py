@@ -27,7 +27,7 @@ class MeshParallel(ShardedStrategy):
         wrap: Rule = "auto",
         reshard_after_forward: bool | int | None = None,
         cpu_offload: bool = False,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: bool | Rule = False,
         find_unused_parameters: bool = False,
         sync_every_micro_batch: bool = False,
         low_precision_gather: bool = True,
@@ -43,7 +43,6 @@ class MeshParallel(ShardedStrategy):
             wrap=wrap,
             reshard_after_forward=reshard_after_forward,
             cpu_offload=cpu_offload,
-            activation_checkpointing=activation_checkpointing,
             find_unused_parameters=find_unused_parameters,
             sync_every_micro_batch=sync_every_micro_batch,
             low_precision_gather=low_precision_gather,
@@ -51,7 +50,7 @@ class MeshParallel(ShardedStrategy):
             sequence_parallel=sequence_parallel,
             loss_parallel=loss_parallel,
         )
-        super().__init__(options, timeout_s)
+        super().__init__(options, timeout_s, activation_checkpointing)
 
     @property
     def _axes(self) -> Mapping[str, int | None]:

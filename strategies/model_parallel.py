@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from strategies.blocks import Rule
 from strategies.eager import EagerStrategy, move
 
 
@@ -19,6 +20,7 @@ class ModelParallel(EagerStrategy):
     `device_map`: index of a device for submodules by name, such as `{"net.0": 0, "net.1": 1}`; what is inside a
         named submodule goes with it, and every parameter must be covered. None cuts the model into contiguous
         parts of about equal parameter bytes.
+    `activation_checkpointing`: compute what lies within blocks again in the backward; True, or which blocks.
 
     On CPU the devices are logical: the same code runs, and all tensors stay in the same memory.
     """
@@ -26,8 +28,8 @@ class ModelParallel(EagerStrategy):
     single_process = True
     max_devices = None
 
-    def __init__(self, *, device_map: Mapping[str, int] | None = None) -> None:
-        super().__init__()
+    def __init__(self, *, device_map: Mapping[str, int] | None = None, activation_checkpointing: bool | Rule = False) -> None:
+        super().__init__(activation_checkpointing=activation_checkpointing)
         self._given = None if device_map is None else dict(device_map)
         self.device_map: dict[str, int] = {}
         """Where each submodule lies, by its name; valid after `place`."""
@@ -39,7 +41,7 @@ class ModelParallel(EagerStrategy):
     def place(self, model: nn.Module) -> nn.Module:
         count = self._num_devices
         self.device_map = balanced(model, count) if self._given is None else self._checked(model, self._given)
-        model = self.precision.convert(model)
+        model = super().place(model)
         for name, index in self.device_map.items():
             layer = model.get_submodule(name)
             layer.to(self._device(index))

@@ -21,8 +21,6 @@ class Options:
     third less traffic), or keep a share on groups of that many ranks (int, a divisor of the axis)."""
     cpu_offload: bool = False
     """fsdp: keep parameters, gradients and optimizer state in host memory, and step there."""
-    activation_checkpointing: bool = False
-    """all: compute the activations within a block again in the backward, in place of keeping them."""
     find_unused_parameters: bool = False
     """fsdp, ddp: allow steps in which some ranks use parameters of a block that others do not; what no rank uses gets a gradient
     of zeros too, where one process would leave it without."""

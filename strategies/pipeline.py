@@ -14,13 +14,15 @@ from torch.optim import LBFGS, Optimizer
 
 from strategies import environment, pipeline_split
 from strategies.base import Agreement, Note
+from strategies.blocks import Rule
 from strategies.data import MicroBatch, Window
 from strategies.eager import EagerStrategy
 from strategies.mesh import devices_of, parse, resolve
 from strategies.permutation import mix
-from strategies.pipeline_feed import Feed, Tally, cut, merged, shapes
+from strategies.pipeline_feed import Feed, Tally, merged, runs, shapes
 from strategies.pipeline_schedule import schedule as find_schedule
 from strategies.pipeline_stage import Staged, kept_streams, seed_streams
+from strategies.recompute import is_recomputed
 from strategies.state import Reader, Shard, State, gather_state, gather_whole, names_of, parameter_names, restore_state
 
 if TYPE_CHECKING:
@@ -49,8 +51,11 @@ class Pipeline(EagerStrategy):
     `mesh`: `"ddp=2,pipeline=2"` runs two pipelines of two ranks on different samples and averages their gradients after
         the schedule; `"fsdp=2,pipeline=2"` cuts parameters, gradients and optimizer state of each stage over two ranks as
         well. Every trainable parameter then has a gradient, zero where the loss does not use it.
+    `activation_checkpointing`: compute what lies within blocks again in the backward; True, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
+
+    cuts_gradients = True
 
     def __init__(
         self,
@@ -62,10 +67,16 @@ class Pipeline(EagerStrategy):
         split: Sequence[str] | None = None,
         sample: Any = None,
         mesh: str | None = None,
+        activation_checkpointing: bool | Rule = False,
         timeout_s: float = 1800.0,
     ) -> None:
-        super().__init__()
+        super().__init__(activation_checkpointing=activation_checkpointing)
         self.schedule = find_schedule(schedule, stages_per_rank)
+        if self.schedule.splits_backward and activation_checkpointing is not False:
+            raise ValueError(
+                f"schedule={schedule!r} walks back to inputs and to each weight apart, and activation_checkpointing would compute a block again for each; "
+                "use 'gpipe', '1f1b', 'interleaved_1f1b' or 'looped_bfs'"
+            )
         if num_micro_batches is not None and (isinstance(num_micro_batches, bool) or not isinstance(num_micro_batches, int) or num_micro_batches < 1):
             raise ValueError(f"num_micro_batches must be a whole number of at least 1, but num_micro_batches={num_micro_batches!r}")
         if split is not None and sample is not None:
@@ -133,13 +144,19 @@ class Pipeline(EagerStrategy):
             from strategies.axes import materialise  # a second to import
 
             materialise(model)
-        model = self.precision.convert(model)
+        model = super().place(model)
         if self.world_size == 1:
             return model.to(self.device)
         if not _started_by_us():  # each rank has drawn initial weights of its own
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.data, 0)
         parts = pipeline_split.cut(model, self.module)
+        for name, block in model.named_modules():
+            if is_recomputed(block) and any(layer.name.startswith(f"{name}.") for layer in parts.layers):
+                raise ValueError(
+                    f"a pipeline computes its layers again one by one, but activation_checkpointing finds {name}, which holds several; "
+                    "name them, or what lies within them"
+                )
         costs = None
         if self.sample is not None:  # one rank's times for all
             costs = self.broadcast(pipeline_split.measure(parts, self.sample, self.device) if self.rank == 0 else None)
@@ -155,12 +172,12 @@ class Pipeline(EagerStrategy):
         return staged
 
     def release(self, placed: nn.Module) -> None:
-        if not isinstance(placed, Staged):
-            return
-        keeps = self.rank == 0 or not _started_by_us()  # else this process ends with the run
-        whole = gather_whole(self, self.state_dict(placed, {}), keep=keeps)
-        if keeps:
-            placed.restore({name.removeprefix("model/"): tensor for name, tensor in whole.tensors.items()})
+        if isinstance(placed, Staged):
+            keeps = self.rank == 0 or not _started_by_us()  # else this process ends with the run
+            whole = gather_whole(self, self.state_dict(placed, {}), keep=keeps)
+            if keeps:
+                placed.restore({name.removeprefix("model/"): tensor for name, tensor in whole.tensors.items()})
+        super().release(placed)
 
     def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         """Leave in the optimizers what this rank holds; placeholders of other stages' parameters go."""
@@ -229,10 +246,10 @@ class Pipeline(EagerStrategy):
             self._control.send(told if self.reports else told._replace(keys=0), tally.count, finite, total)  # type: ignore[union-attr]
 
         for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
-            runs = cut(micro_batch, self.num_parts)
+            feeds = runs(micro_batch, self.num_parts)
             tally.outputs = []
             with kept_streams():
-                for k, run in enumerate(runs):
+                for k, run in enumerate(feeds):
                     feed = Feed(
                         step_fn=step_fn,
                         batch_idx=micro_batch.batch_idx,
@@ -242,7 +259,7 @@ class Pipeline(EagerStrategy):
                         parameters=parameters,
                         context=part,
                         before_backward=before_backward,
-                        before_last_backward=send if i == last and k == len(runs) - 1 else None,
+                        before_last_backward=send if i == last and k == len(feeds) - 1 else None,
                         tally=tally,
                     )
                     engine = self._engine(placed, feed)
@@ -250,9 +267,9 @@ class Pipeline(EagerStrategy):
                         engine.run(feed)
                     elif feed.before_last_backward is not None:
                         feed.before_last_backward()
-            if i == last and not runs:
+            if i == last and not feeds:
                 send()
-            if runs and after_backward is not None:
+            if feeds and after_backward is not None:
                 after_backward()
             micro_batch.output = merged(tally.outputs) if self.reports else None
         agreement = self._control.receive()  # type: ignore[union-attr]
@@ -262,7 +279,7 @@ class Pipeline(EagerStrategy):
             placed.shards.scatter()
         if agreement.count and agreement.count != window.num_samples:
             torch._foreach_mul_([_local(p.grad) for p in placed.model.parameters() if p.grad is not None], window.num_samples / agreement.count)
-        return agreement
+        return self._concluded(placed, agreement) if agreement.count else agreement
 
     def evaluate(
         self,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from strategies.base import Loss
 from strategies.data import MicroBatch
 from strategies.permutation import mix
 from strategies.pipeline_stage import seed_streams
+from strategies.slices import cut, has_rows
 
 
 @dataclass(slots=True)
@@ -70,54 +70,19 @@ def shapes(batch: Any) -> Any:
     return str(spec), tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
 
 
-def cut(micro_batch: MicroBatch, num_parts: int) -> list[list[Part]]:
+def runs(micro_batch: MicroBatch, num_parts: int) -> list[list[Part]]:
     """A micro-batch as runs of parts of equal size; a second run where the number of samples is no multiple."""
     n = micro_batch.num_samples
     if not n:
         return []
-    size, larger = divmod(n, min(num_parts, n))
-    sizes = [size + 1] * larger + [size] * (min(num_parts, n) - larger)
-    if len(sizes) == 1:
-        return [[Part(micro_batch.batch, n)]]
-    if not _has_rows(micro_batch.batch, n):
+    if min(num_parts, n) > 1 and not has_rows(micro_batch.batch, n):
         raise ValueError(
             f"a pipeline cuts batches along the first dimension of their tensors, "
             f"but none in this {type(micro_batch.batch).__name__} has the batch's {n} samples there; "
             "let the loader make tensors, or lists, dicts and dataclasses of them, or give Pipeline(num_micro_batches=1)"
         )
-    starts = [0, *accumulate(sizes)]
-    parts = [Part(_rows(micro_batch.batch, n, start, stop), stop - start) for start, stop in pairwise(starts)]
-    return [run for run in (parts[:larger], parts[larger:]) if run]
-
-
-def _has_rows(batch: Any, n: int) -> bool:
-    """Whether a tensor somewhere in `batch` has `n` rows."""
-    if isinstance(batch, Tensor):
-        return batch.dim() > 0 and len(batch) == n
-    if isinstance(batch, Mapping):
-        return any(_has_rows(value, n) for value in batch.values())
-    if isinstance(batch, (list, tuple)):
-        return any(_has_rows(item, n) for item in batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return any(_has_rows(getattr(batch, f.name), n) for f in dataclasses.fields(batch))
-    return False
-
-
-def _rows(batch: Any, n: int, start: int, stop: int) -> Any:
-    """Samples start to stop of a batch of `n`."""
-    if isinstance(batch, Tensor):
-        return batch[start:stop] if batch.dim() > 0 and len(batch) == n else batch
-    if isinstance(batch, Mapping):
-        rows = {key: _rows(value, n, start, stop) for key, value in batch.items()}
-        return rows if type(batch) is dict else type(batch)(rows)  # type: ignore[call-arg]
-    if isinstance(batch, (list, tuple)):
-        if len(batch) == n and not _has_rows(batch, n):  # one item a sample
-            return batch[start:stop]
-        items = [_rows(item, n, start, stop) for item in batch]
-        return items if isinstance(batch, list) else type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return dataclasses.replace(batch, **{f.name: _rows(getattr(batch, f.name), n, start, stop) for f in dataclasses.fields(batch) if f.init})
-    return batch
+    parts = [Part(batch, size) for batch, size in cut(micro_batch.batch, n, num_parts)]
+    return [list(run) for _, run in groupby(parts, key=lambda part: part.num_samples)]
 
 
 def merged(outputs: list[tuple[Any, int]]) -> Any:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from strategies import forkserver, watchdog
 from strategies.payload import dumps, pack, unpack
@@ -64,6 +64,21 @@ class RankFailure(RuntimeError):
         """The phase that it gave to `set_phase` last."""
 
 
+class Place(NamedTuple):
+    """Where a launch failed."""
+
+    rank: int
+    step: int | None
+    phase: str
+    stopping: bool
+    """The launcher had been asked to stop."""
+
+
+def place_of(error: BaseException) -> Place | None:
+    """Where on the ranks an exception of `launch` comes from; None for one of the launcher's own."""
+    return getattr(error, "_lockstep_place", None)
+
+
 class RankTraceback(Exception):
     """The traceback of another process as text: the cause of what `launch` raises, so it is printed first."""
 
@@ -78,7 +93,7 @@ def launch(fn: Callable[..., T], args: tuple[Any, ...], num_ranks: int, *, grace
 
     The exception of a rank is raised here as itself, its traceback there as the cause; a rank that was killed or just exited raises
     RankFailure. The other ranks then get SIGTERM and after 2 s SIGKILL, and so do processes that failed ranks have started.
-    Called in the main thread, SIGINT and SIGTERM are passed on to the ranks, which may finish their way within `grace_s` seconds;
+    Called in the main thread, SIGINT, SIGTERM and SIGUSR1 are passed on to the ranks, which may finish their way within `grace_s` seconds;
     a third signal kills them. Raises TypeError for what cannot be pickled, ValueError for `num_ranks` out of 1 to 200.
     """
     if not 1 <= num_ranks <= forkserver.MAX_RANKS:
@@ -152,7 +167,7 @@ class _Ranks:
                     self._hear_ends(grace_s)
         if not self.failures:
             return self.result
-        _raise(min(self.failures, key=lambda failure: (failure.secondary, failure.time)))
+        _raise(min(self.failures, key=lambda failure: (failure.secondary, failure.time)), bool(self.passed_on))
 
     def close(self) -> None:
         """Leave no rank behind: the server kills what still runs when this end is shut, and shuts its own when all are gone."""
@@ -174,7 +189,7 @@ class _Ranks:
 
         previous: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():  # Python's rule for handlers
-            for signum in (signal.SIGINT, signal.SIGTERM):
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
                     previous[signum] = signal.signal(signum, pass_on)
         try:
@@ -268,7 +283,7 @@ class _Ranks:
         self.failures.append(failure)
 
 
-def _raise(failure: Failure) -> NoReturn:
+def _raise(failure: Failure, stopping: bool) -> NoReturn:
     error: BaseException | None = None
     if failure.error is not None:
         with suppress(Exception):  # whatever its constructor does here: the text says what it was
@@ -284,6 +299,8 @@ def _raise(failure: Failure) -> NoReturn:
             step=failure.step,
             phase=failure.phase,
         )
+    with suppress(Exception):  # where its class allows attributes
+        error._lockstep_place = Place(failure.rank, failure.step, failure.phase, stopping)  # type: ignore[attr-defined]
     raise error from (RankTraceback(f"{watchdog.where(failure.rank, failure.step, failure.phase)}\n{failure.text}") if failure.text else None)
 
 
@@ -308,4 +325,4 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-__all__ = ["RankFailure", "RankTraceback", "destroy_process_group", "guard", "init_process_group", "launch", "set_phase"]
+__all__ = ["RankFailure", "RankTraceback", "destroy_process_group", "guard", "init_process_group", "launch", "place_of", "set_phase"]

@@ -34,7 +34,7 @@ import torch
 from strategies import faults, watchdog
 from strategies.payload import dumps, pack, unpack
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Blocked in the server, so that none is lost between the fork of a rank and its own handlers."""
 
 _MAX_TRACEBACK_LINES = 30  # the launcher's own frames and the message come on top, 60 together

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from strategies import environment
 from strategies.base import Agreement, Loss, split_loss
+from strategies.blocks import Rule
 from strategies.buffers import share_buffers
 from strategies.data import MicroBatch, Window
 from strategies.eager import EagerStrategy
@@ -39,8 +40,10 @@ class ShardedStrategy(EagerStrategy):
     DTensor; `.full_tensor()` or `gather_whole` make it whole.
     """
 
-    def __init__(self, options: Options, timeout_s: float) -> None:
-        super().__init__()
+    cuts_gradients = True
+
+    def __init__(self, options: Options, timeout_s: float, activation_checkpointing: bool | Rule = False) -> None:
+        super().__init__(activation_checkpointing=options.wrap if activation_checkpointing is True else activation_checkpointing)
         self.options = options
         self.timeout_s = timeout_s
         self._sizes: dict[str, int] = {}
@@ -86,7 +89,7 @@ class ShardedStrategy(EagerStrategy):
     def place(self, model: nn.Module) -> nn.Module:
         if self.rank == 0:
             materialise(model)
-        model = self.precision.convert(model)
+        model = super().place(model)
         if self._mesh is None:
             return model.to(self.device)
         compute_dtype = self.precision.autocast_dtype if self.options.low_precision_gather and "fsdp" in self._sizes else None
@@ -97,15 +100,15 @@ class ShardedStrategy(EagerStrategy):
         return placed
 
     def release(self, placed: nn.Module) -> None:
-        if self._mesh is None:
-            return
-        placed.close()  # type: ignore[operator]
-        world = environment.detect()
-        keeps = self.rank == 0 or (world is not None and world.launcher != "lockstep")  # else this process ends with the run
-        pieces = {name: self._piece(parameter) for name, parameter in self._user_model(placed).named_parameters()}
-        whole = gather_whole(self, State({name: piece for name, piece in pieces.items() if piece is not None}), keep=keeps)
-        if keeps:
-            placed.restore(whole.tensors)  # type: ignore[operator]
+        if self._mesh is not None:
+            placed.close()  # type: ignore[operator]
+            world = environment.detect()
+            keeps = self.rank == 0 or (world is not None and world.launcher != "lockstep")  # else this process ends with the run
+            pieces = {name: self._piece(parameter) for name, parameter in self._user_model(placed).named_parameters()}
+            whole = gather_whole(self, State({name: piece for name, piece in pieces.items() if piece is not None}), keep=keeps)
+            if keeps:
+                placed.restore(whole.tensors)  # type: ignore[operator]
+        super().release(placed)
 
     def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         for optimizer in optimizers.values():
@@ -118,8 +121,6 @@ class ShardedStrategy(EagerStrategy):
     def forward_backward(self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any) -> Agreement:
         if self._mesh is None:
             return super().forward_backward(placed, step_fn, window, **options)
-        from strategies import dtensors
-
         parameters, automatic = options.get("parameters"), options.get("automatic", True)
         self._part = options.get("part")
         self._sync_each = self.options.sync_every_micro_batch or bool(parameters)
@@ -131,10 +132,6 @@ class ShardedStrategy(EagerStrategy):
                 agreement = super().forward_backward(placed, step_fn, window, **options)
         finally:
             placed.close()  # type: ignore[operator]
-        if automatic and agreement.count:
-            self._check_used(placed)
-            dtensors.settle(placed.parameters())
-            self._average(placed.unsharded)  # type: ignore[arg-type]
         share_buffers(placed)
         return agreement
 
@@ -208,6 +205,16 @@ class ShardedStrategy(EagerStrategy):
         super().load_state_dict(placed, optimizers, state)
 
     # ---- what EagerStrategy asks -------------------------------------------------------------------
+
+    def _concluded(self, placed: nn.Module, agreement: Agreement) -> Agreement:
+        if self._mesh is not None:
+            from strategies import dtensors
+
+            placed.close()  # type: ignore[operator]
+            self._check_used(placed)
+            dtensors.settle(placed.parameters())
+            self._average(placed.unsharded)  # type: ignore[arg-type]
+        return super()._concluded(placed, agreement)
 
     def _runner(self, placed: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
         if self._mesh is None:

@@ -15,4 +15,4 @@ class SingleDevice(EagerStrategy):
     max_devices = 1
 
     def place(self, model: nn.Module) -> nn.Module:
-        return self.precision.convert(materialise(model)).to(self.device)
+        return super().place(materialise(model)).to(self.device)

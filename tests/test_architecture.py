@@ -26,11 +26,12 @@ MAX_CALLBACK_HOOKS = 37
 MAX_TRAINER_ARGUMENTS = 32
 
 PUBLIC = {
-    "trainer": {"Trainer", "Module", "DataModule", "Loss", "seed_everything", "CheckpointError", "ConfigError", "RankFailure"},
+    "trainer": {"Trainer", "Module", "DataModule", "CombinedLoader", "Loss", "seed_everything", "CheckpointError", "ConfigError", "RankFailure"},
     "callbacks": {
         "Callback",
         "CSVLogger",
         "EarlyStopping",
+        "Guard",
         "LRScaling",
         "LRWarmup",
         "LearningRateMonitor",

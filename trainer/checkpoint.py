@@ -103,11 +103,12 @@ def begin(
     return saving
 
 
-def newest(folder: str | os.PathLike[str]) -> Path | None:
+def newest(folder: str | os.PathLike[str], since_ns: int = 0) -> Path | None:
     """The checkpoint in `folder` with the highest (global_step, time of saving) that verifies, or None.
 
     Reads every byte of the one that it returns. Warns once for each damaged one that is newer. Temporary folders
-    are skipped; an aside copy counts where a kill fell between the two renames of a replacement.
+    are skipped; an aside copy counts where a kill fell between the two renames of a replacement. Those that were saved
+    before `since_ns` (`time.time_ns()`) do not count.
     """
     folder = Path(os.path.abspath(folder))
     found: list[tuple[int, int, Path]] = []
@@ -122,7 +123,8 @@ def newest(folder: str | os.PathLike[str]) -> Path | None:
         except CheckpointError as error:
             warnings.warn(f"skipped: {error}", stacklevel=2)
         else:
-            found.append((manifest["global_step"], manifest["saved_at_ns"], entry))
+            if manifest["saved_at_ns"] >= since_ns:
+                found.append((manifest["global_step"], manifest["saved_at_ns"], entry))
     for _, _, entry in sorted(found, reverse=True):
         try:
             return Checkpoint.open(entry).path

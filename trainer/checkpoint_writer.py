@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strategies.faults import fault
 from strategies.state import Shard
 from trainer import safetensors_file
 from trainer.checkpoint_folder import hidden, lock, make_folders, put_in_place, refuse_foreign, remove, sync
@@ -98,6 +99,7 @@ class Saving:
             self._also = [Path(os.path.abspath(path)) for path in also]
             self._outdated = [Path(os.path.abspath(path)) for path in outdated]
             self._finite = finite
+            fault("save.snapshot")
             self._check(tensors, state, rank_state)
             self._state = self._encode(STATE, state)
             self._rank_state = None if rank_state is None else self._encode(_rank_file(self.rank), rank_state)
@@ -332,11 +334,13 @@ class Saving:
             "files": files,
             "tensors": tensors,
         }
+        fault("save.manifest")
         content = self._encode(MANIFEST, {"checksum": manifest_checksum(manifest), **manifest})
         self._write_file(self.temporary / MANIFEST, iter((memoryview(content),)))
         if self._replaces:  # each rank has read its own files back
             check_files(self.temporary, read_manifest(self.temporary)["files"], checksums=False)
         sync(self.temporary)
+        fault("save.rename")
         put_in_place(self.temporary, self.final, os.path.lexists(self.final))
 
     def _link(self, path: Path) -> None:
@@ -428,10 +432,12 @@ class Saving:
         """Write a new file, to the disk; return its size and checksum."""
         size = checksum = 0
         try:
+            fault("save.open")
             with ThreadPoolExecutor(1) as pool, open(path, "xb", buffering=_CHUNK_BYTES) as file:
                 for data in content:
                     for start in range(0, len(data), _CHUNK_BYTES):
                         chunk = data[start : start + _CHUNK_BYTES]
+                        fault("save.write")
                         if len(chunk) < _CHUNK_BYTES // 4:  # starting the other thread would take longer
                             checksum = zlib.crc32(chunk, checksum)
                             file.write(chunk)
@@ -442,6 +448,7 @@ class Saving:
                         size += len(chunk)
                         self._written_bytes += len(chunk)
                 file.flush()
+                fault("save.fsync")
                 os.fsync(file.fileno())
         except OSError as error:
             error.filename = str(path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import math
 import os
 import re
 import sys
@@ -136,15 +137,26 @@ def _parse_compare(words: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="lockstep compare", usage="lockstep compare CONFIG... [key=value...] [options]")
     parser.add_argument("words", nargs="+", metavar="CONFIG | key=value", help="a YAML file, or an override of one key")
     parser.add_argument("--strategies", default="single,ddp", help="names with commas between; a mesh as in ddp=2+tensor=2 (default: single,ddp)")
-    parser.add_argument("--devices", type=int, default=2, help="devices of every strategy but single (default: 2)")
+    parser.add_argument("--devices", type=int, default=2, help="devices of every strategy but single and meshes (default: 2)")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
-    parser.add_argument("--precision", default="64-true", help="the Trainer's precision (default: 64-true)")
+    parser.add_argument("--precision", default="64-true", help="the Trainer's precision; deepspeed takes 32-true in place of 64-true (default: 64-true)")
     parser.add_argument("--tolerance", type=float, help="relative difference that is let pass (default: 1e-12 in 64-true, 1e-5 in 32-true)")
     parser.add_argument("--ignore", default=compare.IGNORED_METRICS, help="pattern of metric names to leave out (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write every difference by name")
-    given = parser.parse_args(words)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every difference by name")
+    given = parser.parse_intermixed_args(words)  # overrides may follow options
+    given.strategies = [name.replace("+", ",") for name in given.strategies.split(",")]
     given.files = [word for word in given.words if "=" not in word]
     given.overrides = [word for word in given.words if "=" in word]
+    if given.steps < 1:
+        parser.error(f"--steps must be at least 1, but --steps {given.steps}")
+    if given.tolerance is not None and not 0 <= given.tolerance < math.inf:
+        parser.error(f"--tolerance must be a number of at least 0, but --tolerance {given.tolerance}")
+    if given.json is not None and not given.json.absolute().parent.is_dir():
+        parser.error(f"--json {given.json}: there is no folder {given.json.absolute().parent}; make it first")
+    try:
+        re.compile(given.ignore)
+    except re.error as error:
+        parser.error(f"--ignore must be a regular expression, but --ignore {given.ignore}: {error}")
     return given
 
 
@@ -153,26 +165,42 @@ def _compare(words: Sequence[str]) -> int:
     from trainer import compare
 
     given = _parse_compare(words)
-    tolerance = compare.TOLERANCES.get(given.precision, 1e-2) if given.tolerance is None else given.tolerance
-    names = [name.replace("+", ",") for name in given.strategies.split(",")]
-    fixed = {"precision": given.precision, "max_steps": given.steps, "split_batches": "true", "log_every_n_steps": 1, "logger": "false"}
-    fixed |= {"enable_progress_bar": "false", "enable_checkpointing": "false", "num_sanity_val_steps": 0, "seed": 0}
+    fixed = {"max_steps": given.steps, "split_batches": "true", "log_every_n_steps": 1, "logger": "false"}
+    fixed |= {"enable_progress_bar": "false", "enable_checkpointing": "false", "num_sanity_val_steps": 0}
+    settings = config.resolve(given.files, given.overrides).values.get("trainer") or {}
+    fixed |= {} if isinstance(settings, dict) and settings.get("seed") is not None else {"seed": 0}
 
-    def fit(strategy: Any, recorder: Any) -> None:
-        devices = 1 if strategy == "single" else "auto" if "=" in strategy else given.devices
-        settings = {**fixed, "strategy": f"'{strategy}'", "devices": devices}
-        resolved = config.resolve(given.files, [*given.overrides, *(f"trainer.{name}={value}" for name, value in settings.items())])
+    def resolve(**layout: Any) -> Resolved:
+        layout["strategy"] = f"'{layout['strategy']}'"
+        resolved = config.resolve(given.files, [*given.overrides, *(f"trainer.{name}={value}" for name, value in {**fixed, **layout}.items())])
         kept = [item for item in resolved.values["trainer"].get("callbacks") or [] if not str(_class_of(item)).endswith(("ModelCheckpoint", "Logger"))]
         resolved.values["trainer"]["callbacks"] = kept
-        run = config.build(resolved)
+        return resolved
+
+    def fit(recorder: Any, **layout: Any) -> None:
+        run = config.build(resolve(**layout))
         compare.without_noise(run.module)
         run.trainer.callbacks.insert(0, recorder)
         run.trainer.fit(run.module, datamodule=run.datamodule)
 
-    results = compare.compare(fit, names, tolerance, given.ignore)
-    print(compare.table(results, tolerance))
+    config.check(resolve(strategy="auto"))
+    accelerator = settings.get("accelerator") or "auto"
+    try:
+        compare.layouts(given.strategies, given.devices, given.precision, accelerator)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    results = compare.compare(
+        fit,
+        given.strategies,
+        devices=given.devices,
+        precision=given.precision,
+        tolerance=given.tolerance,
+        accelerator=accelerator,
+        ignore=given.ignore,
+    )
+    print(compare.table(results))
     if given.json:
-        Path(given.json).write_text(compare.to_json(results, tolerance) + "\n")
+        given.json.write_text(compare.to_json(results) + "\n")
     return 0 if all(found.same for found in results.values()) else 1
 
 
@@ -236,7 +264,7 @@ def _join(predictions: list[Any]) -> dict[str, Tensor]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (usage: {USAGE})")
+        raise ConfigError(f"{message} (usage: {self.usage})")
 
 
 def _parse(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:

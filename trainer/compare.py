@@ -3,7 +3,7 @@
 `lockstep compare CONFIG --strategies single,ddp` and the pytest fixture `assert_same_run` stand on `compare`.
 What is compared are recordings: after each optimizer step the weights of the run in the checkpoint format, under
 canonical names whatever wrapped or sharded the model, with the loss, the gradient's norm and the logged
-metrics. `differences` reads any two recordings, whoever made them.
+metrics. `record` makes one from any loop that drives a Strategy, `differences` reads any two.
 """
 
 from __future__ import annotations
@@ -11,29 +11,57 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from callbacks.base import Callback
-from strategies import Strategy
+from strategies import Strategy, registry
+from strategies.precision import Precision
 from trainer import checkpoint as files
 from trainer.checkpoint import Checkpoint
-from trainer.module import Module
-from trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from trainer.module import Module
+    from trainer.trainer import Trainer
 
 TOLERANCES = {"64-true": 1e-12, "32-true": 1e-5}
 """Relative difference up to which a precision's runs count as the same; others get 1e-2."""
 
-
-IGNORED_METRICS = r"per_s|seconds|time|throughput"
+IGNORED_METRICS = r"(^|[/_.-])(per_s(ec|econd)?|seconds|time|throughput)($|[/_.-])"
 """Names of metrics that tell of speed: they differ from run to run."""
+
+MAX_ROWS = 60
+"""Metrics and parameters that the table by name shows."""
+
+
+def record(
+    folder: str | Path,
+    step: int,
+    strategy: Strategy,
+    placed: Any,
+    optimizers: dict[str, Optimizer],
+    loss: float | None,
+    norms: Sequence[float] = (),
+    metrics: Mapping[str, float] | None = None,
+) -> None:
+    """Write to `folder` what a run has after optimizer step `step`. Collective; rank 0's loss, norms and metrics count."""
+    files.save(
+        Path(folder) / f"step-{step:06d}",
+        rank=strategy.rank,
+        world_size=strategy.world_size,
+        tensors={name: shard for name, shard in strategy.state_dict(placed, optimizers).tensors.items() if name.startswith("model/")},
+        state={"progress": {"global_step": step}, "loss": loss, "norms": list(norms), "metrics": dict(metrics or {})},
+        barrier=strategy.barrier,
+        broadcast=strategy.broadcast,
+    )
 
 
 class Recorder(Callback):
@@ -50,22 +78,8 @@ class Recorder(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.window_is_open:
             return
-        strategy = trainer.strategy
-        state = strategy.state_dict(trainer.placed, trainer.named_optimizers)
-        files.save(
-            Path(self.folder) / f"step-{trainer.global_step:06d}",
-            rank=strategy.rank,
-            world_size=strategy.world_size,
-            tensors={name: shard for name, shard in state.tensors.items() if name.startswith("model/")},
-            state={
-                "progress": {"global_step": trainer.global_step},
-                "loss": trainer.last_loss,
-                "norms": self._norms,
-                "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-            },
-            barrier=strategy.barrier,
-            broadcast=strategy.broadcast,
-        )
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        record(self.folder, trainer.global_step, trainer.strategy, trainer.placed, trainer.named_optimizers, trainer.last_loss, self._norms, metrics)
         self._norms = []
 
 
@@ -73,6 +87,9 @@ class Recorder(Callback):
 class Difference:
     """How far one recording is from another: largest relative differences over all steps, by name."""
 
+    precision: str = ""
+    """In which both runs computed."""
+    tolerance: float = 0.0
     steps: int = 0
     loss: float = 0.0
     grad_norm: float = 0.0
@@ -81,7 +98,7 @@ class Difference:
     first_step: int | None = None
     """The first step at which something differs beyond the tolerance."""
     first_name: str | None = None
-    """What differs there, the largest difference first."""
+    """What differs there: the parameter with the largest difference, or what else does where none is beyond the tolerance."""
     bitwise: bool = True
     """All weights equal in every bit."""
     error: str | None = None
@@ -95,9 +112,11 @@ class Difference:
 def differences(reference: str | Path, other: str | Path, tolerance: float, ignore: str = IGNORED_METRICS) -> Difference:
     """Compare two recordings step by step, without the metrics whose name `ignore` (a pattern) is found in.
 
-    Raises ValueError where they do not hold the same steps or names."""
-    found = Difference()
+    Raises ValueError where they hold no step, or not the same steps or names."""
+    found = Difference(tolerance=tolerance)
     steps, others = ([path.name for path in sorted(Path(folder).glob("step-*"))] for folder in (reference, other))
+    if not steps:
+        raise ValueError("no optimizer step was recorded, so there is nothing to compare: train for at least one")
     if steps != others:
         raise ValueError(f"the runs took different steps: {len(steps)} (last {steps[-1:] or 'none'}) against {len(others)} (last {others[-1:] or 'none'})")
     for step in steps:
@@ -105,98 +124,188 @@ def differences(reference: str | Path, other: str | Path, tolerance: float, igno
         if one.names() != two.names():
             missing = sorted(set(one.names()) ^ set(two.names()))
             raise ValueError(f"the runs hold different weights: {', '.join(missing[:5])}")
-        beyond: list[tuple[float, str]] = []
-
-        def note(name: str, value: float, beyond: list[tuple[float, str]] = beyond) -> float:
-            if not value <= tolerance:
-                beyond.append((value, name))
-            return value
-
+        if len(one.state["norms"]) != len(two.state["norms"]):
+            raise ValueError(f"the runs stepped different numbers of optimizers: {len(one.state['norms'])} against {len(two.state['norms'])}")
+        parameters: dict[str, float] = {}
         for name in one.names():
-            expected, tensor = one.read(name), two.read(name)
-            found.bitwise &= torch.equal(expected, tensor)
-            short = name.removeprefix("model/")
-            found.parameters[short] = max(found.parameters.get(short, 0.0), note(short, relative(tensor, expected)))
-        if one.state["loss"] is not None and two.state["loss"] is not None:
-            found.loss = max(found.loss, note("loss", _relative(two.state["loss"], one.state["loss"])))
-        for expected_norm, norm in zip(one.state["norms"], two.state["norms"], strict=False):
-            found.grad_norm = max(found.grad_norm, note("gradient norm", _relative(norm, expected_norm)))
-        for name in sorted(name for name in set(one.state["metrics"]) | set(two.state["metrics"]) if not re.search(ignore, name)):
-            value = _relative(two.state["metrics"].get(name, math.nan), one.state["metrics"].get(name, math.nan))
-            found.metrics[name] = max(found.metrics.get(name, 0.0), note(name, value))
-        if beyond and found.first_step is None:
-            found.first_step, found.first_name = one.global_step, max(beyond, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])[1]
+            parameters[name.removeprefix("model/")] = relative(two.read(name), one.read(name))
+        loss = _relative(two.state["loss"], one.state["loss"])
+        norm = max((_relative(*pair) for pair in zip(two.state["norms"], one.state["norms"], strict=True)), default=0.0)
+        names = sorted(name for name in {**one.state["metrics"], **two.state["metrics"]} if not re.search(ignore, name))
+        metrics = {name: _relative(two.state["metrics"].get(name), one.state["metrics"].get(name)) for name in names}
+
+        found.loss, found.grad_norm = max(found.loss, loss), max(found.grad_norm, norm)
+        found.bitwise &= not any(parameters.values())
+        for known, new in ((found.metrics, metrics), (found.parameters, parameters)):
+            known.update({name: max(known.get(name, 0.0), value) for name, value in new.items()})
+        if found.first_step is None:
+            for group in (parameters, {"loss": loss, "gradient norm": norm, **metrics}):
+                worst = max(group, key=lambda name: group[name], default=None)
+                if worst is not None and group[worst] > tolerance:
+                    found.first_step, found.first_name = one.global_step, worst
+                    break
         found.steps += 1
     return found
 
 
 def relative(tensor: Tensor, expected: Tensor) -> float:
-    """Largest difference of an element, relative to the largest element of `expected`."""
-    if tensor.shape != expected.shape:
+    """Largest difference of an element, relative to the largest element of `expected`; infinite where that is no number."""
+    if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
         return math.inf
-    if not expected.numel():
+    if torch.equal(tensor, expected):
         return 0.0
     scale = expected.abs().max().item() or 1.0
-    return (tensor.double() - expected.double()).abs().max().item() / scale
+    value = (tensor.double() - expected.double()).abs().max().item() / scale
+    return math.inf if math.isnan(value) else value
 
 
 def compare(
-    fit: Callable[[str | Strategy, Recorder], Any], strategies: Sequence[str | Strategy], tolerance: float, ignore: str = IGNORED_METRICS
+    fit: Callable[..., Any],
+    strategies: Sequence[str | Strategy],
+    *,
+    devices: int = 2,
+    precision: str = "64-true",
+    tolerance: float | None = None,
+    accelerator: str = "auto",
+    ignore: str = IGNORED_METRICS,
 ) -> dict[str, Difference]:
-    """Let `fit(strategy, recorder)` train under each strategy; return each one's difference from the first by name.
+    """Train under each strategy; return each one's difference from the first by name.
 
-    `fit` builds everything anew, from the same seed, and gives the recorder to the Trainer's callbacks. A strategy
-    whose run fails has its error in the result; a failure of the first one is raised.
-    """
+    `fit(recorder, strategy=…, devices=…, precision=…, accelerator=…)` builds everything anew, from the same seed, and
+    trains with these arguments of the Trainer and the recorder among its callbacks. `single` has one device, a mesh as
+    many as its sizes say, others `devices`. A strategy that does not compute in `precision` (DeepSpeed's engine in
+    "64-true") runs in "32-true" and is held against the first one in that, with the tolerance of `TOLERANCES`, which
+    is the default of `tolerance` too. A strategy whose run fails has its error in the result. The recordings of two
+    runs are on the disk at a time, in the folder for temporary files.
+
+    Raises what `layouts` raises before anything runs, and what a run of the first strategy raises."""
     results: dict[str, Difference] = {}
+    chosen = layouts(strategies, devices, precision, accelerator)
+    names = [strategy if isinstance(strategy, str) else type(strategy).__name__ for strategy in strategies]
+    names = [f"{name} ({names[:i].count(name) + 1})" if name in names[:i] else name for i, name in enumerate(names)]
     with tempfile.TemporaryDirectory(prefix="lockstep-compare-") as folder:
-        reference = None
-        for i, strategy in enumerate(strategies):
-            name = strategy if isinstance(strategy, str) else type(strategy).__name__
+        references: dict[str, Path] = {}
+        for i, (name, layout) in enumerate(zip(names, chosen, strict=True)):
+            used = layout["precision"]
+            limit = TOLERANCES.get(used, 1e-2) if tolerance is None or used != chosen[0]["precision"] else tolerance
+            if used not in references and i > 0:
+                references[used] = Path(folder) / f"reference-{used}"
+                fit(Recorder(references[used]), **{**chosen[0], "precision": used})
             place = Path(folder) / str(i)
             try:
-                fit(strategy, Recorder(place))
-                results[name] = differences(reference or place, place, tolerance, ignore)
+                fit(Recorder(place), **layout)
+                results[name] = differences(references.setdefault(used, place), place, limit, ignore)
             except Exception as error:
-                if reference is None:
+                if i == 0:
                     raise
-                results[name] = Difference(error=f"{type(error).__name__}: {error}".splitlines()[0])
-            reference = reference or place
+                results[name] = Difference(error=f"{type(error).__name__}: {error}".splitlines()[0], tolerance=limit)
+            results[name].precision = used
+            if place not in references.values():
+                shutil.rmtree(place, ignore_errors=True)
     return results
+
+
+def layouts(strategies: Sequence[str | Strategy], devices: int, precision: str, accelerator: str) -> list[dict[str, Any]]:
+    """Of each strategy the Trainer's arguments. Raises ValueError for what cannot be compared or built; starts nothing."""
+    if len(strategies) < 2:
+        raise ValueError(f"a comparison needs two strategies or more, but strategies={list(strategies)!r}")
+    precision = Precision(precision).name
+    found: list[dict[str, Any]] = []
+    for strategy in strategies:
+        sized = isinstance(strategy, str) and all("=" in axis for axis in strategy.split(","))
+        layout: dict[str, Any] = {"strategy": strategy, "devices": 1 if strategy == "single" else "auto" if sized else devices, "accelerator": accelerator}
+        used = precision
+        try:
+            registry.build(**layout, precision=used)
+        except ValueError:
+            if precision != "64-true":
+                raise
+            used = "32-true"  # unless something else is wrong, which raises again
+            registry.build(**layout, precision=used)
+        precision = precision if found else used  # the first one's is everyone's
+        found.append({**layout, "precision": used})
+    return found
 
 
 def without_noise(module: nn.Module) -> int:
     """Set every dropout of `module` to 0, as noise differs between ranks by design; return how many there were."""
-    layers = [layer for layer in module.modules() if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0]
-    for layer in layers:
-        layer.p = 0.0
-    return len(layers)
+    count = 0
+    for layer in module.modules():
+        name = "p" if isinstance(layer, nn.modules.dropout._DropoutNd) else "dropout" if isinstance(layer, nn.MultiheadAttention | nn.RNNBase) else None
+        if name is not None and getattr(layer, name) > 0:
+            setattr(layer, name, 0.0)
+            count += 1
+    return count
 
 
-def table(results: dict[str, Difference], tolerance: float) -> str:
-    """The results as text, a line a strategy; the first one is what the others are compared with."""
+def table(results: dict[str, Difference]) -> str:
+    """The results as text: every metric and parameter by strategy, then a line a strategy with its verdict.
+
+    The first strategy is what the others are compared with. Of many names those with the largest differences are shown.
+    """
+    first = next(iter(results.values()))
+    ran = {name: found for name, found in list(results.items())[1:] if found.error is None}
+    by_name = {name: [(found.metrics | found.parameters)[name] for found in ran.values()] for name in first.metrics | first.parameters}
+    shown = sorted(by_name, key=lambda name: max(by_name[name], default=0.0), reverse=True)[:MAX_ROWS]
+    lines: list[str] = []
+    if ran and shown:
+        lines += _aligned([("", *ran), *((name, *map(_number, values)) for name, values in by_name.items() if name in shown)])
+        lines += [f"and {len(by_name) - len(shown)} more with smaller differences"] * (len(shown) < len(by_name)) + [""]
+
     rows: list[tuple[str, ...]] = [("strategy", "steps", "loss", "grad norm", "metrics", "parameters", "")]
     for i, (name, found) in enumerate(results.items()):
         if found.error is not None:
             rows.append((name, "-", "-", "-", "-", "-", found.error))
             continue
-        verdict = "reference" if i == 0 else "bitwise" if found.bitwise else "same" if found.same else f"differs: step {found.first_step}, {found.first_name}"
+        verdict = (
+            "reference"
+            if i == 0
+            else "bitwise"
+            if found.bitwise and found.same
+            else "same"
+            if found.same
+            else f"differs: step {found.first_step}, {found.first_name}"
+        )
+        verdict += "" if found.precision == first.precision else f" (in {found.precision}, tolerance {found.tolerance:.0e})"
         worst = (max(values.values(), default=0.0) for values in (found.metrics, found.parameters))
-        rows.append((name, str(found.steps), *(f"{value:.1e}" for value in (found.loss, found.grad_norm, *worst)), verdict))
-    widths = [max(len(row[i]) for row in rows) for i in range(7)]
-    lines = [
-        "  ".join(cell.ljust(width) if i in (0, 6) else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        rows.append((name, str(found.steps), *map(_number, (found.loss, found.grad_norm, *worst)), verdict))
+    in_precision = f" in {first.precision}" if first.precision else ""
+    return "\n".join([*lines, *_aligned(rows), f"largest relative differences from {next(iter(results))}{in_precision}; tolerance {first.tolerance:.0e}"])
+
+
+def to_json(results: dict[str, Difference]) -> str:
+    """The results with every metric and parameter by name; null where a difference is infinite."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: finite(item) for name, item in value.items()}
+        return None if value == math.inf else value
+
+    return json.dumps({name: finite({**asdict(found), "same": found.same}) for name, found in results.items()}, indent=2, allow_nan=False)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows of a table whose first column is left-aligned; what stands behind six numbers is, too."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    text = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell if i == 6 and rows[0][i] == "" else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
     ]
-    return "\n".join([*lines, f"largest relative differences from {next(iter(results))}; tolerance {tolerance:.0e}"])
+    return [line.rstrip() for line in text]
 
 
-def to_json(results: dict[str, Difference], tolerance: float) -> str:
-    """The results with every metric and parameter by name."""
-    return json.dumps({"tolerance": tolerance, "strategies": {name: {**asdict(found), "same": found.same} for name, found in results.items()}}, indent=2)
+def _number(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"
 
 
-def _relative(value: float, expected: float) -> float:
-    if value == expected or (math.isnan(value) and math.isnan(expected)):
+def _relative(value: float | None, expected: float | None) -> float:
+    """Infinite where one of two is missing or no number."""
+    if value == expected or (value is not None and expected is not None and math.isnan(value) and math.isnan(expected)):
         return 0.0
-    return abs(value - expected) / (abs(expected) or 1.0)
+    if value is None or expected is None:
+        return math.inf
+    difference = abs(value - expected) / (abs(expected) or 1.0)
+    return math.inf if math.isnan(difference) else difference

@@ -180,6 +180,17 @@ class MetricStore:
                     self.log(*call)
             self.weight = weight
 
+    def mark(self) -> list[tuple[Entry, float, Tensor | None, float, float]]:
+        """What has been logged so far, for `back_to`."""
+        return [(e, e.number, None if e.total is None else e.total.clone(), e.count, e.seen) for e in self.entries.values()]
+
+    def back_to(self, mark: list[tuple[Entry, float, Tensor | None, float, float]]) -> None:
+        """Forget what was logged since `mark`; names stay."""
+        for entry in self.entries.values():
+            entry.number, entry.total, entry.count, entry.seen = entry.start, None, 0.0, 0.0
+        for entry, number, total, count, seen in mark:
+            entry.number, entry.total, entry.count, entry.seen = number, total, count, seen
+
     def close(self) -> None:
         """Nobody reads what is logged from now on: say so."""
         self.log = _too_late  # type: ignore[assignment,method-assign]

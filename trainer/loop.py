@@ -26,11 +26,12 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
     run = setup.fit(trainer, module, sources)
     strategy, placed, progress, hooks, metrics = trainer.strategy, trainer.placed, trainer.progress, trainer.hooks, trainer.metrics
     optimizers, schedulers = list(run.optimizers.values()), trainer.lr_scheduler_configs
-    clip, log_every = run.clip, trainer.log_every_n_steps
+    clip, log_every, guards = run.clip, trainer.log_every_n_steps, run.guards
 
     for hook in hooks.on_fit_start:
         hook()
     trainer.describe(module)
+    trainer.begin_account(module)
     if trainer.num_sanity_val_steps and run.val_loaders and not progress.global_step and not progress.batches_seen:
         evaluation.sanity_check(trainer, module, run.val_loaders)
     for hook in hooks.on_train_start:
@@ -51,6 +52,8 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             if window is None:
                 break
             set_phase(progress.global_step, "training step")
+            if guards.remembers:
+                guards.remember()
             agreement = strategy.forward_backward(
                 placed,
                 run.training_step,
@@ -63,21 +66,20 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                 before_backward=run.before_backward,
                 after_backward=run.after_backward,
             )
-            if agreement.non_finite_rank is not None:
-                raise FloatingPointError(
-                    f"the loss of rank {agreement.non_finite_rank} is NaN or infinite in step {progress.global_step} of epoch {progress.current_epoch}; "
-                    "no parameter was changed by it"
-                )
+            left_out = (agreement.non_finite is not None or agreement.later is not None) and guards.passes_over(agreement)
             trainer.last_loss = agreement.loss
             stepped = trainer.manually_stepped
-            if module.automatic_optimization and agreement.count:
+            if module.automatic_optimization and agreement.count and not left_out:
                 set_phase(progress.global_step, "optimizer step")
+                moving = guards.watches and guards.before_step(optimizers)
                 for optimizer in optimizers:
                     for hook in hooks.on_before_optimizer_step:
                         hook(optimizer)
                     if clip is not None:
                         clip(optimizer)
                     stepped |= strategy.optimizer_step(placed, optimizer) if run.own_step is None else run.own_step(optimizer, window)
+                if guards.watches and stepped:
+                    guards.after_step(optimizers, moving)
                 if stepped and schedulers:
                     _step_schedulers(trainer, module, "step")
                 for optimizer in optimizers:
@@ -87,8 +89,10 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
 
             trainer.manually_stepped = False
             progress.global_step += stepped
+            trainer.executed[0] += stepped
             set_phase(progress.global_step, "end of the step")
             progress.samples_seen += window.num_samples
+            progress.total_samples += window.num_samples
             progress.batches_seen += window.num_batches
             progress.total_batches += window.num_batches
             if stepped and progress.global_step % log_every == 0:
@@ -103,7 +107,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                 _validate(trainer, module, run)
                 stop = trainer.agree_to_stop()
             stop = stop or agreement.stop or (trainer.max_steps is not None and progress.global_step >= trainer.max_steps)
-            if agreement.stop > 1:  # a signal's number
+            if agreement.stop > 1:  # a signal's number, or a save beside the training that failed
                 raise trainer.interrupted()
 
         if progress.global_step == steps_before and trainer.max_epochs is None and not stop:
@@ -113,9 +117,12 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             break
         _close_epoch(trainer, module, run)
 
+    guards.finish()
     metrics.close()
+    set_phase(None, "end of the run")
     for hook in hooks.on_train_end:
         hook()
+    trainer.finish_saving()
     for hook in hooks.on_fit_end:
         hook()
 

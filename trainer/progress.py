@@ -20,6 +20,8 @@ class Progress:
     """Batches of each rank consumed in the running epoch."""
     total_batches: int = 0
     """Batches of each rank consumed in the run."""
+    total_samples: int = 0
+    """Global samples consumed in the run."""
     validations: int = 0
     """Validations that this epoch's val_check_interval has had (over the run where it counts across epochs)."""
     epoch_validated: bool = False

@@ -16,9 +16,11 @@ from torch.optim import LBFGS, Optimizer
 
 from callbacks.base import Logger
 from strategies.base import split_loss
+from strategies.combined import CombinedLoader
 from strategies.data import ShardedLoader, Window
 from trainer import optimizers as configured
 from trainer import snapshot
+from trainer.guards import Guards, check_ownership
 from trainer.hooks import Hooks, overrides, step_function
 from trainer.logging import MetricStore
 from trainer.manual import AutomaticOptimizer, ManualOptimizer
@@ -73,6 +75,7 @@ class FitRun:
     before_backward: Callable[[Tensor], None] | None
     after_backward: Callable[[], None] | None
     reevaluates: bool
+    guards: Guards
     validated_at: int = -1
     """`global_step` of the last validation."""
 
@@ -123,13 +126,14 @@ def attached(trainer: Trainer, module: Module, sources: Sources, stage: str, ckp
         trainer.strategy.release(trainer.placed)
         trainer.end_run("success")
     except BaseException as error:
+        trainer.settle_saving(error)
         hooks = getattr(trainer, "hooks", None)
         for hook in hooks.on_exception if hooks is not None else ():
             try:
                 hook(error)
             except Exception as later:  # the first error is the one to show
                 error.add_note(f"on_exception failed too: {type(later).__name__}: {later}") if hasattr(error, "add_note") else None
-        trainer.end_run("interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed")
+        trainer.end_run("interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed", error)
         raise
     finally:
         trainer.running = False
@@ -147,7 +151,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
         seed = trainer.run_seed = checkpoint.state["seed"]
 
     overfit = trainer.overfit_batches
-    source = side_by_side(sources.get(module, "train"))
+    source = combined(sources.get(module, "train"))
     if source is None:
         raise ValueError("fit needs training data: give train_dataloaders, or a DataModule or Module with train_dataloader")
     train_loader = strategy.shard_loader(
@@ -182,6 +186,8 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
         if not callable(getattr(config.scheduler, "step", None)) and not overrides(module, "lr_scheduler_step", Module):
             name, scheduler = type(module).__name__, type(config.scheduler).__name__
             raise TypeError(f"{scheduler} is no scheduler of torch: it has no step, so {name} needs lr_scheduler_step; define it")
+    if module.automatic_optimization:
+        check_ownership(module, named)
     named = strategy.attach(trainer.placed, named)
     trainer.named_optimizers, trainer.lr_scheduler_configs = named, schedulers
     trainer.user_optimizers = [(AutomaticOptimizer if module.automatic_optimization else ManualOptimizer)(optimizer, trainer) for optimizer in named.values()]
@@ -218,6 +224,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
         before_backward=_all_of(hooks.on_before_backward),
         after_backward=_all_of(hooks.on_after_backward),
         reevaluates=reevaluates,
+        guards=Guards(trainer, module, watches=module.automatic_optimization and not overrides(module, "optimizer_step", Module)),
     )
 
 
@@ -244,42 +251,10 @@ def loaders_of(source: Any) -> list[Any]:
     return list(source) if isinstance(source, (list, tuple)) and all(_is_loader(item) for item in source) else [source]
 
 
-def side_by_side(source: Any) -> Any:
+def combined(source: Any) -> Any:
     """A dict or list of training loaders as one loader; anything else as it is."""
     several = isinstance(source, Mapping) or (isinstance(source, (list, tuple)) and bool(source) and all(_is_loader(item) for item in source))
-    return SideBySide(source) if several else source
-
-
-class SideBySide:
-    """Batches of several loaders in a dict or list; a shorter loader starts again until the longest ends."""
-
-    def __init__(self, loaders: Any) -> None:
-        self.loaders = loaders
-        """A dict or a list of loaders."""
-
-    def __iter__(self) -> Iterator[Any]:
-        named = self.loaders if isinstance(self.loaders, Mapping) else dict(enumerate(self.loaders))
-        running = {name: iter(loader) for name, loader in named.items()}
-        ended: set[Any] = set()
-        while True:
-            batches = {}
-            for name, batch_source in running.items():
-                batch = next(batch_source, _END)
-                if batch is _END:
-                    ended.add(name)
-                    if len(ended) == len(named):
-                        return
-                    running[name] = iter(named[name])
-                    batch = next(running[name])
-                batches[name] = batch
-            yield batches if isinstance(self.loaders, Mapping) else list(batches.values())
-
-    def __len__(self) -> int:
-        """Raises TypeError where the length of one is unknown."""
-        return max(len(loader) for loader in (self.loaders.values() if isinstance(self.loaders, Mapping) else self.loaders))
-
-
-_END = object()
+    return CombinedLoader(source) if several else source
 
 
 def limit_of(wanted: float | int | None, total: int | None, name: str) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-def save(trainer: Trainer, module: Module, path: str | Path) -> Path:
-    """Write a checkpoint of the run at `path`. Every rank calls it, at the same place."""
+def save(
+    trainer: Trainer, module: Module, path: str | Path, *, wait: bool = True, also: Sequence[str | Path] = (), outdated: Sequence[str | Path] = ()
+) -> files.Saving | None:
+    """Write a checkpoint of the run at `path`; without `wait` return once it is copied. Every rank calls it, at the same place."""
     strategy = trainer.strategy
     gathered = strategy.state_dict(trainer.placed, trainer.named_optimizers)
     tensors, mine = gathered.tensors, strategy.rank == 0
@@ -66,16 +68,22 @@ def save(trainer: Trainer, module: Module, path: str | Path) -> Path:
                 for name, metric in metrics.items()
             },
         }
-    return files.save(
-        path,
-        rank=strategy.rank,
-        world_size=strategy.world_size,
-        tensors=tensors,
-        state=state,
-        rank_state=rank_state,
-        barrier=strategy.barrier,
-        broadcast=strategy.broadcast,
-    )
+    trained = {f"model/{name}" for entry in gathered.meta["optimizers"].values() for group in entry["param_groups"] for name in group["params"]}
+    options: dict[str, Any] = {
+        "rank": strategy.rank,
+        "world_size": strategy.world_size,
+        "tensors": tensors,
+        "state": state,
+        "rank_state": rank_state,
+        "broadcast": strategy.broadcast,
+        "finite": trained | {name for name in tensors if name.startswith("optimizer/")},  # not buffers: a mask may hold -inf
+        "also": also,
+        "outdated": outdated,
+    }
+    if not wait:
+        return files.begin(path, **options)
+    files.save(path, barrier=strategy.barrier, **options)
+    return None
 
 
 def restore(trainer: Trainer, module: Module, checkpoint: Checkpoint) -> None:

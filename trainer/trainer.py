@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 import callbacks as own
 import strategies
 from callbacks.base import Callback, Logger
-from strategies import Strategy
+from strategies import Strategy, environment, processes, restarts
 from strategies.base import Note
 from strategies.state import pack
 from trainer import checkpoint as files
@@ -30,12 +31,17 @@ from trainer.hooks import Hooks, overrides
 from trainer.logging import MetricStore
 from trainer.module import Module
 from trainer.progress import Progress
+from trainer.run_folder import RunFolder, conclude, described
 from trainer.seeding import rng_state, seed_everything, set_rng_state
 from trainer.setup import Sources, attached, loaders_of
 
 RESULTS: tuple[str, ...] = ("callback_metrics", "logged_metrics", "progress_bar_metrics", "log_dir", "should_stop")
 RESULTS += ("num_training_batches", "windows_per_epoch", "evaluation_batches", "run_seed")
 """Attributes that rank 0 brings back to the process that called `fit`."""
+
+_INTERRUPTED = "interrupted-step="
+_SAVE_FAILED = 1000
+"""In place of a signal's number, from a rank that knows that a save beside the training has failed."""
 
 
 class Trainer:
@@ -69,6 +75,9 @@ class Trainer:
     Reproducibility
         `seed`: seeds every stream when a run begins; None goes on with the process's streams.
         `deterministic`: only deterministic algorithms of torch.
+    When something fails
+        `max_restarts`: how often `fit` starts ranks that died again, from the newest checkpoint of the run. Above 0
+            even a single rank gets a process of its own, so that the caller survives it.
     """
 
     def __init__(
@@ -103,7 +112,10 @@ class Trainer:
         default_root_dir: str | Path = "runs",
         seed: int | None = None,
         deterministic: bool = False,
+        max_restarts: int = 0,
     ) -> None:
+        self.given = {name: described(value) for name, value in locals().items() if name != "self"}
+        """The arguments, as they are written into the run's folder."""
         max_epochs = _none_if_negative(max_epochs)
         _at_least(
             1,
@@ -113,7 +125,7 @@ class Trainer:
             log_every_n_steps=log_every_n_steps,
         )
         _at_least(1, check_val_every_n_epoch=check_val_every_n_epoch, num_nodes=num_nodes)
-        _at_least(0, min_epochs=min_epochs, fast_dev_run=int(fast_dev_run))
+        _at_least(0, min_epochs=min_epochs, fast_dev_run=int(fast_dev_run), max_restarts=max_restarts)
         _at_least(-1, num_sanity_val_steps=num_sanity_val_steps)
         _share(
             limit_train_batches=limit_train_batches,
@@ -152,7 +164,7 @@ class Trainer:
         self.fast_dev_run = int(fast_dev_run)
         self.log_every_n_steps = log_every_n_steps
         self.default_root_dir = str(default_root_dir)
-        self.seed, self.deterministic = seed, deterministic
+        self.seed, self.deterministic, self.max_restarts = seed, deterministic, max_restarts
         given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
         wrong = next((item for item in given if not isinstance(item, Callback)), None)
         if wrong is not None:
@@ -203,8 +215,12 @@ class Trainer:
         """What is overridden; set while a run is on."""
         self._module: Module | None = None
         self._stage = "fit"
+        self._saving: files.Saving | None = None
         self._signal = 0
         self._handlers: dict[int, Any] = {}
+        self._folder: RunFolder | None = None
+        self.executed: Any = [0]
+        """Its first item counts optimizer steps computed, those that were lost included."""
 
     # ---- what the user calls -----------------------------------------------------------------------
 
@@ -236,6 +252,9 @@ class Trainer:
             strategy, reason = strategies.build("auto", **self._layout, model=module)
             if type(strategy) is not type(self.strategy):
                 self.strategy, self._chosen = strategy, f"strategy {type(strategy).__name__}: {reason}"
+        if self.max_restarts:
+            self._adopt(module, self._fit_with_restarts(module, sources, path))
+            return
         if self.strategy.starts_ranks:
             self._adopt(module, self.strategy.launch(_on_rank, self, "fit", module, sources, path, rng_state()))
             return
@@ -262,11 +281,14 @@ class Trainer:
         """
         return self._evaluate("predict", module, dataloaders, datamodule, ckpt_path, False)
 
-    def save_checkpoint(self, path: str | Path) -> None:
+    def save_checkpoint(self, path: str | Path, *, wait: bool = True, also: Sequence[str] = (), outdated: Sequence[str] = ()) -> None:
         """Write a checkpoint folder at `path`, replacing one that is there. Every rank calls it, while `fit` runs.
 
-        Raises CheckpointError where it cannot be written (what was there stays), RuntimeError inside an
-        accumulation window.
+        With `wait` False it returns once the state is copied to host memory, and the files are written beside the training.
+        A save that is under way is waited for first. What fails is raised on all ranks in the next step, save or at the end.
+        `also` are paths beside `path` for the same checkpoint; `outdated` are checkpoints to remove once this one is committed.
+        Raises CheckpointError where it cannot be written (what was there stays), FloatingPointError where a trainable parameter
+        or the state of an optimizer is NaN or infinite, RuntimeError inside an accumulation window.
         """
         if not self.running or self._module is None or not self.named_optimizers:
             raise RuntimeError("save_checkpoint was called outside of fit; call it in a hook, or give ModelCheckpoint to callbacks")
@@ -275,16 +297,18 @@ class Trainer:
                 "save_checkpoint was called inside an accumulation window, whose gradients are not whole; "
                 "call it in on_train_batch_end once global_step has moved"
             )
-        snapshot.save(self, self._module, path)
+        self.finish_saving()
+        self._saving = snapshot.save(self, self._module, path, wait=wait, also=also, outdated=[*outdated, *self._superseded(path)])
+
+    def finish_saving(self) -> None:
+        """Wait for a save that goes on beside the training, and raise what failed in it. Every rank calls it."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish(self.strategy.barrier, self.strategy.broadcast)
 
     def is_checkpoint(self, path: str | Path) -> bool:
         """Whether `path` is a committed checkpoint."""
         return files.is_checkpoint(path)
-
-    def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a checkpoint. Every rank calls it; rank 0 deletes."""
-        if self.is_global_zero:
-            files.remove(path)
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on rank 0, above the progress bar."""
@@ -382,10 +406,20 @@ class Trainer:
         if stage == "fit":
             self._catch_signals()
 
-    def end_run(self, status: str) -> None:
-        """Close the loggers and give the signals back."""
+    def begin_account(self, module: Module) -> None:
+        """Note in the run's folder what is about to happen, and count what happens."""
+        if self._folder is not None:
+            self._folder.begin(self, module)
+            self.executed = self._folder.executed
+
+    def end_run(self, status: str, error: BaseException | None = None) -> None:
+        """Close the loggers and the run's folder, and give the signals back."""
         for logger in self.loggers:
             self.guarded(logger, logger.finalize, status)
+        if self._folder is not None:
+            self.executed = list(self.executed)
+            self._folder.end(self, error)
+            self._folder = None
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
@@ -451,6 +485,8 @@ class Trainer:
 
     def note(self) -> Note:
         """What this rank tells the others in a step."""
+        if self._saving is not None and self._saving.failure is not None:
+            return Note(_SAVE_FAILED, self.metrics.keys_hash)
         wanted = self.should_stop and self.current_epoch >= (self.min_epochs or 0)
         return Note(self._signal or int(wanted), self.metrics.keys_hash)
 
@@ -460,18 +496,37 @@ class Trainer:
         return stop if self.world_size == 1 else int(self.strategy.all_reduce(torch.tensor(stop), "max"))
 
     def interrupted(self) -> BaseException:
-        """Commit a checkpoint; return what ends the process with 143 or 130. Every rank calls it."""
+        """Commit a checkpoint; return what ends the process with 143 or 130. Every rank calls it.
+
+        Raises what failed in a save that went on beside the training, which may be why the ranks are here.
+        """
+        self.finish_saving()
         number = int(self.strategy.all_reduce(torch.tensor(self._signal), "max"))
         path = None
         if self.checkpoint_callback is not None:
-            path = Path(self.checkpoint_dir()) / f"interrupted-step={self.global_step}"
+            path = Path(self.checkpoint_dir()) / f"{_INTERRUPTED}{self.global_step}"
             self.save_checkpoint(path)
         if self.is_global_zero:
             print(
                 f"stopped by {signal.Signals(number).name} after step {self.global_step}" + (f"; resume with ckpt_path='{path}' or 'auto'" if path else ""),
                 file=sys.stderr,
             )
-        return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+        if number == signal.SIGUSR1 and path and self.is_global_zero and (said := environment.requeue()):
+            print(said, file=sys.stderr)
+        return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
+
+    def newest_checkpoint(self) -> str | None:
+        """The newest valid checkpoint that this run has saved. Every rank calls it."""
+        self.finish_saving()
+        found = files.newest(self.checkpoint_dir()) if self.is_global_zero and self.checkpoint_callback is not None else None
+        return self.strategy.broadcast(None if found is None else str(found))
+
+    def settle_saving(self, error: BaseException) -> None:
+        """Let a save that goes on beside the training end, on a rank that leaves with `error`. Calls no collective."""
+        saving, self._saving = self._saving, None
+        lost = saving.settle() if saving is not None else None
+        if lost and hasattr(error, "add_note"):
+            error.add_note(f"besides, a checkpoint was not saved: {lost}")
 
     def checkpoint_dir(self) -> str:
         """Where this run's checkpoints lie."""
@@ -483,9 +538,7 @@ class Trainer:
     def open_checkpoint(self, ckpt_path: str | None) -> Checkpoint | None:
         """Choose the run's folder and open what `ckpt_path` means, verified. Every rank calls it."""
         plan = self._plan(ckpt_path) if self.is_global_zero else None
-        plan = self.strategy.broadcast(plan)
-        if "error" in plan:
-            raise {"CheckpointError": CheckpointError, "ValueError": ValueError}[plan["kind"]](plan["error"])
+        plan = self._planned(self.strategy.broadcast(plan))
         self.log_dir = plan["log_dir"]
         for logger, folder in zip(self.loggers, plan["loggers"], strict=True):
             logger.log_dir = folder
@@ -515,8 +568,21 @@ class Trainer:
                 print(f"{stage}{f' loader {i}' if len(returned) > 1 else ''}: " + ", ".join(f"{name}={value:.6g}" for name, value in metrics.items()))
         return returned
 
+    def _superseded(self, path: str | Path) -> list[Path]:
+        """The checkpoint that an interrupted run left and this one resumed, once a later one is in its folder."""
+        resumed = self.resumed
+        if resumed is None or not resumed.path.name.startswith(_INTERRUPTED) or resumed.global_step >= self.global_step:
+            return []
+        return [resumed.path] if resumed.path.parent == Path(os.path.abspath(path)).parent else []
+
     def _check_fit(self, module: Module, sources: Sources) -> None:
         """What can be known before any process starts."""
+        world = environment.detect() if self.max_restarts else None
+        if world is not None:
+            raise ValueError(
+                f"max_restarts={self.max_restarts} is about ranks that Lockstep starts, but {world.launcher} started these; "
+                f"leave it out, let {world.launcher} restart them (torchrun --max-restarts) and give ckpt_path='auto'"
+            )
         if not isinstance(module, Module):
             raise TypeError(f"fit takes a trainer.Module, but module is {type(module).__name__}; subclass Module")
         name = type(module).__name__
@@ -557,6 +623,31 @@ class Trainer:
         savers = [item for item in self.callbacks if isinstance(item, own.ModelCheckpoint)]
         for folder in {str(item.save_dir or self.default_root_dir) for item in self.loggers} | {str(item.dirpath or self.default_root_dir) for item in savers}:
             _check_writable(folder)
+
+    def _fit_with_restarts(self, module: Module, sources: Sources, ckpt_path: str | None) -> dict[str, Any]:
+        """Launch ranks, and launch them again from the newest checkpoint when they die; return what rank 0 brought back."""
+        before, streams, begun = self.log_dir, rng_state(), time.time_ns()
+        self._module, self._stage = module, "fit"
+        plan = self._planned(self._plan(ckpt_path))  # here, so that every attempt has the same folder
+        self.log_dir, first = plan["log_dir"], plan["checkpoint"]
+
+        def newest(restart: int) -> str | None:
+            found = files.newest(self.checkpoint_dir(), begun) if restart and self.log_dir and self.checkpoint_callback is not None else None
+            return str(found) if found else first
+
+        def attempt(restart: int) -> dict[str, Any]:
+            work = (self, "fit", module, sources, newest(restart), streams)
+            if self.strategy.starts_ranks:
+                return self.strategy.launch(_on_rank, *work)
+            return processes.launch(_on_rank, work, 1)
+
+        try:
+            return restarts.keep_going(attempt, self.max_restarts, name=lambda restart: newest(restart) or "the beginning")
+        except BaseException as error:
+            if self.log_dir:
+                conclude(Path(self.log_dir), error)
+            self.log_dir = before
+            raise
 
     def _check_not_done(self) -> None:
         for name, done in (("max_epochs", self.current_epoch), ("max_steps", self.global_step)):
@@ -605,6 +696,8 @@ class Trainer:
                 if self._stage == "fit":
                     snapshot.check_resumable(opened)
             folder = _run_folder(base, version) if writes else None
+            if folder is not None and self.running and self._stage == "fit":
+                self._folder = RunFolder(folder)
             if folder is not None and (folder / "checkpoints").is_dir():
                 files.clean(folder / "checkpoints")
             folders = []
@@ -616,6 +709,12 @@ class Trainer:
             return {"error": str(error), "kind": "CheckpointError"}
         except (ValueError, OSError) as error:
             return {"error": str(error), "kind": "ValueError"}
+
+    @staticmethod
+    def _planned(plan: dict[str, Any]) -> dict[str, Any]:
+        if "error" in plan:
+            raise {"CheckpointError": CheckpointError, "ValueError": ValueError}[plan["kind"]](plan["error"])
+        return plan
 
     def _newest(self, base: Path, version: str | int | None) -> tuple[str | None, str] | None:
         """The newest valid checkpoint of the given version, else of the newest version that has one."""
@@ -637,7 +736,8 @@ class Trainer:
     def _catch_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in (signal.SIGTERM, signal.SIGINT):
+        own = signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL  # the program's, which means something else by it
+        for number in (signal.SIGTERM, signal.SIGINT) if own else (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             self._handlers[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: Any) -> None:
@@ -678,8 +778,9 @@ class Trainer:
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to the ranks: the arguments and results, not what belongs to a running fit."""
-        empty: dict[str, Any] = dict.fromkeys(("placed", "resumed", "_module", "datamodule", "train_dataloader"))
+        empty: dict[str, Any] = dict.fromkeys(("placed", "resumed", "_saving", "_module", "datamodule", "train_dataloader"))
         empty |= {"streams": {}, "val_dataloaders": [], "lr_scheduler_configs": [], "user_optimizers": [], "named_optimizers": {}, "_handlers": {}}
+        empty["_folder"] = None
         return {**{name: value for name, value in self.__dict__.items() if name not in ("hooks", "metrics")}, **empty}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

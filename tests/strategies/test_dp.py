@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from strategies.dp import cut, share
+from strategies.dp import share
+from strategies.slices import cut
 from tests.trainer.toy import Net, distance, equal, loader, quiet, weights
 from trainer import Module
 
@@ -58,11 +59,13 @@ def test_slices_run_in_threads_on_the_same_memory() -> None:
     import threading
 
     seen: set[str] = set()
+    both = threading.Barrier(2)  # one thread could run both slices, were it done with the first before the second is handed out
 
     class Watching(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx > 0:
                 seen.add(threading.current_thread().name)
+                both.wait(timeout=30)
             return super().training_step(batch, batch_idx)
 
     quiet(strategy="dp", devices=2).fit(Watching(), loader(32))

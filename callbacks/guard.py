@@ -1,0 +1,99 @@
+"""Guard: what a run does about numbers that are not finite and replicas that drift apart."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from trainer import Module, Trainer
+
+ACTIONS = ("raise", "skip", "roll_back")
+
+
+class Guard(Callback):
+    """Choose what happens at a loss or gradient that is NaN or infinite, and check that replicas stay equal.
+
+    Without this callback a loss or gradient that is not finite, on any rank, ends the run with FloatingPointError
+    on all of them before a parameter changes. "skip" leaves the optimizer step of that window out instead, with all
+    that the window has logged by `self.log`, and counts no step; "roll_back" also puts weights, optimizers,
+    schedulers and callbacks back to the newest checkpoint of the run and goes on with the samples that follow the
+    window. What torchmetrics objects and buffers have taken in stays. Both say so each time.
+
+    On accelerators "skip" and "roll_back" wait for the device in each step; "raise" does not: a bad step is left
+    out there and the error comes one step later.
+
+    Args:
+        non_finite: "raise", "skip" or "roll_back".
+        max_in_a_row: Windows in a row that may be left out; one more raises FloatingPointError.
+        check_replicas_every_n_steps: Optimizer steps between comparisons of the parameters over ranks; None for none.
+            Every parameter, or part of one, that several ranks hold must be equal on them in every bit. Reads the
+            parameters once and sends 16 bytes a tensor. A difference raises RuntimeError, on every rank.
+    """
+
+    def __init__(self, *, non_finite: str = "raise", max_in_a_row: int = 10, check_replicas_every_n_steps: int | None = None) -> None:
+        if non_finite not in ACTIONS:
+            raise ValueError(f"non_finite must be one of {', '.join(map(repr, ACTIONS))}, but non_finite={non_finite!r}")
+        for name, value in (("max_in_a_row", max_in_a_row), ("check_replicas_every_n_steps", check_replicas_every_n_steps)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, but {name}={value!r}")
+        self.non_finite = non_finite
+        self.max_in_a_row = max_in_a_row
+        self.check_replicas_every_n_steps = check_replicas_every_n_steps
+        self.left_out = 0
+        """Windows left out so far."""
+        self.in_a_row = 0
+        """Windows left out since the last optimizer step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left_out": self.left_out, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.left_out, self.in_a_row = state_dict["left_out"], state_dict["in_a_row"]
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        every = self.check_replicas_every_n_steps
+        if every is not None and not trainer.window_is_open and trainer.global_step % every == 0:
+            check_replicas(trainer, module)
+
+
+def check_replicas(trainer: Trainer, module: Module) -> None:
+    """Raise RuntimeError where a parameter that several ranks hold is not the same on them. Every rank calls it."""
+    strategy = trainer.strategy
+    mine = {_place(name, p): (name, fingerprint(p)) for name, p in module.named_parameters() if not p.is_meta and getattr(p, "_local_tensor", p).numel()}
+    longest = int(strategy.all_reduce(torch.tensor(len(mine)), "max"))  # a pipeline's ranks have the layers of their stage only
+    rows = [(place, content) for place, (_, content) in mine.items()] + [(0, 0)] * (longest - len(mine))
+    holders: dict[int, tuple[int, int]] = {}
+    for rank, table in enumerate(strategy.all_gather(torch.tensor(rows, dtype=torch.int64)).tolist()):
+        for place, content in table:
+            holder, expected = holders.setdefault(place, (rank, content))
+            if content != expected:
+                name = strategy.broadcast(mine[place][0] if rank == strategy.rank else None, rank)
+                raise RuntimeError(
+                    f"the replicas have drifted apart: after step {trainer.global_step} {name} on rank {rank} is not what it is on rank {holder}; "
+                    "look for code that changes parameters, or draws random numbers for them, differently by rank"
+                )
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A number that a change of the tensor's bits changes too: the wrapped sum of its elements' bits. A host synchronisation."""
+    tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return int(tensor.contiguous().view(bits).sum(dtype=torch.int64))
+
+
+def _place(name: str, parameter: Tensor) -> int:
+    """Which part of which parameter this rank holds: a hash, equal on the ranks that hold the same."""
+    local = getattr(parameter, "_local_tensor", parameter)
+    offset: tuple[int, ...] = ()
+    if local is not parameter:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1]  # type: ignore[attr-defined]
+    return int.from_bytes(hashlib.blake2b(f"{name} {tuple(offset)} {tuple(local.shape)}".encode(), digest_size=7).digest(), "big") + 1

@@ -1,0 +1,140 @@
+"""Activation checkpointing: a block that keeps its inputs only, and computes the rest again in the backward.
+
+torch's `checkpoint` (https://pytorch.org/docs/stable/checkpoint.html, the non-reentrant kind) does the work; what
+it leaves to its caller is done here: which blocks, what a second forward must find and must not leave behind.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from strategies.blocks import Rule, match
+
+
+def recompute(model: nn.Module, rule: Rule) -> None:
+    """Turn on activation checkpointing for the blocks of `model` that `rule` finds (as in `find_blocks`).
+
+    In place, and the same when called twice; names, parameters, hooks and copies stay as they are. Raises ValueError
+    where the rule finds none.
+    """
+    found = match(model, rule, "activation_checkpointing")
+    if not found:
+        raise ValueError(
+            f"activation_checkpointing needs blocks to compute again, but {'the rule' if callable(rule) else repr(rule)} finds none in {type(model).__name__}; "
+            "give their class or name, such as activation_checkpointing='net.*'"
+        )
+    for name, block in found.items():
+        if "forward" in vars(block):
+            raise ValueError(
+                f"activation_checkpointing wraps the forward of a block's class, but {name} has one of its own; define it in {type(block).__name__}"
+            )
+        block.__class__ = type(block) if type(block) in _PLAIN else _recomputed(type(block))  # type: ignore[arg-type]
+
+
+def keep(model: nn.Module) -> None:
+    """Undo `recompute`: the blocks keep their activations again."""
+    for module in model.modules():
+        if type(module) in _PLAIN:
+            module.__class__ = _PLAIN[type(module)]
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """Whether this module's activations are computed again in the backward."""
+    return any(cls in _PLAIN for cls in type(module).__mro__)
+
+
+# ---- helpers -------------------------------------------------------------------------------------------
+
+
+_PLAIN: dict[type, type[nn.Module]] = {}
+"""The user's class of each class that is computed again."""
+
+
+@functools.cache
+def _recomputed(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `cls` with its name whose forward is computed again.
+
+    A class and no attribute of the object, so that replicas that share the object's attributes run their own forward.
+    """
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return cls.forward(self, *args, **kwargs)
+        again = _Again(self)
+        # As plain arguments, so that torch looks for devices whose random state matters in all of them.
+        output = checkpoint(_call, functools.partial(cls.forward, self), again.devices, args, kwargs, use_reentrant=False, context_fn=again.contexts)
+        again.forward_is_over()
+        return output
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        """Copies and pickles are of the plain class."""
+        found: Any = super(made, self).__reduce_ex__(protocol)
+        make, args, *rest = found
+        make = object.__new__ if make is copyreg.__newobj__ else make  # type: ignore[attr-defined]  # pickle lets that make no other class
+        return make, tuple(cls if arg is made else arg for arg in args), *rest
+
+    made: type[nn.Module] = type(
+        cls.__name__,
+        (cls,),
+        {
+            "forward": forward,
+            "__reduce_ex__": reduce,
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+        },
+    )
+    _PLAIN[made] = cls
+    return made
+
+
+def _call(forward: Any, devices: Any, args: Any, kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+class _Again:
+    """What the second run of a forward finds as it was in the first, and leaves as it is: buffers, and how activations are laid out."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._buffers = [
+            (module, name, buffer, buffer.detach().clone(), buffer._version)
+            for module in block.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._sequence = vars(block).get("recompute_sequence")
+        self._on = self._sequence is not None and self._sequence.on
+        self._there: list[tuple[nn.Module, str, Tensor | None]] = []
+        self._there_on = False
+        self.devices = [torch.empty(0, device=device) for device in {p.device for p in block.parameters()} if device.type not in ("cpu", "meta")]
+
+    def contexts(self) -> tuple[Any, Any]:
+        """What torch enters around the first and around the second run."""
+        return nullcontext(), self
+
+    def forward_is_over(self) -> None:
+        """Keep the buffers of modules that changed any. BatchNorm's kernels count no version of its statistics, but its counter has one."""
+        changed = {module for module, name, buffer, _, version in self._buffers if module._buffers.get(name) is not buffer or buffer._version != version}
+        self._buffers = [kept for kept in self._buffers if kept[0] in changed]
+
+    def __enter__(self) -> None:
+        self._there = [(module, name, module._buffers.get(name)) for module, name, *_ in self._buffers]
+        for module, name, _, before, _ in self._buffers:
+            module._buffers[name] = before.clone()
+        if self._sequence is not None:
+            self._there_on, self._sequence.on = self._sequence.on, self._on
+
+    def __exit__(self, *error: Any) -> None:
+        for module, name, buffer in self._there:
+            module._buffers[name] = buffer
+        self._there = []
+        if self._sequence is not None:
+            self._sequence.on = self._there_on

@@ -1,0 +1,311 @@
+"""Activation checkpointing: under every strategy the numbers stay, blocks run a second time, and less is kept."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from strategies import DDP, FSDP, DataParallel, DeepSpeed, MeshParallel, ModelParallel, Pipeline, SingleDevice, Strategy, TensorParallel
+from strategies.data import MicroBatch, Window
+from strategies.eager import EagerStrategy
+from strategies.recompute import is_recomputed, keep, recompute
+from tests.strategies import contract
+from tests.strategies.contract import Plan, saved_weights
+
+
+class Block(nn.Module):
+    """A residual block with all that a second forward can get wrong: noise, statistics and a count."""
+
+    def __init__(self, dim: int = 8, hidden: int = 16, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__()
+        self.norm = norm(dim)
+        self.up = nn.Linear(dim, hidden)
+        self.drop = nn.Dropout(0.3)
+        self.down = nn.Linear(hidden, dim)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        self.calls += self.training
+        return x + scale * self.down(self.drop(F.gelu(self.up(self.norm(x)))))
+
+
+class Model(contract.Model):
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), *[Block(norm=norm) for _ in range(4)], nn.Linear(8, 4))  # type: ignore[assignment]
+
+
+MADE: dict[str, tuple[Callable[..., Strategy], int, type[nn.Module]]] = {
+    "single": (SingleDevice, 1, nn.BatchNorm1d),
+    "dp": (DataParallel, 2, nn.BatchNorm1d),
+    "model": (ModelParallel, 3, nn.BatchNorm1d),
+    "ddp": (DDP, 2, nn.BatchNorm1d),
+    "ddp static graph": (lambda **options: DDP(static_graph=True, **options), 2, nn.BatchNorm1d),
+    "ddp unused": (lambda **options: DDP(find_unused_parameters=True, **options), 2, nn.BatchNorm1d),
+    "fsdp": (FSDP, 2, nn.BatchNorm1d),
+    "fsdp on one rank": (FSDP, 1, nn.BatchNorm1d),
+    "tensor": (TensorParallel, 2, nn.LayerNorm),
+    "fsdp=2,tensor=2": (lambda **options: MeshParallel("fsdp=2,tensor=2", **options), 4, nn.LayerNorm),
+    "pipeline 1f1b": (Pipeline, 2, nn.BatchNorm1d),
+    "pipeline gpipe": (lambda **options: Pipeline(schedule="gpipe", **options), 2, nn.BatchNorm1d),
+    "pipeline interleaved": (lambda **options: Pipeline(schedule="interleaved_1f1b", **options), 2, nn.BatchNorm1d),
+    "fsdp=2,pipeline=2": (lambda **options: Pipeline(mesh="fsdp=2,pipeline=2", **options), 4, nn.BatchNorm1d),
+    "deepspeed 2": (DeepSpeed, 2, nn.BatchNorm1d),
+    "deepspeed 3": (
+        lambda **options: DeepSpeed(stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}}, **options),
+        2,
+        nn.BatchNorm1d,
+    ),
+}
+"""How to build each strategy, its number of devices, and the norm of its blocks."""
+
+
+def on_rank(strategy: Strategy, plan: Plan, folder: str, norm: type[nn.Module]) -> list[int]:
+    """The contract's training of this file's model; how often each block ran on rank 0 in training mode."""
+    torch.manual_seed(0)
+    model = Model(norm)
+    build, contract.build = contract.build, lambda: model
+    try:
+        contract.on_rank(strategy, plan, folder)
+    finally:
+        contract.build = build
+    return [block.calls for block in model.modules() if isinstance(block, Block)]
+
+
+def train(strategy: Strategy, devices: int, plan: Plan, folder: Path, norm: type[nn.Module]) -> list[int]:
+    strategy.configure(devices=devices, accelerator="cpu", precision=plan.precision)
+    return strategy.launch(on_rank, strategy, plan, str(folder), norm) if strategy.starts_ranks else on_rank(strategy, plan, str(folder), norm)
+
+
+SLOW = ("ddp static graph", "tensor", "pipeline gpipe", "pipeline interleaved", "fsdp=2,pipeline=2", "deepspeed 2")
+"""Those that differ little from another one here."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MADE])
+@pytest.mark.filterwarnings("ignore:.*find_unused_parameters=True was specified")
+def test_numbers_stay_and_blocks_run_twice(name: str, tmp_path: Path) -> None:
+    make, devices, norm = MADE[name]
+    plan = Plan(num_samples=48, global_batch=24, accumulate=2, epochs=1, precision="32-true" if "deepspeed" in name else "64-true")
+    once = train(make(), devices, plan, tmp_path / "kept", norm)
+    twice = train(make(activation_checkpointing=True), devices, plan, tmp_path / "recomputed", norm)
+    assert any(once) and twice == [2 * calls for calls in once]
+    expected, found = saved_weights(tmp_path / "kept"), saved_weights(tmp_path / "recomputed")
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():  # statistics of BatchNorm and its counters too
+        if devices == 1 or name in ("dp", "model"):
+            assert torch.equal(found[key], value), key
+        else:
+            assert found[key].allclose(value, rtol=0, atol=1e-12 if plan.precision == "64-true" else 1e-6), key
+
+
+def step(strategy: Strategy, model: nn.Module, batch: Any) -> tuple[nn.Module, int]:
+    """One step; returns what was placed, and the bytes of the tensors that its forward has kept for the backward."""
+    strategy.configure(accelerator="cpu")
+    strategy.setup()
+    placed = strategy.place(model)
+    strategy.attach(placed, {"main": torch.optim.SGD(model.parameters(), 0.1)})
+    parameters = {p.data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in parameters:
+            kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def training_step(batch: Any, batch_idx: int) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            return model(batch).square().mean()
+
+    strategy.forward_backward(placed, training_step, Window([MicroBatch(batch, len(batch))], len(batch)))
+    return placed, sum(kept.values())
+
+
+def test_less_is_kept_between_forward_and_backward() -> None:
+    x = torch.randn(256, 8)
+
+    def kept_bytes(**options: Any) -> int:
+        torch.manual_seed(0)
+        strategy = SingleDevice(**options)
+        model = nn.Sequential(*[Block(hidden=64) for _ in range(6)])
+        try:
+            placed, kept = step(strategy, model, x)
+            strategy.release(placed)
+        finally:
+            strategy.teardown()
+        return kept
+
+    # A block keeps what enters it (8 numbers a sample) in place of six times 8 and several times 64.
+    assert kept_bytes(activation_checkpointing=True) * 10 < kept_bytes()
+
+
+def test_release_leaves_the_callers_classes_and_a_failed_run_is_no_obstacle() -> None:
+    model = nn.Sequential(*[Block() for _ in range(2)])
+    strategy = SingleDevice(activation_checkpointing=True)
+    strategy.configure(accelerator="cpu")
+    strategy.setup()
+    placed = strategy.place(model)
+    assert all(is_recomputed(block) for block in model) and [type(block).__name__ for block in model] == ["Block"] * 2
+    again = SingleDevice(activation_checkpointing=True)  # as after a run that failed before it released the model
+    again.configure(accelerator="cpu")
+    again.setup()
+    placed = again.place(model)
+    before = model[0].calls
+    model(torch.randn(4, 8)).sum().backward()
+    assert model[0].calls == before + 2, "recomputed once, not once for each run"
+    again.release(placed)
+    assert [type(block) for block in model] == [Block, Block] and not any("forward" in vars(block) for block in model)
+    plain = SingleDevice()
+    recompute(model, "auto")
+    plain.configure(accelerator="cpu")
+    plain.setup()
+    assert not any(map(is_recomputed, plain.place(model).modules()))
+    for each in (strategy, again, plain):
+        each.teardown()
+
+
+def test_copies_and_pickles_are_plain() -> None:
+    model = nn.Sequential(*[Block() for _ in range(2)])
+    recompute(model, "auto")
+    recompute(model, "auto")
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(model, 2))):
+        assert [type(block) for block in copied] == [Block, Block]
+        assert all(torch.equal(a, b) for a, b in zip(copied.state_dict().values(), model.state_dict().values(), strict=True))
+    assert all(map(is_recomputed, model))
+    keep(model)
+    assert [type(block) for block in model] == [Block, Block]
+
+
+class Spectral(nn.Module):
+    """Its forward changes a buffer that its output depends on, and replaces another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.norm = nn.InstanceNorm1d(1, track_running_stats=True)
+        self.register_buffer("u", torch.ones(8))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.u.add_(self.layer.weight @ self.u).div_(self.u.norm())
+            self.seen = self.seen + len(x)
+        return x + (self.layer(self.norm(x.unsqueeze(1)).squeeze(1)) * self.u).tanh() * self.seen
+
+
+def test_a_block_that_changes_its_buffers_finds_them_as_they_were() -> None:
+    x = torch.randn(16, 8)
+
+    def gradients(recomputed: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Spectral() for _ in range(3)])
+        if recomputed:
+            recompute(model, Spectral)
+        for _ in range(2):
+            loss = model(x).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None], dict(model.named_buffers())
+
+    (expected, buffers), (found, after) = gradients(False), gradients(True)
+    assert all(map(torch.equal, expected, found)) and all(torch.equal(buffers[name], after[name]) for name in buffers)
+
+
+@pytest.mark.parametrize("rule", [Block, "body.?", ["body.1", "body.2"], lambda name, module: name == "body.2"], ids=["class", "name", "list", "function"])
+def test_a_rule_says_which(rule: Any) -> None:
+    model = Model()
+    recompute(model, rule)
+    found = [name for name, module in model.named_modules() if is_recomputed(module)]
+    assert found == {list: ["body.1", "body.2"], str: [f"body.{i}" for i in range(6)]}.get(
+        type(rule), ["body.2"] if rule is not Block else [f"body.{i}" for i in range(1, 5)]
+    )
+
+
+def test_blocks_that_share_parameters_are_recomputed_too() -> None:
+    shared = Block()
+    other = Block()
+    other.up = shared.up
+    model = nn.Sequential(shared, other)
+    recompute(model, "auto")
+    assert all(map(is_recomputed, model))
+
+
+class Careless(EagerStrategy):
+    single_process = True
+
+    def place(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+class Careful(EagerStrategy):
+    single_process = True
+
+    def place(self, model: nn.Module) -> nn.Module:
+        return super().place(model)
+
+
+def test_a_strategy_of_ones_own_gets_it_from_the_base() -> None:
+    model = nn.Sequential(*[Block() for _ in range(2)])
+    careful = Careful(activation_checkpointing=Block)
+    placed, _ = step(careful, model, torch.randn(8, 8))
+    assert model[0].calls == 2
+    careful.release(placed)
+    careful.teardown()
+    careless = Careless(activation_checkpointing=Block)
+    with pytest.raises(RuntimeError, match=r"no effect, as Careless.place does not place what super\(\).place\(model\) returns"):
+        step(careless, model, torch.randn(8, 8))
+    careless.teardown()
+
+
+def place(strategy: Strategy, model: nn.Module) -> None:
+    strategy.setup()
+    try:
+        strategy.place(model)
+    finally:
+        strategy.teardown()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SingleDevice(activation_checkpointing=True), "needs blocks to compute again, but 'auto' finds none in Linear; give their class or name"),
+        (lambda: FSDP(wrap=None, activation_checkpointing=True), "needs blocks to compute again, but None finds none in Linear"),
+        (
+            lambda: DDP(activation_checkpointing="blocks.*"),
+            "activation_checkpointing must name classes or submodules that have parameters, but 'blocks.*' is none",
+        ),
+        (lambda: DDP(activation_checkpointing=lambda name, module: False), "but the rule finds none in Linear"),
+        (lambda: SingleDevice(activation_checkpointing=2), "activation_checkpointing must be True, False or say which blocks, but activation_checkpointing=2"),
+        (lambda: Pipeline(schedule="zbv", activation_checkpointing=True), "schedule='zbv' walks back to inputs and to each weight apart"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(make: Callable[[], Strategy], message: str) -> None:
+    def run() -> None:
+        strategy = make()
+        strategy.configure(devices=1, accelerator="cpu")
+        place(strategy, nn.Linear(2, 2))
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run()
+
+
+def test_a_forward_of_the_object_is_refused() -> None:
+    model = Model()
+    model.body[1].forward = lambda x: x  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="but body.1 has one of its own; define it in Block"):
+        recompute(model, "auto")
+
+
+def test_a_pipeline_refuses_a_block_over_several_layers() -> None:
+    strategy = Pipeline(activation_checkpointing="body")
+    strategy.configure(devices=2, accelerator="cpu")
+    with pytest.raises(ValueError, match="but activation_checkpointing finds body, which holds several; name them"):
+        strategy.launch(place, strategy, Model())

@@ -1,0 +1,326 @@
+"""Nothing trains on in silence: numbers that are not finite, parameters that nobody steps, steps that move nothing, replicas that drift."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import Callback, Guard, ModelCheckpoint
+from strategies import DDP, FSDP, DataParallel, DeepSpeed, ModelParallel, Pipeline, SingleDevice, Strategy, TensorParallel
+from tests.strategies.contract import Body
+from tests.trainer.toy import Net, loader, quiet
+from trainer import Module
+
+STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
+    "single": (SingleDevice, 1),
+    "dp": (DataParallel, 2),
+    "model": (ModelParallel, 2),
+    "ddp": (DDP, 2),
+    "fsdp": (FSDP, 2),
+    "tensor": (TensorParallel, 2),
+    "pipeline": (Pipeline, 2),
+    "deepspeed 2": (DeepSpeed, 2),
+    "deepspeed 3": (lambda: DeepSpeed(stage=3), 2),
+    "fsdp=2,pipeline=2": (lambda: Pipeline(mesh="fsdp=2,pipeline=2"), 4),
+}
+
+NUM_WINDOWS, BATCH = 7, 4
+
+
+class Brittle(Module):
+    """Its loss is finite always, its gradient is not where a sample is marked; one rank sees that sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = Body()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = brittle_loss(self.body, batch)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+def brittle_loss(body: torch.nn.Module, batch: Any) -> torch.Tensor:
+    x, y, marked = batch
+    out = body(x)
+    loss = F.cross_entropy(out, y)
+    return loss + (out * 0).sum().sqrt() if marked.any() else loss  # the derivative of sqrt at 0 is infinite, and 0 times that is NaN
+
+
+def marked_data(*windows: int) -> DataLoader:
+    """Windows of BATCH samples, over all ranks; the last sample of the given ones is marked."""
+    generator = torch.Generator().manual_seed(1)
+    n = NUM_WINDOWS * BATCH
+    marks = torch.zeros(n)
+    for window in windows:
+        marks[window * BATCH + BATCH - 1] = 1
+    x = torch.randn(n, 6, generator=generator, dtype=torch.float32)
+    return DataLoader(TensorDataset(x, torch.randint(0, 4, (n,), generator=generator), marks), BATCH)
+
+
+def by_hand(bad: set[int], precision: str, back_to: int | None = None) -> tuple[list[torch.Tensor], list[float]]:
+    """Weights and losses of the run that leaves out the windows in `bad`; `back_to`: step whose state it then goes back to."""
+    dtype = torch.float64 if precision == "64-true" else torch.float32
+    torch.manual_seed(0)
+    body = Body().to(dtype)
+    optimizer = torch.optim.AdamW(body.parameters(), lr=0.02)
+    losses: list[float] = []
+    states = []
+    for i, (x, y, _) in enumerate(marked_data()):
+        states.append((copy.deepcopy(body.state_dict()), copy.deepcopy(optimizer.state_dict())))
+        if i in bad:
+            if back_to is not None:
+                body.load_state_dict(states[back_to][0])
+                optimizer.load_state_dict(states[back_to][1])
+            continue
+        loss = F.cross_entropy(body(x.to(dtype)), y)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in body.parameters()], losses
+
+
+def far(module: Module, expected: list[torch.Tensor]) -> float:
+    return max(((p - e).abs().max() / e.abs().max().clamp(min=1e-3)).item() for p, e in zip(module.parameters(), expected, strict=True))
+
+
+class Untouched(Callback):
+    """Writes whether the failing step left this rank's parameters as they were."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.before = [self._local(p) for p in module.parameters()]
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        same = all(torch.equal(a, self._local(b)) for a, b in zip(self.before, module.parameters(), strict=True))
+        Path(f"rank{trainer.global_rank}").write_text(f"{same} {trainer.global_step} {type(exception).__name__}")
+
+    @staticmethod
+    def _local(parameter: Any) -> torch.Tensor:
+        return getattr(parameter, "_local_tensor", parameter).detach().clone()
+
+
+@pytest.mark.parametrize("name", ["single", "dp", "ddp", "fsdp", "pipeline", "deepspeed 2"])
+def test_a_gradient_that_is_not_finite_ends_the_run_on_all_ranks_with_parameters_untouched(name: str) -> None:
+    make, devices = STRATEGIES[name]
+    precision = "32-true" if "deepspeed" in name else "64-true"
+    run = quiet(strategy=make(), devices=devices, split_batches=True, precision=precision, callbacks=[Untouched()])
+    named = "a gradient" if "deepspeed" in name else "the gradient of body"
+    with pytest.raises(FloatingPointError, match=f"{named}.* is NaN or infinite in step 3 of epoch 0; no parameter was changed by it"):
+        run.fit(Brittle(), marked_data(3))
+    ranks = 1 if name in ("dp", "model") else devices
+    assert [Path(f"rank{i}").read_text() for i in range(ranks)] == ["True 3 FloatingPointError"] * ranks
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_window_that_is_not_finite_can_be_left_out(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    make, devices = STRATEGIES[name]
+    precision = "32-true" if "deepspeed" in name else "64-true"
+    guard = Guard(non_finite="skip", check_replicas_every_n_steps=2)
+    run = quiet(strategy=make(), devices=devices, split_batches=True, precision=precision, callbacks=[guard])
+    module = Brittle()
+    run.fit(module, marked_data(3, 4))
+    assert "is NaN or infinite in step 3 of epoch 0: this window is left out (2 in a row, at most 10)" in capfd.readouterr().err
+    expected, losses = by_hand({3, 4}, precision)
+    exact = precision == "64-true"
+    assert far(module, expected) < (1e-11 if exact else 1e-5)
+    assert run.global_step == NUM_WINDOWS - 2
+    assert guard.left_out == 2
+    assert guard.in_a_row == 0
+    assert float(run.callback_metrics["loss"]) == pytest.approx(sum(losses) / len(losses), rel=1e-12 if exact else 1e-5)
+
+
+@pytest.mark.parametrize(("make", "devices"), [(SingleDevice, 1), (DDP, 2), (FSDP, 2)])
+def test_a_run_can_go_back_to_its_newest_checkpoint(make: Callable[[], Strategy], devices: int, capfd: pytest.CaptureFixture[str]) -> None:
+    guard = Guard(non_finite="roll_back")
+    saver = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
+    run = quiet(strategy=make(), devices=devices, split_batches=True, precision="64-true", callbacks=[guard, saver], enable_checkpointing=True)
+    module = Brittle()
+    run.fit(module, marked_data(3))
+    assert "left out; back to step 2 " in capfd.readouterr().err
+    expected, _ = by_hand({3}, "64-true", back_to=2)
+    assert far(module, expected) < 1e-11
+    assert far(module, by_hand({3}, "64-true")[0]) > 1e-4  # it is not the run that left the window out
+    assert run.global_step == 2 + 3
+    assert guard.left_out == 1
+
+
+def test_going_back_needs_a_checkpoint() -> None:
+    with pytest.raises(FloatingPointError, match="no checkpoint to go back to yet: let ModelCheckpoint save by steps"):
+        quiet(callbacks=[Guard(non_finite="roll_back")]).fit(Brittle(), marked_data(1))
+
+
+def test_too_many_windows_in_a_row_end_the_run() -> None:
+    guard = Guard(non_finite="skip", max_in_a_row=2)
+    with pytest.raises(FloatingPointError, match="in step 1 of epoch 0; no parameter"):
+        quiet(callbacks=[guard]).fit(Brittle(), marked_data(1, 2, 3))
+    guard = Guard(non_finite="skip", max_in_a_row=2)
+    quiet(callbacks=[guard]).fit(Brittle(), marked_data(1, 2, 4, 5))
+    assert guard.left_out == 4
+
+
+class ByHand(Brittle):
+    """The same in manual optimization, where a gradient stays on its rank until the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().zero_grad()
+        self.manual_backward(brittle_loss(self.body, batch))
+        self.optimizers().step()
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "tensor"])
+def test_manual_optimization_is_guarded_too(name: str) -> None:
+    make, devices = STRATEGIES[name]
+    run = quiet(strategy=make(), devices=devices, split_batches=True, callbacks=[Untouched()])
+    with pytest.raises(FloatingPointError, match="a gradient that AdamW is to apply is NaN or infinite; no parameter was changed by it"):
+        run.fit(ByHand(), marked_data(3))
+    assert [Path(f"rank{i}").read_text() for i in range(devices)] == ["True 3 FloatingPointError"] * devices
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [True, False])
+def test_on_a_gpu_a_bad_step_is_left_out_and_reported_one_step_later(fused: bool) -> None:
+    class OnGpu(Brittle):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.02, fused=fused)
+
+    module = OnGpu()
+    with pytest.raises(FloatingPointError, match="a gradient is NaN or infinite in step 3 of epoch 0; no parameter was changed by it"):
+        quiet(accelerator="gpu", devices=1, strategy="single").fit(module, marked_data(3))
+    assert all(bool(torch.isfinite(p).all()) for p in module.parameters())
+    module = OnGpu()
+    with pytest.raises(FloatingPointError):  # the last step of all
+        quiet(accelerator="gpu", devices=1, strategy="single").fit(module, marked_data(NUM_WINDOWS - 1))
+
+
+# ---- who steps what ------------------------------------------------------------------------------
+
+
+class Forgetful(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[0].parameters(), lr=0.1)
+
+
+class Stale(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = torch.optim.SGD(copy.deepcopy(self.net).parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.early
+
+
+def test_a_parameter_that_no_optimizer_steps() -> None:
+    with pytest.raises(ValueError, match=r"no optimizer steps net.3.weight, net.3.bias, so training would leave them as they are; give them to one, or freeze"):
+        quiet().fit(Forgetful(), loader())
+    frozen = Forgetful()
+    frozen.net[3].requires_grad_(False)
+    quiet().fit(frozen, loader())
+
+
+def test_an_optimizer_of_other_parameters() -> None:
+    with pytest.raises(ValueError, match=r"optimizer '0' \(SGD\) steps a tensor that is no parameter of Stale \(number 0 of group 0, shape \[16, 8\]\)"):
+        quiet().fit(Stale(), loader())
+
+
+def test_a_step_that_moves_nothing() -> None:
+    class Lost(Net):
+        """Rates far below what float32 can add to a weight."""
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-30)
+
+    with pytest.raises(RuntimeError, match="optimizer.step moved no parameter in step 0, though there is a gradient and the learning rate is 1e-30"):
+        quiet().fit(Lost(), loader())
+
+
+def test_rates_of_zero_and_gradients_of_zero_are_no_fault() -> None:
+    class Late(Net):
+        """The first step runs at rate 0."""
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(t, 1)), "interval": "step"},
+            }
+
+    quiet().fit(Late(), loader())
+
+    class Flat(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss * 0 if batch_idx == 0 else loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.warns(RuntimeWarning, match="every gradient of the first step is zero"):
+        quiet().fit(Flat(), loader())
+
+
+# ---- replicas --------------------------------------------------------------------------------------
+
+
+class Drift(Callback):
+    """Changes one element of one parameter on one rank after step 2."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == self.rank:
+            parameter = dict(module.named_parameters())["body.5.bias"]
+            with torch.no_grad():
+                getattr(parameter, "_local_tensor", parameter).view(-1)[0] += 1e-6
+
+
+@pytest.mark.parametrize(
+    ("make", "devices", "rank", "message"),
+    [
+        (DDP, 2, 1, "after step 2 body.5.bias on rank 1 is not what it is on rank 0"),
+        (DDP, 3, 2, "after step 2 body.5.bias on rank 2 is not what it is on rank 0"),
+        (lambda: FSDP(replicas=2), 4, 2, "after step 2 body.5.bias on rank 2 is not what it is on rank 0"),
+        (TensorParallel, 2, 1, "after step 2 body.5.bias on rank 1 is not what it is on rank 0"),
+        (lambda: Pipeline(mesh="ddp=2,pipeline=2"), 4, 3, "after step 2 body.5.bias on rank 3 is not what it is on rank 2"),
+    ],
+)
+def test_replicas_that_drift_apart_are_found(make: Callable[[], Strategy], devices: int, rank: int, message: str) -> None:
+    run = quiet(strategy=make(), devices=devices, split_batches=True, precision="64-true", callbacks=[Drift(rank), Guard(check_replicas_every_n_steps=2)])
+    with pytest.raises(RuntimeError, match=message):
+        run.fit(Brittle(), marked_data())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"non_finite": "ignore"}, "non_finite must be one of 'raise', 'skip', 'roll_back', but non_finite='ignore'"),
+        ({"max_in_a_row": 0}, "max_in_a_row must be a whole number of at least 1, but max_in_a_row=0"),
+        ({"check_replicas_every_n_steps": 2.5}, "check_replicas_every_n_steps must be a whole number of at least 1"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Guard(**options)
+
+
+def test_the_guard_survives_a_restart() -> None:
+    guard, other = Guard(), Guard()
+    guard.left_out, guard.in_a_row = 3, 1
+    other.load_state_dict(guard.state_dict())
+    assert (other.left_out, other.in_a_row) == (3, 1)

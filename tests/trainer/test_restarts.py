@@ -1,0 +1,168 @@
+"""Ranks that die are started again from the newest checkpoint, and the caller sees what an undisturbed run gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from callbacks import CSVLogger, ModelCheckpoint
+from strategies import faults
+from tests.trainer.toy import Net, equal, loader, net, quiet, weights
+from trainer import RankFailure, Trainer
+
+KILLS = "rank={rank},step=3,point=backward,action=sigkill,file=count;rank={rank},step=6,point=callback,action=sigkill,file=count"
+
+
+def fit(strategy: str, devices: int, **options: Any) -> tuple[Net, Trainer]:
+    model = net(dropout=0.3)
+    trainer = Trainer(
+        **{
+            "strategy": strategy,
+            "devices": devices,
+            "max_epochs": 2,
+            "seed": 0,
+            "enable_progress_bar": False,
+            "log_every_n_steps": 1,
+            "logger": CSVLogger(),
+            "callbacks": ModelCheckpoint(every_n_train_steps=2),
+        }
+        | options
+    )
+    trainer.fit(model, loader(20 * devices, 4, shuffle=True), loader(8, 4))
+    return model, trainer
+
+
+@pytest.mark.parametrize(("strategy", "devices", "rank"), [("single", 1, 0), ("ddp", 2, 1)])
+def test_what_the_caller_has_is_as_after_an_undisturbed_fit(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], strategy: str, devices: int, rank: int
+) -> None:
+    undisturbed, one = fit(strategy, devices)
+    monkeypatch.setenv(faults.VARIABLE, KILLS.format(rank=rank))
+    model, other = fit(strategy, devices, max_restarts=3)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "restart" in line]
+    newest = Path("runs/Net/version_1/checkpoints").absolute()
+    assert lines == [
+        f"rank {rank} was killed by SIGKILL (step 3, in training step): restart 1 of 3 from {newest}/epoch=0-step=2",
+        f"rank {rank} was killed by SIGKILL (step 6, in callbacks): restart 2 of 3 from {newest}/epoch=0-step=4",
+    ]
+    assert equal(weights(model), weights(undisturbed)) and model.trainer is other
+    assert one.callback_metrics == other.callback_metrics and one.progress == other.progress
+    assert other.checkpoint_callback.best_model_path == one.checkpoint_callback.best_model_path.replace("version_0", "version_1")
+    assert Path("runs/Net/version_1/metrics.csv").read_text() == Path("runs/Net/version_0/metrics.csv").read_text()
+    summary = json.loads(Path("runs/Net/version_1/summary.json").read_text())
+    assert {name: summary[name] for name in ("exit", "steps", "samples", "restarts", "computed_steps", "useful_step_share")} == {
+        "exit": "finished",
+        "steps": 10,
+        "samples": 40 * devices,
+        "restarts": 2,
+        "computed_steps": 13,  # steps 3, 5 and 6 were computed again, the first without its end
+        "useful_step_share": round(10 / 13, 6),
+    }
+    assert other.log_dir == "runs/Net/version_1" and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_without_a_checkpoint_it_begins_again_and_an_earlier_runs_are_not_its_own(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"callbacks": ModelCheckpoint(dirpath="kept", every_n_train_steps=4)}
+    undisturbed, _ = fit("single", 1, **options)
+    assert list(Path("kept").iterdir())
+    options = {"callbacks": ModelCheckpoint(dirpath="kept", every_n_train_steps=4)}
+    monkeypatch.setenv(faults.VARIABLE, "step=3,point=forward,action=sigkill,file=count")
+    model, _ = fit("single", 1, max_restarts=1, **options)
+    assert "restart 1 of 1 from the beginning" in capfd.readouterr().err
+    assert equal(weights(model), weights(undisturbed))
+
+
+def test_the_same_failure_at_the_same_step_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(faults.VARIABLE, "rank=1,step=3,point=forward,action=raise,times=9,file=count")
+    with pytest.raises(RuntimeError, match="planned by LOCKSTEP_FAULTS at forward of step 3") as caught:
+        fit("ddp", 2, max_restarts=5)
+    assert caught.value.__notes__ == ["the run was not restarted again: the same failure came twice at step 3, so it would come again (restart 1 of 5)"]
+    assert Path("count").read_text() == "0\n0\n"
+    assert "planned by LOCKSTEP_FAULTS" in json.loads(Path("runs/Net/version_0/summary.json").read_text())["exit"]
+
+
+def test_when_all_restarts_are_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(faults.VARIABLE, KILLS.format(rank=0))
+    model = net()
+    before = weights(model)
+    with pytest.raises(RankFailure, match="rank 0 was killed by SIGKILL") as caught:
+        trainer = quiet(max_restarts=1, max_epochs=2)
+        trainer.fit(model, loader(40, 4))
+    assert caught.value.step == 6
+    assert caught.value.__notes__ == ["the run was not restarted again: all of max_restarts=1 are used up"]
+    assert equal(weights(model), before) and trainer.global_step == 0 and trainer.log_dir is None
+
+
+class Misconfigured(Net):
+    def configure_optimizers(self) -> Any:
+        with open("tried", "a") as file:
+            file.write("x")
+        return super().configure_optimizers() if os.environ.get("FINE") else "AdamW"
+
+
+def test_what_is_wrong_before_the_first_step_is_not_tried_again() -> None:
+    with pytest.raises((TypeError, ValueError), match="configure_optimizers") as caught:
+        quiet(max_restarts=5).fit(Misconfigured(), loader(16))
+    assert Path("tried").read_text() == "x" and not hasattr(caught.value, "__notes__")
+
+
+def test_a_process_that_dies_before_the_first_step_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DiesEarly(Net):
+        def setup(self, stage: str) -> None:
+            if not Path("died").exists():
+                Path("died").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer = quiet(max_restarts=1)
+    trainer.fit(DiesEarly(), loader(16))
+    assert trainer.global_step == 2
+
+
+def test_a_stop_that_was_asked_for_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(faults.VARIABLE, "step=3,point=forward,action=sigterm,times=9,file=count")
+    with pytest.raises(SystemExit) as caught:
+        fit("ddp", 2, max_restarts=5)
+    assert caught.value.code == 143 and Path("count").read_text().count("0") == 2
+
+
+def test_under_a_launcher_that_restarts_by_itself_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="max_restarts=2 is about ranks that Lockstep starts, but torchrun started these; leave it out"):
+        quiet(max_restarts=2).fit(net(), loader(16))
+
+
+def test_from_the_command_line(monkeypatch: pytest.MonkeyPatch, repo_root: Path) -> None:
+    monkeypatch.setenv(faults.VARIABLE, "rank=1,step=3,point=forward,action=sigkill,file=count")
+    keys = ["strategy=ddp", "devices=2", "trainer.max_steps=6", "trainer.max_restarts=1", "trainer.enable_progress_bar=false", "trainer.logger=false"]
+    command = [sys.executable, "-m", "trainer", "fit", str(repo_root / "examples/digits.yaml"), *keys]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(repo_root)}, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 was killed by SIGKILL (step 3, in training step): restart 1 of 1 from the beginning" in done.stderr
+    assert "6 steps" in done.stdout
+
+
+def test_wrong_numbers_are_refused() -> None:
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(ValueError, match=f"max_restarts must be a whole number of at least 0, but max_restarts={wrong!r}"):
+            Trainer(max_epochs=1, max_restarts=wrong)  # type: ignore[arg-type]
+
+
+def test_the_random_streams_of_the_caller_are_those_of_every_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a seed, what the caller has drawn so far decides, and a restart from the beginning draws the same again."""
+    runs = []
+    for plan in ("", "step=2,point=forward,action=sigkill,file=count"):
+        monkeypatch.setenv(faults.VARIABLE, plan)
+        model = net(dropout=0.5)
+        torch.manual_seed(7)
+        quiet(max_restarts=1).fit(model, loader(40, 8, shuffle=True))
+        runs.append(weights(model))
+    assert equal(*runs)

@@ -1,0 +1,133 @@
+"""What keeps a run from training on in silence: numbers that are not finite, parameters that nobody trains, steps that move nothing."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from callbacks.guard import Guard, fingerprint
+from trainer import snapshot
+
+if TYPE_CHECKING:
+    from strategies.base import Agreement
+    from trainer.module import Module
+    from trainer.trainer import Trainer
+
+
+class Guards:
+    """The guards of one fit; the loop asks them only where something is to be decided."""
+
+    def __init__(self, trainer: Trainer, module: Module, watches: bool) -> None:
+        self.trainer = trainer
+        self.module = module
+        self.options = next((callback for callback in trainer.callbacks if isinstance(callback, Guard)), Guard())
+        self.remembers = self.options.non_finite != "raise"
+        """Whether what a window logs may have to be forgotten."""
+        self.watches = watches
+        """Whether no step has been seen yet to move a parameter."""
+        self._logged: list[Any] = []
+        self._before: list[int] = []
+        self._warned = self._left_out = False
+        self._later: Callable[[], str | None] | None = None
+
+    def remember(self) -> None:
+        """Before a window: note what has been logged so far."""
+        if not self._left_out:
+            self.options.in_a_row = 0
+        self._left_out = False
+        self._logged = self.trainer.metrics.mark()
+
+    def passes_over(self, agreement: Agreement) -> bool:
+        """Whether the step of this window is left out, as something in it is not finite; the same on every rank.
+
+        Raises FloatingPointError where the run is not to go on.
+        """
+        if agreement.later is not None and not self.remembers:  # read once the next step is under way, so that the host does not wait
+            bad, self._later = self._later() if self._later is not None else None, agreement.later
+            if bad is not None:
+                raise self._error(bad, self.trainer.global_step - 1)
+            return False
+        bad = agreement.non_finite if agreement.later is None else agreement.later()
+        if bad is None:
+            return False
+        options, trainer, step = self.options, self.trainer, self.trainer.global_step
+        if options.non_finite == "raise" or options.in_a_row >= options.max_in_a_row:
+            raise self._error(bad, step)
+        trainer.metrics.back_to(self._logged)
+        if options.non_finite == "roll_back":
+            left_out, in_a_row = options.left_out, options.in_a_row
+            path = trainer.newest_checkpoint()
+            if path is None:
+                error = self._error(bad, step)
+                error.args = (f"{error}; Guard(non_finite='roll_back') has no checkpoint to go back to yet: let ModelCheckpoint save by steps",)
+                raise error
+            snapshot.rewind(trainer, self.module, path)
+            options.left_out, options.in_a_row = left_out, in_a_row
+        self._left_out = True
+        options.left_out += 1
+        options.in_a_row += 1
+        if trainer.is_global_zero:
+            then = f"; back to step {trainer.global_step}" if options.non_finite == "roll_back" else ""
+            print(
+                f"{bad} is NaN or infinite in step {step} of epoch {trainer.current_epoch}: this window is left out{then} "
+                f"({options.in_a_row} in a row, at most {options.max_in_a_row})",
+                file=sys.stderr,
+            )
+        return True
+
+    def finish(self) -> None:
+        """After the last step: raise FloatingPointError where it was left out on the device."""
+        if self._later is not None and (bad := self._later()) is not None:
+            raise self._error(bad, self.trainer.global_step - 1)
+
+    def before_step(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Look at the parameters before they are to move for the first time; whether a gradient on this rank is not zero."""
+        self._before = fingerprints(optimizers)
+        gradients = [p.grad for optimizer in optimizers for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return any(bool(getattr(gradient, "_local_tensor", gradient).any()) for gradient in gradients)
+
+    def after_step(self, optimizers: Sequence[Optimizer], moving: bool) -> None:
+        """Raise RuntimeError where a step with a gradient and a learning rate has moved nothing on this rank."""
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        if not self._before or self._before != fingerprints(optimizers):
+            self.watches = False
+        elif moving and all(float(group.get("lr", 1)) > 0 for group in groups):
+            raise RuntimeError(
+                f"optimizer.step moved no parameter in step {self.trainer.global_step}, though there is a gradient and the learning rate is "
+                f"{float(groups[0].get('lr', 1)):g}; is the rate too small for the parameters' dtype, {groups[0]['params'][0].dtype}?"
+            )
+        elif not moving and not self._warned:
+            self._warned = True
+            warnings.warn("every gradient of the first step is zero, so nothing was learned from it", RuntimeWarning, stacklevel=2)
+
+    def _error(self, bad: str, step: int) -> FloatingPointError:
+        return FloatingPointError(f"{bad} is NaN or infinite in step {step} of epoch {self.trainer.current_epoch}; no parameter was changed by it")
+
+
+def fingerprints(optimizers: Sequence[Optimizer]) -> list[int]:
+    """Of each tensor that the optimizers step on this rank."""
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    return [fingerprint(p) for p in parameters if p.requires_grad and getattr(p, "_local_tensor", p).numel()]
+
+
+def check_ownership(module: Module, optimizers: Mapping[str, Optimizer]) -> None:
+    """Raise ValueError unless the optimizers hold the trainable parameters of the placed module, all of them and no others."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    owned: set[int] = set()
+    for key, optimizer in optimizers.items():
+        for i, group in enumerate(optimizer.param_groups):
+            for j, parameter in enumerate(group["params"]):
+                if id(parameter) not in names:
+                    raise ValueError(
+                        f"optimizer {key!r} ({type(optimizer).__name__}) steps a tensor that is no parameter of {type(module).__name__} "
+                        f"(number {j} of group {i}, shape {list(parameter.shape)}): build optimizers in configure_optimizers, of self.parameters()"
+                    )
+                owned.add(id(parameter))
+    left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in owned]
+    if left:
+        shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+        raise ValueError(f"no optimizer steps {shown}, so training would leave them as they are; give them to one, or freeze them (requires_grad_(False))")

@@ -1,0 +1,147 @@
+"""The folder of a run: made by one, written by one, and with an account of what happened in it.
+
+version_0/
+  config.yaml      what the run was asked to do: the resolved configuration, or the Trainer's arguments and the hyperparameters
+  versions.json    Python, torch, Lockstep and what they stand on
+  summary.json     steps, samples, restarts, the share of steps that were not lost, and how it ended
+  run.lock         held by the process that writes; counts every step that was computed, also those that a kill made vain
+  checkpoints/ ... logs
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import mmap
+import os
+import platform
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from trainer.module import Module
+    from trainer.trainer import Trainer
+
+PACKAGES = ("lockstep", "torch", "numpy", "safetensors", "cloudpickle", "tensorboard", "torchmetrics", "deepspeed")
+_SLOTS = 2  # steps computed, process id of the writer
+
+
+class RunFolder:
+    """One writer's hold on a run folder, from the start of `fit` to its end; rank 0 has it."""
+
+    executed: memoryview | list[int]
+    """Its first item counts optimizer steps computed in this folder, over all restarts: shared memory, so a kill loses none."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError where another process writes here. The lock of a process that died is nobody's."""
+        self.path = path
+        self._file = os.open(path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            # A record lock: children of this process, such as loader workers that outlive it, do not inherit it.
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            writer = int.from_bytes(os.pread(self._file, 8, 8), "little")
+            os.close(self._file)
+            raise ValueError(
+                f"the run folder {path} is being written by another run (process {writer}), and two would destroy each other's files; "
+                "wait for it, stop it, or begin a run of its own without ckpt_path"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        if os.fstat(self._file).st_size != 8 * _SLOTS:
+            os.ftruncate(self._file, 8 * _SLOTS)
+        self._map = mmap.mmap(self._file, 8 * _SLOTS)
+        self.executed = memoryview(self._map).cast("q")
+        self.executed[1] = os.getpid()
+        self._account: dict[str, Any] = {}
+
+    def begin(self, trainer: Trainer, module: Module) -> None:
+        """Write what is known before the first step; called once a checkpoint has been restored."""
+        before = read_summary(self.path)
+        unfinished = bool(before) and before["exit"] != "finished"
+        self._account = {"first_step": before.get("first_step", trainer.global_step), "restarts": before.get("restarts", 0) + unfinished}
+        if trainer.config is not None:
+            config = trainer.config
+        else:
+            given = {"trainer": trainer.given, "module": f"{type(module).__module__}.{type(module).__qualname__}", "hyperparameters": dict(module.hparams)}
+            config = json.dumps(given, indent=2, default=repr) + "\n"  # YAML, as all JSON is
+        _write(self.path / "config.yaml", config)
+        versions = {"python": platform.python_version(), "platform": platform.platform(), "cuda": torch.version.cuda}
+        for name in PACKAGES:
+            with suppress(importlib.metadata.PackageNotFoundError):
+                versions[name] = importlib.metadata.version(name)
+        _write(self.path / "versions.json", json.dumps(versions, indent=2) + "\n")
+        self._write_summary(trainer, "running")
+
+    def end(self, trainer: Trainer, error: BaseException | None) -> None:
+        """Write how it ended and let the folder go."""
+        if self._account:
+            with suppress(OSError):  # on a full disk the error that ends the run is the one to see
+                self._write_summary(trainer, _reason(error))
+        self.executed.release()  # type: ignore[union-attr]
+        self._map.close()
+        os.close(self._file)
+
+    def _write_summary(self, trainer: Trainer, reason: str) -> None:
+        executed, useful = self.executed[0], trainer.global_step - self._account["first_step"]
+        summary = {
+            "exit": reason,
+            "steps": trainer.global_step,
+            "epochs": trainer.current_epoch,
+            "samples": trainer.progress.total_samples,
+            "restarts": self._account["restarts"],
+            "first_step": self._account["first_step"],
+            "computed_steps": executed,
+            "useful_step_share": round(useful / executed, 6) if executed else 1.0,
+            "world_size": trainer.world_size,
+            "strategy": type(trainer.strategy).__name__,
+        }
+        _write(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The account of a run's folder; empty where there is none that can be read."""
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / "summary.json").read_text())
+        if isinstance(found, dict) and "exit" in found:
+            return found
+    return {}
+
+
+def conclude(folder: Path, error: BaseException) -> None:
+    """Note the end of a run whose writer could not, because it was killed."""
+    summary = read_summary(folder)
+    if summary.get("exit") == "running":
+        with suppress(OSError):
+            _write(folder / "summary.json", json.dumps(summary | {"exit": _reason(error)}, indent=2) + "\n")
+
+
+def described(value: Any) -> Any:
+    """An argument as what it says in a file."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [described(item) for item in value]
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _reason(error: BaseException | None) -> str:
+    if error is None:
+        return "finished"
+    if isinstance(error, KeyboardInterrupt):
+        return f"stopped by {signal.SIGINT.name}"
+    if isinstance(error, SystemExit):
+        return f"stopped with exit code {error.code}"
+    return f"failed: {type(error).__name__}: {error}".splitlines()[0][:500]
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
