@@ -45,10 +45,7 @@ class Window:
     num_samples: int
     """Samples over all micro-batches and ranks."""
     num_batches: int = 0
-    """What it adds to the count of batches: its micro-batches; after `resume_windows` those of the run that began."""
-
-    def __post_init__(self) -> None:
-        self.num_batches = self.num_batches or len(self.micro_batches)
+    """What it adds to the loader's count of batches: its micro-batches; after `resume_windows` those of the run that began."""
 
 
 class ShardedLoader:
@@ -720,7 +717,7 @@ class _Combined(_Source):
 
         def is_mine(unit: int) -> bool:
             _, rank, num_ranks = place(unit)
-            pads = rank == 0 and share.rank >= num_ranks or (end is None and unit == first)  # a rank without one needs another's
+            pads = (rank == 0 and share.rank >= num_ranks) or (self._length is None and unit == first)  # a rank without one needs another's
             return unit >= first and (rank == share.rank or pads)
 
         mine, num_samples, all_samples = None, 0, 0
