@@ -49,6 +49,13 @@ def test_start(match: str, tmp_path: Path) -> None:
         assert math.isclose(row["min_s"], row["max_s"])
 
 
+def test_recompute(tmp_path: Path) -> None:
+    output, numbers = run("recompute.py", "--width", "64", "--depth", "2", "--steps", "1", file=tmp_path / "numbers.json")
+    kept, recomputed = (numbers["results"][on] for on in ("False", "True"))
+    assert 0 < 2 * recomputed["kept_bytes"] < kept["kept_bytes"] and min(kept["step_s"], recomputed["step_s"]) > 0
+    assert "activation_checkpointing" in output
+
+
 def test_memory(tmp_path: Path) -> None:
     output, numbers = run("memory.py", "--ranks", "2", "--match", "dp", file=tmp_path / "numbers.json")
     rows = {row["strategy"]: row for row in numbers["results"]}

@@ -121,6 +121,9 @@ def step(strategy: Strategy, model: nn.Module, batch: Any) -> tuple[nn.Module, i
             kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
+    for block in model.children():
+        block.register_forward_pre_hook(lambda module, args: (note(args[0]), *args[1:]))  # what torch keeps of a recomputed block, beside the graph
+
     def training_step(batch: Any, batch_idx: int) -> torch.Tensor:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             return model(batch).square().mean()
