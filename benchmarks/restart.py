@@ -65,9 +65,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         downs = measure(folder, arguments.restarts, arguments.ranks, arguments.strategy)
     p95 = sorted(downs)[math.ceil(0.95 * len(downs)) - 1]
-    print(
-        f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores, load {load:.1f}; {arguments.ranks} ranks of {arguments.strategy}"
-    )
+    machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count(), "load": round(load, 1)}
+    print(", ".join(f"{name} {value}" for name, value in machine.items()) + f"; {arguments.ranks} ranks of {arguments.strategy}")
     print(f"down for {statistics.median(downs):.2f} s (median), {p95:.2f} s (95 %), {max(downs):.2f} s (worst) in {len(downs)} restarts")
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine, "downs_s": downs, "median_s": statistics.median(downs), "p95_s": p95}, indent=1))

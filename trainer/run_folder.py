@@ -114,9 +114,9 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def conclude(folder: Path, error: BaseException) -> None:
-    """Note the end of a run whose writer could not, because it was killed."""
+    """Note the end of a run as the launcher of the ranks saw it: its writer may have been killed, or know a consequence only."""
     summary = read_summary(folder)
-    if summary.get("exit") == "running":
+    if summary:
         with suppress(OSError):
             _write(folder / "summary.json", json.dumps(summary | {"exit": _reason(error)}, indent=2) + "\n")
 

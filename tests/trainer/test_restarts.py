@@ -91,10 +91,9 @@ def test_the_same_failure_at_the_same_step_is_not_tried_again(monkeypatch: pytes
 
 def test_when_all_restarts_are_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(faults.VARIABLE, KILLS.format(rank=0))
-    model = net()
+    model, trainer = net(), quiet(max_restarts=1, max_epochs=2)
     before = weights(model)
     with pytest.raises(RankFailure, match="rank 0 was killed by SIGKILL") as caught:
-        trainer = quiet(max_restarts=1, max_epochs=2)
         trainer.fit(model, loader(40, 4))
     assert caught.value.step == 6
     assert caught.value.__notes__ == ["the run was not restarted again: all of max_restarts=1 are used up"]

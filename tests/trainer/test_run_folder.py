@@ -1,0 +1,178 @@
+"""A run folder is made once, written by one, and says what happened in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from callbacks import CSVLogger, ModelCheckpoint
+from tests.trainer.toy import Net, loader, net, quiet
+from trainer import Trainer
+
+HEAD = """
+import os, sys, time
+from pathlib import Path
+from callbacks import Callback, CSVLogger, ModelCheckpoint
+from tests.trainer.toy import Net, loader, net, quiet
+"""
+
+
+def start(repo_root: Path, code: str, name: str = "program.py") -> subprocess.Popen:
+    Path(name).write_text(HEAD + textwrap.dedent(code))
+    environ = {**os.environ, "PYTHONPATH": str(repo_root)}
+    return subprocess.Popen([sys.executable, name], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def summary(folder: str = "runs/Net/version_0") -> dict[str, Any]:
+    return json.loads(Path(folder, "summary.json").read_text())
+
+
+def test_32_runs_that_start_at_once_have_32_folders(repo_root: Path) -> None:
+    """Real processes, forked from one that has imported torch, as 32 imports would take minutes."""
+    process = start(
+        repo_root,
+        """
+        net().configure_optimizers()  # imports the compiler, two seconds in each child otherwise
+        begin = time.time() + 1.0
+        children = []
+        for i in range(32):
+            pid = os.fork()
+            if not pid:
+                try:
+                    trainer = quiet(logger=CSVLogger(), max_steps=1)
+                    time.sleep(max(0, begin - time.time()))
+                    trainer.fit(net(), loader(8))
+                    Path(f"folder{i}").write_text(trainer.log_dir)
+                finally:
+                    os._exit(0)
+            children.append(pid)
+        for pid in children:
+            os.waitpid(pid, 0)
+        """,
+    )
+    with process:
+        try:
+            _, err = process.communicate(timeout=100)
+        finally:
+            process.kill()
+    folders = [path.read_text() for path in Path().glob("folder*")]
+    assert len(folders) == len(set(folders)) == 32, err
+    assert {path.name for path in Path("runs/Net").iterdir()} == {f"version_{i}" for i in range(32)}
+
+
+@pytest.fixture
+def writer(repo_root: Path) -> Any:
+    """A run in version_0 that stands still in its first step, with a loader worker of its own."""
+    process = start(
+        repo_root,
+        """
+        class Waits(Net):
+            def training_step(self, batch, batch_idx):
+                Path("running").touch()
+                while not Path("go").exists():
+                    time.sleep(0.02)
+                return super().training_step(batch, batch_idx)
+        Waits.__name__ = "Net"
+        quiet(logger=CSVLogger(), callbacks=ModelCheckpoint(every_n_train_steps=1), enable_checkpointing=True).fit(Waits(), loader(16, num_workers=1))
+        """,
+    )
+    end = time.monotonic() + 60
+    while not Path("running").exists():
+        assert process.poll() is None and time.monotonic() < end, process.communicate()
+        time.sleep(0.02)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def second() -> Trainer:
+    return quiet(logger=CSVLogger(version=0), callbacks=ModelCheckpoint(), enable_checkpointing=True)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_second_writer_is_refused_and_told_who_writes(writer: subprocess.Popen, devices: int) -> None:
+    trainer = second() if devices == 1 else quiet(logger=CSVLogger(version=0), devices=2)
+    with pytest.raises(ValueError, match=rf"the run folder runs/Net/version_0 is being written by another run \(process {writer.pid}\)"):
+        trainer.fit(net(), loader(16))
+    third = quiet(logger=CSVLogger())
+    third.fit(net(), loader(16))
+    assert third.log_dir == "runs/Net/version_1", "a run of its own is fine"
+    Path("go").touch()
+    assert writer.wait(60) == 0
+    assert summary()["exit"] == "finished" and summary()["steps"] == 2
+    second().fit(net(), loader(16))
+
+
+def test_the_lock_of_a_process_that_died_is_nobodys(writer: subprocess.Popen) -> None:
+    assert summary()["exit"] == "running"
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    trainer = second()
+    trainer.fit(net(), loader(16), ckpt_path="auto")
+    assert (summary()["exit"], summary()["restarts"]) == ("finished", 1)
+
+
+def test_what_is_in_a_run_folder() -> None:
+    trainer = quiet(logger=CSVLogger(), max_epochs=2, gradient_clip_val=1.0, callbacks=ModelCheckpoint(), enable_checkpointing=True)
+    trainer.fit(net(width=12), loader(20))
+    folder = Path("runs/Net/version_0")
+    config = json.loads((folder / "config.yaml").read_text())
+    assert config["trainer"]["gradient_clip_val"] == 1.0 and config["trainer"]["callbacks"] == "callbacks.model_checkpoint.ModelCheckpoint"
+    assert config["hyperparameters"]["width"] == 12 and config["module"] == "tests.trainer.toy.Net"
+    versions = json.loads((folder / "versions.json").read_text())
+    assert versions["torch"].startswith("2.") and versions["python"].count(".") == 2 and "lockstep" in versions
+    assert summary() == {
+        "exit": "finished",
+        "steps": 6,
+        "epochs": 2,
+        "samples": 40,
+        "restarts": 0,
+        "first_step": 0,
+        "computed_steps": 6,
+        "useful_step_share": 1.0,
+        "world_size": 1,
+        "strategy": "SingleDevice",
+    }
+    trainer.max_epochs = 3
+    trainer.fit(net(width=12), loader(20))
+    assert (summary()["steps"], summary()["restarts"], summary()["computed_steps"]) == (9, 0, 9)
+
+
+def test_where_nothing_is_to_be_written_nothing_is() -> None:
+    quiet().fit(net(), loader(16))
+    Trainer(fast_dev_run=True, enable_progress_bar=False).fit(net(), loader(16))
+    assert not Path("runs").exists() or not list(Path("runs").glob("*/*/*"))
+
+
+class Fails(Net):
+    error: BaseException
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 1:
+            raise self.error
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ArithmeticError("two\nlines"), "failed: ArithmeticError: two"),
+        (KeyboardInterrupt(), "stopped by SIGINT"),
+        (SystemExit(143), "stopped with exit code 143"),
+    ],
+)
+def test_the_reason_of_the_end(error: BaseException, reason: str) -> None:
+    model = Fails()
+    model.error = error
+    with pytest.raises(type(error)):
+        quiet(logger=CSVLogger()).fit(model, loader(32))
+    assert (summary("runs/Fails/version_0")["exit"], summary("runs/Fails/version_0")["steps"]) == (reason, 1)
