@@ -109,12 +109,13 @@ class EagerStrategy(Strategy):
     def setup(self) -> None:
         world = None if self.single_process else environment.detect()
         self.rank, self.local_rank, self.world_size = (world.rank, world.local_rank, world.world_size) if world else (0, 0, 1)
-        self.data_rank, self.data_size, self.reports, self.builds = self.rank, self.world_size, True, True
+        self.data_rank, self.data_size, self.reports, self.builds, self.steps_whole = self.rank, self.world_size, True, True, True
         self.device = torch.device(self._accelerator, self.local_rank) if self._accelerator == "cuda" else torch.device(self._accelerator)
         self._ready = True
         faults.load(self.rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        self._found, self._one = (make((), dtype=torch.float32, device=self.device) for make in (torch.zeros, torch.ones))
         self.precision.setup(self.device)
         if world is not None and self.world_size > 1:
             if world.launcher != "lockstep":
@@ -364,9 +365,9 @@ class EagerStrategy(Strategy):
             return agreement
         if agreement.non_finite is None:
             gradients = self._gradients(placed) if self.cuts_gradients else [*filter(_EXISTS, map(_GRADIENT, placed.parameters()))]
-            found = torch.zeros((), device=self.device)
+            found = self._found.zero_()
             try:  # GradScaler's pass with a scale of one: changes no bit of what is finite
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones((), device=self.device))
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._one)
             except RuntimeError:  # none, or such as that pass does not take
                 found = finite.found(gradients, self.device)
             if self.device.type != "cpu":
@@ -374,7 +375,7 @@ class EagerStrategy(Strategy):
                     dist.all_reduce(found, dist.ReduceOp.MAX)
                 self._left_out = found
                 return agreement._replace(later=finite.later(found))
-            first = self._control.first_rank(bool(found)) if self.cuts_gradients and self._control is not None else 0 if found else None
+            first = self._control.first_rank(bool(found)) if self.cuts_gradients and self._control is not None else 0 if found.item() else None
             if first is None:
                 return agreement
             name = finite.name(self._user_model(placed)) if self.rank == first or not self.cuts_gradients else None

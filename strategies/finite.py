@@ -11,7 +11,7 @@ from torch import Tensor, nn
 @torch.no_grad()
 def found(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """0-dim float32 on `device`: 1 where an element of the gradients (DTensors: of this rank's part) is NaN or infinite, else 0."""
-    result = torch.zeros((), device=device)
+    result = torch.zeros((), dtype=torch.float32, device=device)
     for gradient in gradients:
         local = getattr(gradient, "_local_tensor", gradient)
         values = local.coalesce().values() if local.is_sparse else local
@@ -29,7 +29,7 @@ def found(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def later(found: Tensor) -> Callable[[], str | None]:
     """What `found` holds, on its way to the host while the device works on."""
-    host = torch.empty((), pin_memory=found.is_cuda)
+    host = torch.empty((), dtype=torch.float32, pin_memory=found.is_cuda)
     host.copy_(found, non_blocking=True)
     event = torch.cuda.Event() if found.is_cuda else None
     if event is not None:

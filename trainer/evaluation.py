@@ -18,7 +18,7 @@ from trainer.hooks import overrides, step_function
 from trainer.logging import MetricStore
 from trainer.module import Module
 from trainer.seeding import rng_state, set_rng_state
-from trainer.snapshot import torchmetrics_of
+from trainer.snapshot import restore_weights, torchmetrics_of
 
 if TYPE_CHECKING:
     from trainer.setup import Sources
@@ -39,7 +39,7 @@ def run(trainer: Trainer, module: Module, sources: Sources, stage: str) -> Any:
     loaders = setup.evaluation_loaders(trainer, source, kind)
     trainer.placed = trainer.strategy.place(module)
     if trainer.resumed is not None:
-        trainer.strategy.load_state_dict(trainer.placed, {}, trainer.resumed)
+        restore_weights(trainer, trainer.resumed)
     outputs = evaluate(trainer, module, loaders, stage)
     if stage != "predict":
         shown = {key: float(value) for key, value in trainer.callback_metrics.items()}

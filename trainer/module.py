@@ -236,9 +236,15 @@ class Module(HyperParameters, nn.Module):
         Seeded from the run's seed, the name and the data rank when it is first asked for: ranks that see other
         samples draw other numbers, ranks that share samples the same. It is in every checkpoint; validation
         leaves it where it was. `device` is where it draws. Raises ValueError for a name that is not letters,
-        digits, "_", "." and "-", RuntimeError outside of a run.
+        digits, "_", "." and "-", RuntimeError outside of a run, and in a step of a strategy that runs its parts
+        apart ("pipeline", "dp").
         """
         trainer = self._running()
+        if trainer.metrics.in_batch and not trainer.strategy.steps_whole:
+            raise RuntimeError(
+                f"random_stream({name!r}) was called in a step, but {type(trainer.strategy).__name__} runs the parts of a step apart; "
+                "draw from torch's own stream there, which begins alike for each part on all ranks"
+            )
         return named_stream(trainer.streams, name, device, trainer.run_seed, trainer.strategy.data_rank)
 
     # ---- facts -------------------------------------------------------------------------------------

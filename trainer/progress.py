@@ -42,4 +42,7 @@ class Progress:
         if set(state) != set(asdict(self)):
             raise ValueError(f"progress must hold {sorted(asdict(self))}, but the checkpoint has {sorted(state)}")
         for name, value in state.items():
+            if type(value) is not type(getattr(self, name)) or value < 0:
+                raise ValueError(f"progress.{name} must be a count or a flag, but the checkpoint has {value!r:.60}")
+        for name, value in state.items():
             setattr(self, name, value)

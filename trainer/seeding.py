@@ -13,14 +13,18 @@ import numpy as np
 import torch
 
 
-def seed_everything(seed: int | None = None, workers: bool = True) -> int:
-    """Seed torch, numpy and random in this process; return the seed.
+def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:
+    """Seed torch (every device), numpy and random in this process; return the seed.
 
-    None takes the environment's LOCKSTEP_SEED, else 0. `workers` is accepted for Lightning's sake: loader
-    workers are always seeded, by rank and worker.
+    None takes the environment's LOCKSTEP_SEED, else 0; no other variable is read, and none is set. `workers`
+    and `verbose` are accepted for Lightning's sake: loader workers are always seeded, by rank and worker, and
+    nothing is printed.
     """
     if seed is None:
-        seed = int(os.environ.get("LOCKSTEP_SEED", 0))
+        given = os.environ.get("LOCKSTEP_SEED", "0")
+        if not given.isdecimal():
+            raise ValueError(f"LOCKSTEP_SEED must be a whole number of at least 0, but LOCKSTEP_SEED={given!r}")
+        seed = int(given)
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed must be in [0, 2**63), but seed={seed}")
     torch.manual_seed(seed)

@@ -20,6 +20,7 @@ from strategies.state import Shard, pack, restore_model, unpack
 from trainer import checkpoint as files
 from trainer.checkpoint import Checkpoint, CheckpointError
 from trainer.logging import COMBINE
+from trainer.progress import Progress
 from trainer.seeding import derive, rng_state, seed_everything, set_rng_state
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def save(
     for hook in trainer.hooks.on_save_checkpoint:
         hook(extra)
     metrics = torchmetrics_of(module)
-    with _refused(path):
+    with refused(path):
         state = {
             "progress": trainer.progress.state_dict(),
             "seed": trainer.run_seed,
@@ -90,7 +91,7 @@ def restore(trainer: Trainer, module: Module, checkpoint: Checkpoint) -> None:
     """Put a run back to where `checkpoint` was saved. Every rank calls it, after everything is built."""
     strategy, state, read = trainer.strategy, checkpoint.state, checkpoint.read
     _restore_training(trainer, checkpoint)
-    with _refused(checkpoint.path):
+    with refused(checkpoint.path):
         trainer.progress.load_state_dict(state["progress"])
         if trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(unpack(state["datamodule"], read))
@@ -120,9 +121,15 @@ def rewind(trainer: Trainer, module: Module, path: str | Path) -> None:
     trainer.progress.global_step = checkpoint.state["progress"]["global_step"]
 
 
+def restore_weights(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Load the weights alone into the placed model. Every rank calls it."""
+    with refused(checkpoint.path):
+        trainer.strategy.load_state_dict(trainer.placed, {}, checkpoint)
+
+
 def _restore_training(trainer: Trainer, checkpoint: Checkpoint) -> None:
     state, read = checkpoint.state, checkpoint.read
-    with _refused(checkpoint.path):
+    with refused(checkpoint.path):
         trainer.strategy.load_state_dict(trainer.placed, trainer.named_optimizers, checkpoint)
         if len(state["schedulers"]) != len(trainer.lr_scheduler_configs):
             raise ValueError(f"it holds {len(state['schedulers'])} schedulers, but this run has {len(trainer.lr_scheduler_configs)}")
@@ -143,23 +150,33 @@ def check_resumable(checkpoint: Checkpoint) -> None:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} holds weights alone, so there is nothing to resume: load them with load_from_checkpoint, and fit without ckpt_path"
         )
-    kinds = {"seed": int, "progress": dict, "strategy": dict, "schedulers": list, "callbacks": dict, "metrics": dict}
+    kinds = {"progress": dict, "strategy": dict, "schedulers": list, "callbacks": dict, "metrics": dict, "windows": dict}
     wrong = [name for name, kind in kinds.items() if type(state.get(name)) is not kind]
-    if wrong or not 0 <= state["seed"] < 2**63:
-        raise CheckpointError(f"checkpoint {checkpoint.path} cannot be resumed: state.json has no valid {(wrong or ['seed'])[0]}; load another one")
+    if type(state["seed"]) is not int or not 0 <= state["seed"] < 2**63:
+        wrong.append("seed")
+    if "windows" not in wrong:
+        counts = [state["windows"].get(name) for name in ("ranks", "accumulate", "batch_size")]
+        if type(state["windows"].get("split")) is not bool or any(type(n) is not int or n < 1 for n in counts[:2]) or type(counts[2]) not in (int, type(None)):
+            wrong.append("windows")
+    if wrong:
+        raise CheckpointError(f"checkpoint {checkpoint.path} cannot be resumed: state.json has no valid {wrong[0]}; load another one")
+    with refused(checkpoint.path):
+        Progress().load_state_dict(state["progress"])
 
 
 def load_module(cls: Any, path: str | Path, map_location: Any, strict: bool, overrides: dict[str, Any]) -> Any:
     """`Module.load_from_checkpoint`."""
     checkpoint = Checkpoint.open(path)
     hparams, name = unpack(checkpoint.state.get("hyperparameters", {}), checkpoint.read), checkpoint.state.get("hyperparameters_name")
+    if not isinstance(hparams, dict) or not isinstance(name, str | None):
+        raise CheckpointError(f"checkpoint {path} cannot be used: state.json has no valid hyperparameters; load another one")
     saved = {name: hparams} if name is not None else hparams
     takes = inspect.signature(cls).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):  # a base class may have been given more
         saved = {key: value for key, value in saved.items() if key in takes}
     module = cls(**saved | overrides)
     module.configure_model()
-    with _refused(path):
+    with refused(path):
         restore_model(module, checkpoint, strict)
     return module if map_location is None else module.to(map_location)
 
@@ -195,6 +212,9 @@ def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Cal
             entry = unpack(rank_state["torchmetrics"][name], read)
             if not entry["count"]:
                 continue
+            own = metric.metric_state
+            if entry["state"].keys() != own.keys() or not all(isinstance(entry["state"][key], (Tensor, list)) for key in own):
+                raise ValueError(f"torchmetric {name} has the state {sorted(own)}, of tensors and lists, but the checkpoint has another")
             if metric._update_count:
                 metric.merge_state(entry["state"])
             else:
@@ -217,7 +237,7 @@ def _restore_streams(trainer: Trainer, saved: list[dict[str, Any]], read: Callab
         trainer.streams[key] = torch.Generator(device).manual_seed(derive(seed, key))
 
 
-class _refused:
+class refused:
     """Turns what state and checkpoint disagree on into CheckpointError with the path."""
 
     def __init__(self, path: str | Path) -> None:
@@ -226,6 +246,6 @@ class _refused:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, (KeyError, ValueError, TypeError)):
+        if isinstance(error, (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, StopIteration)):
             text = error.args[0] if isinstance(error, KeyError) and error.args else error
             raise CheckpointError(f"checkpoint {self._path}: {text}") from error
