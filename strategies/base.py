@@ -107,6 +107,8 @@ class Strategy(ABC):
     """False where this rank is to build modules on the meta device, as their values come from another rank in `place`."""
     reports: bool
     """Of the ranks that share samples exactly one is True: what it logs and predicts stands for all of them."""
+    steps_whole: bool
+    """True where each rank runs the user's step once for a micro-batch, False where in parts, some more than once or at the same time."""
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class DataParallel(EagerStrategy):
     def setup(self) -> None:
         super().setup()
         self.device = torch.device(self._accelerator, 0) if self._accelerator == "cuda" else self.device
+        self.steps_whole = False
         self._draws = True  # until the first window has shown that it does not
         self._threads = ThreadPoolExecutor(self._num_devices, thread_name_prefix="replica")
 

@@ -123,6 +123,7 @@ class Pipeline(EagerStrategy):
         self.num_stage_ranks, self.data_size = sizes["pipeline"], self.world_size // sizes["pipeline"]
         self._stage_rank, self.data_rank = divmod(self.rank, self.data_size)  # neighbours share layers and differ in samples
         self.reports = self.schedule.rank_of(self.num_stage_ranks)[-1] == self._stage_rank
+        self.steps_whole = False
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         for first in range(self.data_size):  # every rank takes part in making every group
             group = dist.new_group(list(range(first, self.world_size, self.data_size)), backend=backend)
