@@ -97,9 +97,9 @@ def build() -> Model:
     return Model()
 
 
-def run(strategy: Strategy, devices: int, plan: Plan, folder: Path) -> dict[str, Any]:
+def run(strategy: Strategy, devices: int, plan: Plan, folder: Path, accelerator: str = "cpu") -> dict[str, Any]:
     """Train under `strategy` and leave the final checkpoint in `folder`; return rank 0's losses and facts."""
-    strategy.configure(devices=devices, accelerator="cpu", precision=plan.precision)
+    strategy.configure(devices=devices, accelerator=accelerator, precision=plan.precision)
     return strategy.launch(on_rank, strategy, plan, str(folder)) if strategy.starts_ranks else on_rank(strategy, plan, str(folder))
 
 
