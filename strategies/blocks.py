@@ -21,8 +21,8 @@ def find_blocks(model: nn.Module, rule: Rule) -> dict[str, nn.Module]:
     takes none. A submodule whose parameters others share is left out, as its block could not move alone.
     Raises ValueError for a class or name that matches nothing.
     """
-    ties = list(shared(model))
-    return {name: block for name, block in match(model, rule, "wrap").items() if not any(_crosses(name, places) for places in ties)}
+    ties = [[_way(model, name) for name in many] for many in _several_names(model)]
+    return {name: block for name, block in match(model, rule, "wrap").items() if not any(_crosses(block, ways) for ways in ties)}
 
 
 def match(model: nn.Module, rule: Rule, option: str) -> dict[str, nn.Module]:
@@ -51,15 +51,20 @@ def match(model: nn.Module, rule: Rule, option: str) -> dict[str, nn.Module]:
 
 def shared(model: nn.Module) -> dict[tuple[str, ...], list[tuple[nn.Module, str]]]:
     """The names of each parameter that has several, with the modules that hold it and what it is called there."""
+    places = {}
+    for many in _several_names(model):
+        where = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in many]
+        if len({id(module) for module, _ in where}) > 1:
+            places[many] = where
+    return places
+
+
+def _several_names(model: nn.Module) -> list[tuple[str, ...]]:
+    """The names of each parameter that has several: it is an attribute of two modules, or its module is."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    places = {}
-    for many in names.values():
-        where = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in many]
-        if len({id(module) for module, _ in where}) > 1:
-            places[tuple(many)] = where
-    return places
+    return [tuple(many) for many in names.values() if len(many) > 1]
 
 
 def _items(named: dict[str, nn.Module], candidates: list[str]) -> list[str]:
@@ -84,6 +89,16 @@ def _inner_first(named: dict[str, nn.Module]) -> Iterator[str]:
     return iter(sorted(named, key=lambda name: -name.count(".") - bool(name)))
 
 
-def _crosses(block: str, places: tuple[str, ...]) -> bool:
-    inside = [name.startswith(block + ".") for name in places]
+def _way(model: nn.Module, name: str) -> set[nn.Module]:
+    """The modules between `model` and the parameter `name`."""
+    way = set()
+    for part in name.split(".")[:-1]:
+        model = getattr(model, part)
+        way.add(model)
+    return way
+
+
+def _crosses(block: nn.Module, ways: list[set[nn.Module]]) -> bool:
+    """Whether a parameter is reached through `block` and past it."""
+    inside = [block in way for way in ways]
     return any(inside) and not all(inside)

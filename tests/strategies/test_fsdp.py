@@ -429,6 +429,11 @@ def test_blocks_are_found_by_rule() -> None:
         find_blocks(model, "blocks.*")
     model["body"][2].up.weight = model["body"][0].weight
     assert "body.2" not in find_blocks(model, "auto"), "its parameter is another's too"
+    shared = contract.Body()
+    shared[1].up = shared[2].up
+    assert list(find_blocks(shared, "auto")) == ["3", "4"], "a layer lies in two blocks"
+    shared[3] = shared[4]
+    assert list(find_blocks(shared, "auto")) == ["3"], "one block that is called twice"
 
 
 def test_optimizers_that_cannot_step_shards_are_named(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class Step(torch.nn.Module):
 
 class Wide(EagerStrategy):
     def place(self, model):
-        placed = DistributedDataParallel(Step(self.precision.convert(model)))
+        placed = DistributedDataParallel(Step(super().place(model)))
         placed.register_comm_hook(None, wide)
         return placed
 
