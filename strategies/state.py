@@ -159,7 +159,7 @@ def restore_state(model: nn.Module, optimizers: dict[str, Optimizer], reader: Re
                     index[name]: {k: unpack(v, functools.partial(take, reader, like=parameters[name])) for k, v in entry.items()}
                     for name, entry in saved["state"].items()
                 },
-                "param_groups": [{**group, "params": now["params"]} for group, now in zip(groups, current["param_groups"], strict=True)],
+                "param_groups": [_taken(key, group, now) for group, now in zip(groups, current["param_groups"], strict=True)],
             }
         )
 
@@ -213,6 +213,14 @@ def saved_groups(reader: Reader, key: str, have: list[list[str]]) -> list[dict[s
     if saved != have:
         raise ValueError(f"optimizer {key!r} holds other parameters or groups than the one that was saved: {_first_difference(saved, have)}")
     return groups
+
+
+def _taken(key: str, saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """A saved parameter group, with what it lacks as it is now: another version of torch may have had fewer options."""
+    for name, value in now.items():
+        if isinstance(value, int | float) and not isinstance(saved.get(name, value), int | float | Tensor):
+            raise ValueError(f"optimizer {key!r} has {name}={value!r}, a number, but {saved[name]!r:.60} was saved")
+    return {**now, **saved, "params": now["params"]}
 
 
 @dataclass

@@ -31,7 +31,7 @@ FORMAT = 1
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-MAX_JSON_BYTES = 1 << 30
+MAX_JSON_BYTES = 1 << 28
 
 _NAME = re.compile(r"(?P<group>[a-z][a-z0-9_]{0,63})/(?P<key>[^\x00-\x1f\x7f\ud800-\udfff]{1,1024})")
 _FILE = re.compile(r"state\.json|rank-\d{5,9}\.json|[a-z][a-z0-9_]{0,63}(-\d{5,9}-of-\d{5,9})?\.safetensors")
