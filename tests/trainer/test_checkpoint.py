@@ -649,20 +649,35 @@ def test_a_kill_before_any_change_on_the_disk_leaves_the_old_or_the_new_one(tmp_
 AT_RANDOM = (
     COMMON
     + """
+beside, rounds = sys.argv[2] == "async", int(sys.argv[3])
 draw = random.Random(0)
 step = acknowledged = rounds_with_progress = 0
-for round in range(25):
+
+def train(step, writer):
+    'Save one checkpoint after the other, tell which are done, keep the newest three.'
+    pending = None
+    while True:
+        step += 1
+        path = root / ("last" if step % 2 else f"step={step}")  # every second one replaces
+        old = [name for name in root.glob("step=*") if int(name.name[5:]) < step - 2]
+        tensors = {f"{group}/weight": Shard.whole(torch.full((100_000,), float(step))) for group in ("model", "optimizer")}
+        options = dict(rank=0, world_size=1, tensors=tensors, state={"progress": {"global_step": step}}, rank_state={"step": step}, outdated=old)
+        if not beside:
+            checkpoint.save(path, **options)
+            os.write(writer, step.to_bytes(4, "big"))
+            continue
+        if pending is not None:
+            pending[1].finish(None, None)
+            os.write(writer, pending[0].to_bytes(4, "big"))
+        pending = step, checkpoint.begin(path, **options)
+        for tensor in tensors.values():
+            tensor.tensor.fill_(-1.0)  # training goes on
+
+for round in range(rounds):
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        while True:
-            step += 1
-            overwrites = step % 2
-            write(root / ("last" if overwrites else f"step={step}"), step, 100_000)
-            os.write(writer, step.to_bytes(4, "big"))
-            for old in root.glob("step=*"):
-                if int(old.name[5:]) < step - 2:
-                    checkpoint.remove(old)
+        train(step, writer)
     os.close(writer)
     before = acknowledged
     acknowledged = int.from_bytes(os.read(reader, 4), "big")  # however slow the machine is, each round gets somewhere
@@ -684,10 +699,120 @@ print(rounds_with_progress, acknowledged)
 )
 
 
-def test_random_kills_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
-    rounds, steps = map(int, script(AT_RANDOM, tmp_path).split())
-    assert rounds == 25
-    assert steps >= 25
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TMPDIR on another file system than the test's folder, where there is one."""
+    if os.access("/dev/shm", os.W_OK):
+        monkeypatch.setenv("TMPDIR", "/dev/shm")
+
+
+@pytest.mark.parametrize("rounds", [10, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_random_kills_lose_no_acknowledged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, rounds: int) -> None:
+    in_memory(monkeypatch)
+    progressed, steps = map(int, script(AT_RANDOM, tmp_path, mode, rounds, timeout_s=1200).split())
+    assert progressed == rounds
+    assert steps >= rounds
+
+
+ON_RANKS = (
+    COMMON
+    + """
+import itertools, threading
+from strategies import FSDP
+from strategies.processes import RankFailure
+from strategies.state import State
+
+rounds = int(sys.argv[2])
+
+def train(strategy, folder, beside):
+    folder = Path(folder)
+    strategy.setup()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 3))
+    placed = strategy.place(model)
+    optimizers = strategy.attach(placed, {"main": torch.optim.AdamW(model.parameters())})
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizers["main"].step()
+    found = checkpoint.newest(folder)
+    start = 0 if found is None else Checkpoint.open(found).global_step
+    start = strategy.broadcast(start)
+    (folder / f"pid-{strategy.rank}").write_text(str(os.getpid()))
+    pending = None
+    for step in itertools.count(start + 1):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float(step))
+                optimizers["main"].state[parameter]["exp_avg"].fill_(float(step))
+        state = strategy.state_dict(placed, optimizers)
+        options = dict(
+            rank=strategy.rank,
+            world_size=strategy.world_size,
+            tensors={name: shard for name, shard in state.tensors.items() if name.startswith("model/") or name.endswith("exp_avg")},
+            state={"progress": {"global_step": step}},
+            rank_state={"step": step},
+            broadcast=strategy.broadcast,
+            outdated=[folder / f"step={step - 3}"],
+        )
+        path = folder / f"step={step}" if step % 2 else folder / "last"
+        done = step
+        if beside:
+            if pending is not None:
+                pending[1].finish(strategy.barrier, strategy.broadcast)
+            done = None if pending is None else pending[0]
+            pending = step, checkpoint.begin(path, **options)
+        else:
+            checkpoint.save(path, barrier=strategy.barrier, **options)
+        if strategy.rank == 0 and done is not None:
+            with open(folder / "acknowledged", "a") as file:
+                file.write(f"{done}\\n")
+
+def acknowledged():
+    try:
+        return int((root / "acknowledged").read_text().split("\\n")[-2])
+    except (FileNotFoundError, IndexError):
+        return 0
+
+def kill(victims, delay_s, before):
+    end = time.monotonic() + 60
+    while acknowledged() <= before and time.monotonic() < end:
+        time.sleep(0.005)
+    time.sleep(delay_s)
+    for rank in victims:
+        os.kill(int((root / f"pid-{rank}").read_text()), signal.SIGKILL)
+
+draw = random.Random(0)
+for round in range(rounds):
+    before = acknowledged()
+    strategy = FSDP()
+    strategy.configure(devices=2, accelerator="cpu")
+    killer = threading.Thread(target=kill, args=(draw.choice([(0,), (1,), (0, 1)]), draw.uniform(0, 0.2), before))
+    killer.start()
+    try:
+        strategy.launch(train, strategy, str(root), round % 2 == 1)
+    except RankFailure as error:
+        assert error.signal == "SIGKILL", error
+    killer.join()
+    done = acknowledged()
+    assert done > before, "each round gets somewhere"
+    found = Checkpoint.open(checkpoint.newest(root))
+    assert found.global_step >= done, (found.global_step, done)
+    assert found.world_size == 2 and len(found.names()) == 8
+    for name in found.names():
+        assert (found.read(name) == found.global_step).all(), name
+    assert [found.rank_state(rank)["step"] for rank in range(2)] == [found.global_step] * 2
+    if round % 3 == 0:
+        checkpoint.clean(root)
+        assert not [name for name in os.listdir(root) if name.startswith(".")]
+print(rounds)
+"""
+)
+
+
+@pytest.mark.parametrize("rounds", [5, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_kills_of_ranks_that_save_shards_lose_no_acknowledged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
+    """One rank or both, every second round beside the training."""
+    in_memory(monkeypatch)
+    assert script(ON_RANKS, tmp_path, rounds, timeout_s=1500).split()[-1] == str(rounds)
 
 
 # ---- full and forbidden disks ----------------------------------------------------------------------
