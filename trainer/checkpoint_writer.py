@@ -262,7 +262,7 @@ class Saving:
             name = _rank_file(self.rank)
             files[name] = self._write_file(self.temporary / name, iter((memoryview(self._rank_state),)))
         if self._replaces:
-            check_files(self.temporary, files, checksums=True)
+            self._read_back(files, checksums=True)
         return {"files": files, "tensors": index}
 
     def _check_finite(self) -> None:
@@ -338,7 +338,7 @@ class Saving:
         content = self._encode(MANIFEST, {"checksum": manifest_checksum(manifest), **manifest})
         self._write_file(self.temporary / MANIFEST, iter((memoryview(content),)))
         if self._replaces:  # each rank has read its own files back
-            check_files(self.temporary, read_manifest(self.temporary)["files"], checksums=False)
+            self._read_back(None, checksums=False)
         sync(self.temporary)
         fault("save.rename")
         put_in_place(self.temporary, self.final, os.path.lexists(self.final))
@@ -462,13 +462,22 @@ class Saving:
         """The same error, or one that says which save it stopped."""
         if not isinstance(error, OSError):
             return error
-        where = f" at {error.filename}" if error.filename else ""
-        explained = CheckpointError(
-            f"cannot save the checkpoint {self.final}: {reason(error)}{where}, after rank {self.rank} had written {self._written_bytes} of its "
-            f"{self._total_bytes} bytes; {_ADVICE.get(error.errno or 0, 'choose another folder')} (what was saved there before is intact)"
-        )
+        explained = self._stopped(reason(error) + (f" at {error.filename}" if error.filename else ""), error.errno)
         explained.__cause__ = error
         return explained
+
+    def _stopped(self, what: str, number: int | None) -> CheckpointError:
+        return CheckpointError(
+            f"cannot save the checkpoint {self.final}: {what}, after rank {self.rank} had written {self._written_bytes} of its "
+            f"{self._total_bytes} bytes; {_ADVICE.get(number or 0, 'choose another folder')} (what was saved there before is intact)"
+        )
+
+    def _read_back(self, files: dict[str, Any] | None, *, checksums: bool) -> None:
+        """Raise CheckpointError where these files, by default those of the manifest, are not on the disk as they were written."""
+        try:
+            check_files(self.temporary, read_manifest(self.temporary)["files"] if files is None else files, checksums=checksums)
+        except CheckpointError as error:
+            raise self._stopped(f"what was written cannot be read back ({str(error).split(': ', 1)[-1].split(';')[0]})", None) from error
 
     def _told(self) -> dict[str, str] | None:
         """What the other ranks are told of a failure: an exception of theirs to raise, as JSON."""
