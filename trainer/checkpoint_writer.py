@@ -196,6 +196,8 @@ class Saving:
             if self.rank == 0:
                 self._await_parts()  # also after a failure: the others are writing into the folder
                 self.commit()
+        except Exception as error:  # someone has removed the folder
+            self.failure = self.failure or self._explain(error)
         finally:
             self.close()
             self._written.set()

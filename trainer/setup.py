@@ -119,6 +119,7 @@ def attached(trainer: Trainer, module: Module, sources: Sources, stage: str, ckp
                 callback.setup(trainer, module, stage)
         with synced_metrics(module, trainer.strategy):
             yield
+        trainer.finish_saving()
         for owner in owners:
             owner.teardown(stage)
         for callback in trainer.callbacks:

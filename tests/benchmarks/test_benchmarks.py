@@ -68,3 +68,11 @@ def test_memory(tmp_path: Path) -> None:
         assert row["total"] == row["parameters"] + row["gradients"] + row["optimizer"] + row["other"]
         assert row["other"] == 0
         assert row["steps"] > row["total"] > 0
+
+
+def test_saving(tmp_path: Path) -> None:
+    output, numbers = run("saving.py", "--megabytes", "2", "--rounds", "1", file=tmp_path / "numbers.json")
+    assert set(numbers["results"]) == {"plain", "in an older one's place", "checked to be finite", "beside the training"}
+    for name, row in numbers["results"].items():
+        assert name in output
+        assert 0 < row["blocked_s"] <= row["done_s"] < 60

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -110,6 +111,22 @@ def test_a_failed_write_ends_all_ranks_within_a_step(tmp_path: Path, monkeypatch
         assert f"after rank {rank} had written" in (tmp_path / f"left-{each}").read_text()
     assert os.listdir(tmp_path / "kept") == ["step=2"]
     assert Checkpoint.open(tmp_path / "kept" / "step=2").global_step == 2
+
+
+class Vandal(Callback):
+    """Removes the folder that is being written."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        for path in Path("kept").glob(".*") if trainer.global_rank == 0 else ():
+            time.sleep(0.2)
+            shutil.rmtree(path)
+
+
+def test_a_folder_that_disappears_while_it_is_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_FAULTS", "rank=1,point=save.open,action=sleep,seconds=0.5")
+    saver = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=2, async_save=True)
+    with pytest.raises(CheckpointError, match=r"cannot save the checkpoint .*/kept/step=2: (No such file or directory|rank [01] does not see)"):
+        fit(tmp_path, Vandal(), saver, strategy="ddp", devices=2)
 
 
 class Breaks(Callback):
