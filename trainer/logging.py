@@ -8,6 +8,7 @@ exact weighted mean over all samples and ranks.
 from __future__ import annotations
 
 import threading
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -355,7 +356,10 @@ def _too_late(name: str, *_: Any) -> None:
 
 
 def _metric_values(name: str, metric: Any) -> dict[str, float]:
-    value = metric.compute()
+    with warnings.catch_warnings():
+        if not metric._update_count:  # here: other ranks have, and their states come with `compute`
+            warnings.filterwarnings("ignore", "The ``compute`` method of metric")
+        value = metric.compute()
     if isinstance(value, dict):
         return {f"{name}/{key}" if not key.startswith(name) else key: float(item) for key, item in value.items()}
     if isinstance(value, Tensor) and value.numel() != 1:

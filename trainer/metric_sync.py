@@ -27,12 +27,13 @@ def synced_metrics(module: nn.Module, strategy: Strategy) -> Iterator[None]:
     """
     metrics = [metric for metric in torchmetrics_of(module).values() if metric.dist_sync_fn is None] if strategy.world_size > 1 else []
     for metric in metrics:
-        metric.dist_sync_fn = Gather(strategy)
+        metric.dist_sync_fn, metric._sync_dist = Gather(strategy), EvenLists(metric, strategy)
     try:
         yield
     finally:
         for metric in metrics:
             metric.dist_sync_fn = None
+            del metric._sync_dist
 
 
 class Gather:
@@ -44,7 +45,7 @@ class Gather:
     def __call__(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         """`group` is torchmetrics' and not used. Shapes and dtypes may differ; up to 8 dimensions."""
         strategy = self._strategy
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        data = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)  # one element may have any stride
         header = [int(strategy.reports), DTYPES.index(tensor.dtype), data.numel(), tensor.dim(), *tensor.shape]
         headers = strategy.all_gather(torch.tensor(header + [0] * (MAX_DIMS + 4 - len(header)))).tolist()
         longest = -(-max(row[2] for row in headers) // 16) * 16  # so that every row is aligned for its dtype
@@ -60,6 +61,33 @@ class Gather:
 
     def __reduce__(self) -> Any:
         return _nothing, ()  # a copy in a file or another process belongs to no run
+
+
+class EvenLists:
+    """`metric._sync_dist` where ranks have updated a metric more or less often.
+
+    torchmetrics gathers the tensors of a list one by one, where it does not join them first (retrieval), and so
+    takes a rank's third for another's first metric. Here every rank gathers equally many.
+    """
+
+    def __init__(self, metric: Any, strategy: Strategy) -> None:
+        self._metric, self._strategy = metric, strategy
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        metric = self._metric
+        names = [name for name, reduction in metric._reductions.items() if reduction is None and isinstance(getattr(metric, name), list)]
+        if names:
+            lengths = self._strategy.all_gather(torch.tensor([len(getattr(metric, name)) for name in names])).amax(0).tolist()
+            for name, length in zip(names, lengths, strict=True):
+                mine = getattr(metric, name)
+                setattr(metric, name, mine + [torch.empty(0, device=metric.device)] * (length - len(mine)))
+        type(metric)._sync_dist(metric, *args, **options)
+
+    def __deepcopy__(self, memo: Any) -> EvenLists:
+        return EvenLists(memo.get(id(self._metric), self._metric), self._strategy)
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()  # as `Gather`
 
 
 def _nothing() -> None:

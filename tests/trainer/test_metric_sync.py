@@ -10,6 +10,8 @@ import pytest
 import torch
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix, MulticlassF1Score, MulticlassPrecision
+from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef, R2Score, SpearmanCorrCoef
+from torchmetrics.retrieval import RetrievalMAP, RetrievalNormalizedDCG
 
 from tests.trainer.test_logging import Recorder, shown
 from tests.trainer.toy import Net, data, loader, quiet
@@ -71,6 +73,38 @@ def test_torchmetrics_are_those_of_one_process(n: int) -> None:
         assert two[name] == pytest.approx(one[name], rel=1e-12), name
     x, y = data(n).tensors
     assert one["val/total"] == y.sum() and one["train/at_end"] == pytest.approx(x[:, 0].double().mean().item())
+
+
+class Ranked(Net):
+    """Regression metrics, one of which merges means and variances, retrieval metrics, which keep every sample, and both in a collection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.regression = MetricCollection([MeanSquaredError(), PearsonCorrCoef(), SpearmanCorrCoef(), R2Score()], prefix="val/")
+        self.average_precision, self.gain = RetrievalMAP(), RetrievalNormalizedDCG()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        scores = self(x)[:, 0].contiguous()
+        self.regression.update(scores, x[:, 0])
+        self.log_dict(self.regression)
+        queries = (x[:, 1] > 0).long() + 2 * (x[:, 2] > 0).long()
+        self.average_precision.update(scores, y > 0, indexes=queries)
+        self.gain.update(scores, y, indexes=queries)
+        self.log("val/map", self.average_precision)
+        self.log("val/ndcg", self.gain)
+
+
+@pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save all targets")
+@pytest.mark.parametrize(("strategy", "devices", "n"), [("ddp", 2, 41), ("ddp", 3, 19), ("ddp", 3, 5), ("fsdp", 2, 41), ("tensor", 2, 41), ("pipeline", 2, 41)])
+def test_regression_and_retrieval_metrics_are_those_of_one_process(strategy: str, devices: int, n: int) -> None:
+    def validate(devices: int, **options: Any) -> dict[str, float]:
+        torch.manual_seed(0)
+        return quiet(devices=devices, precision="64-true", **options).validate(Ranked(), loader(n, 6), verbose=False)[0]
+
+    one, several = validate(1), validate(devices, strategy=strategy)
+    assert several == pytest.approx(one, rel=1e-5), "metrics keep their sums in float32"
+    assert len(one) == 6
 
 
 @pytest.mark.parametrize(("devices", "n"), [(1, 20), (2, 1)])
