@@ -102,7 +102,7 @@ BARE: dict[str, Any] = {"max_epochs": 1, "logger": False, "enable_checkpointing"
 def lockstep(num_values: int, everything: bool = False) -> Callable[[int], float]:
     def run(num_steps: int) -> float:
         clock = Clock(num_steps)
-        options = {"max_epochs": 1, "gradient_clip_val": 1.0, "callbacks": [LearningRateMonitor()]} if everything else BARE
+        options = {"max_epochs": 1, "callbacks": [LearningRateMonitor()]} if everything else BARE
         Trainer(accelerator="cpu", **options).fit(module_class(Module)(clock, num_values), loader(num_steps))
         return clock.us_per_step()
 
@@ -141,7 +141,7 @@ VARIANTS: dict[str, Callable[[int], float]] = {
     "lockstep, bare": lockstep(0),
     "lockstep, 1 logged value": lockstep(1),
     "lockstep, 5 logged values": lockstep(5),
-    # TensorBoard, progress bar, summary, checkpoints, learning rates, clipping
+    # TensorBoard, progress bar, summary, checkpoints, learning rates
     "lockstep, everything on": lockstep(5, everything=True),
 }
 if importlib.util.find_spec("lightning"):

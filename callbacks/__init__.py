@@ -9,6 +9,7 @@ from callbacks.lr_scaling import LRScaling
 from callbacks.lr_warmup import LRWarmup
 from callbacks.model_checkpoint import ModelCheckpoint
 from callbacks.model_summary import ModelSummary
+from callbacks.profiler import Profiler
 from callbacks.progress_bar import ProgressBar
 from callbacks.tensorboard_logger import TensorBoardLogger
 from callbacks.timer import Timer
@@ -24,6 +25,7 @@ __all__ = [
     "Logger",
     "ModelCheckpoint",
     "ModelSummary",
+    "Profiler",
     "ProgressBar",
     "TensorBoardLogger",
     "Timer",

@@ -18,7 +18,8 @@ class CSVLogger(Logger):
     """Writes `metrics.csv` (a row each time that metrics are logged, first column `step`) and `hparams.yaml` into the run's folder.
 
     A metric that appears later adds a column. When `fit` begins in a folder that has rows already,
-    those of later steps than the one it begins at are dropped, so a resumed run has each step once.
+    those of later steps than the one it begins at are dropped, and so are those that were written after
+    the checkpoint that it resumes: a resumed run has each row once.
 
     Args:
         save_dir: folder above all runs; None takes the Trainer's `default_root_dir`.
@@ -39,6 +40,8 @@ class CSVLogger(Logger):
         self._is_writer = True
         self._step = 0
         self._last_valid_step: int | None = None  # rows of later steps are to be dropped
+        self._num_rows = 0  # logged so far
+        self._num_valid_rows: int | None = None  # of the file, as the checkpoint says that is resumed
         self._hparams: dict[str, Any] = {}
         self._hparams_are_written = True
         self._rows: list[dict[str, Any]] = []  # not yet in the file
@@ -58,6 +61,16 @@ class CSVLogger(Logger):
     def experiment(self) -> CSVLogger:
         return self
 
+    @property
+    def state_key(self) -> str:
+        return f"CSVLogger[save_dir={self.save_dir}, name={self.name}]"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self._num_rows}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._num_rows = self._num_valid_rows = int(state_dict["rows"])
+
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._is_writer = trainer.is_global_zero
 
@@ -75,6 +88,7 @@ class CSVLogger(Logger):
         if self.log_dir is None:
             raise RuntimeError("CSVLogger has no folder yet: log metrics from within fit, validate, test or predict")
         self._step = self._step if step is None else step
+        self._num_rows += 1
         self._rows.append({"step": self._step} | {key: plain(value) for key, value in metrics.items()})
         if len(self._rows) >= self.flush_every:
             self.save()
@@ -113,11 +127,11 @@ class CSVLogger(Logger):
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
         """Write the valid rows of the file, then `rows`, with the columns of all, as one rename."""
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        last_valid = self._last_valid_step
+        last_valid, num_valid = self._last_valid_step, self._num_valid_rows
         kept: list[Mapping[str, Any]] = []
         if os.path.exists(self.path):
             with open(self.path, newline="", encoding="utf-8") as file:
-                kept = [row for row in csv.DictReader(file) if _is_whole(row) and (last_valid is None or int(row["step"]) <= last_valid)]
+                kept = [row for row in csv.DictReader(file) if _is_whole(row) and (last_valid is None or int(row["step"]) <= last_valid)][:num_valid]
         everything = [*kept, *rows]
         columns = list({"step": None} | {key: None for row in everything for key in row})
         beside = f"{self.path}.{os.getpid()}.tmp"
@@ -128,7 +142,8 @@ class CSVLogger(Logger):
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, self.path)
-        self._columns, self._last_valid_step = columns, None
+        self._columns, self._last_valid_step, self._num_valid_rows = columns, None, None
+        self._num_rows = len(everything)
 
 
 def _is_whole(row: Mapping[str | None, Any]) -> bool:

@@ -68,6 +68,7 @@ class EagerStrategy(Strategy):
         self._unscaled: set[int] = set()
         self._looks = False
         self._left_out: Tensor | None = None
+        self._watched: list[nn.Parameter] = []
         self._end_watchdog: Callable[[], None] = _nothing
 
     # ---- 1. processes and devices ----------------------------------------------------------------
@@ -133,7 +134,7 @@ class EagerStrategy(Strategy):
         self._ready = False
         self._control = None
         self._local_gradients = self._scaler_used = self._looks = False
-        self._left_out = None
+        self._left_out, self._watched = None, []
         self.precision.teardown()
         processes.destroy_process_group()
 
@@ -154,6 +155,7 @@ class EagerStrategy(Strategy):
         if self.precision.scaler is not None:
             for optimizer in optimizers.values():
                 optimizer.register_step_post_hook(self._mark_stepped)
+        self._watched = list(placed.parameters())  # walking through the modules in each step would cost more than the look at the gradients
         return optimizers
 
     def to_device(self, batch: Any) -> Any:
@@ -364,7 +366,7 @@ class EagerStrategy(Strategy):
         if self.precision.scaler is not None:
             return agreement
         if agreement.non_finite is None:
-            gradients = self._gradients(placed) if self.cuts_gradients else [*filter(_EXISTS, map(_GRADIENT, placed.parameters()))]
+            gradients = self._gradients(placed) if self.cuts_gradients else [*filter(_EXISTS, map(_GRADIENT, self._watched or placed.parameters()))]
             found = self._found.zero_()
             try:  # GradScaler's pass with a scale of one: changes no bit of what is finite
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._one)

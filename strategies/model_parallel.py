@@ -33,6 +33,7 @@ class ModelParallel(EagerStrategy):
         self._given = None if device_map is None else dict(device_map)
         self.device_map: dict[str, int] = {}
         """Where each submodule lies, by its name; valid after `place`."""
+        self._hooks: list[Any] = []
 
     def setup(self) -> None:
         super().setup()
@@ -45,15 +46,29 @@ class ModelParallel(EagerStrategy):
         for name, index in self.device_map.items():
             layer = model.get_submodule(name)
             layer.to(self._device(index))
-            layer.register_forward_pre_hook(_Mover(self._device(index)).inputs, with_kwargs=True, prepend=True)
+            self._hooks.append(layer.register_forward_pre_hook(_Mover(self._device(index)).inputs, with_kwargs=True, prepend=True))
         for name, buffer in list(model.named_buffers()):
             if not any(name == place or name.startswith(place + ".") for place in self.device_map):
                 owner, _, leaf = name.rpartition(".")
                 model.get_submodule(owner)._buffers[leaf] = buffer.to(self.device)
         home = _Mover(self.device)
         for child in model.children():  # what the user's step computes a loss from lies with the batch
-            child.register_forward_hook(home.outputs)
+            self._hooks.append(child.register_forward_hook(home.outputs))
         return model
+
+    def release(self, placed: nn.Module) -> None:
+        self._remove_hooks()
+        super().release(placed)
+        placed.to("cpu")  # whole, where its layers find each other's outputs
+
+    def teardown(self) -> None:
+        self._remove_hooks()  # those of a run that failed
+        super().teardown()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _device(self, index: int) -> torch.device:
         return torch.device("cuda", index) if self._accelerator == "cuda" else torch.device("cpu")

@@ -6,7 +6,6 @@ it leaves to its caller is done here: which blocks, what a second forward must f
 
 from __future__ import annotations
 
-import copyreg
 import functools
 from contextlib import nullcontext
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from strategies.blocks import Rule, match
+from strategies.forwards import with_forward
 
 
 def recompute(model: nn.Module, rule: Rule) -> None:
@@ -74,24 +74,7 @@ def _recomputed(cls: type[nn.Module]) -> type[nn.Module]:
         again.forward_is_over()
         return output
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:
-        """Copies and pickles are of the plain class."""
-        found: Any = super(made, self).__reduce_ex__(protocol)
-        make, args, *rest = found
-        make = object.__new__ if make is copyreg.__newobj__ else make  # type: ignore[attr-defined]  # pickle lets that make no other class
-        return make, tuple(cls if arg is made else arg for arg in args), *rest
-
-    made: type[nn.Module] = type(
-        cls.__name__,
-        (cls,),
-        {
-            "forward": forward,
-            "__reduce_ex__": reduce,
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            "__doc__": cls.__doc__,
-        },
-    )
+    made = with_forward(cls, forward)
     _PLAIN[made] = cls
     return made
 

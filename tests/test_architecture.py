@@ -38,6 +38,7 @@ PUBLIC = {
         "Logger",
         "ModelCheckpoint",
         "ModelSummary",
+        "Profiler",
         "ProgressBar",
         "TensorBoardLogger",
         "Timer",

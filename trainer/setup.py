@@ -20,6 +20,7 @@ from strategies.combined import CombinedLoader
 from strategies.data import ShardedLoader, Window
 from trainer import optimizers as configured
 from trainer import snapshot
+from trainer.compilation import Compiled
 from trainer.guards import Guards, check_ownership
 from trainer.hooks import Hooks, overrides, step_function
 from trainer.logging import MetricStore
@@ -93,6 +94,7 @@ def attached(trainer: Trainer, module: Module, sources: Sources, stage: str, ckp
     vars(trainer).pop("hooks", None)  # those of an earlier run must not hear of this one's failure
     module.__dict__["_trainer"] = trainer
     datamodule = sources.datamodule
+    compiled: Compiled | None = None
     try:
         trainer.strategy.setup()
         trainer.start_run(module, stage)
@@ -111,6 +113,8 @@ def attached(trainer: Trainer, module: Module, sources: Sources, stage: str, ckp
             owner.setup(stage)
         with nullcontext() if trainer.strategy.builds else torch.device("meta"):
             module.configure_model()
+        if trainer.compile is not None:
+            compiled = Compiled(module, trainer.compile)
         trainer.hooks = Hooks(trainer, module)
         for callback in trainer.callbacks:
             if isinstance(callback, Logger):
@@ -138,6 +142,8 @@ def attached(trainer: Trainer, module: Module, sources: Sources, stage: str, ckp
         raise
     finally:
         trainer.running = False
+        if compiled is not None:
+            compiled.undo()
         for callback in trainer.callbacks:
             callback._module = None
         trainer.strategy.teardown()

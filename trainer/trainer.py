@@ -24,7 +24,7 @@ from strategies import Strategy, environment, processes, restarts
 from strategies.base import Note
 from strategies.state import pack
 from trainer import checkpoint as files
-from trainer import evaluation, loop, snapshot
+from trainer import compilation, evaluation, loop, snapshot
 from trainer.checkpoint import Checkpoint, CheckpointError
 from trainer.datamodule import DataModule
 from trainer.hooks import Hooks, overrides
@@ -75,6 +75,10 @@ class Trainer:
     Reproducibility
         `seed`: seeds every stream when a run begins; None goes on with the process's streams.
         `deterministic`: only deterministic algorithms of torch.
+    Speed
+        `compile`: True, or a dict of arguments of torch.compile, compiles the module's repeated blocks, or where it has none
+            its submodules. Numbers are those of the plain module up to rounding, checkpoints are the same.
+        `profiler`: "simple" prints where the time went, "torch" writes a trace of some steps (`callbacks.Profiler`).
     When something fails
         `max_restarts`: how often `fit` starts ranks that died again, from the newest checkpoint of the run. Above 0
             even a single rank gets a process of its own, so that the caller survives it.
@@ -112,6 +116,8 @@ class Trainer:
         default_root_dir: str | Path = "runs",
         seed: int | None = None,
         deterministic: bool = False,
+        compile: bool | dict[str, Any] = False,
+        profiler: str | None = None,
         max_restarts: int = 0,
     ) -> None:
         self.given = {name: described(value) for name, value in locals().items() if name != "self"}
@@ -149,10 +155,14 @@ class Trainer:
         if seed is not None and not 0 <= seed < 2**63:
             raise ValueError(f"seed must be in [0, 2**63), but seed={seed}")
 
+        self.compile = compilation.check(compile)
+        """Arguments of torch.compile; None where nothing is compiled."""
         self._layout: dict[str, Any] = {"devices": devices, "accelerator": accelerator, "num_nodes": num_nodes, "precision": str(precision)}
         self._chooses = strategy == "auto"
         self.strategy, reason = strategies.build(strategy, **self._layout)
         self._chosen = f"strategy {type(self.strategy).__name__}: {reason}" if self._chooses else None
+        if self.compile is not None and not self.strategy.compiles:
+            raise ValueError(f"compile={compile} does not work under strategy {type(self.strategy).__name__} on this version of torch; drop one of them")
         self.max_epochs, self.min_epochs = max_epochs, min_epochs
         self.max_steps = _none_if_negative(max_steps)
         self.accumulate_grad_batches, self.split_batches = accumulate_grad_batches, split_batches
@@ -174,7 +184,7 @@ class Trainer:
             self.max_epochs, self.max_steps, self.val_check_interval, self.check_val_every_n_epoch = 1, None, None, 1
             self.num_sanity_val_steps, self.log_every_n_steps, logger, enable_checkpointing = 0, 1, False, False
             given = [item for item in given if not isinstance(item, (Logger, own.ModelCheckpoint))]
-        self.callbacks: list[Callback] = _all_callbacks(given, logger, enable_progress_bar, enable_checkpointing, max_time)
+        self.callbacks: list[Callback] = _all_callbacks(given, logger, enable_progress_bar, enable_checkpointing, max_time, profiler)
         _check_unique(self.callbacks)
         self._limited = max_time is not None or any(isinstance(item, own.Timer) for item in given)
 
@@ -814,7 +824,7 @@ def _on_rank(trainer: Trainer, stage: str, module: Module, sources: Sources, ckp
     return trainer._result(returned) if rank == 0 else {}
 
 
-def _all_callbacks(given: list[Callback], logger: Any, progress_bar: bool, checkpointing: bool, max_time: Any) -> list[Callback]:
+def _all_callbacks(given: list[Callback], logger: Any, progress_bar: bool, checkpointing: bool, max_time: Any, profiler: str | None) -> list[Callback]:
     """The run's callbacks in the order in which they are called: loggers first, ModelCheckpoint last."""
     loggers: list[Callback] = [item for item in given if isinstance(item, Logger)]
     if logger is True:
@@ -835,6 +845,8 @@ def _all_callbacks(given: list[Callback], logger: Any, progress_bar: bool, check
     rest = [item for item in given if not isinstance(item, (Logger, own.ModelCheckpoint))]
     if max_time is not None:
         rest.append(own.Timer(duration=max_time))
+    if profiler is not None:
+        rest.append(own.Profiler(profiler))
     if progress_bar:
         rest.append(own.ModelSummary()) if not any(isinstance(item, own.ModelSummary) for item in rest) else None
         rest.append(own.ProgressBar()) if not any(isinstance(item, own.ProgressBar) for item in rest) else None

@@ -35,6 +35,7 @@ def test_a_run_has_the_numbers_of_one_device(device_map: dict[str, int] | None) 
     trainer.fit(found, loader(40), loader(16))
     assert distance(weights(found), weights(expected)) == 0
     assert set(trainer.strategy.device_map.values()) == {0, 1}  # type: ignore[attr-defined]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in found.modules())  # the module is plain again
 
 
 def test_activations_are_brought_to_each_layer_and_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,119 @@
+"""`compile=`: which parts are compiled, that numbers and names stay, and what is refused. The backends here compile fast or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from strategies import DDP, FSDP, DataParallel, DeepSpeed, ModelParallel, Pipeline, SingleDevice, Strategy, TensorParallel
+from tests.trainer.test_guards import Brittle, far, marked_data
+from tests.trainer.toy import loader, net, quiet
+from trainer.compilation import Compiled
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of itself while it compiles, and fails where that is an error
+
+STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
+    "single": (SingleDevice, 1),
+    "single, recomputed": (lambda: SingleDevice(activation_checkpointing=True), 1),
+    "dp": (DataParallel, 2),
+    "model": (ModelParallel, 2),
+    "ddp": (DDP, 2),
+    "fsdp": (FSDP, 2),
+    "fsdp, recomputed": (lambda: FSDP(activation_checkpointing=True), 2),
+    "pipeline": (Pipeline, 2),
+    "deepspeed 2": (DeepSpeed, 2),
+}
+FAST = ("single", "single, recomputed", "dp", "model", "ddp")
+
+graphs: list[Any] = []
+
+
+def counting(graph: Any, inputs: Any) -> Any:
+    """A backend of torch.compile that notes what it gets and runs it as it is."""
+    graphs.append(graph)
+    return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Any:
+    graphs.clear()
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def trained(make: Callable[[], Strategy], devices: int, precision: str, **options: Any) -> Brittle:
+    module = Brittle()
+    quiet(strategy=make(), devices=devices, split_batches=True, precision=precision, **options).fit(module, marked_data())
+    return module
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in STRATEGIES])
+def test_numbers_and_names_are_those_of_the_plain_module(name: str) -> None:
+    make, devices = STRATEGIES[name]
+    precision = "32-true" if "deepspeed" in name else "64-true"
+    plain = trained(make, devices, precision)
+    compiled = trained(make, devices, precision, compile={"backend": "aot_eager"})
+    assert far(compiled, [p.detach() for p in plain.parameters()]) < (1e-11 if precision == "64-true" else 1e-5)
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    assert [type(m) for m in compiled.modules()] == [type(m) for m in Brittle().modules()]  # it is the caller's plain module again
+
+
+def test_repeated_blocks_share_one_compilation() -> None:
+    trained(SingleDevice, 1, "32-true", compile={"backend": counting})
+    assert len(graphs) == 1  # four blocks of one class
+    trained(lambda: SingleDevice(activation_checkpointing=True), 1, "32-true", compile={"backend": counting})
+    assert len(graphs) == 2  # what is computed again is compiled, too
+
+
+def test_a_module_without_blocks_is_compiled_by_its_children() -> None:
+    module = net()
+    compiled = Compiled(module, {"backend": counting})
+    assert compiled.regions == [module.net]
+    module(torch.zeros(2, 8))
+    assert len(graphs) == 1
+    compiled.undo()
+    module(torch.zeros(3, 8))
+    assert len(graphs) == 1
+
+
+def test_items_of_lists_are_compiled_and_not_the_list() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.towers = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+            self.loss = nn.MSELoss()
+
+    module = Two()
+    assert Compiled(module, {"backend": counting}).regions == list(module.towers.values())
+
+
+@pytest.mark.slow
+def test_the_default_backend_compiles() -> None:
+    plain, compiled = trained(SingleDevice, 1, "32-true"), trained(SingleDevice, 1, "32-true", compile=True)
+    assert far(compiled, [p.detach() for p in plain.parameters()]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"compile": "yes"}, TypeError, "compile must be True, False or a dict of arguments of torch.compile, but compile='yes'"),
+        ({"compile": {"speed": "max"}}, ValueError, "compile takes backend, dynamic, fullgraph, mode, options, as torch.compile does, but compile has speed"),
+        ({"compile": True, "strategy": TensorParallel(), "devices": 2}, ValueError, "compile=True does not work under strategy TensorParallel"),
+        ({"compile": True, "strategy": "ddp=2,tensor=2", "devices": 4}, ValueError, "compile=True does not work under strategy MeshParallel"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        quiet(**given)
+
+
+def test_a_failed_fit_leaves_a_plain_module() -> None:
+    module = net()
+    with pytest.raises(RuntimeError):
+        quiet(compile={"backend": counting}).fit(module, loader(8, collate_fn=lambda samples: (torch.zeros(2, 99), torch.zeros(2, dtype=torch.long))))
+    assert type(module.net) is nn.Sequential

@@ -1,0 +1,65 @@
+"""`Trainer(compile=...)`: which parts of a module go through torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from strategies.blocks import find_blocks
+from strategies.forwards import with_forward
+from strategies.recompute import keep
+
+OPTIONS = ("backend", "dynamic", "fullgraph", "mode", "options")
+
+
+def check(compile: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments for torch.compile, None for no compilation. Raises TypeError or ValueError for others."""
+    if isinstance(compile, bool):
+        return {} if compile else None
+    if not isinstance(compile, Mapping):
+        raise TypeError(f"compile must be True, False or a dict of arguments of torch.compile, but compile={compile!r}")
+    unknown = sorted(set(compile) - set(OPTIONS))
+    if unknown:
+        raise ValueError(f"compile takes {', '.join(OPTIONS)}, as torch.compile does, but compile has {', '.join(map(str, unknown))}")
+    return dict(compile)
+
+
+class Compiled:
+    """The repeated blocks of a module, or where it has none its submodules, compiled in place.
+
+    Names stay, so checkpoints are those of the plain module; blocks of one class and shape share one compilation; hooks
+    and `training_step`, with what it logs, run as they are written. A block that is computed again in the backward is so
+    around what is compiled. Make it before the strategy places the module.
+    """
+
+    def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+        self.regions = list(find_blocks(module, "auto").values()) or _outermost(module)
+        self._plain: dict[type, type] = {}
+        made: dict[type, type] = {}
+        for region in self.regions:
+            cls = type(region)
+            if cls not in made:
+                # The class's forward: `nn.Module.compile` would compile nothing of torch's own containers.
+                made[cls] = with_forward(cls, torch.compile(cls.forward, **options))
+                self._plain[made[cls]] = cls
+            region.__class__ = made[cls]
+
+    def undo(self) -> None:
+        """Let the regions run as they are written again."""
+        for region in self.regions:
+            keep(region)  # where a run has failed
+            region.__class__ = self._plain.get(type(region), type(region))
+
+
+def _outermost(module: nn.Module) -> list[nn.Module]:
+    """The children that have parameters; of lists and dicts of modules, which are never called, their items."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            found += _outermost(child)
+        elif next(child.parameters(), None) is not None:
+            found.append(child)
+    return found
