@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from callbacks.base import Logger
@@ -128,7 +128,7 @@ class CSVLogger(Logger):
         """Write the valid rows of the file, then `rows`, with the columns of all, as one rename."""
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         last_valid, num_valid = self._last_valid_step, self._num_valid_rows
-        kept: list[Mapping[str, Any]] = []
+        kept: Sequence[Mapping[str, Any]] = []
         if os.path.exists(self.path):
             with open(self.path, newline="", encoding="utf-8") as file:
                 kept = [row for row in csv.DictReader(file) if _is_whole(row) and (last_valid is None or int(row["step"]) <= last_valid)][:num_valid]

@@ -105,7 +105,7 @@ class Strategy(ABC):
     """Number of different shares that the global batch is cut into."""
     builds: bool
     """False where this rank is to build modules on the meta device, as their values come from another rank in `place`."""
-    compiles = True
+    compiles: bool
     """False where torch.compile does not take what `place` makes of a model."""
     reports: bool
     """Of the ranks that share samples exactly one is True: what it logs and predicts stands for all of them."""
