@@ -1,0 +1,191 @@
+"""Ranks and launchers killed at random, again and again: what the training ends with is, bit by bit, what it would have been.
+
+Five kills for each strategy by default, forty in the slow run (`-m slow`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import REPO_ROOT
+from tests.faults.nursery import STEPS
+from trainer.checkpoint import Checkpoint, newest
+
+STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "pipeline": 2, "tensor": 2}
+POINTS = ("next_batch", "forward", "backward", "before_step", "after_step", "callback", "teardown")
+SAVE_POINTS = ("save.snapshot", "save.open", "save.write", "save.fsync", "save.manifest", "save.rename")
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[subprocess.Popen]:
+    environ = {**os.environ, "PYTHONPATH": str(REPO_ROOT)}
+    with subprocess.Popen([sys.executable, "-m", "tests.faults.nursery"], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+class Training:
+    """One training in a folder, over as many launchers as it takes."""
+
+    def __init__(self, nursery: subprocess.Popen, folder: Path, strategy: str, plan: str = "") -> None:
+        self.nursery, self.folder, self.strategy, self.plan = nursery, folder, strategy, plan
+        self.launcher = 0
+        self.launchers = 0
+        folder.mkdir()
+
+    def start(self) -> None:
+        devices = STRATEGIES[self.strategy]
+        order = {"folder": str(self.folder), "strategy": self.strategy, "devices": devices, "restarts": 50, "faults": self.plan}
+        assert self.nursery.stdin is not None and self.nursery.stdout is not None
+        self.nursery.stdin.write(json.dumps(order) + "\n")
+        self.nursery.stdin.flush()
+        self.launcher = int(self.nursery.stdout.readline())
+        self.launchers += 1
+
+    def finished(self) -> bool:
+        return (self.folder / "done.json").exists()
+
+    def steps(self) -> int:
+        """Rows of the log that have been written in this and earlier lives."""
+        log = self.folder / "runs/Slow/version_0/metrics.csv"
+        return len(log.read_text().splitlines()) if log.exists() else 0
+
+    def alive(self, pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        except OSError:
+            return False
+
+    def processes(self) -> list[int]:
+        """The launcher, the server and the ranks that still run."""
+        return [int(path.name) for path in (self.folder / "pids").glob("*") if self.alive(int(path.name))]
+
+    def wait(self, seconds: float = 100.0) -> None:
+        """Until it has finished; a launcher that gave up, or was killed, is started again once its ranks are gone."""
+        end = time.monotonic() + seconds
+        while not self.finished() or self.alive(self.launcher):
+            assert time.monotonic() < end, self.log()
+            if not self.alive(self.launcher):
+                self.wait_until_gone()
+                if not self.finished():
+                    assert self.launchers < 60, self.log()
+                    self.start()
+            time.sleep(0.02)
+
+    def wait_until_gone(self) -> None:
+        end = time.monotonic() + 5
+        while self.processes():
+            assert time.monotonic() < end, f"{self.processes()} are left 5 s after their launcher"
+            time.sleep(0.02)
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text()[-5000:]
+
+    def result(self) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[Any], str]:
+        """Tensors (weights, optimizer, random streams), progress and metrics, what each rank keeps, and all that was logged."""
+        run = self.folder / "runs/Slow/version_0"
+        path = newest(run / "checkpoints")
+        assert path is not None
+        checkpoint = Checkpoint.open(path)
+        assert checkpoint.global_step == STEPS
+        state = {name: checkpoint.state[name] for name in ("progress", "seed", "metrics", "schedulers")}
+        ranks = [checkpoint.rank_state(rank) for rank in range(checkpoint.world_size)]
+        return {name: checkpoint.read(name) for name in checkpoint.names()}, state, ranks, (run / "metrics.csv").read_text()
+
+
+def planned(kills: int, strategy: str, folder: Path, chance: random.Random) -> str:
+    """Kills of one rank at points of the product, each in a step of its own."""
+    points = [*POINTS, *SAVE_POINTS, *(["collective"] if STRATEGIES[strategy] > 1 else [])]
+    entries = []
+    for step in sorted(chance.sample(range(1, STEPS), min(kills, STEPS - 1))):
+        point = chance.choice(points)
+        step = STEPS if point == "teardown" else step + step % 2 if point in SAVE_POINTS else step
+        rank = 0 if point in ("save.rename", "save.manifest") else chance.randrange(STRATEGIES[strategy])
+        entries.append(f"rank={rank},step={step},point={point},action=sigkill,file={folder / 'count'}")
+    return ";".join(entries)
+
+
+def crash(nursery: subprocess.Popen, tmp_path: Path, strategy: str, kills: int, seed: int) -> tuple[Training, int]:
+    """Train `strategy` under `kills` kills, three of five at points of the product; return it and how many there were."""
+    chance = random.Random(f"{strategy}-{seed}")
+    at_random = 2 * kills // 5
+    folder = tmp_path / f"disturbed{seed}"
+    training = Training(nursery, folder, strategy, planned(kills - at_random, strategy, folder, chance))
+    training.start()
+    killed = 0
+    targets = [("launcher", "all", "rank")[i % 3] for i in range(at_random)]
+    for i, target in enumerate(targets):
+        rows = training.steps()
+        due = max(rows + 1, chance.randrange(1 + i * STEPS // len(targets), 1 + (i + 1) * STEPS // len(targets)))
+        while training.steps() < due and not training.finished():
+            if not training.alive(training.launcher):
+                training.wait_until_gone()
+                training.start()
+            time.sleep(0.005)
+        time.sleep(chance.random() * 0.1)
+        ranks = [pid for pid in training.processes() if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()] if training.processes() else []
+        victims = [training.launcher] if target == "launcher" else sorted(ranks)[1:] if target == "all" else sorted(ranks)[-1:]
+        for pid in victims:
+            try:
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+            except ProcessLookupError:
+                pass
+        if target == "launcher":
+            while training.alive(training.launcher):
+                time.sleep(0.005)
+            training.wait_until_gone()
+            if not training.finished():
+                training.start()
+    training.wait()
+    training.wait_until_gone()
+    count = folder / "count"
+    return training, killed + (len(count.read_text().split()) if count.exists() else 0)
+
+
+def same(one: Training, other: Training) -> None:
+    (tensors, state, ranks, log), (tensors_too, state_too, ranks_too, log_too) = one.result(), other.result()
+    assert tensors.keys() == tensors_too.keys() and any(name.startswith("optimizer/") for name in tensors)
+    different = [name for name in tensors if not torch.equal(tensors[name], tensors_too[name])]
+    assert not different and state == state_too and ranks == ranks_too
+    assert log == log_too
+    assert len(log.splitlines()) > STEPS
+
+
+def survive(nursery: subprocess.Popen, tmp_path: Path, strategy: str, kills: int, seeds: int) -> int:
+    undisturbed = Training(nursery, tmp_path / "undisturbed", strategy)
+    undisturbed.start()
+    undisturbed.wait()
+    total = 0
+    for seed in range(seeds):
+        training, killed = crash(nursery, tmp_path, strategy, kills, seed)
+        same(training, undisturbed)
+        summary = json.loads((training.folder / "runs/Slow/version_0/summary.json").read_text())
+        assert summary["exit"] == "finished" and summary["steps"] == STEPS and summary["restarts"] > 0
+        total += killed
+    print(f"{strategy}: {total} kills")
+    return total
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_five_kills(nursery: subprocess.Popen, tmp_path: Path, strategy: str) -> None:
+    assert survive(nursery, tmp_path, strategy, 5, 1) >= 4, "a kill may fall into a moment without ranks"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_forty_kills(nursery: subprocess.Popen, tmp_path: Path, strategy: str) -> None:
+    assert survive(nursery, tmp_path, strategy, 10, 4) >= 40
