@@ -198,7 +198,7 @@ def compare(
             except Exception as error:
                 if i == 0:
                     raise
-                results[name] = Difference(error=f"{type(error).__name__}: {error}".splitlines()[0], tolerance=limit)
+                results[name] = Difference(error=f"{type(error).__name__}: {str(error).strip()}".splitlines()[0], tolerance=limit)
             results[name].precision = used
             if place not in references.values():
                 shutil.rmtree(place, ignore_errors=True)

@@ -72,6 +72,7 @@ def test_a_strategy_that_is_off_by_a_billionth_is_found(tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")  # a stage that ends with Flatten; nothing is changed in place
 @EXAMPLES
 @pytest.mark.parametrize("strategies", [FLOAT64 + FLOAT32, ["single", *MESHES]], ids=["two", "meshes"])
 def test_twenty_steps(example: list[str], strategies: list[str], tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def settings(strategy: Any, recorder: Recorder, **layout: Any) -> Trainer:
 def test_a_strategy_that_fails_is_reported_beside_the_others() -> None:
     def fit(recorder: Recorder, strategy: Any, **layout: Any) -> None:
         if strategy == "dp":
-            raise ValueError("not here\nsecond line")
+            raise ValueError("\nnot here\nthird line")
         settings(strategy, recorder, **layout).fit(net(), loader(16))
 
     results = compare.compare(fit, ["single", "dp", "single"], devices=1)
