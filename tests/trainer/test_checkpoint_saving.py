@@ -16,8 +16,8 @@ import torch
 
 from callbacks import Callback, ModelCheckpoint
 from tests.trainer.toy import Net, equal, loader, quiet, weights
-from trainer import CheckpointError, Trainer
-from trainer.checkpoint import Checkpoint, is_checkpoint
+from trainer import CheckpointError, RankFailure, Trainer
+from trainer.checkpoint import Checkpoint, clean, is_checkpoint, newest
 
 LAYOUTS = [pytest.param("single", 1, id="single"), pytest.param("ddp", 2, id="ddp 2", marks=pytest.mark.slow), pytest.param("fsdp", 2, id="fsdp 2")]
 
@@ -146,6 +146,18 @@ def test_an_exception_lets_the_pending_save_finish(tmp_path: Path, monkeypatch: 
         fit(tmp_path, Breaks(4, rank), saver, strategy=strategy, devices=1 if strategy == "single" else 2)
     assert os.listdir(tmp_path / "kept") == ["step=4"]
     assert Checkpoint.open(tmp_path / "kept" / "step=4").global_step == 4
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_that_dies_while_it_saves_beside_the_training_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setenv("LOCKSTEP_FAULTS", f"rank={rank},step=4,point=save.fsync,action=sigkill")
+    saver = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=2, async_save=True)
+    with pytest.raises(RankFailure, match=f"rank {rank} was killed by SIGKILL"):
+        fit(tmp_path, Steps(tmp_path, 0.3), saver, strategy="ddp", devices=2, max_steps=9)
+    died = (tmp_path / "steps-0").stat().st_mtime
+    assert time.time() - died < 12, "the others do not wait for a dead rank"
+    assert newest(tmp_path / "kept") == tmp_path / "kept" / "step=2"
+    assert len(clean(tmp_path / "kept")) == 1
 
 
 class Terminates(Callback):
