@@ -1,6 +1,7 @@
 """Callbacks: code hung into the moments of a run. Loggers are callbacks too."""
 
 from callbacks.base import Callback, Logger
+from callbacks.channels_last import ChannelsLast
 from callbacks.csv_logger import CSVLogger
 from callbacks.early_stopping import EarlyStopping
 from callbacks.guard import Guard
@@ -17,6 +18,7 @@ from callbacks.timer import Timer
 __all__ = [
     "CSVLogger",
     "Callback",
+    "ChannelsLast",
     "EarlyStopping",
     "Guard",
     "LRScaling",

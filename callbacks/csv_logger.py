@@ -42,8 +42,6 @@ class CSVLogger(Logger):
         self._last_valid_step: int | None = None  # rows of later steps are to be dropped
         self._num_rows = 0  # logged so far
         self._num_valid_rows: int | None = None  # of the file, as the checkpoint says that is resumed
-        self._num_rows = 0  # logged so far
-        self._num_valid_rows: int | None = None  # of the file, as the checkpoint says that is resumed
         self._hparams: dict[str, Any] = {}
         self._hparams_are_written = True
         self._rows: list[dict[str, Any]] = []  # not yet in the file
@@ -73,16 +71,6 @@ class CSVLogger(Logger):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._num_rows = self._num_valid_rows = int(state_dict["rows"])
 
-    @property
-    def state_key(self) -> str:
-        return f"CSVLogger[save_dir={self.save_dir}, name={self.name}]"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows": self._num_rows}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._num_rows = self._num_valid_rows = int(state_dict["rows"])
-
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._is_writer = trainer.is_global_zero
 
@@ -100,7 +88,6 @@ class CSVLogger(Logger):
         if self.log_dir is None:
             raise RuntimeError("CSVLogger has no folder yet: log metrics from within fit, validate, test or predict")
         self._step = self._step if step is None else step
-        self._num_rows += 1
         self._num_rows += 1
         self._rows.append({"step": self._step} | {key: plain(value) for key, value in metrics.items()})
         if len(self._rows) >= self.flush_every:

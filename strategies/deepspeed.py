@@ -23,12 +23,12 @@ from strategies.blocks import Rule
 from strategies.buffers import share_buffers
 from strategies.data import MicroBatch, ShardedLoader, Window
 from strategies.eager import EagerStrategy
-from strategies.state import Reader, Shard, State, check_names, check_optimizers, check_shape, names_of, pack, parameter_names, saved_groups, unpack
+from strategies.state import HOW, Reader, Shard, State, check_names, check_optimizers, check_shape, names_of, pack, parameter_names, saved_groups, unpack
 from strategies.zero import Part, ZeroStep, no_trace
 
 ELEMENTWISE = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """torch's optimizers that treat each element by itself, so that it does not matter where tensors are cut."""
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+PRECISIONS = ("32-true", "tf32-true", "bf16-mixed", "bf16-true")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -281,7 +281,7 @@ class DeepSpeed(EagerStrategy):
                 ((key, optimizer),) = optimizers.items()
                 check_optimizers(optimizers, state)
                 for group, saved in zip(optimizer.param_groups, saved_groups(state, key, placed.groups), strict=True):
-                    group.update({name: value for name, value in saved.items() if name != "params"})
+                    group.update({name: value for name, value in saved.items() if name not in ("params", *HOW)})
                 self._load_optimizer(placed, optimizer, key, state)
             placed.refresh()
 

@@ -27,6 +27,7 @@ from strategies.base import Agreement, Loss, Note, Strategy, split_loss
 from strategies.blocks import Rule
 from strategies.control import Control
 from strategies.data import MicroBatch, ShardedLoader, Window
+from strategies.fused import fuse, leaves_out
 from strategies.precision import Precision
 from strategies.recompute import is_recomputed, keep, recompute
 from strategies.state import Reader, Shard, State, gather_state, restore_state
@@ -156,6 +157,9 @@ class EagerStrategy(Strategy):
         if self.precision.scaler is not None:
             for optimizer in optimizers.values():
                 optimizer.register_step_post_hook(self._mark_stepped)
+        if self.device.type == "cuda":
+            for optimizer in optimizers.values():
+                fuse(optimizer)
         self._watched = list(placed.parameters())  # walking through the modules in each step would cost more than the look at the gradients
         return optimizers
 
@@ -419,7 +423,7 @@ class EagerStrategy(Strategy):
 
     def _may_step(self, optimizer: Optimizer) -> bool:
         """Whether to call `optimizer`: one that can leaves out a step with bad gradients on the device, else the host waits."""
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if leaves_out(optimizer):
             optimizer.found_inf = self._left_out  # type: ignore[attr-defined]
             return True
         return not bool(self._left_out)

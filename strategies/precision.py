@@ -10,6 +10,7 @@ from torch import nn
 PRECISIONS = {
     # name: (dtype of parameters and inputs, dtype of autocast)
     "32-true": (torch.float32, None),
+    "tf32-true": (torch.float32, None),  # and matrix products in TensorFloat-32, where the device has it
     "64-true": (torch.float64, None),
     "bf16-true": (torch.bfloat16, None),
     "bf16-mixed": (torch.float32, torch.bfloat16),
@@ -29,12 +30,16 @@ class Precision:
         self.dtype, self.autocast_dtype = PRECISIONS[name]
         self.scaler: torch.amp.GradScaler | None = None
         self._outer_dtype: torch.dtype | None = None
+        self._outer_products: str | None = None
 
     def setup(self, device: torch.device) -> None:
         """Make tensors that user code creates have the precision's dtype; build the scaler on `device`."""
         if self.dtype != torch.float32 and self._outer_dtype is None:
             self._outer_dtype = torch.get_default_dtype()
             torch.set_default_dtype(self.dtype)
+        if self.name == "tf32-true" and self._outer_products is None:
+            self._outer_products = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high")
         if self.autocast_dtype == torch.float16:
             self.scaler = torch.amp.GradScaler(device.type)
 
@@ -43,6 +48,9 @@ class Precision:
         if self._outer_dtype is not None:
             torch.set_default_dtype(self._outer_dtype)
             self._outer_dtype = None
+        if self._outer_products is not None:
+            torch.set_float32_matmul_precision(self._outer_products)
+            self._outer_products = None
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Cast floating point parameters and buffers in place where the precision asks for another dtype."""

@@ -215,12 +215,16 @@ def saved_groups(reader: Reader, key: str, have: list[list[str]]) -> list[dict[s
     return groups
 
 
+HOW = ("capturable", "differentiable", "foreach", "fused")
+"""Options of torch's optimizers that say by which kernels they step: this run's business, whatever the saved one's was."""
+
+
 def _taken(key: str, saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """A saved parameter group, with what it lacks as it is now: another version of torch may have had fewer options."""
     for name, value in now.items():
         if isinstance(value, int | float) and not isinstance(saved.get(name, value), int | float | Tensor):
             raise ValueError(f"optimizer {key!r} has {name}={value!r}, a number, but {saved[name]!r:.60} was saved")
-    return {**now, **saved, "params": now["params"]}
+    return {**now, **saved, **{name: now[name] for name in ("params", *HOW) if name in now}}
 
 
 @dataclass

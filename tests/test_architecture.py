@@ -30,6 +30,7 @@ PUBLIC = {
     "callbacks": {
         "Callback",
         "CSVLogger",
+        "ChannelsLast",
         "EarlyStopping",
         "Guard",
         "LRScaling",

@@ -52,7 +52,7 @@ class Trainer:
         `devices`: devices (ranks) on this node, or "auto".
         `accelerator`: "auto", "cpu" or "gpu".
         `num_nodes`: nodes; more than one needs a launcher such as torchrun.
-        `precision`: "32-true", "64-true", "bf16-mixed", "bf16-true" or "16-mixed".
+        `precision`: "32-true", "tf32-true", "64-true", "bf16-mixed", "bf16-true" or "16-mixed".
     How long
         `max_epochs`, `max_steps` (optimizer steps), `max_time` ("DD:HH:MM:SS" or timedelta): whichever comes
         first, -1 or None for no limit; at least one is needed to fit. `min_epochs`: `should_stop` has no effect before.

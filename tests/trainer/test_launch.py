@@ -164,6 +164,7 @@ class Precise(Net):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         assert self(batch[0]).dtype == self.expected[2]
+        assert torch.get_float32_matmul_precision() == ("high" if self.trainer.strategy.precision.name == "tf32-true" else "highest")
         super().validation_step(batch, batch_idx)
 
 
@@ -174,6 +175,7 @@ PRECISIONS = {
     "16-mixed": (F32, F32, torch.float16),
     "64-true": (F64, F64, F64),
     "32-true": (F32, F32, F32),
+    "tf32-true": (F32, F32, F32),
 }
 
 
@@ -186,6 +188,7 @@ def test_precisions(precision: str, devices: int) -> None:
     trainer.fit(model, loader(48), loader(16))
     assert trainer.global_step == 18 // devices
     assert model.net[0].weight.dtype == PRECISIONS[precision][0] and torch.zeros(1).dtype == torch.float32
+    assert torch.get_float32_matmul_precision() == "highest"
     reference = net()
     quiet(devices=devices, max_epochs=3, gradient_clip_val=1.0).fit(reference, loader(48))
     for one, other in zip(weights(model), weights(reference), strict=True):

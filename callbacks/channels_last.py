@@ -1,0 +1,26 @@
+"""ChannelsLast: the memory layout that convolutions are fastest in on many devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from trainer import Module, Trainer
+
+
+class ChannelsLast(Callback):
+    """Lays out 4-dimensional parameters as NHWC in memory; convolutions then compute and hand on in that layout.
+
+    Shapes, names and checkpoints stay as they are, and numbers up to rounding. Set before the strategy places the
+    module. Raises ValueError for a module without such a parameter, for which it would do nothing.
+    Source: https://pytorch.org/tutorials/intermediate/memory_format_tutorial.html
+    """
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        if not any(parameter.dim() == 4 for parameter in module.parameters()):
+            raise ValueError(f"ChannelsLast lays out parameters of 4 dimensions, as convolutions have, but {type(module).__name__} has none; leave it out")
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -1,0 +1,100 @@
+"""Fused optimizer kernels: chosen where nobody has decided, and a step that they leave out changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from strategies.fused import FUSED, fuse, leaves_out
+from tests.trainer.toy import Net, distance, equal, loader, net, quiet, weights
+
+
+def stepped(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    torch.manual_seed(1)
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("cls", FUSED)
+def test_a_fused_optimizer_is_the_one_that_torch_would_make(cls: Any) -> None:
+    one, two, three = net(), net(), net()
+    chosen = cls(one.parameters(), lr=0.01)
+    assert not leaves_out(chosen)
+    fuse(chosen)
+    assert leaves_out(chosen)
+    stepped(chosen, one)
+    stepped(cls(two.parameters(), lr=0.01, fused=True), two)
+    stepped(cls(three.parameters(), lr=0.01), three)
+    assert equal(weights(one), weights(two))
+    assert distance(weights(one), weights(three)) < 1e-5
+
+
+@pytest.mark.parametrize("cls", FUSED)
+def test_a_step_that_is_left_out_changes_nothing(cls: Any) -> None:
+    model = net()
+    optimizer = cls(model.parameters(), lr=0.01)
+    fuse(optimizer)
+    stepped(optimizer, model)
+    before, state = weights(model), copy.deepcopy(optimizer.state_dict())
+    optimizer.found_inf = torch.ones(())
+    stepped(optimizer, model)
+    assert equal(weights(model), before)
+    for key, entry in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, state["state"][key][name]) for name, value in entry.items() if isinstance(value, torch.Tensor))
+    optimizer.found_inf = torch.zeros(())
+    stepped(optimizer, model)
+    assert not equal(weights(model), before)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": False}, {"differentiable": True}, {"capturable": True}])
+def test_what_the_user_chose_stays(options: dict[str, bool]) -> None:
+    optimizer = torch.optim.AdamW(net().parameters(), **options)
+    fuse(optimizer)
+    assert {name: optimizer.param_groups[0][name] for name in options} == options
+    assert optimizer.param_groups[0]["fused"] in (None, False)
+
+
+def test_other_optimizers_are_left_alone() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    for optimizer in (Own(net().parameters(), lr=0.1), torch.optim.RMSprop(net().parameters())):
+        fuse(optimizer)
+        assert not leaves_out(optimizer)
+
+
+class Kernels(Net):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, **self.options)
+
+
+def test_kernels_are_not_part_of_what_is_resumed() -> None:
+    """A run saved with one kernel goes on with that of the run that resumes it."""
+
+    class Save(Kernels):
+        def on_train_end(self) -> None:
+            self.trainer.save_checkpoint("saved")
+
+    quiet().fit(Save(fused=True), loader())
+    resumed = quiet(max_epochs=2)
+    resumed.fit(Kernels(), loader(), ckpt_path=Path("saved"))
+    assert resumed.optimizers[0].param_groups[0]["fused"] is None
+    assert resumed.optimizers[0].param_groups[0]["lr"] == 0.01
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_fused_kernels_are_chosen() -> None:
+    run = quiet(accelerator="gpu", devices=1)
+    run.fit(Kernels(), loader())
+    assert leaves_out(run.optimizers[0])
