@@ -140,7 +140,7 @@ def test_every_number_of_ranks_goes_on_from_every_other(tmp_path: Path, capfd: p
         assert said == (began != ranks), "once, by rank 0"
 
 
-@pytest.mark.parametrize("path", [(2, 3, 1), (3, 2, 3)])
+@pytest.mark.parametrize("path", [(2, 3, 1), pytest.param((3, 2, 3), marks=pytest.mark.slow)])
 def test_restarted_again_and_again(tmp_path: Path, path: tuple[int, ...]) -> None:
     """Each checkpoint says how the run began, so a chain of restarts ends where none would have."""
     ckpt = None
@@ -166,7 +166,9 @@ def test_limits_and_intervals_count_as_they_did(tmp_path: Path) -> None:
         assert distance(weights(model), final) < 1e-12
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 3), ("tensor", 2), ("pipeline", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [pytest.param("fsdp", 3, marks=pytest.mark.slow), ("tensor", 2), pytest.param("pipeline", 2, marks=pytest.mark.slow)]
+)
 def test_on_another_number_of_ranks_under_another_strategy(tmp_path: Path, strategy: str, ranks: int) -> None:
     """What counts are ranks that see different samples: two of a tensor-parallel or pipelined run are one."""
     expected, final, _ = undisturbed()
@@ -233,7 +235,7 @@ class Fives(Sampler[list[int]]):
 
 
 @pytest.mark.parametrize("kind", ["sampler", "batch sampler"])
-@pytest.mark.parametrize(("began", "ranks"), [(1, 2), (2, 3)])
+@pytest.mark.parametrize(("began", "ranks"), [(1, 2), pytest.param(2, 3, marks=pytest.mark.slow)])
 def test_the_users_own_order_goes_on(tmp_path: Path, kind: str, began: int, ranks: int) -> None:
     def loader() -> Any:
         return DataLoader(Rows(), batch_sampler=Fives()) if kind == "batch sampler" else DataLoader(Rows(), 4, sampler=Backwards())
