@@ -92,7 +92,10 @@ def restore(trainer: Trainer, module: Module, checkpoint: Checkpoint) -> None:
     strategy, state, read = trainer.strategy, checkpoint.state, checkpoint.read
     _restore_training(trainer, checkpoint)
     with refused(checkpoint.path):
-        trainer.progress.load_state_dict(state["progress"])
+        progress, loader = trainer.progress, trainer.train_dataloader
+        progress.load_state_dict(state["progress"])
+        if loader.plan != state["windows"] and loader.batch_size is not None:  # other batches, as the user wants: count them so
+            progress.batches_seen = -(-progress.samples_seen * loader.num_micro_batches // loader.batch_size)
         if trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(unpack(state["datamodule"], read))
         trainer.show({name: torch.tensor(value, dtype=torch.float64) for name, value in state["metrics"].items()})

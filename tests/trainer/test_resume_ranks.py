@@ -181,6 +181,18 @@ def test_on_another_number_of_ranks_under_another_strategy(tmp_path: Path, strat
     assert distance(weights(model), final) < 1e-12
 
 
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_another_accumulation_goes_on_at_the_same_sample(tmp_path: Path, accumulate: int) -> None:
+    """48 samples of the epoch are done, whatever a step is from now on: two batches are left, one of them short."""
+    fit(1, 1, Trace((2,), str(tmp_path)))
+    trace = Trace()
+    trainer, _ = fit(1, 1, trace, f"{tmp_path}/2", max_epochs=1, accumulate_grad_batches=accumulate, val_check_interval=None)
+    ours = [step for step in trace.steps[2:] if len(step) > 1]
+    assert [len(step[3]) for step in ours] == ([12, 7] if accumulate == 1 else [19])
+    assert [step[4] for step in ours] == ([5, 6] if accumulate == 1 else [6])
+    assert trainer.current_epoch == 1
+
+
 class ByHand(Numbered):
     """Steps by itself, once a batch."""
 
