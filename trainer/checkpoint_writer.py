@@ -35,6 +35,7 @@ from torch import Tensor
 from strategies.faults import fault
 from strategies.state import Shard
 from trainer import safetensors_file
+from trainer.checkpoint_content import check_finite, check_json, check_tensor, refusal
 from trainer.checkpoint_folder import hidden, lock, make_folders, put_in_place, refuse_foreign, remove, sync
 from trainer.checkpoint_format import (
     FORMAT,
@@ -43,18 +44,13 @@ from trainer.checkpoint_format import (
     STATE,
     CheckpointError,
     manifest_checksum,
-    name_fault,
     reason,
     split_name,
     tiling_fault,
 )
 from trainer.checkpoint_reader import check_files, read_manifest
-from trainer.safetensors_file import CODES
 
 _CHUNK_BYTES = 4 << 20
-_MAX_DEPTH = 64
-_MAX_INT_BITS = 4096
-"""Python refuses to parse integers of more than 4300 digits."""
 _POLL_S = 0.02
 _STALLED_S = 10.0
 """After an error of its own a rank waits for a save for as long as its folder changes this often."""
@@ -217,10 +213,10 @@ class Saving:
                 raise CheckpointError(f"cannot save a checkpoint at {path}: its name must not be empty or begin with a dot; choose another name")
         for where, value in (("state", state), ("rank_state", rank_state)):
             if value is not None and not isinstance(value, dict):
-                raise self._refusal(where, f"<type {type(value).__name__}>", "pass a dict")
-            self._check_json(where, value, 0)
+                raise refusal(self.final, where, f"<type {type(value).__name__}>", "pass a dict")
+            check_json(self.final, where, value)
         for name, shard in tensors.items():
-            self._check_tensor(name, shard)
+            check_tensor(self.final, name, shard)
             self._total_bytes += shard.tensor.numel() * shard.tensor.element_size()
 
     def _create(self) -> None:
@@ -244,7 +240,7 @@ class Saving:
                 f"cannot save the checkpoint {self.final}: rank {self.rank} does not see {self.temporary}, which rank 0 made; "
                 "choose a folder on a file system that all nodes share"
             )
-        self._check_finite()
+        check_finite(self.final, self._tensors, self._finite, f"on rank {self.rank} in step {self._global_step}")
         files: dict[str, Any] = {}
         index: dict[str, Any] = {}
         groups: dict[str, dict[str, Tensor]] = {}
@@ -266,27 +262,6 @@ class Saving:
         if self._replaces:
             self._read_back(files, checksums=True)
         return {"files": files, "tensors": index}
-
-    def _check_finite(self) -> None:
-        """Raise FloatingPointError for a NaN or an infinity where only finite numbers may be.
-
-        A sum is finite only if all are; one that is not may have overflowed, so that tensor is looked at again.
-        One synchronisation for each device that holds tensors.
-        """
-        names = [name for name, s in self._tensors.items() if name in self._finite and (s.tensor.is_floating_point() or s.tensor.is_complex())]
-        sums: dict[torch.device, list[tuple[str, Tensor]]] = {}
-        for name in names:
-            tensor = self._tensors[name].tensor.detach()
-            tensor = tensor.float() if tensor.element_size() == 1 else torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-            sums.setdefault(tensor.device, []).append((name, tensor.sum().to(torch.float64)))
-        for found in sums.values():
-            for (name, _), fine in zip(found, torch.stack([total for _, total in found]).isfinite().tolist(), strict=True):
-                tensor = self._tensors[name].tensor.detach()
-                if not fine and not (tensor.float() if tensor.element_size() == 1 else tensor).isfinite().all():
-                    raise FloatingPointError(
-                        f"cannot save the checkpoint {self.final}: {name} holds NaN or infinite values on rank {self.rank} in step {self._global_step}; "
-                        "go back to an older checkpoint, which is intact, with a lower learning rate or gradient_clip_val"
-                    )
 
     def _tell(self, part: dict[str, Any]) -> None:
         """Leave `part` for rank 0, whole or not at all. One that cannot be written says by its absence that this rank failed."""
@@ -369,7 +344,8 @@ class Saving:
             for name, entry in part["tensors"].items():
                 known = merged.setdefault(name, {**entry, "pieces": []})
                 if (known["dtype"], known["shape"]) != (entry["dtype"], entry["shape"]):
-                    raise self._refusal(
+                    raise refusal(
+                        self.final,
                         name,
                         f"ranks differ on it: {known['dtype']} {tuple(known['shape'])} and {entry['dtype']} {tuple(entry['shape'])}",
                         "save the same tensor on all ranks",
@@ -379,55 +355,13 @@ class Saving:
         for name, entry in merged.items():
             fault = tiling_fault(entry["shape"], entry["pieces"])
             if fault:
-                raise self._refusal(name, f"over all ranks {fault}", "let each element be saved by exactly one rank")
+                raise refusal(self.final, name, f"over all ranks {fault}", "let each element be saved by exactly one rank")
         return merged
-
-    def _check_tensor(self, name: str, shard: Shard) -> None:
-        fault = name_fault(name)
-        if fault:
-            raise self._refusal(repr(name), fault, "rename it")
-        tensor = shard.tensor
-        if tensor.layout != torch.strided or tensor.device.type == "meta" or hasattr(tensor, "__tensor_flatten__"):
-            raise self._refusal(name, f"<type {type(tensor).__name__}, layout {tensor.layout}, device {tensor.device}>", "pass a dense tensor with data")
-        if tensor.dtype not in CODES:
-            raise self._refusal(name, f"<dtype {tensor.dtype}>", "convert it first")
-        if not tensor.dim() == len(shard.offsets) == len(shard.global_shape) or any(
-            first < 0 or first + size > whole for first, size, whole in zip(shard.offsets, tensor.shape, shard.global_shape, strict=True)
-        ):
-            raise self._refusal(
-                name,
-                f"a piece of shape {tuple(tensor.shape)} at {tuple(shard.offsets)} does not lie in the global shape {tuple(shard.global_shape)}",
-                "correct the shard",
-            )
-
-    def _check_json(self, where: str, value: Any, depth: int) -> None:
-        if value is None or isinstance(value, bool | float | str):
-            return
-        if isinstance(value, int):
-            if value.bit_length() > _MAX_INT_BITS:
-                raise self._refusal(where, f"<int of {value.bit_length()} bits>", f"keep integers below {_MAX_INT_BITS} bits or save a string")
-        elif depth > _MAX_DEPTH:
-            raise self._refusal(where[:200] + "...", f"<nested deeper than {_MAX_DEPTH}>", "flatten it, or look for a container that holds itself")
-        elif isinstance(value, dict):
-            for key, inner in value.items():
-                if not isinstance(key, str):
-                    raise self._refusal(where, f"<key {key!r} of type {type(key).__name__}>", "use str keys")
-                self._check_json(f"{where}.{key}", inner, depth + 1)
-        elif isinstance(value, list | tuple):
-            for position, inner in enumerate(value):
-                self._check_json(f"{where}[{position}]", inner, depth + 1)
-        elif isinstance(value, Tensor):
-            raise self._refusal(where, f"<type {type(value).__name__}>", "put tensors among the tensors, or save tensor.item() or tensor.tolist()")
-        else:
-            raise self._refusal(where, f"<type {type(value).__name__}>", "save only dict, list, str, int, float, bool and None")
-
-    def _refusal(self, where: str, what: str, remedy: str) -> CheckpointError:
-        return CheckpointError(f"cannot save the checkpoint {self.final}: {where}: {what}; {remedy}")
 
     def _encode(self, name: str, value: Any) -> bytes:
         content = json.dumps(value).encode("ascii")
         if len(content) > MAX_JSON_BYTES:
-            raise self._refusal(name, f"<{len(content)} bytes of JSON>", f"keep it below {MAX_JSON_BYTES} bytes and save large data as tensors")
+            raise refusal(self.final, name, f"<{len(content)} bytes of JSON>", f"keep it below {MAX_JSON_BYTES} bytes and save large data as tensors")
         return content
 
     def _write_file(self, path: Path, content: Iterator[memoryview]) -> dict[str, Any]:

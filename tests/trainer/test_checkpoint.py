@@ -376,6 +376,20 @@ BAD_NAMES = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [dtype for dtype in safetensors_file.CODES if dtype.is_floating_point or dtype.is_complex], ids=str)
+def test_numbers_that_must_be_finite(tmp_path: Path, dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    values = torch.full((300,), largest, dtype=torch.complex128 if dtype.is_complex else torch.float64)
+    finite, spoilt = values.to(dtype), values.to(dtype, copy=True)
+    spoilt.view(-1)[7:8] = torch.tensor([math.nan]).to(dtype)
+    options: dict[str, Any] = {"rank": 0, "world_size": 1, "state": {}, "finite": {"model/w"}}
+    save(tmp_path / "a", tensors={"model/w": Shard.whole(finite), "model/free": Shard.whole(spoilt), "model/number": Shard.whole(torch.tensor(1))}, **options)
+    with pytest.raises(FloatingPointError, match="cannot save the checkpoint .*/a: model/w holds NaN or infinite values on rank 0 in step 0"):
+        save(tmp_path / "a", tensors={"model/w": Shard.whole(spoilt)}, **options)
+    assert Checkpoint.open(tmp_path / "a").names() == ["model/free", "model/number", "model/w"]
+    assert os.listdir(tmp_path) == ["a"]
+
+
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_tensor_names_that_do_not_match_the_pattern_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="rename it"):

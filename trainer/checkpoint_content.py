@@ -1,0 +1,89 @@
+"""What may lie in a checkpoint: dense tensors of known dtypes under plain names, JSON data, and finite numbers where they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.state import Shard
+from trainer.checkpoint_format import CheckpointError, name_fault
+from trainer.safetensors_file import CODES
+
+_MAX_DEPTH = 64
+_MAX_INT_BITS = 4096
+"""Python refuses to parse integers of more than 4300 digits."""
+
+
+def check_tensor(path: Path, name: str, shard: Shard) -> None:
+    """Raise CheckpointError for a name, dtype, layout or piece that cannot be stored."""
+    fault = name_fault(name)
+    if fault:
+        raise refusal(path, repr(name), fault, "rename it")
+    tensor = shard.tensor
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or hasattr(tensor, "__tensor_flatten__"):
+        raise refusal(path, name, f"<type {type(tensor).__name__}, layout {tensor.layout}, device {tensor.device}>", "pass a dense tensor with data")
+    if tensor.dtype not in CODES:
+        raise refusal(path, name, f"<dtype {tensor.dtype}>", "convert it first")
+    if not tensor.dim() == len(shard.offsets) == len(shard.global_shape) or any(
+        first < 0 or first + size > whole for first, size, whole in zip(shard.offsets, tensor.shape, shard.global_shape, strict=True)
+    ):
+        raise refusal(
+            path,
+            name,
+            f"a piece of shape {tuple(tensor.shape)} at {tuple(shard.offsets)} does not lie in the global shape {tuple(shard.global_shape)}",
+            "correct the shard",
+        )
+
+
+def check_json(path: Path, where: str, value: Any, depth: int = 0) -> None:
+    """Raise CheckpointError with the key path for what JSON cannot hold."""
+    if value is None or isinstance(value, bool | float | str):
+        return
+    if isinstance(value, int):
+        if value.bit_length() > _MAX_INT_BITS:
+            raise refusal(path, where, f"<int of {value.bit_length()} bits>", f"keep integers below {_MAX_INT_BITS} bits or save a string")
+    elif depth > _MAX_DEPTH:
+        raise refusal(path, where[:200] + "...", f"<nested deeper than {_MAX_DEPTH}>", "flatten it, or look for a container that holds itself")
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise refusal(path, where, f"<key {key!r} of type {type(key).__name__}>", "use str keys")
+            check_json(path, f"{where}.{key}", inner, depth + 1)
+    elif isinstance(value, list | tuple):
+        for position, inner in enumerate(value):
+            check_json(path, f"{where}[{position}]", inner, depth + 1)
+    elif isinstance(value, Tensor):
+        raise refusal(path, where, f"<type {type(value).__name__}>", "put tensors among the tensors, or save tensor.item() or tensor.tolist()")
+    else:
+        raise refusal(path, where, f"<type {type(value).__name__}>", "save only dict, list, str, int, float, bool and None")
+
+
+def check_finite(path: Path, tensors: Mapping[str, Shard], finite: Container[str], whose: str) -> None:
+    """Raise FloatingPointError for a NaN or an infinity where only finite numbers may be.
+
+    A sum is finite only if all are; one that is not may have overflowed, so that tensor is looked at again.
+    One synchronisation for each device that holds tensors.
+    """
+    names = [name for name, s in tensors.items() if name in finite and (s.tensor.is_floating_point() or s.tensor.is_complex())]
+    sums: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    for name in names:
+        tensor = tensors[name].tensor.detach()
+        tensor = tensor.float() if tensor.element_size() == 1 else torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        sums.setdefault(tensor.device, []).append((name, tensor.sum().to(torch.float64)))
+    for found in sums.values():
+        for (name, _), fine in zip(found, torch.stack([total for _, total in found]).isfinite().tolist(), strict=True):
+            tensor = tensors[name].tensor.detach()
+            if not fine and not (tensor.float() if tensor.element_size() == 1 else tensor).isfinite().all():
+                raise FloatingPointError(
+                    f"cannot save the checkpoint {path}: {name} holds NaN or infinite values {whose}; "
+                    "go back to an older checkpoint, which is intact, with a lower learning rate or gradient_clip_val"
+                )
+
+
+def refusal(path: Path, where: str, what: str, remedy: str) -> CheckpointError:
+    """The error for something that cannot be stored."""
+    return CheckpointError(f"cannot save the checkpoint {path}: {where}: {what}; {remedy}")
