@@ -76,6 +76,8 @@ class Place(NamedTuple):
 
 def place_of(error: BaseException) -> Place | None:
     """Where on the ranks an exception of `launch` comes from; None for one of the launcher's own."""
+    if isinstance(error, RankFailure) and error.rank is None:  # the server, and the ranks with it
+        return Place(0, error.step, error.phase, False)
     return getattr(error, "_lockstep_place", None)
 
 
@@ -228,7 +230,8 @@ class _Ranks:
         while len(data) % forkserver.END.size:
             data += self.control.recv(forkserver.END.size - len(data) % forkserver.END.size)
         if not data:
-            raise RankFailure(_server_died(self.server))
+            step, phase = self._place(0)
+            raise RankFailure(_server_died(self.server), step=step, phase=phase)
         for rank, exitcode in forkserver.END.iter_unpack(data):
             self.running.discard(rank)
             if rank in self.open:

@@ -7,10 +7,12 @@ import hashlib
 import itertools
 import json
 import os
+import secrets
 import socket
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -90,11 +92,7 @@ def _open_store(world: World, timeout: timedelta) -> dist.Store:
         return dist.FileStore(url.path, world.world_size)
     host, port = _host_and_port(world)
     if url.scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = dist.TCPStore(host, port, world.world_size, is_master=False, timeout=timeout)
-        if world.num_nodes > 1:
-            return store  # agents of several nodes may count restarts differently
-        # The agent keeps one store over restarts, in which gloo would find the addresses of the ranks that died.
-        return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        return _of_this_start(dist.TCPStore(host, port, world.world_size, is_master=False, timeout=timeout), world, timeout)
     if world.num_nodes > 1:
         return dist.TCPStore(host, port, world.world_size, is_master=world.rank == 0, timeout=timeout)
     if world.rank != 0:
@@ -102,6 +100,32 @@ def _open_store(world: World, timeout: timedelta) -> dist.Store:
     # TCPStore would listen on every interface; a socket that listens already keeps it to the loopback.
     with socket.create_server(("127.0.0.1", port)) as listener:
         return dist.TCPStore("127.0.0.1", port, world.world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+
+
+def _of_this_start(store: dist.Store, world: World, timeout: timedelta) -> dist.Store:
+    """The part of the store of torchrun's agents that belongs to this start of the ranks; every rank calls it.
+
+    The store stays over restarts, and gloo would find the addresses of ranks that died in it. Nothing that the agents tell is new with
+    every start and equal on all nodes, so rank 0 calls the roll: it gives a name, each rank answers under it with a name of its own,
+    and the list of these tells them that they were counted. Who finds a list without itself has met an earlier start, and looks again.
+    """
+    roll, mine = f"lockstep/roll-of-{world.world_size}", secrets.token_hex(8)  # not from `random`, which training draws from
+    if world.rank == 0:
+        store.set(roll, mine)
+        store.set(f"lockstep/{mine}/all", ",".join(store.get(f"lockstep/{mine}/{rank}").decode() for rank in range(1, world.world_size)))
+        return dist.PrefixStore(f"lockstep/{mine}", store)
+    end = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < end:
+        name = store.get(roll).decode()
+        store.set(f"lockstep/{name}/{world.rank}", mine)
+        for _ in range(10):
+            if store.check([f"lockstep/{name}/all"]):
+                if mine in store.get(f"lockstep/{name}/all").decode().split(","):
+                    return dist.PrefixStore(f"lockstep/{name}", store)
+                break
+            time.sleep(0.01)
+        time.sleep(0.01)
+    raise RuntimeError(f"rank {world.rank} was not counted by rank 0 within {timeout.total_seconds():g} s: see why rank 0 has not started")
 
 
 def _host_and_port(world: World) -> tuple[str, int]:

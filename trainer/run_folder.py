@@ -17,6 +17,7 @@ import mmap
 import os
 import platform
 import signal
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,8 +56,11 @@ class RunFolder:
             pass  # a file system without locks
         if os.fstat(self._file).st_size != 8 * _SLOTS:
             os.ftruncate(self._file, 8 * _SLOTS)
-        self._map = mmap.mmap(self._file, 8 * _SLOTS)
-        self.executed = memoryview(self._map).cast("q")
+        try:
+            self._map: mmap.mmap | None = mmap.mmap(self._file, 8 * _SLOTS)
+            self.executed = memoryview(self._map).cast("q")
+        except OSError:  # a file system without shared memory: what is computed before a kill is not counted
+            self._map, self.executed = None, [0, 0]
         self.executed[1] = os.getpid()
         self._account: dict[str, Any] = {}
 
@@ -70,21 +74,25 @@ class RunFolder:
         else:
             given = {"trainer": trainer.given, "module": f"{type(module).__module__}.{type(module).__qualname__}", "hyperparameters": dict(module.hparams)}
             config = json.dumps(given, indent=2, default=repr) + "\n"  # YAML, as all JSON is
-        _write(self.path / "config.yaml", config)
         versions = {"python": platform.python_version(), "platform": platform.platform(), "cuda": torch.version.cuda}
         for name in PACKAGES:
             with suppress(importlib.metadata.PackageNotFoundError):
                 versions[name] = importlib.metadata.version(name)
-        _write(self.path / "versions.json", json.dumps(versions, indent=2) + "\n")
-        self._write_summary(trainer, "running")
+        try:
+            _write(self.path / "config.yaml", config)
+            _write(self.path / "versions.json", json.dumps(versions, indent=2) + "\n")
+            self._write_summary(trainer, "running")
+        except OSError as error:  # as for loggers: it costs a warning, never the training
+            warnings.warn(f"{self.path} gets no account of the run, training goes on: {error}", RuntimeWarning, stacklevel=2)
 
     def end(self, trainer: Trainer, error: BaseException | None) -> None:
         """Write how it ended and let the folder go."""
         if self._account:
             with suppress(OSError):  # on a full disk the error that ends the run is the one to see
                 self._write_summary(trainer, _reason(error))
-        self.executed.release()  # type: ignore[union-attr]
-        self._map.close()
+        if self._map is not None:
+            self.executed.release()  # type: ignore[union-attr]
+            self._map.close()
         os.close(self._file)
 
     def _write_summary(self, trainer: Trainer, reason: str) -> None:

@@ -80,7 +80,7 @@ class Training:
             if not self.alive(self.launcher):
                 self.wait_until_gone()
                 if not self.finished():
-                    assert self.launchers < 60, self.log()
+                    assert self.launchers < 15, self.log()
                     self.start()
             time.sleep(0.02)
 

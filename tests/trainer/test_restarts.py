@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,22 @@ def test_a_process_that_dies_before_the_first_step_is_started_again(monkeypatch:
     trainer = quiet(max_restarts=1)
     trainer.fit(DiesEarly(), loader(16))
     assert trainer.global_step == 2
+
+
+class LosesItsServer(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 2 and not Path("lost").exists():
+            Path("lost").touch()
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(10)
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_process_that_starts_the_ranks_dies(capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = quiet(max_restarts=1)
+    trainer.fit(LosesItsServer(), loader(32))
+    assert trainer.global_step == 4
+    assert "The process that starts the ranks was killed by SIGKILL, and its ranks ended with it: see what it printed" in capfd.readouterr().err
 
 
 def test_a_stop_that_was_asked_for_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
