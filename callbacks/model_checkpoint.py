@@ -210,6 +210,7 @@ class ModelCheckpoint(Callback):
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         if not self._fitting:
             return
+        self._saving = None
         if self._metric:
             self._metric.restart()
         if trainer.global_step == 0:  # a run of its own, perhaps the second with this callback

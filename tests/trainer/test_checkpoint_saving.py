@@ -113,6 +113,14 @@ def test_a_failed_write_ends_all_ranks_within_a_step(tmp_path: Path, monkeypatch
     assert Checkpoint.open(tmp_path / "kept" / "step=2").global_step == 2
 
 
+def test_the_callback_knows_what_is_left_after_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_FAULTS", "step=4,point=save.write,action=eio")
+    saver = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=2, async_save=True)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        fit(tmp_path, Steps(tmp_path, 0.1), saver, max_steps=9)
+    assert saver.best_model_path == str(tmp_path / "kept" / "step=2") and is_checkpoint(saver.best_model_path)
+
+
 class Vandal(Callback):
     """Removes the folder that is being written."""
 
