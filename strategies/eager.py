@@ -118,6 +118,7 @@ class EagerStrategy(Strategy):
         faults.load(self.rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        self._on_cpu = self.device.type == "cpu"
         self._found, self._one = (make((), dtype=torch.float32, device=self.device) for make in (torch.zeros, torch.ones))
         self.precision.setup(self.device)
         if world is not None and self.world_size > 1:
@@ -189,7 +190,7 @@ class EagerStrategy(Strategy):
         last = len(window.micro_batches) - 1
         alone = last == 0 and self.data_size == 1
         scale = self.data_size / window.num_samples  # gradients meet as a mean over ranks
-        autocast, device_type = self.precision.autocast_dtype, self.device.type
+        autocast, on_cpu = self.precision.autocast_dtype, self._on_cpu
         run = self._runner(placed, step_fn) if automatic else step_fn
         exchanges, scaler = self.data_size > 1, self.precision.scaler
         count, weighted = 0.0, 0.0
@@ -200,17 +201,17 @@ class EagerStrategy(Strategy):
             if autocast is None:
                 output = call(micro_batch.batch, micro_batch.batch_idx)
             else:
-                with torch.autocast(device_type, dtype=autocast):
+                with torch.autocast(self.device.type, dtype=autocast):
                     output = call(micro_batch.batch, micro_batch.batch_idx)
             losses, counted = (
                 weighted_losses(output, micro_batch.num_samples, None if alone else scale, parameters) if automatic else ([], micro_batch.num_samples)
             )
             count += counted
             for value, _ in losses:
-                weighted += value.item() if device_type == "cpu" else math.nan  # no host sync on an accelerator
+                weighted += value.item() if on_cpu else math.nan  # no host sync on an accelerator
             micro_batch.output = output.detach() if isinstance(output, Tensor) else detach(output)
             if i == last and self._control is not None:
-                finite = device_type != "cpu" or math.isfinite(weighted)
+                finite = not on_cpu or math.isfinite(weighted)
                 said = (count, finite, weighted / scale) if self.reports else (0.0, finite, 0.0)
                 self._control.send(note() if note else Note(), *said)
             if faults.plan is not None:
@@ -222,9 +223,9 @@ class EagerStrategy(Strategy):
                 if after_backward is not None:
                     after_backward()
         if self._control is None:
-            finite = device_type != "cpu" or math.isfinite(weighted)
+            finite = not on_cpu or math.isfinite(weighted)
             loss = weighted if alone else weighted / scale / count if count else None
-            agreement = Agreement(count, note().stop if note else 0, None if finite else "the loss of rank 0", loss if device_type == "cpu" else None)
+            agreement = Agreement(count, note().stop if note else 0, None if finite else "the loss of rank 0", loss if on_cpu else None)
         else:
             agreement = self._control.receive()
         if automatic and not alone and agreement.count and agreement.count != window.num_samples:
@@ -372,19 +373,20 @@ class EagerStrategy(Strategy):
             return agreement
         if agreement.non_finite is None:
             gradients = self._gradients(placed) if self.cuts_gradients else [*filter(_EXISTS, map(_GRADIENT, self._watched or placed.parameters()))]
-            found = self._found.zero_()
+            found = self._found
             try:  # GradScaler's pass with a scale of one: changes no bit of what is finite
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._one)
             except RuntimeError:  # none, or such as that pass does not take
                 found = finite.found(gradients, self.device)
-            if self.device.type != "cpu":
+            if not self._on_cpu:
                 if self.cuts_gradients and self.world_size > 1:
                     dist.all_reduce(found, dist.ReduceOp.MAX)
-                self._left_out = found
+                self._left_out, self._found = found, torch.zeros_like(found)  # the copy to the host and the optimizer read it later
                 return agreement._replace(later=finite.later(found))
             first = self._control.first_rank(bool(found)) if self.cuts_gradients and self._control is not None else 0 if found.item() else None
             if first is None:
                 return agreement
+            found.zero_()
             name = finite.name(self._user_model(placed)) if self.rank == first or not self.cuts_gradients else None
             agreement = agreement._replace(non_finite=self.broadcast(name, first) if self.cuts_gradients else name)
         self._drop_gradients(placed)
