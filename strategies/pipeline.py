@@ -202,9 +202,14 @@ class Pipeline(EagerStrategy):
 
     # ---- 2. gradient sync ------------------------------------------------------------------------
 
-    def forward_backward(
+    def forward_backward(self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any) -> Agreement:
+        if not isinstance(placed, Staged):
+            return super().forward_backward(placed, step_fn, window, **options)
+        return self._by_schedule(placed, step_fn, window, **options)
+
+    def _by_schedule(
         self,
-        placed: nn.Module,
+        placed: Staged,
         step_fn: Callable[[Any, int], Any],
         window: Window,
         *,
@@ -216,19 +221,6 @@ class Pipeline(EagerStrategy):
         before_backward: Callable[[Tensor], None] | None = None,
         after_backward: Callable[[], None] | None = None,
     ) -> Agreement:
-        if not isinstance(placed, Staged):
-            return super().forward_backward(
-                placed,
-                step_fn,
-                window,
-                micro_batches=micro_batches,
-                automatic=automatic,
-                parameters=parameters,
-                note=note,
-                part=part,
-                before_backward=before_backward,
-                after_backward=after_backward,
-            )
         if not automatic:
             raise ValueError(
                 "a pipeline walks back by its schedule, so it needs automatic optimization; remove automatic_optimization = False, or use another strategy"
