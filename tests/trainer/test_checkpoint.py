@@ -461,6 +461,27 @@ def test_replacing_leaves_only_the_new_one(tmp_path: Path, monkeypatch: pytest.M
     assert sorted(os.listdir(tmp_path / "a")) == ["manifest.json", "model.safetensors", "state.json"]
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_one_save_under_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    if not links:  # as on a file system without them
+
+        def link(one: Path, other: Path) -> None:
+            raise PermissionError(1, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", link)
+    for step in (1, 2):
+        tensors = {"model/w": Shard.whole(torch.full((3_000_000,), float(step)))}
+        state = {"progress": {"global_step": step}}
+        save(
+            tmp_path / f"step={step}", rank=0, world_size=1, tensors=tensors, state=state, also=[tmp_path / "last"], outdated=[tmp_path / "step=1"][: step - 1]
+        )
+    assert sorted(os.listdir(tmp_path)) == ["last", "step=2"]
+    assert contents(tmp_path / "last") == contents(tmp_path / "step=2")
+    assert os.stat(tmp_path / "last" / "model.safetensors").st_nlink == 1 + links
+    remove(tmp_path / "step=2")
+    assert Checkpoint.open(tmp_path / "last").global_step == 2
+
+
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
     """A kill of the process cannot show this, only of the machine: so the order of the calls is looked at."""
@@ -599,7 +620,7 @@ def killed_at(point, action):
         left = point
         def count(frame, event, function):
             nonlocal left
-            if event == "c_call" and function.__name__ in ("open", "write", "flush", "fsync", "mkdir", "rename", "unlink", "rmdir"):
+            if event == "c_call" and function.__name__ in ("open", "write", "flush", "fsync", "mkdir", "rename", "unlink", "rmdir", "link"):
                 left -= 1
                 if left == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -615,14 +636,16 @@ def run(mode):
     path = folder / "last"
     if mode == "fallback":
         checkpoint_folder.exchange = lambda one, other: False
+    names = ["last", "twin"] if mode == "twins" else ["last"]
+    twins = [folder / name for name in names[1:]]
     seen = set()
     for point in range(1, 1000):
         if mode == "fresh":
             checkpoint.remove(path)
             checkpoint.clean(folder)
         else:
-            write(path, 2 * point)
-        ended = killed_at(point, (lambda: checkpoint.remove(path)) if mode == "remove" else (lambda: write(path, 2 * point + 1)))
+            write(path, 2 * point, also=twins)
+        ended = killed_at(point, (lambda: checkpoint.remove(path)) if mode == "remove" else (lambda: write(path, 2 * point + 1, also=twins)))
         try:
             step = step_of(path)
         except checkpoint.CheckpointError as error:
@@ -635,14 +658,15 @@ def run(mode):
         assert (None if found is None else step_of(found)) == step
         checkpoint.clean(folder)
         left = os.listdir(folder) if folder.exists() else []
-        assert left == ([] if step is None else ["last"]), left
+        assert sorted(left) == ([] if step is None else names), left
+        assert all(step_of(twin) in ((step,) if ended else allowed) for twin in twins)
         assert step is None or step_of(path) == step
         if ended:
             break
     assert ended and seen == {0, 1}
     print(mode, point, flush=True)
 
-for mode in ("exchange", "fresh", "remove", "fallback"):
+for mode in ("exchange", "fresh", "remove", "twins", "fallback"):
     run(mode)
 """
 )
@@ -654,7 +678,7 @@ def test_a_kill_before_any_change_on_the_disk_leaves_the_old_or_the_new_one(tmp_
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
         lines = script(AT_EVERY_CALL, folder).split("\n")
     points = {line.split()[0]: int(line.split()[1]) for line in lines if line}
-    assert points.keys() == {"exchange", "fresh", "remove", "fallback"}
+    assert points.keys() == {"exchange", "fresh", "remove", "twins", "fallback"}
     # Fewer would mean that the kills miss something.
     assert min(points["exchange"], points["fallback"], points["fresh"]) > 25
     assert points["remove"] > 5
