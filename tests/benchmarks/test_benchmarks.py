@@ -56,6 +56,12 @@ def test_recompute(tmp_path: Path) -> None:
     assert "activation_checkpointing" in output
 
 
+def test_restart(tmp_path: Path) -> None:
+    output, numbers = run("restart.py", "--restarts", "2", file=tmp_path / "numbers.json")
+    assert len(numbers["downs_s"]) == 2 and "2 ranks of ddp" in output
+    assert 0 < min(numbers["downs_s"]) <= numbers["median_s"] <= numbers["p95_s"] < 60
+
+
 def test_memory(tmp_path: Path) -> None:
     output, numbers = run("memory.py", "--ranks", "2", "--match", "dp", file=tmp_path / "numbers.json")
     rows = {row["strategy"]: row for row in numbers["results"]}

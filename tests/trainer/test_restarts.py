@@ -70,6 +70,14 @@ def test_what_the_caller_has_is_as_after_an_undisturbed_fit(
     assert other.log_dir == "runs/Net/version_1" and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_a_validation_that_comes_after_the_checkpoint_of_its_step_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit("single", 1, val_check_interval=2)
+    monkeypatch.setenv(faults.VARIABLE, "step=4,point=next_batch,action=sigkill,file=count")
+    fit("single", 1, val_check_interval=2, max_restarts=1)
+    one, other = (Path(f"runs/Net/version_{i}/metrics.csv").read_text() for i in range(2))
+    assert one == other and len(one.splitlines()) > 10
+
+
 def test_without_a_checkpoint_it_begins_again_and_an_earlier_runs_are_not_its_own(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {"callbacks": ModelCheckpoint(dirpath="kept", every_n_train_steps=4)}
     undisturbed, _ = fit("single", 1, **options)
