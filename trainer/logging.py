@@ -130,16 +130,14 @@ class MetricStore:
                 return
         weight = (self.weight if batch_size is None else batch_size) if entry.reduce_fx == "mean" else 1.0
         if isinstance(value, Tensor):
-            value = value.detach()
-            if hasattr(value, "full_tensor"):  # cut over ranks, such as the norm of a gradient: all of them log it
-                value = value.full_tensor()
-            if value.dim():
-                if value.numel() != 1:
-                    raise ValueError(
-                        f"self.log({name!r}) takes one number, but got a tensor of shape {list(value.shape)}; "
-                        "log its mean or its elements under names of their own"
-                    )
-                value = value.reshape(())
+            if type(value) is not Tensor and hasattr(value, "full_tensor"):  # cut over ranks, such as the norm of a gradient: all of them log it
+                value = value.detach().full_tensor()  # type: ignore[attr-defined]
+            if value.numel() != 1:
+                raise ValueError(
+                    f"self.log({name!r}) takes one number, but got a tensor of shape {list(value.shape)}; log its mean or its elements under names of their own"
+                )
+            value = value.item() if value.is_cpu else value.detach().reshape(())  # on a device it stays there: no host synchronisation
+        if isinstance(value, Tensor):
             if entry.total is None or entry.total.device != value.device:
                 self._settle(entry)
                 start = entry.number if entry.reduce_fx in ("max", "min") else 0.0
