@@ -161,6 +161,10 @@ class Saving:
         self.thread = threading.Thread(target=self._run, name="lockstep-save", daemon=True)
         self.thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
     def finish(self, barrier: Callable[[], object] | None, broadcast: Callable[[Any], Any] | None) -> None:
         """Wait until it is done, and raise on every rank what failed on any. Every rank calls it; one barrier, one broadcast."""
         assert self.thread is not None

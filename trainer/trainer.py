@@ -312,9 +312,13 @@ class Trainer:
 
     def finish_saving(self) -> None:
         """Wait for a save that goes on beside the training, and raise what failed in it. Every rank calls it."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.finish(self.strategy.barrier, self.strategy.broadcast)
+        if self._saving is None:
+            return
+        try:
+            self._saving.finish(self.strategy.barrier, self.strategy.broadcast)
+        finally:
+            if not self._saving.is_running:  # else the meeting broke: `settle_saving` waits for the files
+                self._saving = None
 
     def is_checkpoint(self, path: str | Path) -> bool:
         """Whether `path` is a committed checkpoint."""
