@@ -96,8 +96,8 @@ class FaultPlan:
         """The step that `set_phase` was told last."""
 
     def enter(self, step: int | None, phase: str) -> None:
-        """What `set_phase` was told."""
-        self.step = step
+        """What `set_phase` was told; where there is no step any more, the last one stays."""
+        self.step = self.step if step is None else step
         if phase in _PHASES:
             self.reach(_PHASES[phase])
 

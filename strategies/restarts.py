@@ -15,7 +15,7 @@ def keep_going(attempt: Callable[[int], T], max_restarts: int, *, name: Callable
     """Return what `attempt(n)` returns, the first n, counted from 0, that does not fail; the process that launches calls it.
 
     Raises what an attempt raised: at once for a stop that was asked for (SIGTERM, SIGINT, SIGUSR1) and for what went wrong before
-    the first step, unless a rank or its connections died; after a failure that came twice at the same step; after
+    the first step or after the last, unless a rank or its connections died; after a failure that came twice at the same step; after
     `max_restarts` restarts. A note on the exception says why. `name(n)` says what restart n begins from.
     """
     before: object = None
@@ -28,8 +28,8 @@ def keep_going(attempt: Callable[[int], T], max_restarts: int, *, name: Callable
                 raise
             if place.step is None and not isinstance(error, RankFailure | ConnectionError):
                 raise
-            kind = (type(error), getattr(error, "signal", None), getattr(error, "exitcode", None), place.step)
-            at = "before the first step" if place.step is None else f"at step {place.step}"
+            at = f"at step {place.step}" if place.step is not None else f"in {place.phase or 'start'}"
+            kind = (type(error), getattr(error, "signal", None), getattr(error, "exitcode", None), at)
             if kind == before:
                 _add_note(
                     error, f"the run was not restarted again: the same failure came twice {at}, so it would come again (restart {restart} of {max_restarts})"
