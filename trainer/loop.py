@@ -9,8 +9,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
+from strategies.base import Note
 from strategies.data import MicroBatch, Window
 from strategies.processes import set_phase
 from trainer import evaluation, setup
@@ -21,12 +23,16 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
+SAVE_FAILED = 1000
+"""In place of a signal's number, from a rank that knows that a save beside the training has failed."""
+
+
 def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
     """Train `module`; every rank calls it, in its own process."""
     run = setup.fit(trainer, module, sources)
     strategy, placed, progress, hooks, metrics = trainer.strategy, trainer.placed, trainer.progress, trainer.hooks, trainer.metrics
     optimizers, schedulers = list(run.optimizers.values()), trainer.lr_scheduler_configs
-    clip, log_every, guards = run.clip, trainer.log_every_n_steps, run.guards
+    clip, log_every, guards, noted = run.clip, trainer.log_every_n_steps, run.guards, partial(note, trainer)
 
     for hook in hooks.on_fit_start:
         hook()
@@ -61,7 +67,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                 micro_batches=_prepared(trainer, run, window),
                 automatic=module.automatic_optimization,
                 parameters=run.parameters,
-                note=trainer.note,
+                note=noted,
                 part=metrics.part,
                 before_backward=run.before_backward,
                 after_backward=run.after_backward,
@@ -125,6 +131,14 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
     trainer.finish_saving()
     for hook in hooks.on_fit_end:
         hook()
+
+
+def note(trainer: Trainer) -> Note:
+    """What this rank tells the others in a step."""
+    if trainer.saving is not None and trainer.saving.failure is not None:
+        return Note(SAVE_FAILED, trainer.metrics.keys_hash)
+    wanted = trainer.should_stop and trainer.progress.current_epoch >= (trainer.min_epochs or 0)
+    return Note(trainer.stop_signal or int(wanted), trainer.metrics.keys_hash)
 
 
 def _finished(trainer: Trainer) -> bool:

@@ -21,7 +21,6 @@ import callbacks as own
 import strategies
 from callbacks.base import Callback, Logger
 from strategies import Strategy, environment, processes, restarts
-from strategies.base import Note
 from strategies.state import pack
 from trainer import checkpoint as files
 from trainer import compilation, evaluation, loop, snapshot
@@ -40,8 +39,6 @@ RESULTS += ("num_training_batches", "windows_per_epoch", "evaluation_batches", "
 """Attributes that rank 0 brings back to the process that called `fit`."""
 
 _INTERRUPTED = "interrupted-step="
-_SAVE_FAILED = 1000
-"""In place of a signal's number, from a rank that knows that a save beside the training has failed."""
 
 
 class Trainer:
@@ -225,8 +222,8 @@ class Trainer:
         """What is overridden; set while a run is on."""
         self._module: Module | None = None
         self._stage = "fit"
-        self._saving: files.Saving | None = None
-        self._signal = 0
+        self.saving: files.Saving | None = None
+        self.stop_signal = 0
         self._handlers: dict[int, Any] = {}
         self._folder: RunFolder | None = None
         self.executed: Any = [0]
@@ -308,17 +305,17 @@ class Trainer:
                 "call it in on_train_batch_end once global_step has moved"
             )
         self.finish_saving()
-        self._saving = snapshot.save(self, self._module, path, wait=wait, also=also, outdated=[*outdated, *self._superseded(path)])
+        self.saving = snapshot.save(self, self._module, path, wait=wait, also=also, outdated=[*outdated, *self._superseded(path)])
 
     def finish_saving(self) -> None:
         """Wait for a save that goes on beside the training, and raise what failed in it. Every rank calls it."""
-        if self._saving is None:
+        if self.saving is None:
             return
         try:
-            self._saving.finish(self.strategy.barrier, self.strategy.broadcast)
+            self.saving.finish(self.strategy.barrier, self.strategy.broadcast)
         finally:
-            if not self._saving.is_running:  # else the meeting broke: `settle_saving` waits for the files
-                self._saving = None
+            if not self.saving.is_running:  # else the meeting broke: `settle_saving` waits for the files
+                self.saving = None
 
     def is_checkpoint(self, path: str | Path) -> bool:
         """Whether `path` is a committed checkpoint."""
@@ -405,7 +402,7 @@ class Trainer:
     def start_run(self, module: Module, stage: str) -> None:
         """Seed the streams and choose the run's folder. Every rank calls it once the strategy is set up."""
         self._module, self._stage = module, stage
-        self._signal, self.should_stop = 0, False
+        self.stop_signal, self.should_stop = 0, False
         self.window_is_open = self.manually_stepped = False
         self.streams.clear()
         if self.seed is not None:
@@ -497,16 +494,9 @@ class Trainer:
         for hook in self.hooks.on_after_backward:
             hook()
 
-    def note(self) -> Note:
-        """What this rank tells the others in a step."""
-        if self._saving is not None and self._saving.failure is not None:
-            return Note(_SAVE_FAILED, self.metrics.keys_hash)
-        wanted = self.should_stop and self.current_epoch >= (self.min_epochs or 0)
-        return Note(self._signal or int(wanted), self.metrics.keys_hash)
-
     def agree_to_stop(self) -> int:
         """The largest reason to stop of any rank, for places between steps. Every rank calls it."""
-        stop = self.note().stop
+        stop = loop.note(self).stop
         return stop if self.world_size == 1 else int(self.strategy.all_reduce(torch.tensor(stop), "max"))
 
     def interrupted(self) -> BaseException:
@@ -515,7 +505,7 @@ class Trainer:
         Raises what failed in a save that went on beside the training, which may be why the ranks are here.
         """
         self.finish_saving()
-        number = int(self.strategy.all_reduce(torch.tensor(self._signal), "max"))
+        number = int(self.strategy.all_reduce(torch.tensor(self.stop_signal), "max"))
         path = None
         if self.checkpoint_callback is not None:
             path = Path(self.checkpoint_dir()) / f"{_INTERRUPTED}{self.global_step}"
@@ -537,7 +527,7 @@ class Trainer:
 
     def settle_saving(self, error: BaseException) -> None:
         """Let a save that goes on beside the training end, on a rank that leaves with `error`. Calls no collective."""
-        saving, self._saving = self._saving, None
+        saving, self.saving = self.saving, None
         lost = saving.settle() if saving is not None else None
         if lost and hasattr(error, "add_note"):
             error.add_note(f"besides, a checkpoint was not saved: {lost}")
@@ -756,9 +746,9 @@ class Trainer:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         """Ask for a stop after this step; a second SIGINT stops at once."""
-        if self._signal and number == signal.SIGINT:
+        if self.stop_signal and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._signal = number
+        self.stop_signal = number
 
     def _result(self, returned: Any) -> dict[str, Any]:
         """What rank 0 brings back to the process that called `fit`."""

@@ -1,0 +1,247 @@
+"""A map-style dataset: the order of an epoch is known, and each rank fetches its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from strategies.fetcher import Randomness, Samples, Share, Workers, announce, guess_batch_size
+from strategies.permutation import Permutation, mix
+from strategies.source import Piece, Source, Task, bounds, cannot_share, length_of, name_of
+
+_READ_AHEAD, _READ_AHEAD_BATCHES = 1024, 32
+"""Indices, or batches of them, of a user's sampler that are read at once, as switching the random state costs about 25 us."""
+_BLOCK = 4096
+"""Indices of the permutation that are computed at once."""
+
+
+class Indexed(Source):
+    """A map-style dataset: ranks know the order and fetch only their own pieces."""
+
+    def __init__(self, loader: DataLoader[Any], share: Share, shuffle: bool | None) -> None:
+        self.share = share
+        self.window_micro_batches = share.accumulate
+        self._workers = Workers(loader, share)
+        sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        self._batches = loader.batch_sampler is not None and type(sampler) is not BatchSampler
+        if self._batches and shuffle is not None:
+            raise ValueError(f"shuffle={shuffle} cannot be forced on {type(sampler).__name__}, which makes its own batches: give the DataLoader a batch_size")
+        cut = type(sampler) is BatchSampler
+        self.counts_own = not cut and not self._batches
+        if self.counts_own and share.split and share.size * share.accumulate > 1:
+            raise ValueError(f"split needs batches that can be cut, but {name_of(loader)} makes its own (batch_size is None)")
+        self._drop_last: bool
+        batch_size, self._drop_last = (sampler.batch_size, sampler.drop_last) if cut else (1, False)
+        self.batch_size = batch_size if cut else None
+        self._order(sampler.sampler if cut else sampler, loader, shuffle)
+        self._unit: int = batch_size if share.split else batch_size * share.ranks
+        # A fetched key is a list of samples to collate, a list that the dataset takes whole, or one ready batch.
+        self._fetcher = Samples(loader.dataset, loader.collate_fn, share.seed, one_by_one=loader.batch_sampler is not None)
+        self._measure()
+
+    def _order(self, sampler: Any, loader: DataLoader[Any], shuffle: bool | None) -> None:
+        """Find what decides the order: `_length` and `_shuffled`, or the user's own `_sampler`."""
+        self._sampler: Any = None
+        self._shuffled = bool(shuffle)
+        if shuffle is not None:
+            self._length: int | None = len(loader.dataset)  # type: ignore[arg-type]
+        elif type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+            self._length, self._shuffled = len(sampler.data_source), True
+        elif type(sampler) is SequentialSampler:
+            self._length = len(sampler.data_source)
+        elif type(sampler) is DistributedSampler:
+            self._length, self._shuffled = len(sampler.dataset), sampler.shuffle  # type: ignore[arg-type]
+            self._drop_last = self._drop_last or sampler.drop_last
+        elif getattr(sampler, "num_replicas", 1) != 1:
+            raise ValueError(
+                f"{type(sampler).__name__} has num_replicas={sampler.num_replicas}, but Lockstep itself shares samples out: give it num_replicas=1 and rank=0"
+            )
+        else:
+            self._sampler, self._length = sampler, length_of(sampler)
+
+    def _measure(self) -> None:
+        if self._length is None:
+            full = None
+        else:
+            full = self._length - self._length % self._unit if self._drop_last else self._length
+        share = self.share
+        if self._batches:
+            if full is not None:
+                self.num_micro_batches = full * share.accumulate if share.split else -(-full // share.ranks)
+        elif share.split:
+            self.window_micro_batches = min(share.accumulate, self._unit)
+            if full is not None:
+                windows, rest = divmod(full, self._unit)
+                self.num_micro_batches = windows * self.window_micro_batches + min(share.accumulate, rest)
+        elif full is not None:
+            self.num_micro_batches = -(-full // self._unit)
+        if not self.counts_own and not self._batches:
+            self.num_samples = full
+            self.window_samples = self._unit if share.split else self._unit * share.accumulate
+
+    def describe(self) -> str:
+        if self._drop_last and self._length:
+            return f"drop_last drops the only global micro-batch, as the dataset has {self._length} samples and a full one {self._unit}"
+        return f"{name_of(self._fetcher.dataset)} has {self._length or 0} samples or its sampler gives none"
+
+    def check(self, start: int) -> None:
+        if self.num_samples is not None and self._length is not None and start > self._length:
+            raise ValueError(f"start is a number of samples of the epoch, which has {self._length}, but start is {start}")
+
+    def pieces(self, epoch: int, start: int, limit: int | None) -> Iterator[Piece]:
+        if start and self.counts_own:
+            start = self._items_before(epoch, start)
+        tasks = self._tasks(epoch, start, limit)
+        counts: deque[tuple[int, int, int]] = deque()
+
+        def keys() -> Iterator[tuple[int, int, Any]]:
+            for indices, position, num_samples, all_samples, closes in tasks:
+                counts.append((num_samples, all_samples, closes))
+                yield epoch, position, indices[0] if self.counts_own else indices
+
+        for batch in self._workers.run(self._fetcher, keys(), epoch):
+            num_samples, all_samples, closes = counts.popleft()
+            if self.counts_own:
+                num_samples = all_samples = guess_batch_size(batch) if num_samples else 0
+            yield batch, num_samples, all_samples, closes
+
+    def check_planned(self, start: int) -> None:
+        share = self.share
+        if share.whole and share.size < share.planned and (self._batches or self.counts_own):
+            raise cannot_share(self._fetcher.dataset, share, "each rank takes whole batches, one a step", [share.planned])
+
+    def _items_before(self, epoch: int, start: int) -> int:
+        """How many batches hold the first `start` samples: only reading them tells."""
+        alone = replace(self.share, rank=0, size=1)
+        tasks = self._indices(epoch, self._cut(self._units(epoch, 0, 1), 0, alone))
+        keys = ((epoch, position, indices[0]) for indices, position, *_ in tasks)
+        seen = number = 0
+        # What the dataset draws here was drawn before the run was interrupted.
+        with Randomness(0):
+            for batch in self._workers.run(self._fetcher, keys, epoch):
+                number += 1
+                seen += guess_batch_size(batch)
+                if seen >= start:
+                    break
+        return number
+
+    def _tasks(self, epoch: int, start: int, limit: int | None) -> Iterator[Task]:
+        share = self.share
+        if share.planned:  # the limit, which counts as planned, may end inside what is one micro-batch here
+            stop = None if limit is None else limit * self._unit
+            if self._batches:
+                batches, passed, _ = self._batches_after(epoch, start)
+                return self._deal(batches if stop is None else islice(batches, max(0, stop - passed)), start)
+            return self._indices(epoch, self._cut(self._units(epoch, start, self._unit * share.accumulate, stop), start, share))
+        if self._batches:
+            batches, passed, done = self._batches_after(epoch, start)
+            done = done if share.split else passed // share.size
+            tasks = self._cut(batches, start, share) if share.split else self._deal(batches, start)
+        else:
+            done = start // self._unit * (self.window_micro_batches if share.split else 1)
+            tasks = self._indices(epoch, self._cut(self._units(epoch, start, self._unit), start, share))
+        return tasks if limit is None else islice(tasks, max(0, limit - done))
+
+    def _units(self, epoch: int, start: int, unit: int, limit: int | None = None) -> Iterator[Sequence[Any]]:
+        """What is cut as a whole, of the first `limit` samples: positions of the order, or a user's sampler's own indices."""
+        if self._sampler is None:
+            assert self._length is not None
+            stop = self._length - self._length % self._unit if self._drop_last else self._length
+            stop = stop if limit is None else min(stop, limit)
+            for begin in range(start, stop, unit):
+                yield range(begin, min(begin + unit, stop))
+            return
+        indices = islice(self._replay(epoch), limit)
+        deque(islice(indices, start), maxlen=0)
+        while taken := list(islice(indices, unit)):
+            if self._drop_last and len(taken) < unit:
+                # Where `start` is no multiple of the unit, what an undisturbed epoch keeps may end inside this one.
+                taken = taken[: max(0, len(taken) - (start + len(taken)) % self._unit)]
+                if not taken:
+                    return
+            yield taken
+            start += len(taken)
+
+    def _cut(self, units: Iterator[Sequence[Any]], position: int, share: Share) -> Iterator[Task]:
+        most = share.num_parts() if share.planned else share.accumulate if share.split else 1
+        for number, unit in enumerate(units, 1):
+            parts = min(most, len(unit))
+            for part in range(parts):
+                begin, end = bounds(len(unit), part, parts)
+                first, last = bounds(end - begin, share.rank, share.size)
+                closes = 0
+                if share.planned or share.split:
+                    closes = (-(-len(unit) // self._unit) if share.planned else parts) if part + 1 == parts else 0
+                elif number % share.accumulate == 0:
+                    closes = share.accumulate
+                mine = unit[begin + first : begin + last] or unit[begin : begin + 1]
+                yield mine, position + begin + first, last - first, end - begin, closes
+            position += len(unit)
+
+    def _indices(self, epoch: int, tasks: Iterator[Task]) -> Iterator[Task]:
+        """Turn ranges of positions into lists of indices, many at once."""
+        if self._sampler is not None:
+            yield from tasks
+            return
+        assert self._length is not None
+        permutation = Permutation(self._length, self.share.seed, epoch) if self._shuffled else None
+        at_once = max(1, _BLOCK * self.share.size // self._unit)
+        while block := list(islice(tasks, at_once)):
+            if permutation is None:
+                for task in block:
+                    yield list(task[0]), *task[1:]
+                continue
+            indices = permutation.take(np.concatenate([np.arange(task[0].start, task[0].stop) for task in block])).tolist()
+            begin = 0
+            for task in block:
+                end = begin + len(task[0])
+                yield indices[begin:end], *task[1:]
+                begin = end
+
+    def _batches_after(self, epoch: int, start: int) -> tuple[Iterator[list[Any]], int, int]:
+        """The batches of a user's batch sampler after `start` samples, how many they follow, and in how many parts if split."""
+        batches = map(list, self._replay(epoch))
+        passed = parts = 0
+        while start > 0:
+            batch = next(batches, None)
+            if batch is None:
+                break
+            if len(batch) > start:
+                return chain([batch[start:]], batches), passed, parts
+            start -= len(batch)
+            passed += 1
+            parts += min(self.share.accumulate, len(batch))
+        return batches, passed, parts
+
+    def _deal(self, batches: Iterator[list[Any]], position: int) -> Iterator[Task]:
+        share = self.share
+        while window := list(islice(batches, share.ranks * share.accumulate)):
+            for begin in range(0, len(window), share.size):
+                dealt = window[begin : begin + share.size]
+                sizes = [len(batch) for batch in dealt]
+                closes = -(-len(window) // share.ranks) if begin + share.size >= len(window) else 0
+                if share.rank < len(dealt):
+                    yield dealt[share.rank], position + sum(sizes[: share.rank]), sizes[share.rank], sum(sizes), closes
+                else:
+                    yield dealt[0][:1], position, 0, sum(sizes), closes
+                position += sum(sizes)
+
+    def _replay(self, epoch: int) -> Iterator[Any]:
+        """Iterate the user's sampler as every other rank does, leaving the run's random state alone."""
+        ahead = _READ_AHEAD_BATCHES if self._batches else _READ_AHEAD
+        announce(self._sampler, self.share.seed, epoch)
+        apart = Randomness(mix(self.share.seed, epoch))
+        with apart:
+            items = iter(self._sampler)
+        while True:
+            with apart:
+                read = list(islice(items, ahead))
+            yield from read
+            if len(read) < ahead:
+                return

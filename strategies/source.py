@@ -1,0 +1,119 @@
+"""Where the batches of a rank come from: what the kinds of loaders have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from strategies.fetcher import Share
+
+Piece: TypeAlias = tuple[Any, int, int, int]
+"""A micro-batch: (batch, samples of this rank, samples of all ranks, batches of the window that it ends, else 0)."""
+Task: TypeAlias = tuple[Any, int, int, int, int]
+"""What to fetch for one: (indices, position of the first in the order, then as in `Piece`)."""
+
+
+class Source(ABC):
+    """Where the pieces of a rank come from."""
+
+    share: Share
+    num_samples: int | None = None
+    num_micro_batches: int | None = None
+    window_samples: int | None = None
+    window_micro_batches: int
+    """Batches of a full window, as counted."""
+    batch_size: int | None = None
+    """The loader's own, or None where its batches are not ours to cut."""
+    counts_own = False
+    """True where a rank counts only its own samples."""
+    shards_itself = False
+
+    @abstractmethod
+    def pieces(self, epoch: int, start: int, limit: int | None) -> Iterator[Piece]: ...
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What was looked at, for the message that it is empty."""
+
+    @abstractmethod
+    def check(self, start: int) -> None:
+        """Raise where an epoch cannot be read from `start`."""
+
+    @property
+    def window_parts(self) -> int:
+        """Micro-batches of a full window."""
+        return self.share.num_parts() if self.share.planned else self.window_micro_batches
+
+    @abstractmethod
+    def check_planned(self, start: int) -> None:
+        """Raise where an epoch cannot go on after `start` samples with the windows of another number of ranks."""
+
+    def batches_of(self, num_micro_batches: int) -> int:
+        """Batches of a last window that is shorter than a full one and was not known to be the last."""
+        # After `resume_windows` up to a micro-batch more than were read, as that is not known: an epoch ends with it.
+        return min(self.share.accumulate, -(-num_micro_batches * self.share.size // self.share.ranks))
+
+    def limit_here(self, limit: int | None) -> int | None:
+        """A limit in batches as `pieces` takes it."""
+        return limit
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            raise ValueError("the loader's state comes from an iterable dataset with its own state, read without workers, which this loader is not")
+
+    def resumed(self, epoch: int, start: int) -> tuple[int, int]:
+        """Samples and micro-batches that a loaded state makes it needless to replay."""
+        return 0, 0
+
+    def mark(self, samples: int, micro_batches: int) -> None:
+        """Note what all ranks have read, for `state_dict`, where this one cannot know it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Factory:
+    """An iterable of what a function returns."""
+
+    make: Callable[[], Iterable[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.make())
+
+
+def cannot_share(loader: Any, share: Share, why: str, counts: Sequence[int]) -> ValueError:
+    """What to say where a run cannot go on with its global batches on this number of ranks."""
+    return ValueError(
+        f"the run began on {share.planned} ranks and cannot keep its global batches on {share.size}: of {name_of(loader)}, {why}; "
+        f"resume on {' or '.join(map(str, counts))}, or give another accumulate_grad_batches, which makes other global batches"
+    )
+
+
+def divisors(number: int, share: Share) -> list[int]:
+    """The numbers of ranks, around those that there were, over which `number` whole batches share out."""
+    if share.whole:
+        return [share.planned]
+    most = max(share.planned, share.size) * 2
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
+
+
+def name_of(value: Any) -> str:
+    return getattr(value.make, "__name__", "the function") if isinstance(value, Factory) else type(value).__name__
+
+
+def length_of(value: Any) -> int | None:
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def bounds(length: int, part: int, parts: int) -> tuple[int, int]:
+    """Begin and end of one of `parts` contiguous pieces, the first of which are one longer where they must be uneven."""
+    quotient, rest = divmod(length, parts)
+    begin = part * quotient + min(part, rest)
+    return begin, begin + quotient + (part < rest)

@@ -1,0 +1,175 @@
+"""From a loader to where its batches come from; and several loaders at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from strategies.combined import CombinedLoader
+from strategies.fetcher import Randomness, Share, keep
+from strategies.indexed import Indexed
+from strategies.permutation import mix
+from strategies.source import Factory, Piece, Source, cannot_share
+from strategies.streamed import Streamed
+
+
+def source_of(loader: Any, share: Share, shuffle: bool | None) -> Source:
+    if isinstance(loader, CombinedLoader):
+        return Combined(loader, share, shuffle)
+    if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and type(loader)._get_iterator is DataLoader._get_iterator:
+        return Streamed(loader.dataset, share, shuffle, loader) if isinstance(loader.dataset, IterableDataset) else Indexed(loader, share, shuffle)
+    if hasattr(loader, "__iter__"):
+        return Streamed(loader, share, shuffle)
+    if hasattr(loader, "__getitem__") and hasattr(loader, "__len__"):
+        return Indexed(DataLoader(loader, batch_size=None, collate_fn=keep), share, shuffle)
+    if callable(loader):
+        return Streamed(Factory(loader), share, shuffle)
+    raise TypeError(f"a loader is a DataLoader, an iterable of batches or a function that returns one, but it is {type(loader).__name__}")
+
+
+class Combined(Source):
+    """Batches of several loaders, each a unit that one rank gets; the units go to the ranks in turn."""
+
+    def __init__(self, combined: CombinedLoader, share: Share, shuffle: bool | None) -> None:
+        if share.split and share.size * share.accumulate > 1:
+            raise ValueError("split needs batches that can be cut, but those of several loaders are not: leave split_batches out")
+        self.share = share
+        self.window_micro_batches = share.accumulate
+        self._combined = combined
+        self._sources = {
+            name: source_of(loader, Share(0, 1, mix(share.seed, i), 1, False), shuffle) for i, (name, loader) in enumerate(combined.named().items())
+        }
+        for name, source in self._sources.items():
+            if source.shards_itself:
+                raise ValueError(f"a dataset that shards itself cannot be combined with others, as ranks may have other numbers of batches, but {name!r} does")
+        self._length = combined.length([source.num_micro_batches for source in self._sources.values()])
+        if any(source.num_micro_batches == 0 for source in self._sources.values()):
+            self._length = 0
+        if self._length is not None:
+            self.num_micro_batches = -(-self._length // share.ranks)
+        sizes = [source.batch_size for source in self._sources.values()]
+        if combined.mode != "sequential" and None not in sizes:
+            self.window_samples = sum(size or 0 for size in sizes) * share.ranks * share.accumulate
+
+    def describe(self) -> str:
+        return "; ".join(f"{name!r}: {source.describe()}" for name, source in self._sources.items() if source.num_micro_batches in (0, None))
+
+    def check(self, start: int) -> None:
+        for source in self._sources.values():
+            source.check(0)
+
+    def check_planned(self, start: int) -> None:
+        share = self.share
+        if share.whole and share.size < share.planned:
+            raise cannot_share(self._combined, share, "each rank takes whole batches, one a step", [share.planned])
+
+    def pieces(self, epoch: int, start: int, limit: int | None) -> Iterator[Piece]:
+        share, end = self.share, self._length
+        if limit is not None:
+            end = limit * share.ranks if end is None else min(end, limit * share.ranks)
+        first = self._units_before(epoch, start) if start else 0
+        a_window = share.ranks * share.accumulate
+
+        def place(unit: int) -> tuple[int, int, int]:
+            """Its number in its window, the rank that gets it, and how many ranks get one with it."""
+            inside = (unit - first) % a_window
+            rank = inside % share.size
+            left = a_window - inside + rank
+            return inside, rank, min(share.size, left if end is None else min(left, end - unit + rank))
+
+        def is_mine(unit: int) -> bool:
+            _, rank, num_ranks = place(unit)
+            pads = (rank == 0 and share.rank >= num_ranks) or (self._length is None and unit == first)  # a rank without one needs another's
+            return unit >= first and (rank == share.rank or pads)
+
+        mine, num_samples, all_samples = None, 0, 0
+        inside, open_ = 0, False
+        for unit, (batch, its_samples) in enumerate(islice(self._units(epoch, end, is_mine), first, end if end is None else max(first, end)), first):
+            inside, rank, num_ranks = place(unit)
+            all_samples += its_samples
+            if is_mine(unit):
+                mine, num_samples = batch, its_samples if rank == share.rank else 0
+            open_ = rank + 1 < num_ranks
+            if not open_:
+                closes = -(-(inside + 1) // share.ranks) if inside + 1 == a_window or unit + 1 == end else 0
+                yield mine, num_samples, all_samples, closes
+                num_samples = all_samples = 0
+        if open_:
+            yield mine, num_samples, all_samples, -(-(inside + 1) // share.ranks)
+
+    def _units_before(self, epoch: int, start: int) -> int:
+        """How many units hold the first `start` samples; of datasets with indices none is read."""
+        seen = number = 0
+        with Randomness(0):  # what reading draws was drawn before the run was interrupted
+            for _, num_samples in self._units(epoch, self._length, lambda unit: False):
+                if seen >= start:
+                    break
+                seen += num_samples
+                number += 1
+        self.check(0)
+        return number
+
+    def _units(self, epoch: int, end: int | None, is_mine: Callable[[int], bool]) -> Iterator[tuple[Any, int]]:
+        """(what a step gets, its samples) unit by unit; None in place of what is not this rank's to fetch."""
+        combined = self._combined
+        if combined.mode == "sequential":
+            unit = 0
+            for source in self._sources.values():
+                for batch, num_samples in _numbered(source, epoch, unit, end, is_mine):
+                    unit += 1
+                    yield batch, num_samples
+            return
+        running = {name: _numbered(source, epoch, 0, end, is_mine) for name, source in self._sources.items()}
+        cycles = dict.fromkeys(running, 0)
+        for unit in count() if end is None else range(end):
+            batches, total = {}, 0
+            for name in running:
+                item = next(running[name], None)
+                if item is None:
+                    if combined.mode == "min_size":
+                        return
+                    cycles[name] += 1
+                    if all(cycles.values()) and self._length is None:
+                        return
+                    item = None, 0
+                    if combined.mode == "max_size_cycle":
+                        running[name] = _numbered(self._sources[name], epoch + (cycles[name] << 32), unit, end, is_mine)
+                        item = next(running[name], None)
+                        if item is None:
+                            raise ValueError(f"the loader {name!r} yielded no batch in epoch {epoch}: {self._sources[name].describe()}")
+                batches[name] = item[0]
+                total += item[1]
+            yield combined.together(batches), total
+
+
+def _numbered(source: Source, epoch: int, first: int, end: int | None, is_mine: Callable[[int], bool]) -> Iterator[tuple[Any, int]]:
+    """(batch, samples) of an epoch of a loader on one process, the first of which has the number `first`; None where it is not to be fetched."""
+    if not isinstance(source, Indexed) or source.counts_own:
+        yield from ((batch, num_samples) for batch, num_samples, *_ in source.pieces(epoch, 0, None))
+        return
+    tasks = enumerate(islice(source._tasks(epoch, 0, None), None if end is None else max(0, end - first)), first)
+    known: deque[tuple[bool, int]] = deque()
+    to_fetch: deque[tuple[int, int, Any]] = deque()
+
+    def look_ahead() -> bool:
+        for number, (indices, position, num_samples, *_) in tasks:
+            known.append((is_mine(number), num_samples))
+            if known[-1][0]:
+                to_fetch.append((epoch, position, indices))
+            return True
+        return False
+
+    def keys() -> Iterator[tuple[int, int, Any]]:
+        """Workers ask for several at once; without them none is read before its turn, as that may draw random numbers."""
+        while to_fetch or look_ahead():
+            if to_fetch:
+                yield to_fetch.popleft()
+
+    fetched = source._workers.run(source._fetcher, keys(), epoch)
+    while known or look_ahead():
+        is_here, num_samples = known.popleft()
+        yield next(fetched) if is_here else None, num_samples

@@ -1,0 +1,128 @@
+"""What can only be iterated: every rank reads all of it and keeps its share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import count
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from strategies.fetcher import Items, Share, Workers
+from strategies.source import Piece, Source, cannot_share, divisors, length_of, name_of
+
+
+class Streamed(Source):
+    """An iterable dataset, or any iterable of batches: every rank iterates all of it and keeps its share."""
+
+    def __init__(self, iterable: Any, share: Share, shuffle: bool | None, loader: DataLoader[Any] | None = None) -> None:
+        name = name_of(iterable)
+        if shuffle:
+            raise ValueError(f"shuffle=True needs a dataset with indices, but {name} can only be iterated")
+        self.share = share
+        self.window_micro_batches = share.accumulate
+        self.batch_size = None if loader is None else loader.batch_size
+        self._iterable = iterable
+        self._workers = None if loader is None else Workers(loader, share)
+        self.shards_itself = self.counts_own = loader is not None and bool(getattr(iterable, "shards_itself", False))
+        batch_size = None if loader is None else loader.batch_size
+        if share.split and share.size * share.accumulate > 1:
+            if batch_size is None:
+                raise ValueError(f"split needs batches that can be cut, but {name} yields ready ones")
+            if batch_size % (share.size * share.accumulate):
+                raise ValueError(
+                    f"with split the batch_size of an iterable dataset must divide by ranks times micro-batches, but it is {batch_size} "
+                    f"and they are {share.size} * {share.accumulate}"
+                )
+            batch_size //= share.size * share.accumulate
+        self._fetcher = Items(iterable, share, batch_size, None if loader is None else loader.collate_fn, loader is not None and loader.drop_last)
+        self._runs = count()
+        self._read = False
+        self._live: Items | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        if batch_size is not None:
+            self.window_samples = batch_size * share.ranks * share.accumulate
+        length = None if self.shards_itself else length_of(iterable)
+        if length is not None:
+            unit = (batch_size or 1) * share.ranks
+            if loader is not None and loader.drop_last:
+                length -= length % unit
+            self.num_micro_batches = -(-length // unit)
+            self.num_samples = None if batch_size is None else length
+
+    def check_planned(self, start: int) -> None:
+        share, name = self.share, self._iterable
+        if self.shards_itself and start:
+            raise cannot_share(name, share, "which shards itself, other ranks would see other samples before the epoch ends", [share.planned])
+        if self._fetcher.drop_last:
+            raise cannot_share(name, share, "drop_last drops by the number of ranks", [share.planned])
+        if share.whole or share.planned * share.accumulate % share.size:
+            raise cannot_share(name, share, "each rank takes whole batches", divisors(share.planned * share.accumulate, share))
+
+    def limit_here(self, limit: int | None) -> int | None:
+        share = self.share
+        if limit is None or not share.planned:
+            return limit
+        if limit * share.planned % share.size:
+            raise cannot_share(self._iterable, share, f"each rank takes whole batches of the {limit * share.planned} of an epoch", [share.planned])
+        return limit * share.planned // share.size
+
+    def describe(self) -> str:
+        return f"{name_of(self._iterable)} gives no item" + (" or drop_last drops all" if self._fetcher.drop_last else "")
+
+    def check(self, start: int) -> None:
+        # A length that an iterable reports is an estimate, so `start` is not checked against it.
+        if self._read and isinstance(self._iterable, Iterator):
+            raise RuntimeError(
+                f"{name_of(self._iterable)} is an iterator and can be read only once: give a list, a DataLoader or a function that returns a new iterator"
+            )
+        self._read = True
+
+    def pieces(self, epoch: int, start: int, limit: int | None) -> Iterator[Piece]:
+        run = next(self._runs)
+        if self.shards_itself:
+            # The ranks agree on the windows to skip and on the last.
+            start, limit = self.resumed(epoch, start)[0], None
+        keys = ((run, epoch, start, limit, number) for number in count())
+        fetcher = self._fetcher.copy()
+        if self._workers is None or not self._workers.num_workers:
+            self._live = fetcher
+            if self._loaded is not None and self._fits(epoch, start):
+                fetcher.resume(self._loaded)
+            self._loaded = None
+        fetched = map(fetcher.__getitem__, keys) if self._workers is None else self._workers.run(fetcher, keys, epoch)
+        still = max(1, self._workers.num_workers) if self.shards_itself and self._workers is not None else 1
+        number = 0
+        for batch, num_samples, all_samples in fetched:
+            if all_samples < 0:
+                still -= 1
+                if not still:
+                    return
+                continue
+            number += 1
+            yield batch, num_samples, all_samples, 0 if number % self.window_parts else self.share.accumulate
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._loaded is not None:
+            return dict(self._loaded)
+        return {} if self._live is None else self._live.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not state:
+            self._loaded = None
+        elif not self._fetcher.has_state or (self._workers is not None and self._workers.num_workers):
+            super().load_state_dict(state)
+        elif set(state) != set(Items.STATE):
+            raise ValueError(f"the state of an iterable dataset has the keys {sorted(Items.STATE)}, but it has {sorted(state)}")
+        else:
+            self._loaded = state
+
+    def resumed(self, epoch: int, start: int) -> tuple[int, int]:
+        return (self._loaded["samples"], self._loaded["micro_batches"]) if self._loaded is not None and self._fits(epoch, start) else (0, 0)
+
+    def _fits(self, epoch: int, start: int) -> bool:
+        return self._loaded is not None and self._loaded["epoch"] == epoch and self._loaded["samples"] <= start
+
+    def mark(self, samples: int, micro_batches: int) -> None:
+        if self._live is not None:
+            self._live.samples, self._live.micro_batches = samples, micro_batches
