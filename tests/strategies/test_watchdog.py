@@ -56,6 +56,14 @@ def test_a_rank_that_hangs_is_named_with_step_phase_and_stacks(monkeypatch: pyte
     assert "control.py" in beside or "_engine_run_backward" in beside, "what the other rank waits in"
 
 
+def test_a_run_that_hung_is_started_again(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(faults.VARIABLE, "rank=0,step=3,point=forward,action=sigstop,file=count")
+    trainer = quiet(strategy="ddp", devices=2, max_restarts=1)
+    trainer.fit(net(), loader(64))
+    assert trainer.global_step == 4
+    assert "rank 0 hangs (step 3, in training step): no sign of life for 1 s, and it is stopped by a signal (SIGSTOP): restart 1 of 1" in capfd.readouterr().err
+
+
 class Stuck(Dataset):
     def __len__(self) -> int:
         return 64
