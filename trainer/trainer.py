@@ -21,18 +21,17 @@ import callbacks as own
 import strategies
 from callbacks.base import Callback, Logger
 from strategies import Strategy, environment, processes, restarts
-from strategies.state import pack
 from trainer import checkpoint as files
-from trainer import compilation, evaluation, loop, snapshot
-from trainer.checkpoint import Checkpoint, CheckpointError
+from trainer import checks, compilation, evaluation, loop, run_plan, snapshot
+from trainer.checkpoint import Checkpoint
 from trainer.datamodule import DataModule
-from trainer.hooks import Hooks, overrides
+from trainer.hooks import Hooks
 from trainer.logging import MetricStore
 from trainer.module import Module
 from trainer.progress import Progress
 from trainer.run_folder import RunFolder, conclude, described
 from trainer.seeding import rng_state, seed_everything, set_rng_state
-from trainer.setup import Sources, attached, loaders_of
+from trainer.setup import Sources, attached
 
 RESULTS: tuple[str, ...] = ("callback_metrics", "logged_metrics", "progress_bar_metrics", "log_dir", "should_stop")
 RESULTS += ("num_training_batches", "windows_per_epoch", "evaluation_batches", "run_seed")
@@ -120,38 +119,26 @@ class Trainer:
         self.given = {name: described(value) for name, value in locals().items() if name != "self"}
         """The arguments, as they are written into the run's folder."""
         max_epochs = _none_if_negative(max_epochs)
-        _at_least(
-            1,
+        checks.arguments(
             max_epochs=max_epochs,
             max_steps=_none_if_negative(max_steps),
+            min_epochs=min_epochs,
             accumulate_grad_batches=accumulate_grad_batches,
-            log_every_n_steps=log_every_n_steps,
-        )
-        _at_least(1, check_val_every_n_epoch=check_val_every_n_epoch, num_nodes=num_nodes)
-        _at_least(0, min_epochs=min_epochs, fast_dev_run=int(fast_dev_run), max_restarts=max_restarts)
-        _at_least(-1, num_sanity_val_steps=num_sanity_val_steps)
-        _share(
+            gradient_clip_val=gradient_clip_val,
+            gradient_clip_algorithm=gradient_clip_algorithm,
+            val_check_interval=val_check_interval,
+            check_val_every_n_epoch=check_val_every_n_epoch,
+            num_sanity_val_steps=num_sanity_val_steps,
             limit_train_batches=limit_train_batches,
             limit_val_batches=limit_val_batches,
             limit_test_batches=limit_test_batches,
             overfit_batches=overfit_batches,
-            val_check_interval=val_check_interval,
+            fast_dev_run=fast_dev_run,
+            log_every_n_steps=log_every_n_steps,
+            num_nodes=num_nodes,
+            seed=seed,
+            max_restarts=max_restarts,
         )
-        if limit_train_batches == 0 or val_check_interval == 0:
-            raise ValueError("limit_train_batches and val_check_interval must be above 0; to turn validation off set limit_val_batches=0")
-        if check_val_every_n_epoch is None and not isinstance(val_check_interval, int):
-            raise ValueError(
-                f"check_val_every_n_epoch=None counts batches across epochs, so val_check_interval must be a whole number, but it is {val_check_interval!r}"
-            )
-        if gradient_clip_algorithm not in ("norm", "value"):
-            raise ValueError(f"gradient_clip_algorithm must be 'norm' or 'value', but gradient_clip_algorithm={gradient_clip_algorithm!r}")
-        if gradient_clip_val is not None and gradient_clip_val <= 0:
-            raise ValueError(f"gradient_clip_val must be above 0, or None for no clipping, but gradient_clip_val={gradient_clip_val}")
-        if max_epochs is not None and min_epochs is not None and min_epochs > max_epochs:
-            raise ValueError(f"min_epochs={min_epochs} is more than max_epochs={max_epochs}; lower it")
-        if seed is not None and not 0 <= seed < 2**63:
-            raise ValueError(f"seed must be in [0, 2**63), but seed={seed}")
-
         self.compile = compilation.check(compile)
         """Arguments of torch.compile; None where nothing is compiled."""
         self._layout: dict[str, Any] = {"devices": devices, "accelerator": accelerator, "num_nodes": num_nodes, "precision": str(precision)}
@@ -182,7 +169,7 @@ class Trainer:
             self.num_sanity_val_steps, self.log_every_n_steps, logger, enable_checkpointing = 0, 1, False, False
             given = [item for item in given if not isinstance(item, (Logger, own.ModelCheckpoint))]
         self.callbacks: list[Callback] = _all_callbacks(given, logger, enable_progress_bar, enable_checkpointing, max_time, profiler)
-        _check_unique(self.callbacks)
+        checks.unique(self.callbacks)
         self._limited = max_time is not None or any(isinstance(item, own.Timer) for item in given)
 
         self.progress = Progress()
@@ -251,10 +238,10 @@ class Trainer:
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         sources = Sources({"train": train_dataloaders, "val": val_dataloaders}, datamodule)
-        self._check_fit(module, sources)
+        checks.fit(self, module, sources)
         if ckpt_path is None:
-            self._check_not_done()
-        path = self._check_ckpt_path(ckpt_path)
+            checks.not_done(self)
+        path = run_plan.checked(self, ckpt_path)
         if self._chooses:  # now that the model is known
             strategy, reason = strategies.build("auto", **self._layout, model=module)
             if type(strategy) is not type(self.strategy):
@@ -541,8 +528,8 @@ class Trainer:
 
     def open_checkpoint(self, ckpt_path: str | None) -> Checkpoint | None:
         """Choose the run's folder and open what `ckpt_path` means, verified. Every rank calls it."""
-        plan = self._plan(ckpt_path) if self.is_global_zero else None
-        plan = self._planned(self.strategy.broadcast(plan))
+        plan = run_plan.plan(self, ckpt_path) if self.is_global_zero else None
+        plan = run_plan.carried_out(self.strategy.broadcast(plan))
         self.log_dir = plan["log_dir"]
         for logger, folder in zip(self.loggers, plan["loggers"], strict=True):
             logger.log_dir = folder
@@ -557,8 +544,8 @@ class Trainer:
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
         sources = Sources({evaluation.KINDS[stage][1]: dataloaders}, datamodule)
-        _check_loaders(sources)
-        path = self._check_ckpt_path(ckpt_path)
+        checks.loaders(sources)
+        path = run_plan.checked(self, ckpt_path)
         self.callback_metrics, self.logged_metrics, self.progress_bar_metrics = {}, {}, {}
         if self.strategy.starts_ranks:
             result = self.strategy.launch(_on_rank, self, stage, module, sources, path, rng_state())
@@ -579,60 +566,11 @@ class Trainer:
             return []
         return [resumed.path] if resumed.path.parent == Path(os.path.abspath(path)).parent else []
 
-    def _check_fit(self, module: Module, sources: Sources) -> None:
-        """What can be known before any process starts."""
-        world = environment.detect() if self.max_restarts else None
-        if world is not None:
-            raise ValueError(
-                f"max_restarts={self.max_restarts} is about ranks that Lockstep starts, but {world.launcher} started these; "
-                f"leave it out, let {world.launcher} restart them (torchrun --max-restarts) and give ckpt_path='auto'"
-            )
-        if not isinstance(module, Module):
-            raise TypeError(f"fit takes a trainer.Module, but module is {type(module).__name__}; subclass Module")
-        name = type(module).__name__
-        for method in ("training_step", "configure_optimizers"):
-            if not overrides(module, method, Module):
-                raise TypeError(f"{name} needs the method {method}; define it")
-        if self.max_epochs is None and self.max_steps is None and not self._limited:
-            raise ValueError("fit needs an end: give the Trainer max_epochs, max_steps or max_time")
-        if (
-            not any(p.requires_grad for p in module.parameters())
-            and not overrides(module, "configure_model", Module)
-            and not overrides(module, "setup", Module)
-        ):
-            raise ValueError(f"{name} has no trainable parameter; give it layers, or set requires_grad on what is to be trained")
-        if not module.automatic_optimization:
-            if self.accumulate_grad_batches > 1:
-                raise ValueError(
-                    f"accumulate_grad_batches={self.accumulate_grad_batches} needs automatic optimization; "
-                    f"{name} optimizes manually, so accumulate in its training_step"
-                )
-            if self.gradient_clip_val is not None:
-                raise ValueError(
-                    f"gradient_clip_val={self.gradient_clip_val} needs automatic optimization; "
-                    f"{name} optimizes manually, so call self.clip_gradients in its training_step"
-                )
-        train = sources.loaders.get("train")
-        if (
-            train is None
-            and not overrides(module, "train_dataloader", Module)
-            and (sources.datamodule is None or not overrides(sources.datamodule, "train_dataloader", DataModule))
-        ):
-            raise ValueError("fit needs training data: give train_dataloaders, or a DataModule or Module with train_dataloader")
-        if train is not None and not loaders_of(train):
-            raise ValueError("train_dataloaders is an empty list or dict; give a loader")
-        _check_loaders(sources)
-        if self.checkpoint_callback is not None:
-            _check_savable(module)
-        savers = [item for item in self.callbacks if isinstance(item, own.ModelCheckpoint)]
-        for folder in {str(item.save_dir or self.default_root_dir) for item in self.loggers} | {str(item.dirpath or self.default_root_dir) for item in savers}:
-            _check_writable(folder)
-
     def _fit_with_restarts(self, module: Module, sources: Sources, ckpt_path: str | None) -> dict[str, Any]:
         """Launch ranks, and launch them again from the newest checkpoint when they die; return what rank 0 brought back."""
         before, streams, begun = self.log_dir, rng_state(), time.time_ns()
         self._module, self._stage = module, "fit"
-        plan = self._planned(self._plan(ckpt_path))  # here, so that every attempt has the same folder
+        plan = run_plan.carried_out(run_plan.plan(self, ckpt_path))  # here, so that every attempt has the same folder
         self.log_dir, first = plan["log_dir"], plan["checkpoint"]
 
         def newest(restart: int) -> str | None:
@@ -652,86 +590,6 @@ class Trainer:
                 conclude(Path(self.log_dir), error)
             self.log_dir = before
             raise
-
-    def _check_not_done(self) -> None:
-        for name, done in (("max_epochs", self.current_epoch), ("max_steps", self.global_step)):
-            limit = getattr(self, name)
-            if limit is not None and done >= limit:
-                raise ValueError(f"this Trainer has trained its {name}={limit} already; set trainer.{name} higher to train on, or make a new Trainer")
-
-    def _check_ckpt_path(self, ckpt_path: str | Path | None) -> str | None:
-        """The path as a string; raise for a path that is no checkpoint, before any process starts."""
-        if ckpt_path is None or ckpt_path in ("auto", "last"):
-            return None if ckpt_path is None else str(ckpt_path)
-        if ckpt_path == "best":
-            if not getattr(self.checkpoint_callback, "best_model_path", None):
-                raise ValueError("ckpt_path='best' needs a ModelCheckpoint that has saved; fit first, or give a path")
-        else:
-            Checkpoint.open(ckpt_path, verify=False)
-        return str(ckpt_path)
-
-    def _plan(self, ckpt_path: str | None) -> dict[str, Any]:
-        """Rank 0: the run's folder and the checkpoint to open, or the error, as JSON data."""
-        try:
-            writes = bool(self.loggers) or (self._stage == "fit" and self.checkpoint_callback is not None)
-            first = self.logger
-            base = Path((first.save_dir if first else None) or self.default_root_dir) / ((first.name if first else None) or type(self._module).__name__)
-            version, checkpoint = first.version if first else None, None
-            if self.log_dir is not None:  # this Trainer goes on in its folder
-                version = Path(self.log_dir).name
-            if ckpt_path in ("auto", "last"):
-                found = self._newest(base, version)
-                if found is not None:
-                    version, checkpoint = found
-                if ckpt_path == "last" and checkpoint is None:
-                    raise CheckpointError(f"ckpt_path='last' finds no valid checkpoint below {base.absolute()}; give a path, or 'auto' to start afresh")
-                if ckpt_path == "auto":
-                    print(
-                        f"ckpt_path='auto': {f'resuming {checkpoint}' if checkpoint else f'no valid checkpoint below {base}, starting afresh'}", file=sys.stderr
-                    )
-            elif ckpt_path == "best":
-                checkpoint = getattr(self.checkpoint_callback, "best_model_path", None)
-                if not checkpoint:
-                    raise ValueError("ckpt_path='best' needs a ModelCheckpoint that has saved; fit first, or give a path")
-            elif ckpt_path is not None:
-                checkpoint = ckpt_path
-            if checkpoint is not None:
-                opened = Checkpoint.open(checkpoint)
-                if self._stage == "fit":
-                    snapshot.check_resumable(opened)
-            folder = _run_folder(base, version) if writes else None
-            if folder is not None and self.running and self._stage == "fit":
-                self._folder = RunFolder(folder)
-            if folder is not None and (folder / "checkpoints").is_dir():
-                files.clean(folder / "checkpoints")
-            folders = []
-            for logger in self.loggers:
-                root = Path(logger.save_dir or self.default_root_dir) / (logger.name or type(self._module).__name__)
-                folders.append(str(root / folder.name))  # type: ignore[union-attr]
-            return {"log_dir": str(folder) if folder else None, "loggers": folders, "checkpoint": None if checkpoint is None else str(checkpoint)}
-        except CheckpointError as error:
-            return {"error": str(error), "kind": "CheckpointError"}
-        except (ValueError, OSError) as error:
-            return {"error": str(error), "kind": "ValueError"}
-
-    @staticmethod
-    def _planned(plan: dict[str, Any]) -> dict[str, Any]:
-        if "error" in plan:
-            raise {"CheckpointError": CheckpointError, "ValueError": ValueError}[plan["kind"]](plan["error"])
-        return plan
-
-    def _newest(self, base: Path, version: str | int | None) -> tuple[str | None, str] | None:
-        """The newest valid checkpoint of the given version, else of the newest version that has one."""
-        callback = self.checkpoint_callback
-        if callback is not None and callback.dirpath:
-            found = files.newest(callback.dirpath)
-            return None if found is None else (None if version is None else _version(version), str(found))
-        candidates = [base / _version(version)] if version is not None else sorted(base.glob("version_*"), key=_version_number, reverse=True)
-        for folder in candidates:
-            found = files.newest(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
-            if found is not None:
-                return folder.name, str(found)
-        return None
 
     def _entry(self, name: str) -> Any:
         entries = self.metrics.entries
@@ -847,86 +705,5 @@ def _all_callbacks(given: list[Callback], logger: Any, progress_bar: bool, check
     return [*loggers, *rest, *savers]
 
 
-def _check_unique(callbacks: list[Callback]) -> None:
-    keys = [item.state_key for item in callbacks if overrides(item, "state_dict", Callback)]
-    twice = next((key for key in keys if keys.count(key) > 1), None)
-    if twice is not None:
-        raise ValueError(f"two callbacks have the same state_key {twice!r}, so one would load the other's state; give one another state_key")
-
-
-def _check_loaders(sources: Sources) -> None:
-    for kind, given in sources.loaders.items():
-        for loader in loaders_of(given):
-            try:
-                empty = len(loader) == 0
-            except (TypeError, NotImplementedError):
-                continue
-            if empty:
-                name = {"train": "train_dataloaders", "val": "a loader for validation"}.get(kind, f"a loader for {kind}")
-                raise ValueError(f"{name} is empty: its dataset has no sample, or drop_last drops its only batch")
-
-
-def _check_savable(module: Module) -> None:
-    for name, value in module.hparams.items():
-        try:
-            pack(value, name, {})
-        except TypeError as error:
-            raise TypeError(f"hyperparameter {name!r} cannot be saved: {error}; leave it out with save_hyperparameters(ignore=[{name!r}])") from None
-
-
-def _check_writable(folder: str) -> None:
-    probe = Path(folder)
-    try:
-        probe.mkdir(parents=True, exist_ok=True)
-        name = probe / f".writable-{os.getpid()}"
-        name.touch()
-        name.unlink()
-    except OSError as error:
-        raise ValueError(
-            f"default_root_dir, save_dir and dirpath must be folders that can be written, but {folder!r} cannot: {error.strerror or error}; "
-            "give another, or logger=False and enable_checkpointing=False"
-        ) from None
-
-
-def _run_folder(base: Path, version: str | int | None) -> Path:
-    """Make and return the folder of a version; None takes the next free number, exclusively."""
-    if version is not None:
-        folder = base / _version(version)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-    base.mkdir(parents=True, exist_ok=True)
-    number = max((_version_number(path) for path in base.glob("version_*")), default=-1) + 1
-    while True:
-        folder = base / f"version_{number}"
-        try:
-            folder.mkdir()
-            return folder
-        except FileExistsError:
-            number += 1
-
-
-def _version(version: str | int) -> str:
-    return f"version_{version}" if isinstance(version, int) else str(version)
-
-
-def _version_number(path: Path) -> int:
-    digits = path.name.removeprefix("version_")
-    return int(digits) if digits.isdigit() else -1
-
-
 def _none_if_negative(steps: int | None) -> int | None:
     return None if steps == -1 else steps
-
-
-def _at_least(least: int, **values: Any) -> None:
-    for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ValueError(f"{name} must be a whole number of at least {least}, but {name}={value!r}")
-
-
-def _share(**values: Any) -> None:
-    for name, value in values.items():
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or (isinstance(value, float) and value > 1.0):
-            raise ValueError(f"{name} must be a whole number of batches or a fraction in [0.0, 1.0], but {name}={value!r}")
