@@ -33,8 +33,9 @@ lint: .venv/.installed ## Look for mistakes
 types: .venv/.installed ## Check types
 	$(BIN)/mypy
 
-bench: .venv/.installed-bench ## Measure against a hand-written loop and against peers
-	@set -e; for file in benchmarks/[a-z]*.py; do echo "$$file"; $(BIN)/python "$$file"; done
+bench: .venv/.installed-bench ## Measure against a hand-written loop and against peers (one part: .venv/bin/python -m benchmarks.NAME)
+	@set -e; mkdir -p build/bench; for file in benchmarks/[a-z]*.py; do name=$$(basename "$$file" .py); echo "---- $$name"; \
+		case $$name in pipeline_bubble) $(BIN)/python -m benchmarks.$$name ;; *) $(BIN)/python -m benchmarks.$$name --json build/bench/$$name.json ;; esac; done
 
 clean: ## Remove the environment, caches and build results; runs stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,6 +1,6 @@
 """What each rank holds under every strategy: bytes of parameters, gradients and optimizer state, and its peak memory.
 
-    python benchmarks/memory.py [--ranks 1 2 4] [--width 128] [--depth 4] [--match TEXT] [--json FILE]
+    python -m benchmarks.memory [--ranks 1 2 4] [--width 128] [--depth 4] [--match TEXT] [--json FILE]
 
 The model is that of examples/gpt.py under AdamW in float32, driven by a hand-written loop. Bytes are exact: of every
 floating point tensor that a rank holds between a backward and the optimizer's step. `other` is what the engine keeps

@@ -1,6 +1,6 @@
 """How long until it runs: `import trainer` beside `import torch`, and from process start to the end of the first step.
 
-    python benchmarks/start.py [--rounds 5] [--match TEXT] [--json FILE]
+    python -m benchmarks.start [--rounds 5] [--match TEXT] [--json FILE]
 
 The first step is that of examples/digits.py, on one and on two CPU ranks, beside a script that does the same by hand
 (two ranks: `torch.multiprocessing.spawn` and DistributedDataParallel). Every measurement is a fresh process; all of

@@ -1,27 +1,21 @@
 """What a step costs beside a hand-written loop, and beside peers where they are installed.
 
-    python benchmarks/step_overhead.py [--rounds 7] [--steps 1000] [--json FILE]
+    python -m benchmarks.step_overhead [--rounds 7] [--steps 1000] [--json FILE]
     make bench                           # every benchmark, with the peers
 
 The work of a step is next to nothing (Linear(32, 32)-ReLU-Linear(32, 10), 8 samples, SGD, one thread), so what is
 measured is the loop around it. Variants take turns in each round. A time is microseconds a step, the median over
-rounds; a ratio is the median of the ratios to the hand-written loop of the same round. Expect a minute.
+rounds; a ratio is the median of the ratios to the hand-written loop of the same round, and the last column that to a
+hand-written loop that logs five running means to TensorBoard every 50 steps. Expect a minute, with the peers two.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
-import io
-import json
-import os
-import platform
 import statistics
-import tempfile
-import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks._rounds import Clock, machine, summarise, table, take_turns, told, write_json
 from callbacks import LearningRateMonitor
 from trainer import Module, Trainer
 
 WARMUP_STEPS = 50
-
-
-class Clock:
-    """Times the steps between the first that counts and the last one."""
-
-    def __init__(self, num_steps: int) -> None:
-        self.marks = (WARMUP_STEPS, WARMUP_STEPS + num_steps)
-        self.times: list[float] = []
-
-    def tick(self, step: int) -> None:
-        """Call it at the beginning of every step."""
-        if step in self.marks:
-            self.times.append(time.perf_counter())
-
-    def us_per_step(self) -> float:
-        begin, end = self.times
-        return (end - begin) / (self.marks[1] - self.marks[0]) * 1e6
+LOG_EVERY = 50  # steps, as the trainers do by default
+REFERENCE, LOGGING = "hand-written loop", "hand-written loop, 5 values to TensorBoard"
 
 
 def build() -> nn.Module:
@@ -64,7 +44,7 @@ def loader(num_steps: int) -> DataLoader:
 
 
 def by_hand(num_steps: int) -> float:
-    model, clock = build(), Clock(num_steps)
+    model, clock = build(), Clock(num_steps, WARMUP_STEPS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step, (x, y) in enumerate(loader(num_steps)):
         clock.tick(step)
@@ -72,7 +52,30 @@ def by_hand(num_steps: int) -> float:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return clock.us_per_step()
+    return clock.s_per_step() * 1e6
+
+
+def by_hand_logging(num_steps: int) -> float:
+    from torch.utils.tensorboard import SummaryWriter
+
+    model, clock = build(), Clock(num_steps, WARMUP_STEPS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sums = {f"loss{i}": torch.zeros(()) for i in range(5)}
+    with SummaryWriter("runs") as writer:
+        for step, (x, y) in enumerate(loader(num_steps), start=1):
+            clock.tick(step - 1)
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            value = loss.detach()
+            for total in sums.values():
+                total += value
+            if step % LOG_EVERY == 0:
+                for name, total in sums.items():
+                    writer.add_scalar(name, total.item() / LOG_EVERY, step)
+                    total.zero_()
+    return clock.s_per_step() * 1e6
 
 
 def module_class(base: type) -> type:
@@ -99,94 +102,71 @@ def module_class(base: type) -> type:
 BARE: dict[str, Any] = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 
 
-def lockstep(num_values: int, everything: bool = False) -> Callable[[int], float]:
-    def run(num_steps: int) -> float:
-        clock = Clock(num_steps)
-        options = {"max_epochs": 1, "callbacks": [LearningRateMonitor()]} if everything else BARE
-        Trainer(accelerator="cpu", **options).fit(module_class(Module)(clock, num_values), loader(num_steps))
-        return clock.us_per_step()
-
-    return run
+def lockstep(num_steps: int, *, num_values: int, everything: bool = False) -> float:
+    clock = Clock(num_steps, WARMUP_STEPS)
+    options = {"max_epochs": 1, "callbacks": [LearningRateMonitor()]} if everything else BARE
+    Trainer(accelerator="cpu", **options).fit(module_class(Module)(clock, num_values), loader(num_steps))
+    return clock.s_per_step() * 1e6
 
 
-def lightning(num_values: int) -> Callable[[int], float]:
-    def run(num_steps: int) -> float:
-        import lightning as peer
+def lightning(num_steps: int, *, num_values: int, everything: bool = False) -> float:
+    import lightning as peer
+    from lightning.pytorch.callbacks import LearningRateMonitor as Monitor
 
-        clock = Clock(num_steps)
-        trainer = peer.Trainer(accelerator="cpu", enable_model_summary=False, **BARE)
-        trainer.fit(module_class(peer.LightningModule)(clock, num_values), loader(num_steps))
-        return clock.us_per_step()
+    clock = Clock(num_steps, WARMUP_STEPS)
+    options = {"max_epochs": 1, "callbacks": [Monitor()]} if everything else {"enable_model_summary": False, **BARE}
+    peer.Trainer(accelerator="cpu", devices=1, **options).fit(module_class(peer.LightningModule)(clock, num_values), loader(num_steps))
+    return clock.s_per_step() * 1e6
 
-    return run
+
+def fabric(num_steps: int) -> float:
+    from lightning.fabric import Fabric
+
+    peer, model, clock = Fabric(accelerator="cpu", devices=1), build(), Clock(num_steps, WARMUP_STEPS)
+    model, optimizer = peer.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for step, (x, y) in enumerate(peer.setup_dataloaders(loader(num_steps))):
+        clock.tick(step)
+        loss = F.cross_entropy(model(x), y)
+        peer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return clock.s_per_step() * 1e6
 
 
 def accelerate(num_steps: int) -> float:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
-    model, clock = build(), Clock(num_steps)
-    model, optimizer, batches = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader(num_steps))
+    peer = Accelerator(cpu=True)
+    model, clock = build(), Clock(num_steps, WARMUP_STEPS)
+    model, optimizer, batches = peer.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader(num_steps))
     for step, (x, y) in enumerate(batches):
         clock.tick(step)
         loss = F.cross_entropy(model(x), y)
-        accelerator.backward(loss)
+        peer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    return clock.us_per_step()
+    return clock.s_per_step() * 1e6
 
 
 VARIANTS: dict[str, Callable[[int], float]] = {
-    "hand-written loop": by_hand,
-    "lockstep, bare": lockstep(0),
-    "lockstep, 1 logged value": lockstep(1),
-    "lockstep, 5 logged values": lockstep(5),
+    REFERENCE: by_hand,
+    LOGGING: by_hand_logging,
+    "lockstep, bare": partial(lockstep, num_values=0),
+    "lockstep, 1 logged value": partial(lockstep, num_values=1),
+    "lockstep, 5 logged values": partial(lockstep, num_values=5),
     # TensorBoard, progress bar, summary, checkpoints, learning rates
-    "lockstep, everything on": lockstep(5, everything=True),
+    "lockstep, everything on": partial(lockstep, num_values=5, everything=True),
 }
 if importlib.util.find_spec("lightning"):
-    VARIANTS |= {"lightning, bare": lightning(0), "lightning, 5 logged values": lightning(5)}
+    VARIANTS |= {
+        "fabric": fabric,
+        "lightning, bare": partial(lightning, num_values=0),
+        "lightning, 1 logged value": partial(lightning, num_values=1),
+        "lightning, 5 logged values": partial(lightning, num_values=5),
+        "lightning, everything on": partial(lightning, num_values=5, everything=True),
+    }
 if importlib.util.find_spec("accelerate"):
     VARIANTS |= {"accelerate": accelerate}
-
-
-def measure(rounds: int, num_steps: int) -> dict[str, list[float]]:
-    """Microseconds a step of each variant in each round; variants take turns, each round begins with another one."""
-    names, times = list(VARIANTS), {name: [] for name in VARIANTS}
-    for number in range(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            with quiet():
-                times[name].append(VARIANTS[name](num_steps))
-    return times
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep what the variants print and write away from the table and the working folder."""
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        os.chdir(folder)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                yield
-        finally:
-            os.chdir(before)
-
-
-def summarise(times: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
-    reference = times["hand-written loop"]
-    return {
-        name: {
-            "median_us": statistics.median(values),
-            "min_us": min(values),
-            "max_us": max(values),
-            "ratio": statistics.median(value / base for value, base in zip(values, reference, strict=True)),
-            "rounds_us": values,
-        }
-        for name, values in times.items()
-    }
 
 
 def main() -> None:
@@ -196,16 +176,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    load = os.getloadavg()[0]
-    results = summarise(measure(arguments.rounds, arguments.steps))
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, load {load:.1f}")
-    print(f"{arguments.rounds} rounds of {arguments.steps} steps")
-    print(f"{'':<27}{'us a step':>10}{'min':>8}{'max':>8}{'ratio':>8}")
+    facts = machine()
+    times = take_turns({name: partial(variant, arguments.steps) for name, variant in VARIANTS.items()}, arguments.rounds)
+    results = summarise(times, "us", dict.fromkeys(times, REFERENCE))
     for name, row in results.items():
-        print(f"{name:<27}{row['median_us']:>10.1f}{row['min_us']:>8.1f}{row['max_us']:>8.1f}{row['ratio']:>8.2f}")
-    if arguments.json:
-        machine = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count(), "load": load}
-        arguments.json.write_text(json.dumps({"machine": machine, "rounds": arguments.rounds, "steps": arguments.steps, "results": results}, indent=1))
+        row["ratio_to_logging"] = statistics.median(own / base for own, base in zip(times[name], times[LOGGING], strict=True))
+    print(f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps")
+    columns = {"us a step": ("median_us", ".1f"), "min": ("min_us", ".1f"), "max": ("max_us", ".1f"), "over": ("over_us", ".1f"), "ratio": ("ratio", ".2f")}
+    print(table(results, {**columns, "to logging": ("ratio_to_logging", ".2f")}))
+    write_json(arguments.json, facts, results, rounds=arguments.rounds, steps=arguments.steps)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import REPO_ROOT
 
@@ -18,30 +19,96 @@ from tests.conftest import REPO_ROOT
 def run(name: str, *arguments: str, file: Path) -> tuple[str, dict[str, Any]]:
     """Run a benchmark; return what it printed and its JSON."""
     environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT)}
-    command = [sys.executable, str(REPO_ROOT / "benchmarks" / name), *arguments, "--json", str(file)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--json", str(file)]
+    result = subprocess.run(command, cwd=file.parent, env=environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
     assert not result.stderr, result.stderr
     return result.stdout, json.loads(file.read_text())
 
 
-def test_step_overhead(tmp_path: Path) -> None:
-    output, numbers = run("step_overhead.py", "--rounds", "2", "--steps", "20", file=tmp_path / "numbers.json")
-    results = numbers["results"]
-    expected = {"hand-written loop", "lockstep, bare", "lockstep, 1 logged value", "lockstep, 5 logged values", "lockstep, everything on"}
-    assert expected <= set(results)
-    for name, row in results.items():
+def sane(rows: dict[str, Any], unit: str, output: str, rounds: int, least: float, most: float) -> None:
+    """Each row is in the table, its numbers fit each other, and each lies between `least` and `most`."""
+    for name, row in rows.items():
         assert name in output
-        assert len(row["rounds_us"]) == 2
-        assert 1 < row["min_us"] <= row["median_us"] <= row["max_us"] < 1e6, "a step of this size takes between a microsecond and a second"
-        assert row["ratio"] > 0
+        assert len(row[f"rounds_{unit}"]) == rounds
+        assert least < row[f"min_{unit}"] <= row[f"median_{unit}"] <= row[f"max_{unit}"] < most
+        assert row.get("ratio", 1) > 0
+
+
+def test_step_overhead(tmp_path: Path) -> None:
+    output, numbers = run("step_overhead", "--rounds", "2", "--steps", "20", file=tmp_path / "numbers.json")
+    results = numbers["results"]
+    expected = {"hand-written loop", "hand-written loop, 5 values to TensorBoard"}
+    assert expected | {"lockstep, bare", "lockstep, 1 logged value", "lockstep, 5 logged values", "lockstep, everything on"} <= set(results)
+    sane(results, "us", output, 2, least=1, most=1e6)
     assert results["hand-written loop"]["ratio"] == 1
+    assert results["hand-written loop, 5 values to TensorBoard"]["ratio_to_logging"] == 1
     assert list(tmp_path.iterdir()) == [tmp_path / "numbers.json"], "runs of the benchmark leave nothing behind"
+
+
+@pytest.mark.parametrize("match", ["fsdp", pytest.param("", marks=pytest.mark.slow)])
+def test_engines(match: str, tmp_path: Path) -> None:
+    size = ("--width", "64", "--depth", "2", "--batch", "2")
+    output, numbers = run("engines", "--rounds", "1", "--steps", "2", "--match", match, *size, file=tmp_path / "numbers.json")
+    results = numbers["results"]
+    assert set(results) == {f"{name}, {who}" for name in ("ddp", "fsdp", "tensor", "pipeline") if match in name for who in ("by hand", "lockstep")}
+    sane(results, "ms", output, 1, least=0.01, most=1e5)
+    size_bytes = 4 * numbers["model"]["parameters"]
+    for name, row in results.items():
+        held = 4 * size_bytes if "ddp" in name else 2 * size_bytes  # parameters, gradients, two moments; elsewhere half of most of it
+        assert held < row["peak_bytes"] < 20 * size_bytes, name
+
+
+def test_scaling(tmp_path: Path) -> None:
+    output, numbers = run("scaling", "--rounds", "2", "--effort", "0.01", "--ranks", "2", file=tmp_path / "numbers.json")
+    results = numbers["results"]
+    for part in ("tensors", "values", "callbacks", "ranks"):
+        sane(results[part], "us", output, 2, least=1, most=1e8)
+    assert set(results["ranks"]) == {"2 ranks", "2 ranks, by hand"} and len(results["tensors"]) == 4
+    for name, total in (("values logged", 10_000), ("steps of a fit", 1000)):
+        row = results["memory"][name]
+        assert row["total"] == total
+        assert row["blocks"] < total // 2, "nothing is kept of a step"
+    samples = results["samples"]
+    assert samples["10^7"]["peak_bytes"] < 1.1 * samples["10^4"]["peak_bytes"] < 1e6
+    assert samples["10^4, DistributedSampler"]["peak_bytes"] > 8 * 10**4, "a number for each index"
+
+
+def test_data(tmp_path: Path) -> None:
+    output, numbers = run("data", "--rounds", "2", "--batches", "5", file=tmp_path / "numbers.json")
+    assert {f"{kind}, {who}" for kind in ("no workers", "2 workers") for who in ("bare loop", "lockstep")} <= set(numbers["results"])
+    sane(numbers["results"], "per_s", output, 2, least=1, most=1e7)
+
+
+def test_checkpoint(tmp_path: Path) -> None:
+    output, numbers = run("checkpoint", "--megabytes", "2", "--rounds", "2", "--folder", str(tmp_path), file=tmp_path / "numbers.json")
+    results = numbers["results"]
+    assert {"memory copy of the state", "raw write and fsync", "save", "save, no checksums", "save beside the training"} <= set(results)
+    sane(results, "ms", output, 2, least=0.001, most=1e5)
+    assert all(0 < row["blocked_ms"] <= row["median_ms"] for row in results.values())
+    assert 1.99e6 < numbers["num_bytes"] < 2.01e6 and numbers["checksum_share"] < 1
+    assert list(tmp_path.iterdir()) == [tmp_path / "numbers.json"], "checkpoints of the benchmark are gone"
+
+
+def test_gpu(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the other test runs it")
+    output, numbers = run("gpu", file=tmp_path / "numbers.json")
+    assert numbers["results"] == {} and output.startswith("skipped: this benchmark needs a CUDA device")
+
+
+@pytest.mark.gpu
+def test_gpu_on_a_gpu(tmp_path: Path) -> None:
+    size = ("--width", "128", "--depth", "2", "--context", "64", "--batch", "2", "--vocabulary", "512")
+    output, numbers = run("gpu", "--rounds", "2", "--steps", "3", *size, file=tmp_path / "numbers.json")
+    sane(numbers["results"], "per_s", output, 2, least=1, most=1e9)
+    assert all(row["peak_bytes"] > 4 * 4 * numbers["parameters"] for row in numbers["results"].values())
+    assert len(numbers["results"]) == 5
 
 
 @pytest.mark.parametrize("match", ["import", "lockstep", pytest.param("by hand", marks=pytest.mark.slow)])
 def test_start(match: str, tmp_path: Path) -> None:
-    output, numbers = run("start.py", "--rounds", "1", "--match", match, file=tmp_path / "numbers.json")
+    output, numbers = run("start", "--rounds", "1", "--match", match, file=tmp_path / "numbers.json")
     assert len(numbers["results"]) == 2
     for name, row in numbers["results"].items():
         assert name in output
@@ -50,20 +117,20 @@ def test_start(match: str, tmp_path: Path) -> None:
 
 
 def test_recompute(tmp_path: Path) -> None:
-    output, numbers = run("recompute.py", "--width", "64", "--depth", "2", "--steps", "1", file=tmp_path / "numbers.json")
+    output, numbers = run("recompute", "--width", "64", "--depth", "2", "--steps", "1", file=tmp_path / "numbers.json")
     kept, recomputed = (numbers["results"][on] for on in ("False", "True"))
     assert 0 < 2 * recomputed["kept_bytes"] < kept["kept_bytes"] and min(kept["step_s"], recomputed["step_s"]) > 0
     assert "activation_checkpointing" in output
 
 
 def test_restart(tmp_path: Path) -> None:
-    output, numbers = run("restart.py", "--restarts", "2", file=tmp_path / "numbers.json")
+    output, numbers = run("restart", "--restarts", "2", file=tmp_path / "numbers.json")
     assert len(numbers["downs_s"]) == 2 and "2 ranks of ddp" in output
     assert 0 < min(numbers["downs_s"]) <= numbers["median_s"] <= numbers["p95_s"] < 60
 
 
 def test_memory(tmp_path: Path) -> None:
-    output, numbers = run("memory.py", "--ranks", "2", "--match", "dp", file=tmp_path / "numbers.json")
+    output, numbers = run("memory", "--ranks", "2", "--match", "dp", file=tmp_path / "numbers.json")
     rows = {row["strategy"]: row for row in numbers["results"]}
     assert set(rows) == {"dp", "ddp", "fsdp"} and all(name in output for name in rows)
     size = 4 * numbers["model"]["parameters"]
@@ -74,11 +141,3 @@ def test_memory(tmp_path: Path) -> None:
         assert row["total"] == row["parameters"] + row["gradients"] + row["optimizer"] + row["other"]
         assert row["other"] == 0
         assert row["steps"] > row["total"] > 0
-
-
-def test_saving(tmp_path: Path) -> None:
-    output, numbers = run("saving.py", "--megabytes", "2", "--rounds", "1", file=tmp_path / "numbers.json")
-    assert set(numbers["results"]) == {"plain", "in an older one's place", "checked to be finite", "beside the training"}
-    for name, row in numbers["results"].items():
-        assert name in output
-        assert 0 < row["blocked_s"] <= row["done_s"] < 60

@@ -1,0 +1,103 @@
+"""What the benchmarks share: variants that take turns, medians and ratios of what they measured, a table, JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Clock:
+    """Times the steps from number `warmup` to number `warmup + num_steps`, which begins when they are done."""
+
+    def __init__(self, num_steps: int, warmup: int) -> None:
+        self.marks = (warmup, warmup + num_steps)
+        self.times: list[float] = []
+
+    def tick(self, step: int) -> None:
+        """Call it at the beginning of every step."""
+        if step in self.marks:
+            self.times.append(time.perf_counter())
+
+    def s_per_step(self) -> float:
+        begin, end = self.times
+        return (end - begin) / (self.marks[1] - self.marks[0])
+
+
+def take_turns(variants: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
+    """What each variant returned in each round; each round begins with another one."""
+    names, values = list(variants), {name: [] for name in variants}
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            with quiet():
+                values[name].append(variants[name]())
+    return values
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what the variants print and write away from the table and the working folder."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        os.chdir(folder)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            os.chdir(before)
+
+
+def summarise(values: Mapping[str, Sequence[float]], unit: str, references: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Median, least and most of each variant, and the medians of ratio and difference to its reference of the same round."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, own in values.items():
+        rows[name] = {f"median_{unit}": statistics.median(own), f"min_{unit}": min(own), f"max_{unit}": max(own), f"rounds_{unit}": list(own)}
+        if name in references:
+            pairs = list(zip(own, values[references[name]], strict=True))
+            rows[name]["ratio"] = statistics.median(value / base for value, base in pairs)
+            rows[name][f"over_{unit}"] = statistics.median(value - base for value, base in pairs)
+    return rows
+
+
+def table(rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, tuple[str, str]], title: str = "") -> str:
+    """Rows as text; `columns` are (key of a row, format) by heading. What a row does not have stays empty."""
+    width = max(map(len, [*rows, title])) + 2
+    widths = {heading: max(len(heading), *(len(_cell(row, key, form)) for row in rows.values())) + 2 for heading, (key, form) in columns.items()}
+    lines = [f"{title:<{width}}" + "".join(f"{heading:>{widths[heading]}}" for heading in columns)]
+    for name, row in rows.items():
+        lines.append(f"{name:<{width}}" + "".join(f"{_cell(row, key, form):>{widths[heading]}}" for heading, (key, form) in columns.items()))
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def told(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def write_json(file: Path | None, facts: Mapping[str, Any], results: Any, **more: Any) -> None:
+    if file is not None:
+        file.write_text(json.dumps({"machine": facts, **more, "results": results}, indent=1) + "\n")
+
+
+def _cell(row: Mapping[str, Any], key: str, form: str) -> str:
+    return "" if row.get(key) is None else format(row[key], form)
