@@ -1,7 +1,8 @@
 """Starts launchers of the crash suite: forked from here, where torch is imported already, so that one costs milliseconds.
 
-Reads a JSON object a line, `{"folder", "strategy", "devices", "restarts", "faults"}`; answers each with the process id of a
-launcher, which trains in that folder, and goes on from what it finds there. Ends with its input.
+Reads a JSON object a line, `{"folder", "undisturbed", "strategy", "devices", "restarts", "faults"}`; answers each with the process id
+of a launcher, which trains in that folder, and goes on from what it finds there; before, unless that is done, without faults in the
+folder `undisturbed`. Ends with its input.
 """
 
 from __future__ import annotations
@@ -61,15 +62,18 @@ def train(strategy: str, devices: int, restarts: int) -> None:
 
 def launcher(order: dict[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.chdir(order["folder"])
-    Path("pids").mkdir(exist_ok=True)
-    Path("pids", str(os.getpid())).touch()
-    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (0, 1, 2):
-        os.dup2(log if stream else os.open(os.devnull, os.O_RDONLY), stream)
-    os.environ[faults.VARIABLE] = order["faults"]
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
-        train(order["strategy"], order["devices"], order["restarts"])
+        for folder, plan in ((order["undisturbed"], ""), (order["folder"], order["faults"])):
+            os.chdir(folder)
+            Path("pids").mkdir(exist_ok=True)
+            Path("pids", str(os.getpid())).touch()
+            log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.environ[faults.VARIABLE] = plan
+            if not Path("done.json").exists():
+                train(order["strategy"], order["devices"], order["restarts"])
     except BaseException:
         traceback.print_exc()
     finally:

@@ -45,10 +45,18 @@ class Training:
         self.launcher = 0
         self.launchers = 0
         folder.mkdir()
+        (folder.parent / "undisturbed").mkdir(exist_ok=True)
 
     def start(self) -> None:
         devices = STRATEGIES[self.strategy]
-        order = {"folder": str(self.folder), "strategy": self.strategy, "devices": devices, "restarts": 50, "faults": self.plan}
+        order = {
+            "folder": str(self.folder),
+            "undisturbed": str(self.folder.parent / "undisturbed"),
+            "strategy": self.strategy,
+            "devices": devices,
+            "restarts": 50,
+            "faults": self.plan,
+        }
         assert self.nursery.stdin is not None and self.nursery.stdout is not None
         self.nursery.stdin.write(json.dumps(order) + "\n")
         self.nursery.stdin.flush()
@@ -104,16 +112,17 @@ class Training:
     def log(self) -> str:
         return (self.folder / "log").read_text()[-5000:]
 
-    def result(self) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[Any], str]:
-        """Tensors (weights, optimizer, random streams), progress and metrics, what each rank keeps, and all that was logged."""
-        run = self.folder / "runs/Slow/version_0"
-        path = newest(run / "checkpoints")
-        assert path is not None
-        checkpoint = Checkpoint.open(path)
-        assert checkpoint.global_step == STEPS
-        state = {name: checkpoint.state[name] for name in ("progress", "seed", "metrics", "schedulers")}
-        ranks = [checkpoint.rank_state(rank) for rank in range(checkpoint.world_size)]
-        return {name: checkpoint.read(name) for name in checkpoint.names()}, state, ranks, (run / "metrics.csv").read_text()
+
+def result(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[Any], str]:
+    """Tensors (weights, optimizer, random streams), progress and metrics, what each rank keeps, and all that was logged."""
+    run = folder / "runs/Slow/version_0"
+    path = newest(run / "checkpoints")
+    assert path is not None
+    checkpoint = Checkpoint.open(path)
+    assert checkpoint.global_step == STEPS
+    state = {name: checkpoint.state[name] for name in ("progress", "seed", "metrics", "schedulers")}
+    ranks = [checkpoint.rank_state(rank) for rank in range(checkpoint.world_size)]
+    return {name: checkpoint.read(name) for name in checkpoint.names()}, state, ranks, (run / "metrics.csv").read_text()
 
 
 def planned(kills: int, strategy: str, folder: Path, chance: random.Random) -> str:
@@ -165,8 +174,8 @@ def crash(nursery: subprocess.Popen, tmp_path: Path, strategy: str, kills: int, 
     return training, killed + (len(count.read_text().split()) if count.exists() else 0)
 
 
-def same(one: Training, other: Training) -> None:
-    (tensors, state, ranks, log), (tensors_too, state_too, ranks_too, log_too) = one.result(), other.result()
+def same(training: Training, undisturbed: Path) -> None:
+    (tensors, state, ranks, log), (tensors_too, state_too, ranks_too, log_too) = result(training.folder), result(undisturbed)
     assert tensors.keys() == tensors_too.keys() and any(name.startswith("optimizer/") for name in tensors)
     different = [name for name in tensors if not torch.equal(tensors[name], tensors_too[name])]
     assert not different and state == state_too and ranks == ranks_too
@@ -175,13 +184,10 @@ def same(one: Training, other: Training) -> None:
 
 
 def survive(nursery: subprocess.Popen, tmp_path: Path, strategy: str, kills: int, seeds: int) -> int:
-    undisturbed = Training(nursery, tmp_path / "undisturbed", strategy)
-    undisturbed.start()
-    undisturbed.wait()
     total = 0
     for seed in range(seeds):
         training, killed = crash(nursery, tmp_path, strategy, kills, seed)
-        same(training, undisturbed)
+        same(training, tmp_path / "undisturbed")
         summary = json.loads((training.folder / "runs/Slow/version_0/summary.json").read_text())
         assert summary["exit"] == "finished" and summary["steps"] == STEPS and summary["restarts"] > 0
         total += killed
