@@ -6,6 +6,8 @@ import contextlib
 import importlib.util
 import io
 import os
+import re
+import time
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -89,6 +91,7 @@ class TensorBoardLogger(Logger):
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise ImportError(MISSING) from error
+            _wait_for_a_later_name(self.log_dir)
             self._writer = SummaryWriter(self.log_dir, purge_step=self._purge_step, flush_secs=self.flush_secs)
             file_writer: Any = self._writer.file_writer
             file_writer.event_writer = _Forgiving(file_writer.event_writer)
@@ -231,3 +234,12 @@ class _Nothing:
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *args, **kwargs: None
+
+
+def _wait_for_a_later_name(folder: str) -> None:
+    """TensorBoard reads event files by name, which begins with a second and goes on with a process id: of a run that was
+    started again within a second, the later file might be read first."""
+    files = os.listdir(folder) if os.path.isdir(folder) else []
+    seconds = [int(found[1]) for name in files if (found := re.match(r"events\.out\.tfevents\.(\d+)\.", name))]
+    while seconds and int(time.time()) == max(seconds):
+        time.sleep(0.02)
