@@ -95,6 +95,7 @@ def told(facts: Mapping[str, Any]) -> str:
 
 
 def write_json(file: Path | None, facts: Mapping[str, Any], results: Any, **more: Any) -> None:
+    """With `columns` in `more`, as of `table` (or by part), `benchmarks/_page.py` finds what to show."""
     if file is not None:
         file.write_text(json.dumps({"machine": facts, **more, "results": results}, indent=1) + "\n")
 

@@ -128,9 +128,10 @@ def main() -> None:
     share = statistics.median(1 - without / whole for whole, without in zip(done[SAVE], done[UNCHECKED], strict=True))
     print(f"{told(facts)}; {measure.num_bytes / 1e6:,.0f} MB, {arguments.rounds} rounds")
     columns = {"blocked ms": ("blocked_ms", ".1f"), "to copy": ("blocked_ratio", ".2f"), "done ms": ("median_ms", ".1f"), "min": ("min_ms", ".1f")}
-    print(table(results, {**columns, "max": ("max_ms", ".1f"), "to raw": ("ratio", ".2f"), "MB/s": ("mb_per_s", ",.0f")}))
+    columns |= {"max": ("max_ms", ".1f"), "to raw": ("ratio", ".2f"), "MB/s": ("mb_per_s", ",.0f")}
+    print(table(results, columns))
     print(f"checksums are {share:.1%} of a save")
-    write_json(arguments.json, facts, results, rounds=arguments.rounds, num_bytes=measure.num_bytes, checksum_share=share)
+    write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds, num_bytes=measure.num_bytes, checksum_share=share)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def main() -> None:
     print(f"{told(facts)}; {arguments.rounds} rounds of {arguments.batches} batches of {BATCH}")
     columns = {"samples/s": ("median_per_s", ",.0f"), "min": ("min_per_s", ",.0f"), "max": ("max_per_s", ",.0f"), "ratio": ("ratio", ".3f")}
     print(table(results, columns))
-    write_json(arguments.json, facts, results, rounds=arguments.rounds, batches=arguments.batches, batch_size=BATCH)
+    write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds, batches=arguments.batches, batch_size=BATCH)
 
 
 if __name__ == "__main__":

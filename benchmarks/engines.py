@@ -247,9 +247,10 @@ def main() -> None:
     elements = sum(p.numel() for p in GPT(arguments.width, arguments.depth, arguments.width // 4, CONTEXT).parameters())
     print(f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps on {RANKS} ranks; {elements:,} parameters")
     columns = {"ms a step": ("median_ms", ".2f"), "min": ("min_ms", ".2f"), "max": ("max_ms", ".2f"), "ratio": ("ratio", ".3f")}
-    print(table(results, {**columns, "peak MiB": ("peak_mib", ".2f"), "ratio ": ("peak_ratio", ".3f")}))
+    columns |= {"peak MiB": ("peak_mib", ".2f"), "of peak": ("peak_ratio", ".3f")}
+    print(table(results, columns))
     model = {"width": arguments.width, "depth": arguments.depth, "batch": arguments.batch, "context": CONTEXT, "parameters": elements}
-    write_json(arguments.json, facts, results, rounds=arguments.rounds, steps=arguments.steps, ranks=RANKS, model=model)
+    write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds, steps=arguments.steps, ranks=RANKS, model=model)
 
 
 if __name__ == "__main__":

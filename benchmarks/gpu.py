@@ -222,12 +222,13 @@ def main() -> None:
         "ratio": ("ratio", ".3f"),
         "MFU": ("mfu", ".1%"),
     }
-    print(table(results, {**columns, "syncs": ("syncs_per_step", ".1f"), "peak GiB": ("peak_gib", ".2f"), "ratio ": ("peak_ratio", ".3f")}))
+    columns |= {"syncs": ("syncs_per_step", ".1f"), "peak GiB": ("peak_gib", ".2f"), "of peak": ("peak_ratio", ".3f")}
+    print(table(results, columns))
     for name, row in results.items():
         if row["sync_places"]:
             print(f"{name} synchronises at " + ", ".join(f"{place} ({number})" for place, number in row["sync_places"].items()))
     work = {"rounds": arguments.rounds, "steps": arguments.steps, "batch": job.batch, "context": job.context, "parameters": elements}
-    write_json(arguments.json, facts, results, peak_flops=peak, flops_per_token=job.flops_per_token, **work)
+    write_json(arguments.json, facts, results, columns=columns, peak_flops=peak, flops_per_token=job.flops_per_token, **work)
 
 
 if __name__ == "__main__":

@@ -275,7 +275,7 @@ def samples(rounds: int, effort: float) -> dict[str, dict[str, Any]]:
 
 
 def ready(make: Callable[[int, int], Any], num_samples: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds to the first batch from the beginning and from the middle, the least of the rounds; and bytes."""
+    """Milliseconds to the first batch from the beginning and from the middle, medians of the rounds; and bytes."""
     row: dict[str, Any] = {}
     for name, start in (("start", 0), ("resume", num_samples // 2 // 64 * 64)):
         times = []
@@ -296,6 +296,11 @@ def ready(make: Callable[[int, int], Any], num_samples: int, rounds: int) -> dic
 # ---- all of it -------------------------------------------------------------------------------------------
 
 STEPS = {"tensors": tensors, "values": values, "callbacks": callbacks, "ranks": ranks}
+STEP_COLUMNS = {"us a step": ("median_us", ".1f"), "min": ("min_us", ".1f"), "max": ("max_us", ".1f"), "over": ("over_us", ".1f"), "ratio": ("ratio", ".2f")}
+COLUMNS = {
+    "memory": {"number": ("total", ",d"), "seconds": ("seconds", ".0f"), "resident bytes more": ("resident_bytes", ",d"), "blocks more": ("blocks", ",d")},
+    "samples": {"start ms": ("start_ms", ".2f"), "resume ms": ("resume_ms", ".2f"), "peak bytes": ("peak_bytes", ",d")},
+}
 
 
 def at_least(least: int, wanted: float) -> int:
@@ -318,22 +323,11 @@ def main() -> None:
         if part in STEPS:
             variants, references = STEPS[part](arguments.effort, arguments.ranks)
             results[part] = summarise(take_turns(variants, arguments.rounds), "us", references)
-            columns = {"us a step": ("median_us", ".1f"), "min": ("min_us", ".1f"), "max": ("max_us", ".1f"), "over": ("over_us", ".1f")}
-            print(table(results[part], {**columns, "ratio": ("ratio", ".2f")}, part), flush=True)
-        elif part == "memory":
-            results[part] = memory(arguments.effort)
-            columns = {
-                "number": ("total", ",d"),
-                "seconds": ("seconds", ".0f"),
-                "resident bytes more": ("resident_bytes", ",d"),
-                "blocks more": ("blocks", ",d"),
-            }
-            print(table(results[part], columns, part), flush=True)
         else:
-            results[part] = samples(arguments.rounds, arguments.effort)
-            columns = {"start ms": ("start_ms", ".2f"), "resume ms": ("resume_ms", ".2f"), "peak bytes": ("peak_bytes", ",d")}
-            print(table(results[part], columns, part), flush=True)
-    write_json(arguments.json, facts, results, rounds=arguments.rounds, effort=arguments.effort)
+            results[part] = memory(arguments.effort) if part == "memory" else samples(arguments.rounds, arguments.effort)
+        print(table(results[part], COLUMNS.get(part, STEP_COLUMNS), part), flush=True)
+    columns = {part: COLUMNS.get(part, STEP_COLUMNS) for part in results}
+    write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds, effort=arguments.effort)
 
 
 if __name__ == "__main__":

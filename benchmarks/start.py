@@ -4,20 +4,21 @@
 
 The first step is that of examples/digits.py, on one and on two CPU ranks, beside a script that does the same by hand
 (two ranks: `torch.multiprocessing.spawn` and DistributedDataParallel). Every measurement is a fresh process; all of
-them take turns in each round. A time is seconds, the median over rounds. Expect two minutes.
+them take turns in each round. A time is seconds, the median over rounds; a ratio is the median of those to `import torch`,
+or to the script on one rank, of the same round. Expect two minutes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib.util
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,34 +38,17 @@ def main() -> None:
         what, ranks = arguments.child
         CHILDREN[what](int(ranks))
         return
-    load = os.getloadavg()[0]
-    results = measure(arguments.rounds, arguments.match)
-    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, load {load:.1f}; {arguments.rounds} rounds")
-    print(f"{'':<38}{'seconds':>8}{'min':>8}{'max':>8}")
-    for name, row in results.items():
-        print(f"{name:<38}{row['median_s']:>8.2f}{row['min_s']:>8.2f}{row['max_s']:>8.2f}")
-    if arguments.json:
-        machine = {"python": platform.python_version(), "cores": os.cpu_count(), "load": load}
-        arguments.json.write_text(json.dumps({"machine": machine, "rounds": arguments.rounds, "results": results}, indent=1))
+    from benchmarks._rounds import machine, summarise, table, take_turns, told, write_json
 
-
-MEASUREMENTS = {
-    "import torch": ("import", "torch"),
-    "import trainer (and so torch)": ("import", "trainer"),
-    "first step, by hand, 1 rank": ("by_hand", 1),
-    "first step, lockstep, 1 rank": ("lockstep", 1),
-    "first step, by hand with spawn, 2 ranks": ("by_hand", 2),
-    "first step, lockstep, 2 ranks": ("lockstep", 2),
-}
-
-
-def measure(rounds: int, match: str) -> dict[str, dict[str, Any]]:
-    chosen = {name: measurement for name, measurement in MEASUREMENTS.items() if match in name}
-    times: dict[str, list[float]] = {name: [] for name in chosen}
-    for _ in range(rounds):
-        for name, (what, argument) in chosen.items():
-            times[name].append(import_s(argument) if what == "import" else first_step_s(what, argument))
-    return {name: {"median_s": statistics.median(values), "min_s": min(values), "max_s": max(values), "rounds_s": values} for name, values in times.items()}
+    facts = machine()
+    chosen = {name: how for name, (how, _) in MEASUREMENTS.items() if arguments.match in name}
+    times = take_turns(chosen, arguments.rounds)
+    references = {name: MEASUREMENTS[name][1] for name in chosen if MEASUREMENTS[name][1] in chosen}
+    results = summarise(times, "s", references)
+    print(f"{told(facts)}; {arguments.rounds} rounds")
+    columns = {"seconds": ("median_s", ".2f"), "min": ("min_s", ".2f"), "max": ("max_s", ".2f"), "ratio": ("ratio", ".2f")}
+    print(table(results, columns))
+    write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds)
 
 
 def import_s(module: str) -> float:
@@ -146,6 +130,17 @@ def train_by_hand(rank: int, ranks: int, store: str) -> None:
 
 
 CHILDREN = {"lockstep": lockstep, "by_hand": by_hand}
+MEASUREMENTS: dict[str, tuple[Callable[[], float], str]] = {
+    "import torch": (partial(import_s, "torch"), "import torch"),
+    "import trainer (and so torch)": (partial(import_s, "trainer"), "import torch"),
+    "first step, by hand, 1 rank": (partial(first_step_s, "by_hand", 1), "first step, by hand, 1 rank"),
+    "first step, lockstep, 1 rank": (partial(first_step_s, "lockstep", 1), "first step, by hand, 1 rank"),
+    "first step, by hand with spawn, 2 ranks": (partial(first_step_s, "by_hand", 2), "first step, by hand, 1 rank"),
+    "first step, lockstep, 2 ranks": (partial(first_step_s, "lockstep", 2), "first step, by hand, 1 rank"),
+}
+"""What is measured, and what it is compared with."""
+if importlib.util.find_spec("lightning"):
+    MEASUREMENTS["import lightning (and so torch)"] = (partial(import_s, "lightning"), "import torch")
 
 if __name__ == "__main__":
     main()

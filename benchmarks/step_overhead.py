@@ -183,8 +183,9 @@ def main() -> None:
         row["ratio_to_logging"] = statistics.median(own / base for own, base in zip(times[name], times[LOGGING], strict=True))
     print(f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps")
     columns = {"us a step": ("median_us", ".1f"), "min": ("min_us", ".1f"), "max": ("max_us", ".1f"), "over": ("over_us", ".1f"), "ratio": ("ratio", ".2f")}
-    print(table(results, {**columns, "to logging": ("ratio_to_logging", ".2f")}))
-    write_json(arguments.json, facts, results, rounds=arguments.rounds, steps=arguments.steps)
+    columns["to logging"] = ("ratio_to_logging", ".2f")
+    print(table(results, columns))
+    write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds, steps=arguments.steps)
 
 
 if __name__ == "__main__":
