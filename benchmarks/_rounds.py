@@ -24,14 +24,21 @@ class Clock:
     def __init__(self, num_steps: int, warmup: int) -> None:
         self.marks = (warmup, warmup + num_steps)
         self.times: list[float] = []
+        self.cpu_times: list[float] = []
 
     def tick(self, step: int) -> None:
         """Call it at the beginning of every step."""
         if step in self.marks:
             self.times.append(time.perf_counter())
+            self.cpu_times.append(time.process_time())
 
     def s_per_step(self) -> float:
         begin, end = self.times
+        return (end - begin) / (self.marks[1] - self.marks[0])
+
+    def cpu_s_per_step(self) -> float:
+        """Of all threads of the process: other programs on the machine hardly change it."""
+        begin, end = self.cpu_times
         return (end - begin) / (self.marks[1] - self.marks[0])
 
 
@@ -69,6 +76,27 @@ def summarise(values: Mapping[str, Sequence[float]], unit: str, references: Mapp
             pairs = list(zip(own, values[references[name]], strict=True))
             rows[name]["ratio"] = statistics.median(value / base for value, base in pairs)
             rows[name][f"over_{unit}"] = statistics.median(value - base for value, base in pairs)
+    return rows
+
+
+STEP_COLUMNS = {
+    "us a step": ("median_us", ".1f"),
+    "min": ("min_us", ".1f"),
+    "max": ("max_us", ".1f"),
+    "over": ("over_us", ".1f"),
+    "ratio": ("ratio", ".2f"),
+    "CPU us": ("cpu_us", ".1f"),
+    "CPU over": ("cpu_over_us", ".1f"),
+    "CPU ratio": ("cpu_ratio", ".2f"),
+}
+
+
+def summarise_steps(clocks: Mapping[str, Sequence[Clock]], references: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """`summarise` in microseconds a step, and the same of the process's CPU time; for `STEP_COLUMNS`."""
+    rows = summarise({name: [clock.s_per_step() * 1e6 for clock in own] for name, own in clocks.items()}, "us", references)
+    cpu = summarise({name: [clock.cpu_s_per_step() * 1e6 for clock in own] for name, own in clocks.items()}, "us", references)
+    for name, row in cpu.items():
+        rows[name] |= {"cpu_us": row["median_us"], "cpu_over_us": row.get("over_us"), "cpu_ratio": row.get("ratio"), "cpu_rounds_us": row["rounds_us"]}
     return rows
 
 

@@ -4,7 +4,7 @@
 
 `tensors`, `values`, `callbacks`, `ranks`: microseconds that a step takes beyond that of a hand-written loop with the same
 model, which logs nothing and has no callbacks (on several ranks: one around DistributedDataParallel); medians over
-rounds in which all take turns. The callbacks override nothing.
+rounds in which all take turns; CPU time is that of the process (of rank 0). The callbacks override nothing.
 `memory`: what a process holds after 10^6 values were logged and reduced every 50, and after a fit of 10^5 steps, beyond
 what it held after a tenth of them: bytes resident, and blocks of Python's allocator, which are counted one by one.
 `samples`: a shuffled loader over a dataset that has only a length: seconds until the first window, at the beginning of
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from benchmarks._rounds import Clock, machine, quiet, summarise, table, take_turns, told, write_json
+from benchmarks._rounds import STEP_COLUMNS, Clock, machine, quiet, summarise_steps, table, take_turns, told, write_json
 from callbacks import Callback
 from strategies import SingleDevice, environment, processes
 from strategies.data import ShardedLoader
@@ -96,31 +96,31 @@ def batches(num_steps: int) -> DataLoader:
     return DataLoader(data, BATCH)  # type: ignore[arg-type]
 
 
-def train_by_hand(model: nn.Module, clock: Clock) -> float:
+def train_by_hand(model: nn.Module, clock: Clock) -> Clock:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
     for step, batch in enumerate(batches(clock.marks[1] + 1)):
         clock.tick(step)
         F.cross_entropy(model(batch[:, :32]), batch[:, 32].long()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return clock.s_per_step() * 1e6
+    return clock
 
 
-def by_hand(num_steps: int, num_tensors: int = 4) -> float:
+def by_hand(num_steps: int, num_tensors: int = 4) -> Clock:
     return train_by_hand(Small(num_tensors), Clock(num_steps, WARMUP_STEPS))
 
 
-def lockstep(num_steps: int, num_tensors: int = 4, num_values: int = 0, num_callbacks: int = 0) -> float:
+def lockstep(num_steps: int, num_tensors: int = 4, num_values: int = 0, num_callbacks: int = 0) -> Clock:
     clock = Clock(num_steps, WARMUP_STEPS)
     Trainer(callbacks=[Passive(i) for i in range(num_callbacks)], **BARE).fit(Wrapped(num_tensors, num_values, clock), batches(clock.marks[1] + 1))
-    return clock.s_per_step() * 1e6
+    return clock
 
 
-def on_ranks(num_steps: int, num_ranks: int, is_by_hand: bool) -> float:
+def on_ranks(num_steps: int, num_ranks: int, is_by_hand: bool) -> Clock:
     return processes.launch(on_rank, (num_steps, num_ranks, is_by_hand), num_ranks)
 
 
-def on_rank(num_steps: int, num_ranks: int, is_by_hand: bool) -> float:
+def on_rank(num_steps: int, num_ranks: int, is_by_hand: bool) -> Clock:
     torch.set_num_threads(1)
     clock, world = Clock(num_steps, WARMUP_STEPS), environment.detect()
     assert world is not None
@@ -130,11 +130,11 @@ def on_rank(num_steps: int, num_ranks: int, is_by_hand: bool) -> float:
         destroy_process_group()
     else:  # every rank gets its own batches, as many as by hand
         Trainer(strategy="ddp", devices=num_ranks, **BARE).fit(Wrapped(4, 0, clock), batches((clock.marks[1] + 1) * num_ranks))
-    return clock.s_per_step() * 1e6
+    return clock
 
 
-def tensors(effort: float, _: list[int]) -> tuple[dict[str, Callable[[], float]], dict[str, str]]:
-    variants: dict[str, Callable[[], float]] = {}
+def tensors(effort: float, _: list[int]) -> tuple[dict[str, Callable[[], Clock]], dict[str, str]]:
+    variants: dict[str, Callable[[], Clock]] = {}
     references = {}
     for number in (10, 100, 1000, 10_000):
         if number > max(100, effort * 10_000):
@@ -146,22 +146,22 @@ def tensors(effort: float, _: list[int]) -> tuple[dict[str, Callable[[], float]]
     return variants, references
 
 
-def values(effort: float, _: list[int]) -> tuple[dict[str, Callable[[], float]], dict[str, str]]:
+def values(effort: float, _: list[int]) -> tuple[dict[str, Callable[[], Clock]], dict[str, str]]:
     steps = at_least(2, effort * 400)
-    variants: dict[str, Callable[[], float]] = {REFERENCE: partial(by_hand, steps)}
+    variants: dict[str, Callable[[], Clock]] = {REFERENCE: partial(by_hand, steps)}
     variants |= {f"{number} logged values": partial(lockstep, steps, num_values=number) for number in (0, 1, 5, 20, 50, 200)}
     return variants, dict.fromkeys(list(variants)[1:], REFERENCE)
 
 
-def callbacks(effort: float, _: list[int]) -> tuple[dict[str, Callable[[], float]], dict[str, str]]:
+def callbacks(effort: float, _: list[int]) -> tuple[dict[str, Callable[[], Clock]], dict[str, str]]:
     steps = at_least(2, effort * 400)
-    variants: dict[str, Callable[[], float]] = {REFERENCE: partial(by_hand, steps)}
+    variants: dict[str, Callable[[], Clock]] = {REFERENCE: partial(by_hand, steps)}
     variants |= {f"{number} callbacks": partial(lockstep, steps, num_callbacks=number) for number in (0, 1, 10, 50)}
     return variants, dict.fromkeys(list(variants)[1:], REFERENCE)
 
 
-def ranks(effort: float, numbers: list[int]) -> tuple[dict[str, Callable[[], float]], dict[str, str]]:
-    variants: dict[str, Callable[[], float]] = {}
+def ranks(effort: float, numbers: list[int]) -> tuple[dict[str, Callable[[], Clock]], dict[str, str]]:
+    variants: dict[str, Callable[[], Clock]] = {}
     references = {}
     for number in numbers:
         steps = at_least(2, effort * 400 / number**2)
@@ -296,7 +296,6 @@ def ready(make: Callable[[int, int], Any], num_samples: int, rounds: int) -> dic
 # ---- all of it -------------------------------------------------------------------------------------------
 
 STEPS = {"tensors": tensors, "values": values, "callbacks": callbacks, "ranks": ranks}
-STEP_COLUMNS = {"us a step": ("median_us", ".1f"), "min": ("min_us", ".1f"), "max": ("max_us", ".1f"), "over": ("over_us", ".1f"), "ratio": ("ratio", ".2f")}
 COLUMNS = {
     "memory": {"number": ("total", ",d"), "seconds": ("seconds", ".0f"), "resident bytes more": ("resident_bytes", ",d"), "blocks more": ("blocks", ",d")},
     "samples": {"start ms": ("start_ms", ".2f"), "resume ms": ("resume_ms", ".2f"), "peak bytes": ("peak_bytes", ",d")},
@@ -322,7 +321,7 @@ def main() -> None:
     for part in arguments.parts:
         if part in STEPS:
             variants, references = STEPS[part](arguments.effort, arguments.ranks)
-            results[part] = summarise(take_turns(variants, arguments.rounds), "us", references)
+            results[part] = summarise_steps(take_turns(variants, arguments.rounds), references)
         else:
             results[part] = memory(arguments.effort) if part == "memory" else samples(arguments.rounds, arguments.effort)
         print(table(results[part], COLUMNS.get(part, STEP_COLUMNS), part), flush=True)

@@ -5,8 +5,9 @@
 
 The work of a step is next to nothing (Linear(32, 32)-ReLU-Linear(32, 10), 8 samples, SGD, one thread), so what is
 measured is the loop around it. Variants take turns in each round. A time is microseconds a step, the median over
-rounds; a ratio is the median of the ratios to the hand-written loop of the same round, and the last column that to a
-hand-written loop that logs five running means to TensorBoard every 50 steps. Expect a minute, with the peers two.
+rounds; `over` and a ratio are medians of those to the hand-written loop of the same round, and the last column is the
+ratio to one that logs five running means to TensorBoard every 50 steps. CPU time is that of the process, which other
+programs on the machine hardly change. Expect a minute, with the peers two.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks._rounds import Clock, machine, summarise, table, take_turns, told, write_json
+from benchmarks._rounds import STEP_COLUMNS, Clock, machine, summarise_steps, table, take_turns, told, write_json
 from callbacks import LearningRateMonitor
 from trainer import Module, Trainer
 
@@ -43,7 +44,7 @@ def loader(num_steps: int) -> DataLoader:
     return DataLoader(TensorDataset(torch.randn(num_samples, 32), torch.randint(10, (num_samples,))), batch_size=8)
 
 
-def by_hand(num_steps: int) -> float:
+def by_hand(num_steps: int) -> Clock:
     model, clock = build(), Clock(num_steps, WARMUP_STEPS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step, (x, y) in enumerate(loader(num_steps)):
@@ -52,10 +53,10 @@ def by_hand(num_steps: int) -> float:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return clock.s_per_step() * 1e6
+    return clock
 
 
-def by_hand_logging(num_steps: int) -> float:
+def by_hand_logging(num_steps: int) -> Clock:
     from torch.utils.tensorboard import SummaryWriter
 
     model, clock = build(), Clock(num_steps, WARMUP_STEPS)
@@ -75,7 +76,7 @@ def by_hand_logging(num_steps: int) -> float:
                 for name, total in sums.items():
                     writer.add_scalar(name, total.item() / LOG_EVERY, step)
                     total.zero_()
-    return clock.s_per_step() * 1e6
+    return clock
 
 
 def module_class(base: type) -> type:
@@ -102,24 +103,24 @@ def module_class(base: type) -> type:
 BARE: dict[str, Any] = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 
 
-def lockstep(num_steps: int, *, num_values: int, everything: bool = False) -> float:
+def lockstep(num_steps: int, *, num_values: int, everything: bool = False) -> Clock:
     clock = Clock(num_steps, WARMUP_STEPS)
     options = {"max_epochs": 1, "callbacks": [LearningRateMonitor()]} if everything else BARE
     Trainer(accelerator="cpu", **options).fit(module_class(Module)(clock, num_values), loader(num_steps))
-    return clock.s_per_step() * 1e6
+    return clock
 
 
-def lightning(num_steps: int, *, num_values: int, everything: bool = False) -> float:
+def lightning(num_steps: int, *, num_values: int, everything: bool = False) -> Clock:
     import lightning as peer
     from lightning.pytorch.callbacks import LearningRateMonitor as Monitor
 
     clock = Clock(num_steps, WARMUP_STEPS)
     options = {"max_epochs": 1, "callbacks": [Monitor()]} if everything else {"enable_model_summary": False, **BARE}
     peer.Trainer(accelerator="cpu", devices=1, **options).fit(module_class(peer.LightningModule)(clock, num_values), loader(num_steps))
-    return clock.s_per_step() * 1e6
+    return clock
 
 
-def fabric(num_steps: int) -> float:
+def fabric(num_steps: int) -> Clock:
     from lightning.fabric import Fabric
 
     peer, model, clock = Fabric(accelerator="cpu", devices=1), build(), Clock(num_steps, WARMUP_STEPS)
@@ -130,10 +131,10 @@ def fabric(num_steps: int) -> float:
         peer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    return clock.s_per_step() * 1e6
+    return clock
 
 
-def accelerate(num_steps: int) -> float:
+def accelerate(num_steps: int) -> Clock:
     from accelerate import Accelerator
 
     peer = Accelerator(cpu=True)
@@ -145,10 +146,10 @@ def accelerate(num_steps: int) -> float:
         peer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    return clock.s_per_step() * 1e6
+    return clock
 
 
-VARIANTS: dict[str, Callable[[int], float]] = {
+VARIANTS: dict[str, Callable[[int], Clock]] = {
     REFERENCE: by_hand,
     LOGGING: by_hand_logging,
     "lockstep, bare": partial(lockstep, num_values=0),
@@ -177,13 +178,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     facts = machine()
-    times = take_turns({name: partial(variant, arguments.steps) for name, variant in VARIANTS.items()}, arguments.rounds)
-    results = summarise(times, "us", dict.fromkeys(times, REFERENCE))
-    for name, row in results.items():
-        row["ratio_to_logging"] = statistics.median(own / base for own, base in zip(times[name], times[LOGGING], strict=True))
+    clocks = take_turns({name: partial(variant, arguments.steps) for name, variant in VARIANTS.items()}, arguments.rounds)
+    results = summarise_steps(clocks, dict.fromkeys(clocks, REFERENCE))
+    for row in results.values():
+        row["ratio_to_logging"] = statistics.median(own / base for own, base in zip(row["rounds_us"], results[LOGGING]["rounds_us"], strict=True))
     print(f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps")
-    columns = {"us a step": ("median_us", ".1f"), "min": ("min_us", ".1f"), "max": ("max_us", ".1f"), "over": ("over_us", ".1f"), "ratio": ("ratio", ".2f")}
-    columns["to logging"] = ("ratio_to_logging", ".2f")
+    columns = {**STEP_COLUMNS, "to logging": ("ratio_to_logging", ".2f")}
     print(table(results, columns))
     write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds, steps=arguments.steps)
 
