@@ -43,8 +43,8 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
 FLOAT32 = ("deepspeed 1", "deepspeed 2", "deepspeed 3")
 """Strategies whose engine does not compute in float64: they agree to rounding."""
 
-SLOW = ("deepspeed 1",)
-"""Strategies that differ little from another one here."""
+DAILY = ("single", "dp 2", "ddp 2", "fsdp 2", "tensor 2", "pipeline 2 1f1b", "deepspeed 2", "deepspeed 3")
+"""What everything is run for; the others are variants of these, for which the default run does with less."""
 
 PLANS = {
     "plain": Plan(),
@@ -58,10 +58,22 @@ PLANS = {
 }
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in STRATEGIES], scope="module")
+TELLING = ("uneven", "clip norm")
+"""Plans that the default run does for variants too."""
+
+
+def slow(condition: bool) -> tuple[pytest.MarkDecorator, ...]:
+    return (pytest.mark.slow,) if condition else ()
+
+
+@pytest.fixture(params=[pytest.param(name, marks=slow(name == "deepspeed 1")) for name in STRATEGIES], scope="module")
 def made(request: pytest.FixtureRequest) -> tuple[Strategy, int]:
     make, devices = STRATEGIES[request.param]
     return make(), devices
+
+
+daily = pytest.mark.parametrize("made", [pytest.param(name, marks=slow(name not in DAILY)) for name in STRATEGIES], indirect=True)
+"""For tests that variants pass if what they are variants of does."""
 
 
 @pytest.fixture
@@ -70,7 +82,15 @@ def precision(request: pytest.FixtureRequest) -> str:
     return "32-true" if request.node.callspec.params["made"] in FLOAT32 else "64-true"
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize(
+    ("made", "plan"),
+    [
+        pytest.param(name, plan, id=f"{name}-{key}", marks=slow(name == "deepspeed 1" or (name not in DAILY and key not in TELLING)))
+        for name in STRATEGIES
+        for key, plan in PLANS.items()
+    ],
+    indirect=["made"],
+)
 def test_gradients_are_those_of_one_process(made: tuple[Strategy, int], precision: str, plan: Plan, tmp_path: Path) -> None:
     plan = replace(plan, precision=precision)
     found = contract.run(*made, plan, tmp_path / "end")
@@ -95,12 +115,14 @@ def test_state_goes_to_one_process_and_back(made: tuple[Strategy, int], precisio
         assert difference(saved_weights(tmp_path / folder), expected) < (1e-11 if precision == "64-true" else 1e-5)
 
 
+@daily
 def test_single_precision_agrees_to_rounding(made: tuple[Strategy, int], tmp_path: Path) -> None:
     plan = Plan(precision="32-true", optimizer="SGD", clip=1.0)
     contract.run(*made, plan, tmp_path / "end")
     assert difference(saved_weights(tmp_path / "end"), reference(plan)[0]) < 1e-5
 
 
+@daily
 def test_mixed_precision_trains(made: tuple[Strategy, int], tmp_path: Path) -> None:
     plan = Plan(precision="bf16-mixed", optimizer="SGD")
     contract.run(*made, plan, tmp_path / "end")
