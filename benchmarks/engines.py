@@ -3,7 +3,8 @@
     python -m benchmarks.engines [--rounds 5] [--steps 20] [--width 128] [--depth 4] [--batch 4] [--match TEXT] [--json FILE]
 
 Two gloo ranks train the model of examples/gpt.py under AdamW in float32. The ranks of all variants are started alike, so
-only what runs in them differs. A time is milliseconds a step on rank 0, the median over rounds; a ratio is the
+only what runs in them differs. A time is milliseconds a step on rank 0, the median over rounds, beside the CPU time of
+its process, which other programs on the machine hardly change and which waiting does not count in; a ratio is the
 median of the ratios to the hand-written loop of the same round. `peak` is the most that torch's allocator had handed
 out on a rank at any moment of the second step, in bytes as torch's profiler counts them: parameters, gradients,
 optimizer state, activations and buckets; what gloo holds for a transfer is not in it. The profiler does not see what
@@ -188,7 +189,7 @@ def lockstep(job: Job, name: str) -> None:
 
 
 def on_rank(name: str, by_hand: bool, job: Job, counts_bytes: bool) -> list[float]:
-    """Seconds a step on rank 0 and, where they are counted, the most bytes that each rank held."""
+    """Seconds a step on rank 0, those of its CPU time and, where they are counted, the most bytes that each rank held."""
     world = environment.detect()
     assert world is not None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) if counts_bytes else record_function("not counted") as profiled:
@@ -202,7 +203,7 @@ def on_rank(name: str, by_hand: bool, job: Job, counts_bytes: bool) -> list[floa
     peaks = [torch.zeros((), dtype=torch.long) for _ in range(RANKS)]
     dist.all_gather(peaks, torch.tensor(peak_bytes(profiled) if counts_bytes else 0))
     destroy_process_group()
-    return [job.clock.s_per_step(), *map(float, peaks)]
+    return [job.clock.s_per_step(), job.clock.cpu_s_per_step(), *map(float, peaks)]
 
 
 def peak_bytes(profiled: Any) -> int:
@@ -238,15 +239,17 @@ def main() -> None:
     names = {f"{name}, {who}": (name, who == "by hand") for name in BY_HAND if arguments.match in name for who in ("by hand", "lockstep")}
     references = {full: f"{name}, by hand" for full, (name, _) in names.items()}
     times = take_turns({full: partial(run, *what, False) for full, what in names.items()}, arguments.rounds)
-    results = summarise({full: [seconds * 1e3 for seconds, *_ in values] for full, values in times.items()}, "ms", references)
+    results, cpu = (summarise({full: [turn[i] * 1e3 for turn in turns] for full, turns in times.items()}, "ms", references) for i in (0, 1))
     for full, runs in take_turns({full: partial(run, *what, True) for full, what in names.items()}, arguments.rounds).items():
-        results[full]["peak_bytes"] = max(int(min(peaks)) for peaks in list(zip(*runs, strict=True))[1:])
+        results[full]["peak_bytes"] = max(int(min(peaks)) for peaks in list(zip(*runs, strict=True))[2:])
     for full, row in results.items():
         row["peak_ratio"] = row["peak_bytes"] / results[references[full]]["peak_bytes"]
         row["peak_mib"] = row["peak_bytes"] / 2**20
+        row |= {"cpu_ms": cpu[full]["median_ms"], "cpu_ratio": cpu[full]["ratio"], "cpu_rounds_ms": cpu[full]["rounds_ms"]}
     elements = sum(p.numel() for p in GPT(arguments.width, arguments.depth, arguments.width // 4, CONTEXT).parameters())
     print(f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps on {RANKS} ranks; {elements:,} parameters")
     columns = {"ms a step": ("median_ms", ".2f"), "min": ("min_ms", ".2f"), "max": ("max_ms", ".2f"), "ratio": ("ratio", ".3f")}
+    columns |= {"CPU ms": ("cpu_ms", ".2f"), "CPU ratio": ("cpu_ratio", ".3f")}
     columns |= {"peak MiB": ("peak_mib", ".2f"), "of peak": ("peak_ratio", ".3f")}
     print(table(results, columns))
     model = {"width": arguments.width, "depth": arguments.depth, "batch": arguments.batch, "context": CONTEXT, "parameters": elements}
