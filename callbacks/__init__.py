@@ -2,6 +2,7 @@
 
 from callbacks.base import Callback, Logger
 from callbacks.channels_last import ChannelsLast
+from callbacks.communication_ledger import CommunicationLedger
 from callbacks.csv_logger import CSVLogger
 from callbacks.early_stopping import EarlyStopping
 from callbacks.guard import Guard
@@ -13,12 +14,14 @@ from callbacks.model_summary import ModelSummary
 from callbacks.profiler import Profiler
 from callbacks.progress_bar import ProgressBar
 from callbacks.tensorboard_logger import TensorBoardLogger
+from callbacks.throughput_monitor import ThroughputMonitor
 from callbacks.timer import Timer
 
 __all__ = [
     "CSVLogger",
     "Callback",
     "ChannelsLast",
+    "CommunicationLedger",
     "EarlyStopping",
     "Guard",
     "LRScaling",
@@ -30,5 +33,6 @@ __all__ = [
     "Profiler",
     "ProgressBar",
     "TensorBoardLogger",
+    "ThroughputMonitor",
     "Timer",
 ]

@@ -31,6 +31,7 @@ PUBLIC = {
         "Callback",
         "CSVLogger",
         "ChannelsLast",
+        "CommunicationLedger",
         "EarlyStopping",
         "Guard",
         "LRScaling",
@@ -42,6 +43,7 @@ PUBLIC = {
         "Profiler",
         "ProgressBar",
         "TensorBoardLogger",
+        "ThroughputMonitor",
         "Timer",
     },
     "strategies": {

@@ -210,6 +210,8 @@ class Trainer:
         self._module: Module | None = None
         self._stage = "fit"
         self.saving: files.Saving | None = None
+        self.saving_s = 0.0
+        """Seconds that training has waited for checkpoints on this rank."""
         self.stop_signal = 0
         self._handlers: dict[int, Any] = {}
         self._folder: RunFolder | None = None
@@ -292,15 +294,19 @@ class Trainer:
                 "call it in on_train_batch_end once global_step has moved"
             )
         self.finish_saving()
+        began = time.perf_counter()
         self.saving = snapshot.save(self, self._module, path, wait=wait, also=also, outdated=[*outdated, *self._superseded(path)])
+        self.saving_s += time.perf_counter() - began
 
     def finish_saving(self) -> None:
         """Wait for a save that goes on beside the training, and raise what failed in it. Every rank calls it."""
         if self.saving is None:
             return
+        began = time.perf_counter()
         try:
             self.saving.finish(self.strategy.barrier, self.strategy.broadcast)
         finally:
+            self.saving_s += time.perf_counter() - began
             if not self.saving.is_running:  # else the meeting broke: `settle_saving` waits for the files
                 self.saving = None
 

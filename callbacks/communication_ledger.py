@@ -1,0 +1,149 @@
+"""What the ranks say to each other in a step: calls and bytes of every collective."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from callbacks.base import Callback
+from callbacks.local_ops import LocalOps, watching
+
+if TYPE_CHECKING:
+    from trainer import Module, Trainer
+
+KINDS = {
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "reducescatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
+    "recv": "recv",
+    "barrier": "barrier",
+}
+"""What is shown, by how the operators of torch begin, without underscores; the first that fits counts."""
+
+
+class CommunicationLedger(Callback):
+    """Counts the collectives of `num_steps` optimizer steps, whoever issues them: DDP, FSDP, DTensor, a pipeline, you.
+
+    Prints a table on rank 0 when training ends, and writes `communication.json` into the run's folder: calls and bytes a
+    step by collective and dtype, of rank 0 and summed over ranks. Bytes are the size of what a collective works on: of the
+    tensor for all-reduce, broadcast, send and recv, of the whole (not of one rank's part) for all-gather and reduce-scatter.
+    In a ring of N ranks each rank sends 2 (N - 1) / N of that in an all-reduce, (N - 1) / N in the other two.
+
+    A step is all that happens from its first batch to its end, the control message included, and where it logs, the exchange
+    of logged values; not validation. Collectives of other threads than the training's are not seen. The steps that are
+    looked at are slower, and run without torch.compile.
+
+    Args:
+        first_step: Optimizer steps of this fit before the first one that is counted, at least 2: engines set themselves up.
+        num_steps: Optimizer steps that are counted.
+    """
+
+    def __init__(self, *, first_step: int = 2, num_steps: int = 3) -> None:
+        for name, value, least in (("first_step", first_step, 2), ("num_steps", num_steps, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, but {name}={value!r}")
+        self.first_step, self.num_steps = first_step, num_steps
+        self.report: dict[str, Any] | None = None
+        """What was written, once it is."""
+        self._steps = 0
+        self._found: dict[str, list[int]] = {}  # calls and bytes of this rank
+        self._watch: ExitStack | None = None
+
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        self._steps, self._found, self.report = 0, {}, None
+
+    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+        if self._watch is None and self.first_step <= self._steps < self.first_step + self.num_steps:
+            self._watch = watching(LocalOps(self._see))
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.window_is_open:
+            return
+        self._stop()
+        self._steps += 1
+        if self._steps == self.first_step + self.num_steps:
+            self._add_up(trainer)
+
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        self._stop()
+        if trainer.is_global_zero:
+            late = f"communication: none, as training ended before step {self.first_step + self.num_steps}; lower first_step"
+            print(late if self.report is None else self.table())
+
+    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+        self._stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"report": self.report}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.report = state_dict["report"]
+
+    def table(self) -> str:
+        """What was counted, as text. Raises RuntimeError before the steps are done."""
+        if self.report is None:
+            raise RuntimeError(f"nothing is counted before step {self.first_step + self.num_steps}; call table() later")
+        ranks = self.report["world_size"]
+        title = f"communication in a step, over {self.report['num_steps']} steps on {ranks} rank{'s' * (ranks > 1)}"
+        head = f"{'':<16}{'':<10}{'rank 0: calls':>15}{'MiB':>12}{'all ranks: calls':>20}{'MiB':>12}"
+        rows = [
+            f"{row['collective']:<16}{row['dtype']:<10}{row['calls']:>15.2f}{row['bytes'] / 2**20:>12.4f}"
+            f"{row['calls_all_ranks']:>20.2f}{row['bytes_all_ranks'] / 2**20:>12.4f}"
+            for row in self.report["rows"]
+        ]
+        return "\n".join([title, head, *rows] if rows else [f"{title}: none"])
+
+    def _see(self, op: Any, args: tuple[Any, ...], result: Any) -> None:
+        space, _, name = op.name().partition("::")
+        if space not in ("c10d", "_c10d_functional"):
+            return
+        plain = name.partition(".")[0].replace("_", "")
+        kind = next((kind for start, kind in KINDS.items() if plain.startswith(start)), None)
+        if kind is None:  # waiting for one
+            return
+        sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in (*args, result)]
+        most = max((sum(tensor.nbytes for tensor in side) for side in sides), default=0)  # the whole stands on one side, parts on the other
+        dtype = next((str(side[0].dtype).removeprefix("torch.") for side in sides if side), "")
+        entry = self._found.setdefault(f"{kind} {dtype}", [0, 0])
+        entry[0] += 1
+        entry[1] += most
+
+    def _add_up(self, trainer: Trainer) -> None:
+        """Every rank calls it; exchanges the ranks' counts, once."""
+        text = torch.frombuffer(bytearray(json.dumps(self._found).encode()), dtype=torch.uint8)
+        longest = int(trainer.strategy.all_reduce(torch.tensor(text.numel()), "max"))
+        padded = torch.full((longest,), ord(" "), dtype=torch.uint8)
+        padded[: text.numel()] = text
+        ranks = [json.loads(bytes(row.tolist())) for row in trainer.strategy.all_gather(padded)]
+        rows = []
+        for name in sorted({name for rank in ranks for name in rank}):
+            collective, _, dtype = name.partition(" ")
+            calls, size = zip(*(rank.get(name, (0, 0)) for rank in ranks), strict=True)
+            counts = {"calls": calls[0], "bytes": size[0], "calls_all_ranks": sum(calls), "bytes_all_ranks": sum(size)}
+            rows.append({"collective": collective, "dtype": dtype, **{key: value / self.num_steps for key, value in counts.items()}})
+        self.report = {"first_step": self.first_step, "num_steps": self.num_steps, "world_size": trainer.world_size, "rows": rows}
+        if trainer.is_global_zero:
+            path = Path(trainer.log_dir or trainer.default_root_dir) / "communication.json"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(self.report, indent=2) + "\n")
+            except OSError as error:
+                warnings.warn(f"CommunicationLedger cannot write {path}, training goes on: {error}", RuntimeWarning, stacklevel=2)
+
+    def _stop(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
