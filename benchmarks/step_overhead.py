@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks._rounds import STEP_COLUMNS, Clock, machine, summarise_steps, table, take_turns, told, write_json
 from callbacks import LearningRateMonitor
+from strategies import SingleDevice
 from trainer import Module, Trainer
 
 WARMUP_STEPS = 50
@@ -110,6 +111,22 @@ def lockstep(num_steps: int, *, num_values: int, everything: bool = False) -> Cl
     return clock
 
 
+def verbs(num_steps: int) -> Clock:
+    """A loop by hand over the verbs of the strategy: without the Trainer around them."""
+    model, clock, strategy = build(), Clock(num_steps, WARMUP_STEPS), SingleDevice()
+    strategy.configure(accelerator="cpu")
+    strategy.setup()
+    placed = strategy.place(model)
+    optimizer = strategy.attach(placed, {"main": torch.optim.SGD(model.parameters(), lr=0.01)})["main"]
+    for step, window in enumerate(strategy.shard_loader(loader(num_steps), seed=0).windows(0)):
+        clock.tick(step)
+        strategy.forward_backward(placed, lambda batch, _: F.cross_entropy(model(batch[0]), batch[1]), window)
+        strategy.optimizer_step(placed, optimizer)
+        optimizer.zero_grad()
+    strategy.teardown()
+    return clock
+
+
 def lightning(num_steps: int, *, num_values: int, everything: bool = False) -> Clock:
     import lightning as peer
     from lightning.pytorch.callbacks import LearningRateMonitor as Monitor
@@ -152,6 +169,7 @@ def accelerate(num_steps: int) -> Clock:
 VARIANTS: dict[str, Callable[[int], Clock]] = {
     REFERENCE: by_hand,
     LOGGING: by_hand_logging,
+    "lockstep, its strategy alone": verbs,
     "lockstep, bare": partial(lockstep, num_values=0),
     "lockstep, 1 logged value": partial(lockstep, num_values=1),
     "lockstep, 5 logged values": partial(lockstep, num_values=5),
