@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,21 +20,20 @@ if TYPE_CHECKING:
     from trainer import Module, Trainer
 
 PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
-    "B200": (2250.0, 1125.0, 75.0),
-    "H200": (989.4, 494.7, 66.9),
-    "H100 PCIe": (756.0, 378.0, 51.0),
-    "H100 NVL": (835.5, 417.8, 60.0),
-    "H100": (989.4, 494.7, 66.9),
+    "B200": (2250.0, 1100.0, 75.0),
+    "H200 NVL": (835.5, 417.5, 60.0),
+    "H200": (989.5, 494.5, 67.0),
+    "H100 NVL": (835.5, 417.5, 60.0),
+    "H100 PCIe": (756.5, 378.0, 51.0),
+    "H100": (989.5, 494.5, 67.0),
     "A100": (312.0, 156.0, 19.5),
+    "A10": (125.0, 62.5, 31.2),
     "L40S": (362.0, 183.0, 91.6),
     "L4": (121.0, 60.0, 30.3),
-    "A10G": (70.0, 35.0, 35.0),
-    "V100": (125.0, 15.7, 15.7),
-    "T4": (65.0, 8.1, 8.1),
 }
-"""Peak of dense matrix products by a part of the device's name, in 10^12 FLOP/s: 16 bits, TensorFloat-32, 32 bits.
+"""Peak of dense matrix products in 10^12 FLOP/s, in 16 bits, TensorFloat-32 and 32 bits, by words of the device's name.
 
-From NVIDIA's data sheets, those with sparsity halved. The first name that is part of the device's counts.
+From the data sheets at https://www.nvidia.com/en-us/data-center, half of what they say with sparsity. The first match counts.
 """
 
 PARTS = ("data", "compute", "optimizer", "saving", "rest")
@@ -225,11 +225,15 @@ class ThroughputMonitor(Callback):
 
 def known_peak(device: torch.device, precision: str) -> float | None:
     """The most FLOP/s that `device` reaches in matrix products of `precision`, from `PEAK_TFLOPS`; None where it is not known."""
-    if device.type != "cuda" or precision.startswith("64"):
+    if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    peaks = next((peaks for part, peaks in PEAK_TFLOPS.items() if part in name), None)
-    if peaks is None:
+    rounds = torch.get_float32_matmul_precision() != "highest"
+    return peak_of(torch.cuda.get_device_name(device), "tf32-true" if precision.startswith("32") and rounds else precision)
+
+
+def peak_of(name: str, precision: str) -> float | None:
+    """The same by the name of the device."""
+    if precision.startswith("64"):
         return None
-    rounds = precision.startswith("tf32") or torch.get_float32_matmul_precision() != "highest"
-    return peaks[0 if "16" in precision else 1 if rounds else 2] * 1e12
+    peaks = next((peaks for words, peaks in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", name)), None)
+    return None if peaks is None else peaks[0 if "16" in precision else 1 if precision == "tf32-true" else 2] * 1e12

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from callbacks import Callback, CSVLogger, ModelCheckpoint, ThroughputMonitor
-from callbacks.throughput_monitor import known_peak
+from callbacks.throughput_monitor import known_peak, peak_of
 from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
 from trainer import Module
 
@@ -218,6 +218,10 @@ def test_options_are_checked(options: dict[str, Any]) -> None:
 
 def test_no_peak_is_made_up() -> None:
     assert known_peak(torch.device("cpu"), "32-true") is None
+    assert peak_of("NVIDIA L40", "bf16-mixed") is None, "which is neither an L4 nor an L40S"
+    assert peak_of("NVIDIA H100 80GB HBM3", "64-true") is None
+    assert [peak_of("NVIDIA H100 PCIe", precision) for precision in ("16-mixed", "tf32-true", "32-true")] == [756.5e12, 378e12, 51e12]
+    assert peak_of("NVIDIA A100-SXM4-80GB", "bf16-true") == 312e12
 
 
 @pytest.mark.gpu
