@@ -29,14 +29,13 @@ from torch.utils.data import DataLoader
 
 from benchmarks._rounds import Clock, machine, summarise, table, take_turns, told, write_json
 from callbacks import Callback
+from callbacks.throughput_monitor import peak_of
 from examples.gpt import GPT
 from trainer import Module, Trainer
 
 LOG_EVERY = 50  # steps
 WARMUP_STEPS = 10  # compiling is over by then
 COUNTED_STEPS = 10
-PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
-"""Dense bf16 FLOPs a second by what the device is called, from NVIDIA's data sheets (the SXM kind where there are several)."""
 SYNC = "synchronizing CUDA operation"
 
 
@@ -191,7 +190,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=12, help="blocks of the model")
     parser.add_argument("--context", type=int, default=1024, help="tokens in a sequence")
     parser.add_argument("--vocabulary", type=int, default=50_304, help="different tokens")
-    parser.add_argument("--peak-tflops", type=float, help="dense bf16 TFLOPs a second of the device, where this file does not know it")
+    parser.add_argument("--peak-tflops", type=float, help="dense bf16 TFLOPs a second of the device, where Lockstep does not know it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     facts = machine()
@@ -201,8 +200,7 @@ def main() -> None:
         write_json(arguments.json, facts, {}, skipped=sentence)
         return
     job = Job(arguments)
-    known = next((flops for name, flops in PEAKS.items() if name in torch.cuda.get_device_name()), None)
-    peak = known if arguments.peak_tflops is None else arguments.peak_tflops * 1e12
+    peak = peak_of(torch.cuda.get_device_name(), "bf16-mixed") if arguments.peak_tflops is None else arguments.peak_tflops * 1e12
     rounds = take_turns({name: partial(measure, job, *how) for name, how in VARIANTS.items()}, arguments.rounds)
     results = summarise({name: [turn["tokens_per_s"] for turn in turns] for name, turns in rounds.items()}, "per_s", REFERENCES)
     syncs = take_turns({name: partial(count_syncs, job, *how) for name, how in VARIANTS.items()}, 1)
