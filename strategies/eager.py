@@ -213,7 +213,7 @@ class EagerStrategy(Strategy):
             if i == last and self._control is not None:
                 finite = not on_cpu or math.isfinite(weighted)
                 said = (count, finite, weighted / scale) if self.reports else (0.0, finite, 0.0)
-                self._control.send(note() if note else Note(), *said)
+                self._control.send(note() if note else Note(), window.num_samples, *said)
             if faults.plan is not None:
                 faults.fault("backward")
             for j, (value, inputs) in enumerate(losses):

@@ -236,7 +236,7 @@ class Pipeline(EagerStrategy):
             told = note() if note else Note()
             finite = self.device.type != "cpu" or math.isfinite(tally.total)
             total = tally.total * window.num_samples / self.data_size
-            self._control.send(told if self.reports else told._replace(keys=0), tally.count, finite, total)  # type: ignore[union-attr]
+            self._control.send(told if self.reports else told._replace(keys=0), window.num_samples, tally.count, finite, total)  # type: ignore[union-attr]
 
         for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
             feeds = runs(micro_batch, self.num_parts)
