@@ -47,7 +47,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
         if not progress.batches_seen:
             for hook in hooks.on_train_epoch_start:
                 hook()
-        steps_before, stop = progress.global_step, trainer.agree_to_stop()
+        steps_before, batches_before, stop = progress.global_step, progress.batches_seen, trainer.agree_to_stop()
         if run.val_every is not None and _validation_is_due(run, trainer):  # the checkpoint that this run came from was saved just before it
             _validate(trainer, module, run)
 
@@ -116,7 +116,8 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             if agreement.stop > 1:  # a signal's number, or a save beside the training that failed
                 raise trainer.interrupted()
 
-        if progress.global_step == steps_before and trainer.max_epochs is None and not stop:
+        resumed_at_its_end = 0 < batches_before == progress.batches_seen
+        if progress.global_step == steps_before and trainer.max_epochs is None and not stop and not resumed_at_its_end:
             raise ValueError(f"no batch of epoch {progress.current_epoch} led to an optimizer step, so the run would not end; let training_step return a loss")
         if stop and not run.epoch_is_over(progress):
             _finish_early(trainer, module, run)

@@ -90,6 +90,23 @@ def state_of(trainer: Trainer, model: Rich) -> dict[str, Any]:
     }
 
 
+def test_from_the_last_step_of_an_epoch_without_an_end(tmp_path: Path) -> None:
+    """The checkpoint of that step was saved before the epoch was closed: nothing of the epoch is left, and that is no error."""
+
+    def fit(steps: int, ckpt_path: Path | None) -> tuple[Trainer, Net]:
+        torch.manual_seed(0)
+        module = Net()
+        savers = ModelCheckpoint(tmp_path / str(steps), every_n_train_steps=3, save_top_k=-1)
+        trainer = quiet(max_epochs=None, max_steps=steps, callbacks=savers, enable_checkpointing=True, seed=0)
+        trainer.fit(module, loader(24, 8, shuffle=True), ckpt_path=ckpt_path)
+        return trainer, module
+
+    _, whole = fit(8, None)
+    trainer, resumed = fit(8, next((tmp_path / "8").glob("*step=3")))
+    assert trainer.global_step == 8 and trainer.current_epoch == 2
+    assert equal(weights(whole), weights(resumed))
+
+
 @pytest.mark.parametrize(("devices", "kill", "every"), [(1, 13, 4), (1, 2, 1), (2, 7, 3)])
 def test_killed_in_the_middle_of_an_epoch_and_resumed(tmp_path: Path, devices: int, kill: int, every: int) -> None:
     code = f"from tests.trainer.test_resume import run; run({str(tmp_path)!r}, {devices}, {every})"
