@@ -211,8 +211,10 @@ def run(rank: int, num_ranks: int, folder: str, program_fd: int, work_fd: int, c
     atexit._run_exitfuncs()
 
 
-# A peer that is gone, in the words of gloo, NCCL and torch's stores.
-_CONSEQUENCE = re.compile(r"gloo/|ProcessGroup(Gloo|NCCL|MPI)|NCCL|Connection (closed|reset) by peer|Broken pipe|Socket (closed|[Tt]imeout)|TCPStore|FileStore")
+# A peer that failed, in the words of a save, or is gone, in those of gloo, NCCL and torch's stores.
+_CONSEQUENCE = re.compile(
+    r"see its own error|gloo/|ProcessGroup(Gloo|NCCL|MPI)|NCCL|Connection (closed|reset) by peer|Broken pipe|Socket (closed|[Tt]imeout)|TCPStore|FileStore"
+)
 
 
 def _describe(rank: int, error: BaseException) -> Failure:
