@@ -161,3 +161,11 @@ def test_page() -> None:
     assert after.startswith("\n|  | us a step | ratio |\n|---|---|---|\n| a loop | 1.2 |  |\n<!-- /data -->\n")
     parts = {**numbers, "columns": {"ranks": columns}, "results": {"ranks": {"2 ranks": row}}}
     assert "| ranks | us a step | ratio |\n|---|---|---|\n| 2 ranks | 1.2 |  |\n<!-- /scaling -->" in _page.filled(text, "scaling", parts)
+
+
+def test_control_message(tmp_path: Path) -> None:
+    output, numbers = run("control_message", "--steps", "8", "--width", "32", "--collectives", "1", file=tmp_path / "numbers.json")
+    row = numbers["results"]
+    assert 0 < row["without_ms"] < 1000 and 0 < row["with_ms"] < 1000 and abs(row["over_ms"]) < 1000
+    assert "with the message" in output
+    assert list(tmp_path.iterdir()) == [tmp_path / "numbers.json"], "runs of the benchmark leave nothing behind"

@@ -1,0 +1,119 @@
+"""What the control message adds to a step of about 20 ms of two DDP ranks on CPU.
+
+    python -m benchmarks.control_message [--steps 400] [--width 640] [--collectives 0] [--json FILE]
+
+Half of the steps go without it, in the same run. A time is that of rank 0, from the batch to the end of the step; what the message
+costs is the median over pairs of neighbouring steps. CPU time is that of the process, all threads. With `--collectives` the module
+calls so many all_reduces in its step, whose operations, types and sizes the message then compares. Expect half a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks._rounds import machine, told, write_json
+from strategies.base import Agreement, Note
+from strategies.control import Control
+from trainer import Module, Trainer
+
+WARMUP_STEPS = 20  # divides by four, as the turns do
+
+
+class Silent:
+    """Agrees with everybody without asking: all ranks of this bench have losses of all their samples."""
+
+    def send(self, note: Note, samples: int, count: float, finite: bool, total: float = math.nan) -> None:
+        self.agreement = Agreement(samples, int(note.stop), None, None)
+
+    def receive(self) -> Agreement:
+        return self.agreement
+
+
+def is_with(step: int) -> bool:
+    """Of each two steps one is with the message: the second, then the first, and so on."""
+    return (step + step // 2) % 2 == 1
+
+
+class Timed(Module):
+    def __init__(self, width: int, collectives: int) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(6)), torch.nn.Linear(width, 10))
+        self.collectives = collectives
+        self.times: list[tuple[float, float]] = []
+
+    def on_train_start(self) -> None:
+        strategy: Any = self.trainer.strategy
+        assert isinstance(strategy._control, Control)
+        self.controls = (Silent(), strategy._control)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.strategy._control = self.controls[is_with(batch_idx)]  # type: ignore[attr-defined]
+        self.begin = time.perf_counter(), time.process_time()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        for _ in range(self.collectives):
+            dist.all_reduce(torch.ones(4))
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_train_batch_end(self, output: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx >= WARMUP_STEPS:
+            self.times.append((time.perf_counter() - self.begin[0], time.process_time() - self.begin[1]))
+
+    def on_train_end(self) -> None:
+        self.trainer.strategy._control = self.controls[1]  # type: ignore[attr-defined]
+        if self.global_rank == 0:
+            Path("times.json").write_text(json.dumps(self.times))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def measure(steps: int, width: int, collectives: int) -> dict[str, float]:
+    """Medians in milliseconds: of a step without and with the message, and of what it adds in wall and CPU time."""
+    number = 2 * steps + WARMUP_STEPS
+    data = DataLoader(TensorDataset(torch.randn(number * 128, width), torch.randint(0, 10, (number * 128,))), batch_size=64)
+    trainer = Trainer(
+        strategy="ddp", devices=2, accelerator="cpu", max_steps=number, logger=False, enable_checkpointing=False, enable_progress_bar=False, seed=0
+    )
+    trainer.fit(Timed(width, collectives), data)
+    path = Path("times.json")
+    times = json.loads(path.read_text())
+    path.unlink()
+    pairs = [(times[i + is_with(i)], times[i + 1 - is_with(i)]) for i in range(0, len(times), 2)]
+    return {
+        "without_ms": statistics.median(without[0] for without, _ in pairs) * 1e3,
+        "with_ms": statistics.median(told[0] for _, told in pairs) * 1e3,
+        "over_ms": statistics.median(told[0] - without[0] for without, told in pairs) * 1e3,
+        "cpu_over_ms": statistics.median(told[1] - without[1] for without, told in pairs) * 1e3,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure what the control message adds to a step.")
+    parser.add_argument("--steps", type=int, default=400, help="of each kind")
+    parser.add_argument("--width", type=int, default=640, help="of the layers; 640 makes a step of about 20 ms")
+    parser.add_argument("--collectives", type=int, default=0, help="all_reduces that the module calls in a step")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
+    arguments = parser.parse_args()
+    facts = machine()
+    row = measure(arguments.steps, arguments.width, arguments.collectives)
+    print(told(facts))
+    print(
+        f"a step of {row['without_ms']:.2f} ms takes {row['with_ms']:.2f} ms with the message: {row['over_ms']:+.3f} ms "
+        f"({100 * row['over_ms'] / row['without_ms']:+.2f} %), CPU time {row['cpu_over_ms']:+.3f} ms"
+    )
+    write_json(arguments.json, facts, row)
+
+
+if __name__ == "__main__":
+    main()
