@@ -384,13 +384,16 @@ class EagerStrategy(Strategy):
                 self._left_out, self._found = found, torch.zeros_like(found)  # the copy to the host and the optimizer read it later
                 return agreement._replace(later=finite.later(found))
             first = self._control.first_rank(bool(found)) if self.cuts_gradients and self._control is not None else 0 if found.item() else None
-            if first is None:
-                return agreement
-            found.zero_()
-            name = finite.name(self._user_model(placed)) if self.rank == first or not self.cuts_gradients else None
-            agreement = agreement._replace(non_finite=self.broadcast(name, first) if self.cuts_gradients else name)
+            return agreement if first is None else self._left(placed, agreement, first)
         self._drop_gradients(placed)
         return agreement
+
+    def _left(self, placed: nn.Module, agreement: Agreement, first: int) -> Agreement:
+        """`agreement` on a window whose gradient is not finite, on rank `first` before others. Every rank calls it."""
+        self._found.zero_()
+        name = finite.name(self._user_model(placed)) if self.rank == first or not self.cuts_gradients else None
+        self._drop_gradients(placed)
+        return agreement._replace(non_finite=self.broadcast(name, first) if self.cuts_gradients else name)
 
     def _sync_gradients(self, placed: nn.Module, on: bool) -> None:
         """Whether the next forward and backward exchange gradients."""

@@ -12,8 +12,13 @@ from torch import Tensor, nn
 def found(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """0-dim float32 on `device`: 1 where an element of the gradients (DTensors: of this rank's part) is NaN or infinite, else 0."""
     result = torch.zeros((), dtype=torch.float32, device=device)
-    for gradient in gradients:
-        local = getattr(gradient, "_local_tensor", gradient)
+    mine = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]  # a DTensor would ask the other ranks
+    try:  # GradScaler's pass with a scale of one: changes no bit of what is finite
+        torch._amp_foreach_non_finite_check_and_unscale_(mine, result, torch.ones_like(result))
+        return result
+    except RuntimeError:  # none, sparse, complex, or on several devices
+        result.zero_()
+    for local in mine:
         values = local.coalesce().values() if local.is_sparse else local
         result.copy_(torch.maximum(result, (~torch.isfinite(values).all()).to(result)))
     return result

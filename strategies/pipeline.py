@@ -271,7 +271,7 @@ class Pipeline(EagerStrategy):
         elif placed.shards is not None:
             placed.shards.scatter()
         if agreement.count and agreement.count != window.num_samples:
-            torch._foreach_mul_([_local(p.grad) for p in placed.model.parameters() if p.grad is not None], window.num_samples / agreement.count)
+            torch._foreach_mul_(self._gradients(placed), window.num_samples / agreement.count)
         return self._concluded(placed, agreement) if agreement.count else agreement
 
     def evaluate(
@@ -390,6 +390,9 @@ class Pipeline(EagerStrategy):
         from strategies import dtensors
 
         return dtensors.take(reader, name, like)
+
+    def _gradients(self, placed: nn.Module) -> list[Tensor]:
+        return [_local(p.grad) for p in self._user_model(placed).parameters() if p.grad is not None]
 
     def _user_model(self, placed: nn.Module) -> nn.Module:
         return placed.model if isinstance(placed, Staged) else placed

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies import environment
+from strategies import environment, finite
 from strategies.base import Agreement, Loss, split_loss
 from strategies.blocks import Rule
 from strategies.buffers import share_buffers
@@ -212,9 +212,12 @@ class ShardedStrategy(EagerStrategy):
             from strategies import dtensors
 
             placed.close()  # type: ignore[operator]
-            self._check_used(placed)
+            tells = self._compares and self._on_cpu and self.precision.scaler is None and agreement.non_finite is None
+            first = self._check_used(placed, not tells or not finite.found(self._gradients(placed), self.device))
             dtensors.settle(placed.parameters())
             self._average(placed.unsharded)  # type: ignore[arg-type]
+            if tells:  # with the message that is sent anyway
+                return agreement if first is None else self._left(placed, agreement, first)
         return super()._concluded(placed, agreement)
 
     def _runner(self, placed: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
@@ -291,15 +294,24 @@ class ShardedStrategy(EagerStrategy):
         with loss_parallel(), PlainLoss():
             yield
 
-    def _check_used(self, placed: nn.Module) -> None:
-        """Raise RuntimeError where the ranks gave gradients to different parameters: torch has averaged one with another."""
-        if self._steps is None or self.options.find_unused_parameters:
-            return
+    @property
+    def _compares(self) -> bool:
+        """Whether ranks tell each other which parameters have gradients."""
+        return self._steps is not None and not self.options.find_unused_parameters
+
+    def _check_used(self, placed: nn.Module, all_finite: bool = True) -> int | None:
+        """Raise RuntimeError where the ranks gave gradients to different parameters: torch has averaged one with another.
+
+        Returns the first rank whose gradients are not `all_finite`.
+        """
+        if self._steps is None or not self._compares:
+            return None
         whole = {id(p) for p in placed.unsharded}  # type: ignore[union-attr]
         cut = [(name, p) for name, p in self._user_model(placed).named_parameters() if id(p) not in whole]
-        masks = self._steps.gather(torch.tensor([p.grad is not None for _, p in cut], dtype=torch.uint8))
+        told = self._steps.gather(torch.tensor([all_finite, *(p.grad is not None for _, p in cut)], dtype=torch.uint8))
+        masks = [message[1:] for message in told]
         if all(torch.equal(mask, masks[0]) for mask in masks):
-            return
+            return next((rank for rank, message in enumerate(told) if not message[0]), None)
         names = [name for i, (name, _) in enumerate(cut) if len({int(mask[i]) for mask in masks}) > 1]
         ranks = [rank for rank, mask in enumerate(masks) if not torch.equal(mask, torch.stack(masks).amax(0))]
         raise RuntimeError(

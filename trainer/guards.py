@@ -30,7 +30,7 @@ class Guards:
         self.watches = watches
         """Whether no step has been seen yet to move a parameter."""
         self._logged: list[Any] = []
-        self._before: list[int] = []
+        self._before: list[int] | None = None
         self._warned = self._left_out = False
         self._later: Callable[[], str | None] | None = None
 
@@ -86,12 +86,17 @@ class Guards:
 
     def before_step(self, optimizers: Sequence[Optimizer]) -> bool:
         """Look at the parameters before they are to move for the first time; whether a gradient on this rank is not zero."""
+        if not any(float(group.get("lr", 1)) for optimizer in optimizers for group in optimizer.param_groups):
+            self._before = None  # nothing is to move
+            return False
         self._before = fingerprints(optimizers)
         gradients = [p.grad for optimizer in optimizers for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         return any(bool(getattr(gradient, "_local_tensor", gradient).any()) for gradient in gradients)
 
     def after_step(self, optimizers: Sequence[Optimizer], moving: bool) -> None:
         """Raise RuntimeError where a step with a gradient and a learning rate has moved nothing on this rank."""
+        if self._before is None:
+            return
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         if not self._before or self._before != fingerprints(optimizers):
             self.watches = False

@@ -431,7 +431,7 @@ def test_bytes_moved_in_a_step_of_two_micro_batches() -> None:
         ({"config": {"gradient_allreduce_op": "sum"}}, {}, r"gradient_allreduce_op='sum'"),
         ({"config": "missing.json"}, {}, r"config='missing.json' cannot be read"),
         ({}, {"precision": "64-true"}, r"float32.*precision='64-true'"),
-        ({}, {"precision": "16-mixed"}, r"precision must be one of 32-true, bf16-mixed, bf16-true, but precision='16-mixed'"),
+        ({}, {"precision": "16-mixed"}, r"precision must be one of 32-true, tf32-true, bf16-mixed, bf16-true, but precision='16-mixed'"),
     ],
 )
 def test_contradictions_are_found_before_a_process_starts(options: dict[str, Any], run: dict[str, Any], message: str) -> None:
