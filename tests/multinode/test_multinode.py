@@ -59,7 +59,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Expected:
     return Expected(folder, metrics, one_more_epoch(folder))
 
 
-@pytest.mark.parametrize(("devices", "strategies", "rendezvous"), [(1, "ddp,fsdp", "static"), (2, "ddp,fsdp,hybrid", "c10d")])
+@pytest.mark.parametrize(
+    ("devices", "strategies", "rendezvous"), [pytest.param(1, "ddp,fsdp", "static", marks=pytest.mark.slow), (2, "ddp,fsdp,hybrid", "c10d")]
+)
 def test_two_hosts(devices: int, strategies: str, rendezvous: str, hosts: tuple[Host, Host], one_process: Expected, tmp_path: Path) -> None:
     processes, outputs = [], []
     for node, host in enumerate(hosts):
@@ -77,7 +79,7 @@ def test_two_hosts(devices: int, strategies: str, rendezvous: str, hosts: tuple[
         check(tmp_path / name, nodes=2, devices=devices, one_process=one_process)
 
 
-@pytest.mark.parametrize(("launcher", "strategies"), [("torchrun", "ddp,fsdp"), ("variables", "ddp")])
+@pytest.mark.parametrize(("launcher", "strategies"), [pytest.param("torchrun", "ddp,fsdp", marks=pytest.mark.slow), ("variables", "ddp")])
 def test_two_processes_on_one_host(launcher: str, strategies: str, one_process: Expected, tmp_path: Path) -> None:
     arguments = [SCRIPT, strategies, "1", "2", str(tmp_path)]
     if launcher == "torchrun":

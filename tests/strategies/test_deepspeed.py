@@ -100,7 +100,9 @@ def test_losses_and_weights_are_those_of_one_process_at_every_step(stage: int, s
     assert torch.equal(predicted, torch.cat(quiet(strategy="single").predict(reference_module, tokens(7, shuffle=False))))
 
 
-@pytest.mark.parametrize(("first", "then"), [("deepspeed_stage_3", "fsdp"), ("fsdp", "deepspeed_stage_3"), ("deepspeed_stage_2", "single")])
+@pytest.mark.parametrize(
+    ("first", "then"), [("deepspeed_stage_3", "fsdp"), ("fsdp", "deepspeed_stage_3"), pytest.param("deepspeed_stage_2", "single", marks=pytest.mark.slow)]
+)
 def test_a_run_goes_on_under_another_strategy(first: str, then: str, single: Any, tmp_path: Path) -> None:
     saver = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_top_k=-1)
     train(first, scheduled(), max_epochs=1, enable_checkpointing=True, callbacks=[saver])
@@ -144,7 +146,7 @@ class Skips(Net):
         return Loss(loss * 0, 0) if skip else Loss(loss, len(y))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.slow) if stage == 1 else stage for stage in STAGES])
 def test_a_rank_may_return_none(stage: int) -> None:
     found = {}
     for none, strategy in ((True, STAGES[stage]()), (False, "ddp")):
@@ -199,7 +201,7 @@ class Doubled(Callback):
         self.output = state["output"]
 
 
-@pytest.mark.parametrize("strategy", ["deepspeed_stage_2", "deepspeed_stage_3"])
+@pytest.mark.parametrize("strategy", [pytest.param("deepspeed_stage_2", marks=pytest.mark.slow), "deepspeed_stage_3"])
 def test_full_weights_during_a_run(strategy: str) -> None:
     outputs = []
     for name, callback in ((strategy, Doubled()), ("ddp", None)):
@@ -228,7 +230,7 @@ class Normed(Net):
         assert torch.equal(first, second) or not self.checks
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.slow) if stage == 1 else stage for stage in STAGES])
 def test_buffers_are_those_of_rank_0(stage: int, tmp_path: Path) -> None:
     """While the run goes on, in its checkpoint, and as under DDP."""
     found = []
@@ -341,7 +343,8 @@ def measure(strategy: str | Strategy, devices: int) -> list[float]:
     return memory.found
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 4])
 def test_memory_of_a_rank(devices: int) -> None:
     """Bytes a parameter in float32 with AdamW; on the way come layers, and a copy of a rank's gradients beside the step."""
     found = {"ddp": measure("ddp", devices)} | {stage: measure(DeepSpeed(stage=stage, config={"zero_optimization": TIGHT}), devices) for stage in (1, 2, 3)}

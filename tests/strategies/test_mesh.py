@@ -106,7 +106,7 @@ def test_three_axes_on_eight_ranks(tmp_path: Path) -> None:
     assert first.names() == second.names() and all(torch.equal(first.read(name), second.read(name)) for name in first.names())
 
 
-@pytest.mark.parametrize("mesh", ["ddp=2,tensor=2", "fsdp=2,tensor=2", "ddp=2,fsdp=2"])
+@pytest.mark.parametrize("mesh", ["ddp=2,tensor=2", "fsdp=2,tensor=2", pytest.param("ddp=2,fsdp=2", marks=pytest.mark.slow)])
 def test_an_odd_module_trains_as_on_one_process(mesh: str) -> None:
     one, cut = seeded(Odd, bypass="tensor" not in mesh), seeded(Odd, bypass="tensor" not in mesh)
     kept = fit("single", 1, one, tokens(22), tokens(9, 4, False), accumulate_grad_batches=2, gradient_clip_val=0.2)

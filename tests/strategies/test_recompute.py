@@ -86,7 +86,7 @@ def train(strategy: Strategy, devices: int, plan: Plan, folder: Path, norm: type
     return strategy.launch(on_rank, strategy, plan, str(folder), norm) if strategy.starts_ranks else on_rank(strategy, plan, str(folder), norm)
 
 
-SLOW = ("ddp static graph", "tensor", "pipeline gpipe", "pipeline interleaved", "fsdp=2,pipeline=2", "deepspeed 2")
+SLOW = ("ddp static graph", "tensor", "pipeline gpipe", "pipeline interleaved", "fsdp=2,pipeline=2", "fsdp=2,tensor=2", "deepspeed 2")
 """Those that differ little from another one here."""
 
 

@@ -31,6 +31,8 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "fsdp=2,pipeline=2": (lambda: Pipeline(mesh="fsdp=2,pipeline=2"), 4),
 }
 
+VARIANTS = ("model", "deepspeed 3", "fsdp=2,pipeline=2")
+
 NUM_WINDOWS, BATCH = 7, 4
 
 
@@ -123,7 +125,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_on_all_ranks_with_parameters
     assert [Path(f"rank{i}").read_text() for i in range(ranks)] == ["True 3 FloatingPointError"] * ranks
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in STRATEGIES])
 def test_a_window_that_is_not_finite_can_be_left_out(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     make, devices = STRATEGIES[name]
     precision = "32-true" if "deepspeed" in name else "64-true"
