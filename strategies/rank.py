@@ -195,6 +195,8 @@ def run(rank: int, num_ranks: int, folder: str, program_fd: int, work_fd: int, c
     with open(Path(folder, f"{rank}.board"), "r+b") as file:
         open_board(file.fileno(), answers)
     faulthandler.enable(fatal, all_threads=False)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start programs with `&`; what the launcher passes on must reach the rank
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         fn, args, library = unpack(work_fd)
