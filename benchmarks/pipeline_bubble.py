@@ -1,6 +1,6 @@
 """The bubble of pipeline schedules as measured, beside what `lockstep plan` says.
 
-    python benchmarks/pipeline_bubble.py [ranks] [parts] [milliseconds]
+    python -m benchmarks.pipeline_bubble [ranks] [parts] [milliseconds]
 
 Layers sleep in place of computing (a forward once, the backwards for inputs and for weights once each), so that the
 real schedule on real ranks is measured and not how many cores the machine has: 4 ranks fit on one core. A step is

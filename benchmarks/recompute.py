@@ -1,6 +1,6 @@
 """What activation checkpointing saves and costs: bytes kept between forward and backward, and seconds of both.
 
-    python benchmarks/recompute.py [--width 128] [--depth 4] [--steps 5] [--json FILE]
+    python -m benchmarks.recompute [--width 128] [--depth 4] [--steps 5] [--json FILE]
 
 One process, float32, the model of examples/gpt.py on 8 sequences of 128 tokens. Bytes are exact: of every tensor that
 the forward keeps for the backward, parameters left out. Seconds are those of the fastest step. Expect ten seconds.

@@ -1,6 +1,6 @@
 """How long a run is down: from the SIGKILL of a rank until the next optimizer step is done, from the newest checkpoint.
 
-    python benchmarks/restart.py [--restarts 20] [--ranks 2] [--strategy ddp] [--json FILE]
+    python -m benchmarks.restart [--restarts 20] [--ranks 2] [--strategy ddp] [--json FILE]
 
 One `fit` with `max_restarts`, a checkpoint every second step; every third step one rank kills itself, the ranks in turns. Besides
 the ranks' start this holds finding the death, ending the others, verifying the checkpoint and computing the lost step again.
