@@ -65,6 +65,9 @@ class Steps(Callback):
     def __init__(self, folder: Path, pause_s: float = 0.0) -> None:
         self.folder, self.pause_s = str(folder), pause_s
 
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        time.sleep(self.pause_s)  # a save that began with the last step is written within this one, however fast the machine
+
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         time.sleep(self.pause_s)
         committed = sorted(name for name in os.listdir(f"{self.folder}/kept") if is_checkpoint(f"{self.folder}/kept/{name}"))
