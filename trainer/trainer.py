@@ -646,7 +646,7 @@ class Trainer:
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to the ranks: the arguments and results, not what belongs to a running fit."""
-        empty: dict[str, Any] = dict.fromkeys(("placed", "resumed", "_saving", "_module", "datamodule", "train_dataloader"))
+        empty: dict[str, Any] = dict.fromkeys(("placed", "resumed", "saving", "_module", "datamodule", "train_dataloader"))
         empty |= {"streams": {}, "val_dataloaders": [], "lr_scheduler_configs": [], "user_optimizers": [], "named_optimizers": {}, "_handlers": {}}
         empty["_folder"] = None
         return {**{name: value for name, value in self.__dict__.items() if name not in ("hooks", "metrics")}, **empty}

@@ -15,14 +15,13 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.conftest import REPO_ROOT
 from tests.faults.nursery import STEPS
-from trainer.checkpoint import Checkpoint, newest
+from tests.faults.outcome import outcome
 
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "pipeline": 2, "tensor": 2}
 POINTS = ("next_batch", "forward", "backward", "before_step", "after_step", "callback", "teardown")
@@ -113,18 +112,6 @@ class Training:
         return (self.folder / "log").read_text()[-5000:]
 
 
-def result(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[Any], str]:
-    """Tensors (weights, optimizer, random streams), progress and metrics, what each rank keeps, and all that was logged."""
-    run = folder / "runs/Slow/version_0"
-    path = newest(run / "checkpoints")
-    assert path is not None
-    checkpoint = Checkpoint.open(path)
-    assert checkpoint.global_step == STEPS
-    state = {name: checkpoint.state[name] for name in ("progress", "seed", "metrics", "schedulers")}
-    ranks = [checkpoint.rank_state(rank) for rank in range(checkpoint.world_size)]
-    return {name: checkpoint.read(name) for name in checkpoint.names()}, state, ranks, (run / "metrics.csv").read_text()
-
-
 def planned(kills: int, strategy: str, folder: Path, chance: random.Random) -> str:
     """Kills of one rank at points of the product, each in a step of its own."""
     points = [*POINTS, *SAVE_POINTS, *(["collective"] if STRATEGIES[strategy] > 1 else [])]
@@ -175,7 +162,10 @@ def crash(nursery: subprocess.Popen, tmp_path: Path, strategy: str, kills: int, 
 
 
 def same(training: Training, undisturbed: Path) -> None:
-    (tensors, state, ranks, log), (tensors_too, state_too, ranks_too, log_too) = result(training.folder), result(undisturbed)
+    (tensors, state, ranks, log), (tensors_too, state_too, ranks_too, log_too) = (
+        outcome(training.folder / "runs/Slow/version_0", STEPS),
+        outcome(undisturbed / "runs/Slow/version_0", STEPS),
+    )
     assert tensors.keys() == tensors_too.keys() and any(name.startswith("optimizer/") for name in tensors)
     different = [name for name in tensors if not torch.equal(tensors[name], tensors_too[name])]
     assert not different and state == state_too and ranks == ranks_too

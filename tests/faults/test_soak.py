@@ -14,13 +14,12 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.conftest import REPO_ROOT
-from trainer.checkpoint import Checkpoint, newest
+from tests.faults.outcome import outcome
 
 SECONDS = float(os.environ.get("LOCKSTEP_SOAK_S", "1800"))
 EVERY_S = 15.0
@@ -72,18 +71,6 @@ def start(folder: Path, step_s: float) -> subprocess.Popen:
         return subprocess.Popen(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(REPO_ROOT)}, stderr=error)
 
 
-def result(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[Any], str]:
-    """Tensors, progress and metrics, what each rank keeps, and all that was logged."""
-    run = folder / "runs/Soaked/version_0"
-    path = newest(run / "checkpoints")
-    assert path is not None
-    checkpoint = Checkpoint.open(path)
-    assert checkpoint.global_step == STEPS
-    state = {name: checkpoint.state[name] for name in ("progress", "seed", "metrics", "schedulers")}
-    ranks = [checkpoint.rank_state(rank) for rank in range(checkpoint.world_size)]
-    return {name: checkpoint.read(name) for name in checkpoint.names()}, state, ranks, (run / "metrics.csv").read_text()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(4 * SECONDS + 600)
 def test_soak(tmp_path: Path) -> None:
@@ -104,7 +91,10 @@ def test_soak(tmp_path: Path) -> None:
     undisturbed = start(tmp_path / "undisturbed", 0.0)
     assert undisturbed.wait() == 0
 
-    (tensors, state, ranks, log), (tensors_too, state_too, ranks_too, log_too) = result(tmp_path / "soaked"), result(tmp_path / "undisturbed")
+    (tensors, state, ranks, log), (tensors_too, state_too, ranks_too, log_too) = (
+        outcome(tmp_path / "soaked" / "runs/Soaked/version_0", STEPS),
+        outcome(tmp_path / "undisturbed" / "runs/Soaked/version_0", STEPS),
+    )
     assert tensors.keys() == tensors_too.keys() and all(torch.equal(tensors[name], tensors_too[name]) for name in tensors)
     assert state == state_too and ranks == ranks_too and log == log_too
 

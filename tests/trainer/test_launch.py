@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +229,14 @@ def test_loss_scaling_skips_the_same_step_on_all_ranks(devices: int, own: bool) 
     trainer = quiet(devices=devices, precision="16-mixed", gradient_clip_val=1.0)
     trainer.fit((Own if own else Overflows)(), loader(16 * devices, 4))
     assert trainer.global_step == 3
+
+
+def test_what_belongs_to_a_running_fit_does_not_travel_to_the_ranks() -> None:
+    """Every name that is emptied for the journey is one that the Trainer has, and nothing of a finished fit is on it."""
+    run = quiet(enable_checkpointing=True)
+    run.fit(net(), loader(8))
+    run.saving = threading.Lock()  # type: ignore[assignment]  # as unfit for a journey as the thread of a save
+    sent = run.__getstate__()
+    assert sent.keys() == vars(run).keys() - {"hooks", "metrics"}
+    running = ("placed", "resumed", "saving", "_module", "datamodule", "train_dataloader", "_folder")
+    assert [sent[name] for name in running] == [None] * len(running)
