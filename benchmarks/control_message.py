@@ -38,6 +38,9 @@ class Silent:
     def receive(self) -> Agreement:
         return self.agreement
 
+    def first_rank(self, says_so: bool) -> int | None:
+        return 0 if says_so else None
+
 
 def is_with(step: int) -> bool:
     """Of each two steps one is with the message: the second, then the first, and so on."""

@@ -1,9 +1,9 @@
 """The control message of a step: what the ranks must agree on, exchanged beside the last backward.
 
-One gloo all_gather of nine float64 numbers a rank, in a process group of its own, so that no user
-collective can be mistaken for it. It is sent before the last backward and read after it: a rank that
-skipped a collective, gave it another tensor or logged other names is found while the parameters are
-still untouched. Whether all reduced by the same operation (SUM, MAX) torch does not tell.
+Nine numbers a rank, apart from the collectives of the user (`strategies/exchange.py`). They are sent before the
+last backward and read after it: a rank that skipped a collective, gave it another tensor or logged other names is
+found while the parameters are still untouched. Two more a rank, once the gradients are final, say whether the
+parts that each holds are finite. Whether all reduced by the same operation (SUM, MAX) torch does not tell.
 """
 
 from __future__ import annotations
@@ -12,17 +12,39 @@ import json
 import math
 import os
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from strategies import faults
 from strategies.base import Agreement, Note
+from strategies.exchange import open_exchange
 
-FIELDS = ("step", "samples", "collectives", "kinds", "keys", "stop", "finite", "count", "total")
 
-_COMPARED_FIELDS = {
+class Message(NamedTuple):
+    """What a rank tells: numbers below 2**53."""
+
+    step: int
+    """Optimizer steps agreed on so far."""
+    samples: int
+    """In the global batch."""
+    collectives: int
+    """Calls in the default process group so far."""
+    kinds: int
+    """Hash of the latest of these."""
+    keys: int
+    """Hash of the names logged."""
+    stop: int
+    finite: bool
+    """Whether this rank's losses are."""
+    count: float  # type: ignore[assignment]  # hides tuple.count
+    """What they counted."""
+    total: float
+    """Their sum, NaN where it is not known."""
+
+
+_EQUAL = {
     "step": "optimizer step",
     "samples": "samples of the global batch",
     "collectives": "collective calls so far",
@@ -39,66 +61,67 @@ _SAME_SIZE = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "reduce
 class Control:
     """One rank's end of the control messages. All ranks construct it, and send and receive once a step."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank = rank
-        self._group = dist.new_group(backend="gloo")
+    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         self._step = 0
-        self._mine = torch.zeros(len(FIELDS), dtype=torch.float64)
-        self._all = [torch.zeros_like(self._mine) for _ in range(world_size)]
-        self._work: dist.Work | None = None
+        self._messages = open_exchange(rank, world_size, len(Message._fields), timeout_s)
+        self._answers = open_exchange(rank, world_size, 2, timeout_s)
         self._num_known = self._num_calls()
 
     def send(self, note: Note, samples: int, count: float, finite: bool, total: float = math.nan) -> None:
-        """Start the exchange.
-
-        `samples` are in the global batch, `count` is what this rank's losses counted, `total` their sum, NaN where it is not known.
-        """
+        """Start the exchange."""
         calls = self._num_calls()
         kinds = latest_calls(calls - self._num_known) if calls > self._num_known else 0  # engines call nothing in most forwards: it costs 0.1 ms
-        self._mine.copy_(torch.tensor([self._step, samples, calls, kinds, note.keys, note.stop, finite, count, total], dtype=torch.float64))
-        self._work = dist.all_gather(self._all, self._mine, group=self._group, async_op=True)
+        self._messages.post(*Message(self._step, samples, calls, kinds, note.keys, note.stop, finite, count, total))
 
     def receive(self) -> Agreement:
         """Wait for the others' messages. Raises RuntimeError where they contradict ours."""
         if faults.plan is not None:
             faults.fault("collective")
-        self._work.wait()  # type: ignore[union-attr]
-        self._work = None
+        messages = [Message(*numbers) for numbers in self._messages.read()]  # type: ignore[arg-type]
         self._num_known = self._num_calls()
-        rows = [dict(zip(FIELDS, tensor.tolist(), strict=True)) for tensor in self._all]
-        for field, what in _COMPARED_FIELDS.items():
-            values = [row[field] for row in rows]
+        for field, what in _EQUAL.items():
+            values = [getattr(message, field) for message in messages]
             if field in _HASHES:
                 values = [value or max(values) for value in values]  # 0 says nothing: a rank of padding has logged nothing yet
-            if values.count(values[0]) != len(values):
-                raise RuntimeError(self._disagreement(what, values, named=field in _HASHES))
+            self._compare(what, values, shown=field not in _HASHES)
         self._step += 1
-        bad = next((f"the loss of rank {rank}" for rank, row in enumerate(rows) if not row["finite"]), None)
-        count, total = sum(row["count"] for row in rows), sum(row["total"] for row in rows)
+        bad = next((f"the loss of rank {rank}" for rank, message in enumerate(messages) if not message.finite), None)
+        count, total = sum(message.count for message in messages), sum(message.total for message in messages)
         loss = None if math.isnan(total) or not count else total / count
-        return Agreement(count, int(max(row["stop"] for row in rows)), bad, loss)
+        return Agreement(count, int(max(message.stop for message in messages)), bad, loss)
 
     def first_rank(self, says_so: bool) -> int | None:
-        """The first rank that says so, or None: one all_reduce of a number."""
-        first = torch.tensor(float(self._rank) if says_so else math.inf)
-        dist.all_reduce(first, dist.ReduceOp.MIN, group=self._group)
-        return None if math.isinf(first.item()) else int(first)
+        """The first rank that says so, or None. Waits for every rank; raises RuntimeError where their collectives differ by now."""
+        return next((rank for rank, number in enumerate(self._numbers(says_so)) if number), None)
+
+    def is_equal(self, number: int) -> bool:
+        """Whether all ranks give the same number. Waits and raises as `first_rank` does."""
+        return all(theirs == number for theirs in self._numbers(number))
+
+    def _numbers(self, number: float) -> list[float]:
+        self._answers.post(number, self._num_calls())
+        answers = self._answers.read()
+        self._compare(_EQUAL["collectives"], [calls for _, calls in answers])
+        return [theirs for theirs, _ in answers]
 
     def _num_calls(self) -> int:
         return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
 
-    def _disagreement(self, what: str, values: list[float], named: bool) -> str:
+    def _compare(self, what: str, values: list[float], shown: bool = True) -> None:
+        """Raise RuntimeError, with the rank that is odd where there is a majority, unless the values are equal."""
+        if values.count(values[0]) == len(values):
+            return
         usual = max(set(values), key=values.count)
         clear = values.count(usual) * 2 > len(values)
         odd = [rank for rank, value in enumerate(values) if value != usual] if clear else list(range(len(values)))
         who = f"rank {', '.join(map(str, odd))} did not do what the others did" if clear else f"ranks {' and '.join(map(str, odd))} did different things"
         rule = (
             "read the same data, or say shards_itself on the dataset"
-            if what == _COMPARED_FIELDS["samples"]
+            if what == _EQUAL["samples"]
             else "call the same collectives and log the same names in each step"
         )
-        shown = "" if named else " (" + ", ".join(f"rank {rank}: {value:.0f}" for rank, value in enumerate(values)) + ")"
-        return f"the ranks disagree on their {what}{shown}: {who} in step {self._step}; every rank must {rule}"
+        each = " (" + ", ".join(f"rank {rank}: {value:.0f}" for rank, value in enumerate(values)) + ")" if shown else ""
+        raise RuntimeError(f"the ranks disagree on their {what}{each}: {who} in step {self._step}; every rank must {rule}")
 
 
 def latest_calls(num_calls: int) -> int:

@@ -125,7 +125,7 @@ class EagerStrategy(Strategy):
             if world.launcher != "lockstep":
                 self._end_watchdog = processes.guard(self.rank)
             processes.init_process_group(world, "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", self.timeout_s)
-            self._control = Control(self.rank, self.world_size)
+            self._control = Control(self.rank, self.world_size, self.timeout_s)
 
     def teardown(self) -> None:
         if not self._ready:
@@ -383,7 +383,8 @@ class EagerStrategy(Strategy):
                     dist.all_reduce(found, dist.ReduceOp.MAX)
                 self._left_out, self._found = found, torch.zeros_like(found)  # the copy to the host and the optimizer read it later
                 return agreement._replace(later=finite.later(found))
-            first = self._control.first_rank(bool(found)) if self.cuts_gradients and self._control is not None else 0 if found.item() else None
+            bad = bool(found)
+            first = self._control.first_rank(bad) if self._control is not None else 0 if bad else None
             return agreement if first is None else self._left(placed, agreement, first)
         self._drop_gradients(placed)
         return agreement
@@ -391,9 +392,9 @@ class EagerStrategy(Strategy):
     def _left(self, placed: nn.Module, agreement: Agreement, first: int) -> Agreement:
         """`agreement` on a window whose gradient is not finite, on rank `first` before others. Every rank calls it."""
         self._found.zero_()
-        name = finite.name(self._user_model(placed)) if self.rank == first or not self.cuts_gradients else None
+        name = finite.name(self._user_model(placed)) if self.rank == first else None
         self._drop_gradients(placed)
-        return agreement._replace(non_finite=self.broadcast(name, first) if self.cuts_gradients else name)
+        return agreement._replace(non_finite=self.broadcast(name, first))
 
     def _sync_gradients(self, placed: nn.Module, on: bool) -> None:
         """Whether the next forward and backward exchange gradients."""
@@ -418,7 +419,7 @@ class EagerStrategy(Strategy):
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         bad = bool(finite.found(gradients, self.device))  # a host synchronisation on accelerators
-        if self.cuts_gradients and self._control is not None:
+        if self._control is not None:
             bad = self._control.first_rank(bad) is not None
         if bad:
             raise FloatingPointError(

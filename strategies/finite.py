@@ -22,14 +22,6 @@ def found(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
         values = local.coalesce().values() if local.is_sparse else local
         result.copy_(torch.maximum(result, (~torch.isfinite(values).all()).to(result)))
     return result
-    try:
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, result, torch.ones((), device=device))
-    except RuntimeError:  # sparse, complex, cut, or on several devices
-        for gradient in gradients:
-            local = getattr(gradient, "_local_tensor", gradient)
-            values = local.coalesce().values() if local.is_sparse else local
-            result.copy_(torch.maximum(result, (~torch.isfinite(values).all()).to(result)))
-    return result
 
 
 def later(found: Tensor) -> Callable[[], str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies import environment, finite
+from strategies import environment
 from strategies.base import Agreement, Loss, split_loss
 from strategies.blocks import Rule
 from strategies.buffers import share_buffers
 from strategies.data import MicroBatch, Window
 from strategies.eager import EagerStrategy
+from strategies.exchange import open_exchange
 from strategies.mesh import resolve
 from strategies.meta import materialise
 from strategies.options import Options
@@ -77,7 +79,7 @@ class ShardedStrategy(EagerStrategy):
         self._mesh = init_device_mesh(self.device.type, tuple(self._sizes.values()), mesh_dim_names=tuple(self._sizes))
         self.builds = self.rank == 0
         if "ddp" in self._sizes or "fsdp" in self._sizes:
-            self._steps = Steps(self.rank, self.world_size)
+            self._steps = Steps(self.rank, self.world_size, self.timeout_s)
         tensor = self._sizes.get("tensor", 1)
         self.data_rank, self.data_size, self.reports = self.rank // tensor, self.world_size // tensor, self.rank % tensor == 0
         if self.precision.scaler is not None:
@@ -212,12 +214,9 @@ class ShardedStrategy(EagerStrategy):
             from strategies import dtensors
 
             placed.close()  # type: ignore[operator]
-            tells = self._compares and self._on_cpu and self.precision.scaler is None and agreement.non_finite is None
-            first = self._check_used(placed, not tells or not finite.found(self._gradients(placed), self.device))
+            self._check_used(placed)
             dtensors.settle(placed.parameters())
             self._average(placed.unsharded)  # type: ignore[arg-type]
-            if tells:  # with the message that is sent anyway
-                return agreement if first is None else self._left(placed, agreement, first)
         return super()._concluded(placed, agreement)
 
     def _runner(self, placed: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
@@ -294,26 +293,18 @@ class ShardedStrategy(EagerStrategy):
         with loss_parallel(), PlainLoss():
             yield
 
-    @property
-    def _compares(self) -> bool:
-        """Whether ranks tell each other which parameters have gradients."""
-        return self._steps is not None and not self.options.find_unused_parameters
-
-    def _check_used(self, placed: nn.Module, all_finite: bool = True) -> int | None:
-        """Raise RuntimeError where the ranks gave gradients to different parameters: torch has averaged one with another.
-
-        Returns the first rank whose gradients are not `all_finite`.
-        """
-        if self._steps is None or not self._compares:
-            return None
+    def _check_used(self, placed: nn.Module) -> None:
+        """Raise RuntimeError where the ranks gave gradients to different parameters: torch has averaged one with another."""
+        if self._steps is None or self.options.find_unused_parameters:
+            return
         whole = {id(p) for p in placed.unsharded}  # type: ignore[union-attr]
         cut = [(name, p) for name, p in self._user_model(placed).named_parameters() if id(p) not in whole]
-        told = self._steps.gather(torch.tensor([all_finite, *(p.grad is not None for _, p in cut)], dtype=torch.uint8))
-        masks = [message[1:] for message in told]
-        if all(torch.equal(mask, masks[0]) for mask in masks):
-            return next((rank for rank, message in enumerate(told) if not message[0]), None)
+        mask = bytes(p.grad is not None for _, p in cut)
+        if self._control.is_equal(zlib.crc32(mask)):  # type: ignore[union-attr]
+            return
+        masks = self.all_gather(torch.tensor([*mask]))
         names = [name for i, (name, _) in enumerate(cut) if len({int(mask[i]) for mask in masks}) > 1]
-        ranks = [rank for rank, mask in enumerate(masks) if not torch.equal(mask, torch.stack(masks).amax(0))]
+        ranks = [rank for rank, mask in enumerate(masks) if not torch.equal(mask, masks.amax(0))]
         raise RuntimeError(
             f"on rank {', '.join(map(str, ranks))} these parameters got no gradient, but on others they did: {', '.join(names[:10])}"
             + (f" and {len(names) - 10} more" if len(names) > 10 else "")
@@ -356,34 +347,20 @@ class ShardedStrategy(EagerStrategy):
 
 
 class Steps:
-    """Finds a rank whose step returned None while others walk back and wait for it, before it waits for them for ever.
+    """Finds a rank whose step returned None while others walk back and wait for it, before it waits for them for ever."""
 
-    One gloo all_gather of a byte a micro-batch, which only a rank with None waits for.
-    """
-
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         self._rank = rank
-        self._group = dist.new_group(backend="gloo")
-        self._all = [torch.zeros(1, dtype=torch.uint8) for _ in range(world_size)]
-        self._work: dist.Work | None = None
-
-    def gather(self, mine: Tensor) -> list[Tensor]:
-        """The tensor of every rank; all ranks call it."""
-        everyone = [torch.empty_like(mine) for _ in self._all]
-        dist.all_gather(everyone, mine, group=self._group)
-        return everyone
+        self._losses = open_exchange(rank, world_size, 1, timeout_s)
 
     def told(self, run: Callable[..., Any], *first: Any) -> Callable[[Any, int], Any]:
         """`run(*first, batch, batch_idx)`, after which the others are told whether it has a loss."""
 
         def call(batch: Any, batch_idx: int) -> Any:
             output = run(*first, batch, batch_idx)
-            if self._work is not None:
-                self._work.wait()
-            self._work = dist.all_gather(self._all, torch.tensor([output is not None], dtype=torch.uint8), group=self._group, async_op=True)
-            if output is None:
-                self._work.wait()
-                others = [rank for rank, flag in enumerate(self._all) if int(flag)]
+            self._losses.post(output is not None)
+            if output is None:  # the others do not wait
+                others = [rank for rank, (has,) in enumerate(self._losses.read()) if has]
                 if others:
                     raise RuntimeError(
                         f"training_step returned None on rank {self._rank}, but a loss on rank {', '.join(map(str, others))}; parameters cut over ranks "

@@ -4,11 +4,13 @@ Each rank keeps a board in shared memory: its process, step and phase, and when 
 `strategies/rank.py`). A watcher looks at the boards: the launcher for the ranks that it started, a small process beside each rank
 that torchrun, Slurm or MPI started, for which this file is also a program (`python watchdog.py`), so it imports no torch.
 
-Time without a sign counts once steps have begun, and not while a rank says that it has no step: set-up may take as long as it does.
+In steps time without a sign counts. Set-up has no steps, so there a rank is also taken to live while it computes, and while it is in
+`prepare_data`, the place of downloads; after the last step nothing counts.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import re
@@ -30,10 +32,17 @@ BOARD = struct.Struct("qqq120s")
 STACKS = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 """Asks a rank for the stacks of its threads: a signal that no program uses."""
 
-_WAITS = re.compile(r'File ".*(torch/distributed/|torch/autograd/graph\.py|strategies/control\.py)')
+STARTING, SETTING_UP = "starting", "setting up"
+"""Phases without a step in which time counts."""
+
+_WAITS = re.compile(r'File ".*(torch/distributed/|torch/autograd/graph\.py|strategies/(control|exchange|rendezvous)\.py)')
 """Innermost frames of a rank that waits for the others: it is not the one that hangs."""
+_PREPARES = re.compile(r" in prepare_data$", re.MULTILINE)
+"""A frame of a rank that may take any time."""
+_COMPUTES = 0.05
+"""The share of a core from which on a rank that is setting up computes; one that waits, and looks for what it waits for, takes 0.01."""
 _PATIENCE_S = 10.0
-"""A rank that only waits for the others is ended this much later, so that the one that hangs is reported first."""
+"""A rank that only waits for others is ended this much later, so that the one that hangs is reported first."""
 
 
 class Sign(NamedTuple):
@@ -64,7 +73,10 @@ def write(board: mmap.mmap, step: int | None, phase: str) -> None:
 
 def beat(board: mmap.mmap) -> None:
     """Say that this process lives, in the middle of a phase; any thread calls it."""
-    struct.pack_into("q", board, 16, time.monotonic_ns())
+    struct.pack_into("q", board, _TIME, time.monotonic_ns())
+
+
+_TIME = struct.calcsize("qq")
 
 
 def read(path: Path | str) -> Sign:
@@ -85,17 +97,51 @@ class Watchdog:
         self.interval_s = min(1.0, self.limit_s / 4)
         """How often to look."""
         self._begin = self._looked = time.monotonic_ns()
+        self._used: dict[int, float] = {}
 
     def stalled(self, boards: Iterable[Path | str]) -> bool:
         """Whether none of these ranks has given a sign within the limit."""
         now = time.monotonic_ns()
-        if now - self._looked < self.interval_s * 1e9:
+        elapsed_s = (now - self._looked) / 1e9
+        if elapsed_s < self.interval_s:
             return False
-        if now - self._looked > (self.interval_s + 5) * 1e9:
+        if elapsed_s > self.interval_s + 5:
             self._begin = now  # this process stood still itself, as a suspended job does: begin to count again
         self._looked = now
-        signs = [read(board) for board in boards]
-        return bool(signs) and all(sign.step is not None and now - max(sign.time_ns, self._begin) > self.limit_s * 1e9 for sign in signs)
+        silent = [self._is_silent(board, read(board), now, elapsed_s) for board in boards]
+        return bool(silent) and all(silent)
+
+    def _is_silent(self, board: Path | str, sign: Sign, now: int, elapsed_s: float) -> bool:
+        if sign.step is None:
+            if sign.phase not in (STARTING, SETTING_UP):
+                return False
+            used, before = _cpu_s(sign.pid), self._used.get(sign.pid, 0.0)
+            self._used[sign.pid] = used
+            if used - before > _COMPUTES * elapsed_s:
+                _beat_for(board)
+                return False
+        return now - max(sign.time_ns, self._begin) > self.limit_s * 1e9
+
+
+def _beat_for(board: Path | str) -> None:
+    """A sign in the name of a rank, for every watcher that reads its board."""
+    with open(board, "r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), struct.pack("q", time.monotonic_ns()), _TIME)
+
+
+def _cpu_s(pid: int) -> float:
+    """Time of the CPU that a process and what it has started have used."""
+    used = 0.0
+    with suppress(OSError):  # it ends
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        used = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        for child in _children(pid):
+            used += _cpu_s(child) if child != os.getpid() else 0.0
+    return used
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
 
 
 class Report(NamedTuple):
@@ -111,8 +157,13 @@ class Report(NamedTuple):
     @property
     def order(self) -> tuple[int, int]:
         """The rank that hangs has the lowest: one that is stopped, else one that does not wait for others, else the first to fall silent."""
-        innermost = self.stacks.splitlines()[1:2]
-        return (0 if self.state.startswith("stopped") else 2 if not innermost or _WAITS.search(innermost[0]) else 1), self.sign.time_ns
+        return 0 if self.state.startswith("stopped") else 2 if self.waits else 1, self.sign.time_ns
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks, or is gone."""
+        frames = [line for line in self.stacks.splitlines()[1:] if "/torch/_ops.py" not in line]  # under functional collectives
+        return bool(frames and _WAITS.search(frames[0])) or self.state in ("gone", "dead")
 
     def headline(self, limit_s: float) -> str:
         place = where(self.rank, self.sign.step, self.sign.phase).partition(", ")[2]
@@ -124,16 +175,24 @@ class Report(NamedTuple):
 
 
 def examine(boards: Mapping[int, Path | str], answers: Mapping[int, Path | str]) -> list[Report]:
-    """What each of the ranks that stand still does; the one that hangs comes first. `answers`: the files that stacks are written to."""
+    """What each of the ranks that stand still does; the one that hangs comes first. `answers`: the files that stacks are written to.
+
+    Empty where one is in `prepare_data`, which counts as its sign then.
+    """
     signs = {rank: read(board) for rank, board in boards.items()}
+    ends = {rank: os.path.getsize(answers[rank]) for rank in boards}  # of what they have answered before
     asked = {rank: _ask(sign.pid) for rank, sign in signs.items()}
     if any(asked.values()):
         time.sleep(0.3)  # the handlers are C and write at once; a process in the kernel answers later or never
-    reports = []
+    reports, preparing = [], []
     for rank, sign in signs.items():
-        stacks = _main_first(Path(answers[rank]).read_text(errors="replace")) if asked[rank] else ""
-        reports.append(Report(rank, sign, _state(sign.pid), stacks))
-    return sorted(reports, key=lambda report: report.order)
+        answer = Path(answers[rank]).read_bytes()[ends[rank] :].decode(errors="replace") if asked[rank] else ""
+        if _PREPARES.search(answer):
+            preparing.append(boards[rank])
+        reports.append(Report(rank, sign, _state(sign.pid), _main_first(answer)))
+    for board in preparing:
+        _beat_for(board)
+    return [] if preparing else sorted(reports, key=lambda report: report.order)
 
 
 def _ask(pid: int) -> bool:
@@ -143,10 +202,9 @@ def _ask(pid: int) -> bool:
     with suppress(OSError):
         os.kill(pid, STACKS)
         time.sleep(0.1)  # its own come first in the file
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                if _answers(int(child)):
-                    os.kill(int(child), STACKS)
+        for child in _children(pid):
+            if _answers(child):
+                os.kill(child, STACKS)
     return True
 
 
@@ -190,25 +248,106 @@ def _ident(thread: str) -> str:
 # ---- beside a rank that another launcher started ---------------------------------------------------------
 
 
-def main(rank: int, board: int, answer: int) -> None:
-    """Watch the parent process until it ends; report and kill it when it stands still. `board`, `answer`: its open files."""
-    parent, watchdog = os.getppid(), Watchdog()
-    path, stacks = f"/proc/self/fd/{board}", f"/proc/self/fd/{answer}"
-    patience = 0.0
+class Beside:
+    """A watcher beside this process, one of `num_local` ranks of this machine that one launcher started.
+
+    The watchers read the boards of all these ranks, which they find by `job`, a name that only they know.
+    """
+
+    def __init__(self, rank: int, job: str, num_local: int, num_nodes: int) -> None:
+        import subprocess  # here, as the watcher itself needs none
+
+        self.path = _SHARED / f"lockstep-{os.getuid()}-{job}-{rank}"
+        self.files = [os.open(_fresh(self.path.with_suffix(suffix)), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600) for suffix in (".board", ".stacks")]
+        os.truncate(self.files[0], BOARD.size)
+        fcntl.lockf(self.files[0], fcntl.LOCK_EX)  # its holder is the process on it, alive
+        command = [sys.executable, "-I", "-S", __file__, str(self.path.parent), self.path.name, str(num_local), str(num_nodes)]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for file in self.files:
+            os.close(file)
+        _remove(self.path)
+
+
+_SHARED = Path("/dev/shm" if os.path.isdir("/dev/shm") else "/tmp")
+
+
+def _fresh(path: Path) -> Path:
+    path.unlink(missing_ok=True)  # of a rank that was killed with its watcher
+    return path
+
+
+def _remove(path: Path) -> None:
+    for suffix in (".board", ".stacks"):
+        with suppress(OSError):
+            path.with_suffix(suffix).unlink()
+
+
+def holder(file: int) -> int | None:
+    """The process that holds the record lock of an open file, None for none; 0 for one that this machine or container does not see."""
+    lock = struct.Struct("hhqqi")  # struct flock of Linux on machines of 64 bits
+    kind, _, _, _, pid = lock.unpack(fcntl.fcntl(file, fcntl.F_GETLK, lock.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)))
+    return None if kind == fcntl.F_UNLCK else max(pid, 0)
+
+
+def _living(folder: Path, job: str) -> dict[int, Path]:
+    """The boards of a job's ranks that run."""
+    found = {}
+    for path in folder.glob(f"{job}-*.board"):
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
+            if holder(file.fileno()) == read(path).pid:
+                found[int(path.stem.rpartition("-")[2])] = path
+    return found
+
+
+def main(folder: Path, name: str, num_local: int, num_nodes: int) -> None:
+    """Watch the parent process, a rank, and its fellows until it ends; report and kill the one that hangs.
+
+    The watcher of the first rank does so for all; another one only kills its own rank, later, where nobody has ended what is left.
+    """
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(signum, signal.SIG_IGN)  # to all processes of a job: the rank goes on until it is at the end of its step
+    job, _, number = name.rpartition("-")
+    rank, parent, watchdog = int(number), os.getppid(), Watchdog()
+    elsewhere_s = 0.0 if num_nodes == 1 else watchdog.limit_s  # more for what cannot be seen: ranks of other machines that work
+    act_at, has_waited = 0.0, False
     while os.getppid() == parent:
         time.sleep(watchdog.interval_s)
-        if not watchdog.stalled([path]):
+        boards = _living(folder, job)
+        if not watchdog.stalled(boards.values()):
+            act_at, has_waited = 0.0, False
             continue
-        (report,) = examine({rank: path}, {rank: stacks})
-        if report.order[0] == 2 and not patience:
-            patience = _PATIENCE_S
-            watchdog.limit_s += patience
-            os.ftruncate(answer, 0)
+        leads, now = rank == min(boards), time.monotonic()
+        act_at = act_at or (now if leads else now + elsewhere_s + 3 * _PATIENCE_S)
+        if now < act_at:
             continue
-        print(f"{report.headline(watchdog.limit_s)}\n{report.text(30)}", file=sys.stderr, flush=True)
-        os.kill(parent, signal.SIGKILL)
-        return
+        watched = boards if leads else {rank: folder / f"{name}.board"}
+        reports = examine(watched, {rank: board.with_suffix(".stacks") for rank, board in watched.items()})
+        if not reports:
+            continue
+        num_missing = num_local - len(boards)
+        if leads and reports[0].waits and not has_waited and (elsewhere_s or num_missing):
+            act_at, has_waited = now + (elsewhere_s or _PATIENCE_S), True
+            continue
+        print(_told(reports, watchdog.limit_s, num_missing, num_local), file=sys.stderr, flush=True)
+        with suppress(OSError):
+            os.kill(reports[0].sign.pid, signal.SIGKILL)
+        if reports[0].rank == rank:
+            break
+        act_at = now + 3 * _PATIENCE_S
+    _remove(folder / name)
+
+
+def _told(reports: list[Report], limit_s: float, num_missing: int, num_local: int) -> str:
+    first, *others = reports
+    lines = [first.headline(limit_s)]
+    if num_missing:
+        lines.append(f"{num_missing} of the {num_local} ranks that were started with it had not come to the set-up of their strategy, or have ended")
+    return "\n".join([*lines, first.text(30), *(f"beside it {report.text(10)}" for report in others[:1])])
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
