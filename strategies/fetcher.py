@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils.data._utils.worker as torch_worker
-from torch.utils.data import DataLoader, Subset, get_worker_info
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate, get_worker_info
 
 from strategies.permutation import mix
 
@@ -57,9 +57,13 @@ class Samples:
             # A Subset always has `__getitems__`, which is a loop unless its dataset has one.
             inner = inner.dataset
         self._in_bulk = one_by_one and bool(getattr(inner, "__getitems__", None))
+        self._tensors = _stacked(dataset) if one_by_one and collate_fn is default_collate else None
 
     def __getitem__(self, key: tuple[int, int, Any]) -> Any:
         epoch, position, indices = key
+        if self._tensors is not None:
+            rows = torch.tensor(indices)
+            return [tensor[rows] for tensor in self._tensors]
         dataset = self.dataset
         if get_worker_info() is None:
             if self._in_bulk:
@@ -73,6 +77,14 @@ class Samples:
             return self._collate_fn(samples)
         _seed_all(mix(self._seed, epoch, position))
         return self._collate_fn(dataset.__getitems__(indices) if self._in_bulk else dataset[indices])
+
+
+def _stacked(dataset: Any) -> Sequence[torch.Tensor] | None:
+    """The tensors of a dataset whose batches are rows of them, so that indexing gives at once what stacking samples does; else None."""
+    if type(dataset) is not TensorDataset:
+        return None
+    plain = all(type(t) is torch.Tensor and t.layout == torch.strided and t.is_contiguous() and not t.requires_grad for t in dataset.tensors)
+    return dataset.tensors if plain else None
 
 
 class Items:
@@ -246,7 +258,7 @@ class Workers:
         self.num_workers = loader.num_workers
         self._share = share
         self._persistent = loader.persistent_workers
-        self._pin_memory = loader.pin_memory
+        self._pins = loader.pin_memory and torch.accelerator.is_available()  # else there is nothing to pin for, and torch would warn at every epoch
         self._options: dict[str, Any] = {"timeout": loader.timeout, "pin_memory_device": loader.pin_memory_device}
         if loader.num_workers:
             self._options |= {
@@ -262,6 +274,9 @@ class Workers:
 
     def run(self, fetcher: Any, keys: Iterator[Any], epoch: int) -> Iterator[Any]:
         """What `fetcher[key]` gives, key by key. Persistent workers keep the first fetcher they were given."""
+        if not self.num_workers and not self._pins:
+            yield from map(fetcher.__getitem__, keys)
+            return
         if not self._persistent or self._busy:
             # Two runs at once cannot share workers.
             yield from self._loader(fetcher, _Keys(keys), epoch, persistent=False)
@@ -282,8 +297,7 @@ class Workers:
             batch_size=None,
             sampler=keys,
             collate_fn=keep,
-            # Without an accelerator there is nothing to pin for, and torch would warn at every epoch.
-            pin_memory=self._pin_memory and torch.accelerator.is_available(),
+            pin_memory=self._pins,
             persistent_workers=persistent,
             generator=torch.Generator().manual_seed(mix(self._share.seed, epoch, self._share.rank)),
             **self._options,

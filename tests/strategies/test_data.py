@@ -23,6 +23,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
     random_split,
@@ -569,6 +570,28 @@ def test_samples_are_read_in_bulk_where_the_dataset_can(num_workers: int) -> Non
 class Lists(Numbers):
     def __getitem__(self, indices: Any) -> Any:
         return torch.tensor(indices) + 100
+
+
+class Doubled(TensorDataset):
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(2 * value for value in super().__getitem__(index))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_rows_of_tensors_are_what_stacking_their_samples_gives(num_workers: int) -> None:
+    tensors = torch.randn(9, 3, 2), torch.arange(9), torch.rand(9, dtype=torch.float64) < 0.5
+    strange = torch.randn(9, 2, 3).transpose(1, 2), torch.arange(9)
+    for dataset in (TensorDataset(*tensors), TensorDataset(*strange), Doubled(*tensors)):
+        own = list(DataLoader(dataset, batch_size=4))
+        ours = [window.micro_batches[0].batch for window in ShardedLoader(DataLoader(dataset, 4, num_workers=num_workers), rank=0, size=1, seed=0).windows(0)]
+        for theirs, mine in zip(own, ours, strict=True):
+            assert type(mine) is type(theirs) and len(mine) == len(theirs)
+            for a, b in zip(mine, theirs, strict=True):
+                assert torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride()
+        ours[0][0].detach().zero_()
+        assert torch.equal(own[0][0], next(iter(DataLoader(dataset, batch_size=4)))[0]), "a batch shares memory with the dataset"
+    joined = ShardedLoader(DataLoader(TensorDataset(*tensors), 4, collate_fn=len), rank=0, size=1, seed=0)
+    assert [window.micro_batches[0].batch for window in joined.windows(0)] == [4, 4, 1]
 
 
 def test_a_batch_sampler_as_sampler_reads_whole_lists() -> None:
