@@ -34,6 +34,7 @@ VARIABLE = "LOCKSTEP_FAULTS"
 """The environment variable that holds the plan."""
 
 POINTS = (
+    "setup",
     "next_batch",
     "forward",
     "backward",
@@ -49,8 +50,9 @@ POINTS = (
     "save.manifest",
     "teardown",
 )
-"""Before a batch is fetched, before the first forward and the backward of a step, between the two halves of its control message,
-before and after the optimizers step, before `on_train_batch_end`, at the stages of a save, and where a strategy leaves."""
+"""Where a strategy sets its rank up, before a batch is fetched, before the first forward and the backward of a step, between the two
+halves of its control message, before and after the optimizers step, before `on_train_batch_end`, at the stages of a save, and where a
+strategy leaves."""
 
 _PHASES = {
     "loading data": "next_batch",
@@ -165,6 +167,7 @@ def load(rank: int) -> None:
     global plan
     faults = parse(os.environ)
     plan = FaultPlan(faults, rank) if faults else None
+    fault("setup")
 
 
 def unload() -> None:

@@ -269,7 +269,10 @@ class _Ranks:
         boards = {rank: self.folder / f"{rank}.board" for rank in self.running}
         if self.failures or not self.watchdog.stalled(boards.values()):
             return
-        first, *others = watchdog.examine(boards, {rank: self.folder / f"{rank}.stacks" for rank in boards})
+        reports = watchdog.examine(boards, {rank: self.folder / f"{rank}.stacks" for rank in boards})
+        if not reports:
+            return
+        first, *others = reports
         text = first.text(18) + "".join(f"\nbeside it {report.text(10)}" for report in others[:1])
         hint = f"the run was ended; where it is only slow, set {watchdog.VARIABLE} to more seconds"
         message = f"{first.headline(self.watchdog.limit_s)}; {hint}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
+import hashlib
 import importlib
 import math
 import mmap
@@ -15,7 +16,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,7 +31,7 @@ from typing import Any
 import numpy
 import torch
 
-from strategies import faults, watchdog
+from strategies import environment, faults, watchdog
 from strategies.payload import dumps, pack, unpack
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -49,7 +49,7 @@ _board: mmap.mmap | None = None  # the same where the launcher can read it after
 def set_phase(step: int | None, phase: str) -> None:
     """Note what this process does, for the report of a failure and the watchdog: `set_phase(3, "training step")`.
 
-    Costs half a microsecond. The watchdog counts the time since the last call while `step` is a number.
+    Costs half a microsecond. The watchdog counts the time since the last call in set-up and while `step` is a number.
     """
     global _phase
     _phase = step, phase
@@ -59,11 +59,11 @@ def set_phase(step: int | None, phase: str) -> None:
         faults.plan.enter(step, phase)
 
 
-def open_board(board: int, answers: Any) -> None:
+def open_board(board: int, answers: Any, phase: str) -> None:
     """Show what this process does in the file `board`, and write stacks to the file `answers` when a watchdog asks."""
     global _board
     _board = mmap.mmap(board, watchdog.BOARD.size)
-    set_phase(None, "start")
+    set_phase(None, phase)
     faults.beat = functools.partial(watchdog.beat, _board)
     faulthandler.register(watchdog.STACKS, answers, all_threads=True)
 
@@ -72,23 +72,27 @@ def guard(rank: int) -> Callable[[], None]:
     """Start a watchdog beside this process, a rank that another launcher started; return what ends it."""
     if watchdog.limit_s() == math.inf or sys.platform != "linux":
         return lambda: None
-    board, answers = os.memfd_create("lockstep-board"), os.memfd_create("lockstep-stacks", 0)
-    os.truncate(board, watchdog.BOARD.size)
-    os.set_inheritable(board, True)
-    open_board(board, answers)
-    command = [sys.executable, "-I", "-S", watchdog.__file__, str(rank), str(board), str(answers)]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[board, answers])
+    world = environment.detect()
+    assert world is not None
+    beside = watchdog.Beside(rank, _job(world), world.local_world_size, world.num_nodes)
+    board, answers = beside.files
+    open_board(board, answers, watchdog.SETTING_UP)
 
     def end() -> None:
         global _board
-        process.kill()
-        process.wait()
         _board = faults.beat = None
         faulthandler.unregister(watchdog.STACKS)
-        os.close(board)
-        os.close(answers)
+        beside.end()
 
     return end
+
+
+def _job(world: environment.World) -> str:
+    """A name that the ranks of `world` on this machine have, which one process has started, and no others."""
+    parent = os.getppid()
+    started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    meeting = world.init_method, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), world.world_size
+    return hashlib.sha256(repr((os.readlink("/proc/self/ns/pid"), parent, started, *meeting)).encode()).hexdigest()[:16]
 
 
 # ---- what the launcher hands over ----------------------------------------------------------------------
@@ -193,7 +197,7 @@ def run(rank: int, num_ranks: int, folder: str, program_fd: int, work_fd: int, c
     os.environ.update(LOCKSTEP_LAUNCHER="lockstep", LOCKSTEP_INIT_METHOD=f"file://{folder}/store")
     answers, fatal = (open(Path(folder, f"{rank}.{name}"), "w") for name in ("stacks", "fatal"))  # noqa: SIM115  # for the life of the process
     with open(Path(folder, f"{rank}.board"), "r+b") as file:
-        open_board(file.fileno(), answers)
+        open_board(file.fileno(), answers, watchdog.STARTING)
     faulthandler.enable(fatal, all_threads=False)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start programs with `&`; what the launcher passes on must reach the rank
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -202,6 +206,7 @@ def run(rank: int, num_ranks: int, folder: str, program_fd: int, work_fd: int, c
         fn, args, library = unpack(work_fd)
         os.close(work_fd)
         _take_over_library(library)
+        set_phase(None, watchdog.SETTING_UP)
         result = fn(*args)
         set_phase(_phase[0], "return of the result")
         outcome = pack(result if rank == 0 else None)

@@ -216,7 +216,11 @@ def _status(pid: int) -> dict[str, str]:
 
 def _answers(pid: int) -> bool:
     status = _status(pid)
-    return bool(status) and not status["State"].startswith(("T", "t", "Z", "D")) and bool(int(status["SigCgt"], 16) >> (STACKS - 1) & 1)
+    return _handles(status) and not status["State"].startswith(("T", "t", "Z", "D"))
+
+
+def _handles(status: dict[str, str]) -> bool:
+    return bool(int(status.get("SigCgt", "0"), 16) >> (STACKS - 1) & 1)
 
 
 def _state(pid: int) -> str:
@@ -258,7 +262,9 @@ class Beside:
         import subprocess  # here, as the watcher itself needs none
 
         self.path = _SHARED / f"lockstep-{os.getuid()}-{job}-{rank}"
-        self.files = [os.open(_fresh(self.path.with_suffix(suffix)), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600) for suffix in (".board", ".stacks")]
+        _remove(self.path)
+        _remove_dead(_SHARED)
+        self.files = [os.open(self.path.with_suffix(suffix), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600) for suffix in (".board", ".stacks")]
         os.truncate(self.files[0], BOARD.size)
         fcntl.lockf(self.files[0], fcntl.LOCK_EX)  # its holder is the process on it, alive
         command = [sys.executable, "-I", "-S", __file__, str(self.path.parent), self.path.name, str(num_local), str(num_nodes)]
@@ -275,15 +281,18 @@ class Beside:
 _SHARED = Path("/dev/shm" if os.path.isdir("/dev/shm") else "/tmp")
 
 
-def _fresh(path: Path) -> Path:
-    path.unlink(missing_ok=True)  # of a rank that was killed with its watcher
-    return path
-
-
 def _remove(path: Path) -> None:
     for suffix in (".board", ".stacks"):
         with suppress(OSError):
             path.with_suffix(suffix).unlink()
+
+
+def _remove_dead(folder: Path) -> None:
+    """What ranks have left that were killed together with their watchers."""
+    for path in folder.glob(f"lockstep-{os.getuid()}-*.board"):
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
+            if holder(file.fileno()) is None and time.time() - path.stat().st_mtime > 60:  # one that is just made has no holder yet
+                _remove(path.with_suffix(""))
 
 
 def holder(file: int) -> int | None:
@@ -333,12 +342,19 @@ def main(folder: Path, name: str, num_local: int, num_nodes: int) -> None:
             act_at, has_waited = now + (elsewhere_s or _PATIENCE_S), True
             continue
         print(_told(reports, watchdog.limit_s, num_missing, num_local), file=sys.stderr, flush=True)
-        with suppress(OSError):
-            os.kill(reports[0].sign.pid, signal.SIGKILL)
+        _kill(reports[0].sign.pid)
         if reports[0].rank == rank:
             break
         act_at = now + 3 * _PATIENCE_S
     _remove(folder / name)
+
+
+def _kill(pid: int) -> None:
+    """A rank, and the workers that it forked, which would go on alone and hold its output open."""
+    with suppress(OSError):
+        workers = [child for child in _children(pid) if _handles(_status(child))]
+        for each in (pid, *workers):
+            os.kill(each, signal.SIGKILL)
 
 
 def _told(reports: list[Report], limit_s: float, num_missing: int, num_local: int) -> str:

@@ -581,7 +581,7 @@ def test_signals_without_a_handler_end_the_launch_as_they_end_a_program(
 
 def test_ranks_that_do_not_stop_are_killed_after_the_grace_period(tmp_path: Path, signal_when_ready: Callable[[int], None]) -> None:
     signal_when_ready(signal.SIGTERM)
-    with pytest.raises(RankFailure, match=r"rank \d had not ended 1 s after SIGTERM and was killed \(in start\)"):
+    with pytest.raises(RankFailure, match=r"rank \d had not ended 1 s after SIGTERM and was killed \(in setting up\)"):
         launch(work_until_signalled, (tmp_path, "never"), 2, grace_s=1.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from strategies import faults, watchdog
 from strategies.processes import RankFailure, RankTraceback, launch, set_phase
-from tests.trainer.toy import data, loader, net, quiet
+from tests.trainer.toy import Net, data, loader, net, quiet
 from trainer import Trainer
 
 LIMIT_S = 1.5
@@ -83,24 +84,55 @@ def test_a_data_loader_that_blocks(workers: int) -> None:
     assert "in __getitem__" in text, "also from a worker of the loader"
 
 
+@pytest.mark.parametrize(
+    "where", ["the rendezvous", *(pytest.param(hook, marks=pytest.mark.slow) for hook in ("configure_model", "setup", "train_dataloader"))]
+)
+def test_a_rank_that_hangs_while_it_is_set_up(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    model = net()
+    if where == "the rendezvous":
+        monkeypatch.setenv(faults.VARIABLE, "rank=1,point=setup,action=sleep")
+    else:
+        model.__class__ = type("Blocks", (Net,), {where: lambda self, stage=None: time.sleep(600) if self.global_rank == 1 else loader(64)})
+    with pytest.raises(RankFailure, match=r"rank 1 hangs \(in setting up\): no sign of life for 1.5 s") as caught:
+        quiet(strategy="ddp", devices=2).fit(model, None if where == "train_dataloader" else loader(64))
+    assert (caught.value.rank, caught.value.step, caught.value.phase) == (1, None, "setting up")
+    text, _, beside = str(caught.value.__cause__).partition("beside it rank 0, in setting up")
+    assert ("faults.py" if where == "the rendezvous" else "test_watchdog.py") in text and "torch/distributed" in beside, "the other rank waits"
+
+
+def test_a_rank_whose_import_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "blocking.py").write_text("import os, time\ntime.sleep(600 if os.environ.get('RANK') == '1' else 0)\ndef work():\n    time.sleep(600)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RankFailure, match=r"rank 1 hangs \(in starting\): no sign of life") as caught:
+        launch(importlib.import_module("blocking").work, (), 2)
+    assert "blocking.py" in str(caught.value.__cause__)
+
+
 QUICK_S = 0.7
 
 
 def works_without_a_sign(mark: Path) -> int:
-    """Rank 0 works long, in steps that it names; rank 1 waits for it. Before its first step a rank may take any time."""
-    time.sleep(2 * QUICK_S)
+    """While ranks are set up one computes, then it prepares data; in steps it names them, the other waits for it. At the end both may take any time."""
     if os.environ["RANK"] == "0":
+        end = time.monotonic() + 1.5 * QUICK_S
+        while time.monotonic() < end:
+            pass
+        prepare_data()
         for i in range(12):
             time.sleep(QUICK_S / 4)
             set_phase(1, f"validation batch {i}") if i < 6 else faults.fault("save.write")
         mark.touch()
     else:
-        set_phase(1, "waiting")
         while not mark.exists():
             time.sleep(0.05)
+        set_phase(1, "waiting")
     set_phase(None, "end")
     time.sleep(2 * QUICK_S)
     return 7
+
+
+def prepare_data() -> None:
+    time.sleep(1.5 * QUICK_S)
 
 
 def test_no_alarm_while_a_rank_gives_signs_or_has_no_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
