@@ -2,11 +2,13 @@
 
 `run(strategy, folder, …)` drives a strategy through its life on real ranks, without the Trainer, and
 leaves a checkpoint in `folder`; what a test compares is read back from there, so it is canonical
-whatever wrapped or sharded the model. The reference is plain torch on one process.
+whatever wrapped or sharded the model. `run_each` does so for several, one after the other on the same ranks,
+as a start of ranks takes longer than a training. The reference is plain torch on one process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,18 @@ def run(strategy: Strategy, devices: int, plan: Plan, folder: Path, accelerator:
     """Train under `strategy` and leave the final checkpoint in `folder`; return rank 0's losses and facts."""
     strategy.configure(devices=devices, accelerator=accelerator, precision=plan.precision)
     return strategy.launch(on_rank, strategy, plan, str(folder)) if strategy.starts_ranks else on_rank(strategy, plan, str(folder))
+
+
+def run_each(runs: Mapping[str, tuple[Strategy, Plan]], devices: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """What `run` gives for each of `runs`, with its checkpoint in `folder` under its name; one after the other on the same ranks."""
+    for strategy, plan in runs.values():
+        strategy.configure(devices=devices, accelerator="cpu", precision=plan.precision)
+    first, _ = next(iter(runs.values()))
+    return first.launch(each_on_rank, runs, str(folder)) if first.starts_ranks else each_on_rank(runs, str(folder))
+
+
+def each_on_rank(runs: Mapping[str, tuple[Strategy, Plan]], folder: str) -> dict[str, dict[str, Any]]:
+    return {name: on_rank(strategy, plan, f"{folder}/{name}") for name, (strategy, plan) in runs.items()}
 
 
 def on_rank(strategy: Strategy, plan: Plan, folder: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,9 +57,16 @@ PLANS = {
     "ranks without samples": Plan(num_samples=5, global_batch=4, accumulate=2),
     "momentum": Plan(optimizer="SGD", accumulate=2, clip=0.5),
 }
+"""These, and the half of a training, in the finest precision that the strategy computes in."""
 
+HALF = Plan(epochs=1)
 
-TELLING = ("uneven", "clip norm")
+PRECISIONS = {
+    "single precision": Plan(precision="32-true", optimizer="SGD", clip=1.0),
+    "mixed precision": Plan(precision="bf16-mixed", optimizer="SGD"),
+}
+
+TELLING = ("uneven", "clip norm", "first half")
 """Plans that the default run does for variants too."""
 
 
@@ -72,63 +80,83 @@ def made(request: pytest.FixtureRequest) -> tuple[Strategy, int]:
     return make(), devices
 
 
-daily = pytest.mark.parametrize("made", [pytest.param(name, marks=slow(name not in DAILY)) for name in STRATEGIES], indirect=True)
-"""For tests that variants pass if what they are variants of does."""
-
-
-@pytest.fixture
-def precision(request: pytest.FixtureRequest) -> str:
+def finest(name: str) -> str:
     """The finest precision that the strategy computes in."""
-    return "32-true" if request.node.callspec.params["made"] in FLOAT32 else "64-true"
+    return "32-true" if name in FLOAT32 else "64-true"
+
+
+Trained = Callable[[str, str], tuple[dict[str, Any], Path]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """`trained(strategy, plan)` is what `contract.run` found, and the checkpoint.
+
+    The telling plans of a strategy are trained together, and so are the others: a start of ranks costs more than a training.
+    """
+    folder, done = tmp_path_factory.mktemp("trained"), {}
+
+    def get(name: str, key: str) -> tuple[dict[str, Any], Path]:
+        if (name, key) not in done:
+            make, devices = STRATEGIES[name]
+            plans = {other: replace(plan, precision=finest(name)) for other, plan in (PLANS | {"first half": HALF}).items()} | PRECISIONS
+            together = {other: (make(), plan) for other, plan in plans.items() if (other in TELLING) == (key in TELLING)}
+            place = folder / str(len(done))
+            found = contract.run_each(together, devices, place)
+            done.update({(name, other): (found[other], place / other) for other in together})
+        return done[name, key]
+
+    return get
 
 
 @pytest.mark.parametrize(
-    ("made", "plan"),
+    ("name", "key"),
     [
-        pytest.param(name, plan, id=f"{name}-{key}", marks=slow(name == "deepspeed 1" or (name not in DAILY and key not in TELLING)))
+        pytest.param(name, key, id=f"{name}-{key}", marks=slow(name == "deepspeed 1" or (name not in DAILY and key not in TELLING)))
         for name in STRATEGIES
-        for key, plan in PLANS.items()
+        for key in PLANS
     ],
-    indirect=["made"],
 )
-def test_gradients_are_those_of_one_process(made: tuple[Strategy, int], precision: str, plan: Plan, tmp_path: Path) -> None:
-    plan = replace(plan, precision=precision)
-    found = contract.run(*made, plan, tmp_path / "end")
-    model, expected = reference(plan)
-    exact = precision == "64-true"
-    assert difference(saved_weights(tmp_path / "end"), model) < (1e-11 if exact else 1e-5)
+def test_gradients_are_those_of_one_process(name: str, key: str, trained: Trained) -> None:
+    found, saved = trained(name, key)
+    model, expected = reference(replace(PLANS[key], precision=finest(name)))
+    exact = finest(name) == "64-true"
+    assert difference(saved_weights(saved), model) < (1e-11 if exact else 1e-5)
     assert found["counts"] == pytest.approx(expected["counts"], rel=1e-12)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-9 if exact else 1e-6)
     assert torch.tensor(found["outputs"]).allclose(torch.tensor(expected["outputs"]), rtol=1e-9 if exact else 1e-5, atol=1e-9 if exact else 1e-5)
 
 
-def test_state_goes_to_one_process_and_back(made: tuple[Strategy, int], precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow(name == "deepspeed 1")) for name in STRATEGIES])
+def test_state_goes_to_one_process_and_back(name: str, trained: Trained, tmp_path: Path) -> None:
     """Model and optimizer state saved here goes on there as if nothing had happened, in both directions."""
-    half = Plan(epochs=1, precision=precision)
+    make, devices = STRATEGIES[name]
+    half = replace(HALF, precision=finest(name))
     model, kept = reference(half)
     expected, _ = reference(half, model, kept["optimizer"])
-    contract.run(*made, half, tmp_path / "here")
-    contract.run(SingleDevice(), 1, replace(half, start_from=str(tmp_path / "here")), tmp_path / "here then one")
+    _, here = trained(name, "first half")
+    contract.run(SingleDevice(), 1, replace(half, start_from=str(here)), tmp_path / "here then one")
     contract.run(SingleDevice(), 1, half, tmp_path / "one")
-    contract.run(*made, replace(half, start_from=str(tmp_path / "one")), tmp_path / "one then here")
+    contract.run(make(), devices, replace(half, start_from=str(tmp_path / "one")), tmp_path / "one then here")
     for folder in ("here then one", "one then here"):
-        assert difference(saved_weights(tmp_path / folder), expected) < (1e-11 if precision == "64-true" else 1e-5)
+        assert difference(saved_weights(tmp_path / folder), expected) < (1e-11 if finest(name) == "64-true" else 1e-5)
+
+
+daily = pytest.mark.parametrize("name", [pytest.param(name, marks=slow(name not in DAILY)) for name in STRATEGIES])
+"""For tests that variants pass if what they are variants of does."""
 
 
 @daily
-def test_single_precision_agrees_to_rounding(made: tuple[Strategy, int], tmp_path: Path) -> None:
-    plan = Plan(precision="32-true", optimizer="SGD", clip=1.0)
-    contract.run(*made, plan, tmp_path / "end")
-    assert difference(saved_weights(tmp_path / "end"), reference(plan)[0]) < 1e-5
+def test_single_precision_agrees_to_rounding(name: str, trained: Trained) -> None:
+    _, saved = trained(name, "single precision")
+    assert difference(saved_weights(saved), reference(PRECISIONS["single precision"])[0]) < 1e-5
 
 
 @daily
-def test_mixed_precision_trains(made: tuple[Strategy, int], tmp_path: Path) -> None:
-    plan = Plan(precision="bf16-mixed", optimizer="SGD")
-    contract.run(*made, plan, tmp_path / "end")
-    saved = saved_weights(tmp_path / "end")
+def test_mixed_precision_trains(name: str, trained: Trained) -> None:
+    saved = saved_weights(trained(name, "mixed precision")[1])
     assert all(value.dtype == torch.float32 for value in saved.values())
-    assert 0 < difference(saved, reference(replace(plan, precision="32-true"))[0]) < 0.05
+    assert 0 < difference(saved, reference(replace(PRECISIONS["mixed precision"], precision="32-true"))[0]) < 0.05
 
 
 def facts_and_collectives(strategy: Strategy) -> dict[str, object]:

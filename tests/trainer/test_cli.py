@@ -84,10 +84,6 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("tiny", None)
 
 
-def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "trainer", *arguments], capture_output=True, text=True, timeout=100, env=environment(), **options)
-
-
 def environment() -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
     return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
@@ -184,19 +180,19 @@ def test_what_a_user_can_mend_is_one_line(arguments: list[str], code: int, expec
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_an_error_in_the_users_code_comes_with_its_traceback(devices: int) -> None:
-    result = command("fit", "run.yaml", "module.fail=true", f"devices={devices}")
-    assert result.returncode == 1
-    assert "the user's own mistake" in result.stderr
-    assert 'raise ValueError("the user\'s own mistake")' in result.stderr
-    assert "tiny.py" in result.stderr
+def test_an_error_in_the_users_code_comes_with_its_traceback(devices: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "run.yaml", "module.fail=true", f"devices={devices}"]) == 1
+    errors = capsys.readouterr().err
+    assert "the user's own mistake" in errors
+    assert 'raise ValueError("the user\'s own mistake")' in errors
+    assert "tiny.py" in errors
 
 
-def test_a_mistake_is_one_line_on_several_ranks() -> None:
-    result = command("fit", "run.yaml", "data.size=0", "devices=2")
-    assert result.returncode == 1
-    assert "Traceback" not in result.stderr
-    assert result.stderr.strip().splitlines()[-1].startswith("lockstep: error: ")
+def test_a_mistake_is_one_line_on_several_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "run.yaml", "data.size=0", "devices=2"]) == 1
+    errors = capfd.readouterr().err
+    assert "Traceback" not in errors
+    assert errors.strip().splitlines()[-1].startswith("lockstep: error: ")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -215,11 +211,12 @@ def test_signals_end_with_a_checkpoint_and_their_own_code(number: signal.Signals
     assert "Traceback" not in errors
 
 
-def test_the_modules_of_the_working_folder_are_found() -> None:
-    result = command("config", "run.yaml")
-    assert result.returncode == 0, result.stderr
+def test_the_modules_of_the_working_folder_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the installed script too, which has only its own folder on the path."""
+    assert main(["config", "run.yaml"]) == 0
     script = Path(sys.executable).parent / "lockstep"
-    assert subprocess.run([script, "config", "run.yaml"], capture_output=True, text=True, timeout=60, env=environment()).stdout == result.stdout
+    result = subprocess.run([script, "config", "run.yaml"], capture_output=True, text=True, timeout=60, env=environment())
+    assert (result.returncode, result.stdout) == (0, capsys.readouterr().out), result.stderr
 
 
 @pytest.mark.parametrize(("option", "expected"), [("--help", "usage: lockstep fit|validate|test|predict|config|"), ("--version", "lockstep 0.")])
