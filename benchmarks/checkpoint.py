@@ -102,7 +102,8 @@ def write(tensors: list[Tensor], path: Path) -> None:
 
 
 def unchecked(save: Callable[[], Any]) -> None:
-    with patch.object(checkpoint_writer, "zlib", SimpleNamespace(crc32=lambda data, start=0: 0)):
+    nothing = SimpleNamespace(update=lambda data: None, hexdigest=lambda: "")
+    with patch.dict(checkpoint_writer.CHECKSUMS, {checkpoint_writer.NEWEST: lambda: nothing}):
         save()
 
 
