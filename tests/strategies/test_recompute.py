@@ -81,9 +81,8 @@ def on_rank(strategy: Strategy, plan: Plan, folder: str, norm: type[nn.Module]) 
     return [block.calls for block in model.modules() if isinstance(block, Block)]
 
 
-def train(strategy: Strategy, devices: int, plan: Plan, folder: Path, norm: type[nn.Module]) -> list[int]:
-    strategy.configure(devices=devices, accelerator="cpu", precision=plan.precision)
-    return strategy.launch(on_rank, strategy, plan, str(folder), norm) if strategy.starts_ranks else on_rank(strategy, plan, str(folder), norm)
+def both_on_rank(strategies: dict[str, Strategy], plan: Plan, folder: str, norm: type[nn.Module]) -> list[list[int]]:
+    return [on_rank(strategy, plan, f"{folder}/{name}", norm) for name, strategy in strategies.items()]
 
 
 SLOW = ("ddp static graph", "tensor", "pipeline gpipe", "pipeline interleaved", "fsdp=2,pipeline=2", "fsdp=2,tensor=2", "deepspeed 2")
@@ -95,8 +94,11 @@ SLOW = ("ddp static graph", "tensor", "pipeline gpipe", "pipeline interleaved", 
 def test_numbers_stay_and_blocks_run_twice(name: str, tmp_path: Path) -> None:
     make, devices, norm = MADE[name]
     plan = Plan(num_samples=48, global_batch=24, accumulate=2, epochs=1, precision="32-true" if "deepspeed" in name else "64-true")
-    once = train(make(), devices, plan, tmp_path / "kept", norm)
-    twice = train(make(activation_checkpointing=True), devices, plan, tmp_path / "recomputed", norm)
+    strategies = {"kept": make(), "recomputed": make(activation_checkpointing=True)}
+    for strategy in strategies.values():
+        strategy.configure(devices=devices, accelerator="cpu", precision=plan.precision)
+    work = strategies, plan, str(tmp_path), norm
+    once, twice = strategy.launch(both_on_rank, *work) if strategy.starts_ranks else both_on_rank(*work)
     assert any(once) and twice == [2 * calls for calls in once]
     expected, found = saved_weights(tmp_path / "kept"), saved_weights(tmp_path / "recomputed")
     assert expected.keys() == found.keys()
