@@ -49,9 +49,12 @@ def root(isolate: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPO_ROOT)
 
 
-@EXAMPLES
-def test_every_strategy_on_two_devices(example: list[str], tmp_path: Path) -> None:
-    check(compare(example, FLOAT64 + FLOAT32, tmp_path, steps=3), steps=3)
+@pytest.mark.parametrize(
+    ("example", "strategies"), [(DIGITS, FLOAT64), (GPT, ["single", "ddp", "fsdp", "tensor", "pipeline", "deepspeed_stage_3"])], ids=["digits", "gpt"]
+)
+def test_strategies_on_two_devices(example: list[str], strategies: list[str], tmp_path: Path) -> None:
+    """Some of them here; the slow run has all of them in both examples."""
+    check(compare(example, strategies, tmp_path, steps=3), steps=3)
 
 
 class Wrong(DDP):

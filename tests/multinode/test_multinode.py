@@ -60,7 +60,12 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Expected:
 
 
 @pytest.mark.parametrize(
-    ("devices", "strategies", "rendezvous"), [pytest.param(1, "ddp,fsdp", "static", marks=pytest.mark.slow), (2, "ddp,fsdp,hybrid", "c10d")]
+    ("devices", "strategies", "rendezvous"),
+    [
+        (1, "ddp,fsdp", "c10d"),
+        pytest.param(1, "ddp,fsdp", "static", marks=pytest.mark.slow),
+        pytest.param(2, "ddp,fsdp,hybrid", "c10d", marks=pytest.mark.slow),
+    ],
 )
 def test_two_hosts(devices: int, strategies: str, rendezvous: str, hosts: tuple[Host, Host], one_process: Expected, tmp_path: Path) -> None:
     processes, outputs = [], []

@@ -47,6 +47,9 @@ FLOAT32 = ("deepspeed 1", "deepspeed 2", "deepspeed 3")
 DAILY = ("single", "dp 2", "ddp 2", "fsdp 2", "tensor 2", "pipeline 2 1f1b", "deepspeed 2", "deepspeed 3")
 """What everything is run for; the others are variants of these, for which the default run does with less."""
 
+RARELY = ("dp 3", "ddp static graph", "ddp tensor 4", "ddp fsdp 4", "pipeline 2 gpipe", "ddp=2,pipeline=2", "deepspeed 1")
+"""Variants that the default run leaves out: it has others with as many ranks and the same axes, and their own files of tests."""
+
 PLANS = {
     "plain": Plan(),
     "accumulation": Plan(accumulate=3),
@@ -74,7 +77,7 @@ def slow(condition: bool) -> tuple[pytest.MarkDecorator, ...]:
     return (pytest.mark.slow,) if condition else ()
 
 
-@pytest.fixture(params=[pytest.param(name, marks=slow(name == "deepspeed 1")) for name in STRATEGIES], scope="module")
+@pytest.fixture(params=[pytest.param(name, marks=slow(name in RARELY)) for name in STRATEGIES], scope="module")
 def made(request: pytest.FixtureRequest) -> tuple[Strategy, int]:
     make, devices = STRATEGIES[request.param]
     return make(), devices
@@ -112,7 +115,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 @pytest.mark.parametrize(
     ("name", "key"),
     [
-        pytest.param(name, key, id=f"{name}-{key}", marks=slow(name == "deepspeed 1" or (name not in DAILY and key not in TELLING)))
+        pytest.param(name, key, id=f"{name}-{key}", marks=slow(name in RARELY or (name not in DAILY and key not in TELLING)))
         for name in STRATEGIES
         for key in PLANS
     ],
@@ -127,7 +130,7 @@ def test_gradients_are_those_of_one_process(name: str, key: str, trained: Traine
     assert torch.tensor(found["outputs"]).allclose(torch.tensor(expected["outputs"]), rtol=1e-9 if exact else 1e-5, atol=1e-9 if exact else 1e-5)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=slow(name == "deepspeed 1")) for name in STRATEGIES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow(name in RARELY)) for name in STRATEGIES])
 def test_state_goes_to_one_process_and_back(name: str, trained: Trained, tmp_path: Path) -> None:
     """Model and optimizer state saved here goes on there as if nothing had happened, in both directions."""
     make, devices = STRATEGIES[name]

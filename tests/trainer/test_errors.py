@@ -312,7 +312,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_with_parameters_untouch
     ("script", "message"),
     [
         ("quiet(devices=2).fit(Diverges(float('nan'), 1), loader(40, 4))", "FloatingPointError: the loss of rank 1 is NaN or infinite in step 2"),
-        ("quiet(strategy='fdsp')", "ValueError: strategy must be one of"),
+        pytest.param("quiet(strategy='fdsp')", "ValueError: strategy must be one of", marks=pytest.mark.slow),
     ],
 )
 def test_the_exit_code_tells(script: str, message: str) -> None:

@@ -55,7 +55,7 @@ def numbered(n: int, batch_size: int, **options: Any) -> DataLoader:
     return DataLoader(TensorDataset(torch.arange(n)), batch_size=batch_size, **options)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_each_sample_is_seen_once_on_any_number_of_ranks(devices: int) -> None:
     """5 samples in batches of 2: the ranks' shares are uneven, and on 3 ranks the last batch leaves some without."""
     trainer = quiet(devices=devices)

@@ -52,7 +52,7 @@ class Measured(Net):
 METRICS = ["train/acc_epoch", "train/f1", "train/precision", "train/at_end", "val/auroc", "val/total", "val/loss"]
 
 
-@pytest.mark.parametrize("n", [50, 5, 1])
+@pytest.mark.parametrize("n", [50, pytest.param(5, marks=pytest.mark.slow), 1])
 def test_torchmetrics_are_those_of_one_process(n: int) -> None:
     """1 sample on 2 ranks included: a rank that has measured nothing computes with the other."""
 
@@ -97,7 +97,14 @@ class Ranked(Net):
 
 @pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save all targets")
 @pytest.mark.parametrize(
-    ("strategy", "devices", "n"), [("ddp", 2, 41), ("ddp", 3, 5), pytest.param("fsdp", 2, 41, marks=pytest.mark.slow), ("tensor", 2, 41), ("pipeline", 2, 41)]
+    ("strategy", "devices", "n"),
+    [
+        ("ddp", 2, 41),
+        ("ddp", 3, 5),
+        pytest.param("fsdp", 2, 41, marks=pytest.mark.slow),
+        pytest.param("tensor", 2, 41, marks=pytest.mark.slow),
+        ("pipeline", 2, 41),
+    ],
 )
 def test_regression_and_retrieval_metrics_are_those_of_one_process(strategy: str, devices: int, n: int) -> None:
     def validate(devices: int, **options: Any) -> dict[str, float]:

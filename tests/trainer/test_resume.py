@@ -107,7 +107,7 @@ def test_from_the_last_step_of_an_epoch_without_an_end(tmp_path: Path) -> None:
     assert equal(weights(whole), weights(resumed))
 
 
-@pytest.mark.parametrize(("devices", "kill", "every"), [(1, 13, 4), (1, 2, 1), (2, 7, 3)])
+@pytest.mark.parametrize(("devices", "kill", "every"), [(1, 13, 4), pytest.param(1, 2, 1, marks=pytest.mark.slow), (2, 7, 3)])
 def test_killed_in_the_middle_of_an_epoch_and_resumed(tmp_path: Path, devices: int, kill: int, every: int) -> None:
     code = f"from tests.trainer.test_resume import run; run({str(tmp_path)!r}, {devices}, {every})"
     root = Path(__file__).parents[2]
@@ -191,6 +191,7 @@ def test_longer_run_continues_where_max_steps_ended(tmp_path: Path) -> None:
     assert equal(weights(fit(23, "last")), weights(fit(23, None)))
 
 
+@pytest.mark.slow  # tests/trainer/test_signals.py, without a program of its own
 def test_sigterm_stops_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     code = f"""
 import os, signal
