@@ -3,7 +3,7 @@
 version_0/
   config.yaml      what the run was asked to do: the resolved configuration, or the Trainer's arguments and the hyperparameters
   versions.json    Python, torch, Lockstep and what they stand on
-  summary.json     steps, samples, restarts, the share of steps that were not lost, and how it ended
+  summary.json     steps, samples, restarts, the share of steps that were not lost, how it ended and how those before it did
   run.lock         held by the process that writes; counts every step that was computed, also those that a kill made vain
   checkpoints/ ... logs
 """
@@ -24,12 +24,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from strategies.watchdog import holder
+
 if TYPE_CHECKING:
     from trainer.module import Module
     from trainer.trainer import Trainer
 
 PACKAGES = ("lockstep", "torch", "numpy", "safetensors", "cloudpickle", "tensorboard", "torchmetrics", "deepspeed")
+_RUNNING, _KILLED = "running", "killed"
 _SLOTS = 2  # steps computed, process id of the writer
+_held: set[tuple[int, int]] = set()  # the locks of this process; it would lose one by opening and closing its file
 
 
 class RunFolder:
@@ -53,7 +57,10 @@ class RunFolder:
                 "wait for it, stop it, or begin a run of its own without ckpt_path"
             ) from None
         except OSError:
-            pass  # a file system without locks
+            locked = False  # a file system without locks
+        else:
+            locked = True
+            _held.add(_identity(os.fstat(self._file)))
         if os.fstat(self._file).st_size != 8 * _SLOTS:
             os.ftruncate(self._file, 8 * _SLOTS)
         try:
@@ -63,12 +70,20 @@ class RunFolder:
             self._map, self.executed = None, [0, 0]
         self.executed[1] = os.getpid()
         self._account: dict[str, Any] = {}
+        before = _load(path)
+        if locked and before.get("exit") == _RUNNING:  # it does no more, without a word
+            with suppress(OSError):
+                _write_json(path / "summary.json", before | {"exit": _KILLED, "computed_steps": self.executed[0]})
 
     def begin(self, trainer: Trainer, module: Module) -> None:
         """Write what is known before the first step; called once a checkpoint has been restored."""
-        before = read_summary(self.path)
+        before = _load(self.path)
         unfinished = bool(before) and before["exit"] != "finished"
-        self._account = {"first_step": before.get("first_step", trainer.global_step), "restarts": before.get("restarts", 0) + unfinished}
+        self._account = {
+            "first_step": before.get("first_step", trainer.global_step),
+            "restarts": before.get("restarts", 0) + unfinished,
+            "earlier_exits": [*before.get("earlier_exits", []), *([before["exit"]] if before else [])],
+        }
         if trainer.config is not None:
             config = trainer.config
         else:
@@ -81,7 +96,7 @@ class RunFolder:
         try:
             _write(self.path / "config.yaml", config)
             _write(self.path / "versions.json", json.dumps(versions, indent=2) + "\n")
-            self._write_summary(trainer, "running")
+            self._write_summary(trainer, _RUNNING)
         except OSError as error:  # as for loggers: it costs a warning, never the training
             warnings.warn(f"{self.path} gets no account of the run, training goes on: {error}", RuntimeWarning, stacklevel=2)
 
@@ -93,6 +108,7 @@ class RunFolder:
         if self._map is not None:
             self.executed.release()  # type: ignore[union-attr]
             self._map.close()
+        _held.discard(_identity(os.fstat(self._file)))
         os.close(self._file)
 
     def _write_summary(self, trainer: Trainer, reason: str) -> None:
@@ -102,18 +118,25 @@ class RunFolder:
             "steps": trainer.global_step,
             "epochs": trainer.current_epoch,
             "samples": trainer.progress.total_samples,
-            "restarts": self._account["restarts"],
-            "first_step": self._account["first_step"],
+            **self._account,
             "computed_steps": executed,
             "useful_step_share": round(useful / executed, 6) if executed else 1.0,
             "world_size": trainer.world_size,
             "strategy": type(trainer.strategy).__name__,
         }
-        _write(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+        _write_json(self.path / "summary.json", summary)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """The account of a run's folder; empty where there is none that can be read."""
+    """The account of a run's folder; empty where there is none that can be read.
+
+    Its "exit" is "running" only while the process lives that writes, where the file system has locks, else "killed".
+    """
+    found = _load(folder)
+    return found | {"exit": _KILLED} if found.get("exit") == _RUNNING and not _is_written(folder / "run.lock") else found
+
+
+def _load(folder: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
         found = json.loads((folder / "summary.json").read_text())
         if isinstance(found, dict) and "exit" in found:
@@ -121,12 +144,26 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def _is_written(lock: Path) -> bool:
+    try:
+        if _identity(os.stat(lock)) in _held:
+            return True
+        with open(lock, "rb", buffering=0) as file:
+            return holder(file.fileno()) is not None
+    except OSError:  # nobody can tell
+        return True
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
 def conclude(folder: Path, error: BaseException) -> None:
     """Note the end of a run as the launcher of the ranks saw it: its writer may have been killed, or know a consequence only."""
     summary = read_summary(folder)
     if summary:
         with suppress(OSError):
-            _write(folder / "summary.json", json.dumps(summary | {"exit": _reason(error)}, indent=2) + "\n")
+            _write_json(folder / "summary.json", summary | {"exit": _reason(error)})
 
 
 def described(value: Any) -> Any:
@@ -153,3 +190,7 @@ def _write(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    _write(path, json.dumps(content, indent=2) + "\n")

@@ -17,6 +17,7 @@ import pytest
 from callbacks import CSVLogger, ModelCheckpoint
 from tests.trainer.toy import Net, loader, net, quiet
 from trainer import Trainer
+from trainer.run_folder import RunFolder, read_summary
 
 HEAD = """
 import os, sys, time
@@ -112,12 +113,45 @@ def test_a_second_writer_is_refused_and_told_who_writes(writer: subprocess.Popen
 
 
 def test_the_lock_of_a_process_that_died_is_nobodys(writer: subprocess.Popen) -> None:
-    assert summary()["exit"] == "running"
+    folder = Path("runs/Net/version_0")
+    assert read_summary(folder)["exit"] == summary()["exit"] == "running"
     writer.send_signal(signal.SIGKILL)
     writer.wait()
+    assert (summary()["exit"], read_summary(folder)["exit"]) == ("running", "killed")
     trainer = second()
-    trainer.fit(net(), loader(16), ckpt_path="auto")
-    assert (summary()["exit"], summary()["restarts"]) == ("finished", 1)
+    with pytest.raises(ArithmeticError):  # which does not come as far as to begin an account of its own
+        trainer.fit(FailsEarly(), loader(16), ckpt_path="auto")
+    assert summary()["exit"] == "killed"
+    second().fit(net(), loader(16), ckpt_path="auto")
+    assert (summary()["exit"], summary()["restarts"], summary()["earlier_exits"]) == ("finished", 1, ["killed"])
+
+
+class FailsEarly(Net):
+    def configure_optimizers(self) -> Any:
+        raise ArithmeticError
+
+
+FailsEarly.__name__ = "Net"
+
+
+def test_who_reads_the_account_of_a_run_within_it_does_not_lose_its_lock() -> None:
+    seen: list[Any] = []
+
+    class Reads(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(read_summary(Path(self.trainer.log_dir))["exit"])
+            pid = os.fork()  # another process, without the import of torch
+            if not pid:
+                try:
+                    RunFolder(Path(self.trainer.log_dir))
+                except ValueError:
+                    os._exit(3)
+                os._exit(4)
+            seen.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            return super().training_step(batch, batch_idx)
+
+    quiet(logger=CSVLogger(), max_steps=1).fit(Reads(), loader(8))
+    assert seen == ["running", 3]
 
 
 def test_what_is_in_a_run_folder() -> None:
@@ -134,8 +168,9 @@ def test_what_is_in_a_run_folder() -> None:
         "steps": 6,
         "epochs": 2,
         "samples": 40,
-        "restarts": 0,
         "first_step": 0,
+        "restarts": 0,
+        "earlier_exits": [],
         "computed_steps": 6,
         "useful_step_share": 1.0,
         "world_size": 1,
