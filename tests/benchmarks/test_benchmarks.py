@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,23 @@ import pytest
 import torch
 
 from benchmarks import _page
-from tests.conftest import REPO_ROOT
+
+Run = Callable[..., tuple[str, dict[str, Any]]]
 
 
-def run(name: str, *arguments: str, file: Path) -> tuple[str, dict[str, Any]]:
-    """Run a benchmark; return what it printed and its JSON."""
-    environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT)}
-    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--json", str(file)]
-    result = subprocess.run(command, cwd=file.parent, env=environment, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert not result.stderr, result.stderr
-    return result.stdout, json.loads(file.read_text())
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs a benchmark as `python -m benchmarks.NAME` does, but here, where torch is imported; returns what it printed and its JSON."""
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")  # which one of them sets
+
+    def run(name: str, *arguments: str, file: Path) -> tuple[str, dict[str, Any]]:
+        monkeypatch.setattr(sys, "argv", [name, *arguments, "--json", str(file)])
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
+        output, errors = capfd.readouterr()
+        assert not errors
+        return output, json.loads(file.read_text())
+
+    return run
 
 
 def sane(rows: dict[str, Any], unit: str, output: str, rounds: int, least: float, most: float) -> None:
@@ -36,7 +42,7 @@ def sane(rows: dict[str, Any], unit: str, output: str, rounds: int, least: float
         assert row.get("ratio", 1) > 0
 
 
-def test_step_overhead(tmp_path: Path) -> None:
+def test_step_overhead(run: Run, tmp_path: Path) -> None:
     output, numbers = run("step_overhead", "--rounds", "2", "--steps", "20", file=tmp_path / "numbers.json")
     results = numbers["results"]
     expected = {"hand-written loop", "hand-written loop, 5 values to TensorBoard"}
@@ -55,7 +61,7 @@ def test_step_overhead(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("match", ["fsdp", pytest.param("", marks=pytest.mark.slow)])
-def test_engines(match: str, tmp_path: Path) -> None:
+def test_engines(match: str, run: Run, tmp_path: Path) -> None:
     size = ("--width", "64", "--depth", "2", "--batch", "2")
     output, numbers = run("engines", "--rounds", "1", "--steps", "2", "--match", match, *size, file=tmp_path / "numbers.json")
     results = numbers["results"]
@@ -67,7 +73,7 @@ def test_engines(match: str, tmp_path: Path) -> None:
         assert held < row["peak_bytes"] < 20 * size_bytes, name
 
 
-def test_scaling(tmp_path: Path) -> None:
+def test_scaling(run: Run, tmp_path: Path) -> None:
     output, numbers = run("scaling", "--rounds", "2", "--effort", "0.01", "--ranks", "2", file=tmp_path / "numbers.json")
     results = numbers["results"]
     for part in ("tensors", "values", "callbacks", "ranks"):
@@ -82,13 +88,13 @@ def test_scaling(tmp_path: Path) -> None:
     assert samples["10^4, DistributedSampler"]["peak_bytes"] > 8 * 10**4, "a number for each index"
 
 
-def test_data(tmp_path: Path) -> None:
+def test_data(run: Run, tmp_path: Path) -> None:
     output, numbers = run("data", "--rounds", "2", "--batches", "5", file=tmp_path / "numbers.json")
     assert {f"{kind}, {who}" for kind in ("no workers", "2 workers") for who in ("bare loop", "lockstep")} <= set(numbers["results"])
     sane(numbers["results"], "per_s", output, 2, least=1, most=1e7)
 
 
-def test_checkpoint(tmp_path: Path) -> None:
+def test_checkpoint(run: Run, tmp_path: Path) -> None:
     output, numbers = run("checkpoint", "--megabytes", "2", "--rounds", "2", "--folder", str(tmp_path), file=tmp_path / "numbers.json")
     results = numbers["results"]
     assert {"memory copy of the state", "raw write and fsync", "save", "save, no checksums", "save beside the training"} <= set(results)
@@ -98,7 +104,7 @@ def test_checkpoint(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "numbers.json"], "checkpoints of the benchmark are gone"
 
 
-def test_gpu(tmp_path: Path) -> None:
+def test_gpu(run: Run, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("the other test runs it")
     output, numbers = run("gpu", file=tmp_path / "numbers.json")
@@ -106,7 +112,7 @@ def test_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_on_a_gpu(tmp_path: Path) -> None:
+def test_gpu_on_a_gpu(run: Run, tmp_path: Path) -> None:
     size = ("--width", "128", "--depth", "2", "--context", "64", "--batch", "2", "--vocabulary", "512")
     output, numbers = run("gpu", "--rounds", "2", "--steps", "3", *size, file=tmp_path / "numbers.json")
     sane(numbers["results"], "per_s", output, 2, least=1, most=1e9)
@@ -114,27 +120,27 @@ def test_gpu_on_a_gpu(tmp_path: Path) -> None:
     assert len(numbers["results"]) == 5
 
 
-@pytest.mark.parametrize("match", ["import", "lockstep", pytest.param("by hand", marks=pytest.mark.slow)])
-def test_start(match: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("match", ["import t", "lockstep", pytest.param("by hand", marks=pytest.mark.slow)])
+def test_start(match: str, run: Run, tmp_path: Path) -> None:
     output, numbers = run("start", "--rounds", "1", "--match", match, file=tmp_path / "numbers.json")
     assert len(numbers["results"]) >= 2 and all(match in name for name in numbers["results"])
     sane(numbers["results"], "s", output, 1, least=0, most=280)
 
 
-def test_recompute(tmp_path: Path) -> None:
+def test_recompute(run: Run, tmp_path: Path) -> None:
     output, numbers = run("recompute", "--width", "64", "--depth", "2", "--steps", "1", file=tmp_path / "numbers.json")
     kept, recomputed = (numbers["results"][on] for on in ("False", "True"))
     assert 0 < 2 * recomputed["kept_bytes"] < kept["kept_bytes"] and min(kept["step_s"], recomputed["step_s"]) > 0
     assert "activation_checkpointing" in output
 
 
-def test_restart(tmp_path: Path) -> None:
+def test_restart(run: Run, tmp_path: Path) -> None:
     output, numbers = run("restart", "--restarts", "2", file=tmp_path / "numbers.json")
     assert len(numbers["downs_s"]) == 2 and "2 ranks of ddp" in output
     assert 0 < min(numbers["downs_s"]) <= numbers["median_s"] <= numbers["p95_s"] < 60
 
 
-def test_memory(tmp_path: Path) -> None:
+def test_memory(run: Run, tmp_path: Path) -> None:
     output, numbers = run("memory", "--ranks", "2", "--match", "dp", file=tmp_path / "numbers.json")
     rows = {row["strategy"]: row for row in numbers["results"]}
     assert set(rows) == {"dp", "ddp", "fsdp"} and all(name in output for name in rows)
@@ -163,7 +169,7 @@ def test_page() -> None:
     assert "| ranks | us a step | ratio |\n|---|---|---|\n| 2 ranks | 1.2 |  |\n<!-- /scaling -->" in _page.filled(text, "scaling", parts)
 
 
-def test_control_message(tmp_path: Path) -> None:
+def test_control_message(run: Run, tmp_path: Path) -> None:
     output, numbers = run("control_message", "--steps", "8", "--width", "32", "--collectives", "1", file=tmp_path / "numbers.json")
     row = numbers["results"]
     assert 0 < row["without_ms"] < 1000 and 0 < row["with_ms"] < 1000 and abs(row["over_ms"]) < 1000

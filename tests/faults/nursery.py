@@ -1,6 +1,6 @@
 """Starts launchers of the crash suite: forked from here, where torch is imported already, so that one costs milliseconds.
 
-Reads a JSON object a line, `{"folder", "undisturbed", "strategy", "devices", "restarts", "faults"}`; answers each with the process id
+Reads a JSON object a line, `{"folder", "undisturbed", "strategy", "devices", "steps", "restarts", "faults"}`; answers each with the process id
 of a launcher, which trains in that folder, and goes on from what it finds there; before, unless that is done, without faults in the
 folder `undisturbed`. Ends with its input.
 """
@@ -21,8 +21,6 @@ from strategies import faults
 from tests.trainer.toy import Net, loader, net
 from trainer import Trainer
 
-STEPS = 24
-
 
 class Slow(Net):
     """Leaves its process ids, and takes its time, so that there is time to be killed in."""
@@ -37,7 +35,7 @@ class Slow(Net):
         return super().training_step(batch, batch_idx)
 
 
-def train(strategy: str, devices: int, restarts: int) -> None:
+def train(strategy: str, devices: int, steps: int, restarts: int) -> None:
     model = net(dropout=0.3)
     model.__class__ = Slow
     trainer = Trainer(
@@ -48,7 +46,7 @@ def train(strategy: str, devices: int, restarts: int) -> None:
         max_restarts=restarts,
         split_batches=True,
         num_sanity_val_steps=0,
-        val_check_interval=6,
+        val_check_interval=steps // 4,
         gradient_clip_val=1.0,
         log_every_n_steps=1,
         seed=0,
@@ -56,7 +54,7 @@ def train(strategy: str, devices: int, restarts: int) -> None:
         logger=CSVLogger(version=0),
         callbacks=ModelCheckpoint(every_n_train_steps=2, save_top_k=2),
     )
-    trainer.fit(model, loader(STEPS // 2 * 8, 8, shuffle=True), loader(16, 8), ckpt_path="auto")
+    trainer.fit(model, loader(steps // 2 * 8, 8, shuffle=True), loader(16, 8), ckpt_path="auto")
     Path("done.json").write_text(json.dumps({"log_dir": trainer.log_dir, "steps": trainer.global_step}))
 
 
@@ -73,7 +71,7 @@ def launcher(order: dict[str, Any]) -> None:
             os.dup2(log, 2)
             os.environ[faults.VARIABLE] = plan
             if not Path("done.json").exists():
-                train(order["strategy"], order["devices"], order["restarts"])
+                train(order["strategy"], order["devices"], order["steps"], order["restarts"])
     except BaseException:
         traceback.print_exc()
     finally:

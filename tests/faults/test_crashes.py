@@ -1,6 +1,6 @@
 """Ranks and launchers killed at random, again and again: what the training ends with is, bit by bit, what it would have been.
 
-Five kills for each strategy by default, forty in the slow run (`-m slow`).
+Five kills for each strategy in twelve steps by default, forty in four times 24 steps in the slow run (`-m slow`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from tests.conftest import REPO_ROOT
-from tests.faults.nursery import STEPS
 from tests.faults.outcome import outcome
 
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "pipeline": 2, "tensor": 2}
@@ -39,8 +38,8 @@ def nursery() -> Iterator[subprocess.Popen]:
 class Training:
     """One training in a folder, over as many launchers as it takes."""
 
-    def __init__(self, nursery: subprocess.Popen, folder: Path, strategy: str, plan: str = "") -> None:
-        self.nursery, self.folder, self.strategy, self.plan = nursery, folder, strategy, plan
+    def __init__(self, nursery: subprocess.Popen, folder: Path, strategy: str, steps: int, plan: str = "") -> None:
+        self.nursery, self.folder, self.strategy, self.num_steps, self.plan = nursery, folder, strategy, steps, plan
         self.launcher = 0
         self.launchers = 0
         folder.mkdir()
@@ -53,6 +52,7 @@ class Training:
             "undisturbed": str(self.folder.parent / "undisturbed"),
             "strategy": self.strategy,
             "devices": devices,
+            "steps": self.num_steps,
             "restarts": 50,
             "faults": self.plan,
         }
@@ -112,30 +112,31 @@ class Training:
         return (self.folder / "log").read_text()[-5000:]
 
 
-def planned(kills: int, strategy: str, folder: Path, chance: random.Random) -> str:
+def planned(kills: int, strategy: str, steps: int, folder: Path, chance: random.Random) -> str:
     """Kills of one rank at points of the product, each in a step of its own."""
     points = [*POINTS, *SAVE_POINTS, *(["collective"] if STRATEGIES[strategy] > 1 else [])]
     entries = []
-    for step in sorted(chance.sample(range(1, STEPS), min(kills, STEPS - 1))):
+    for step in sorted(chance.sample(range(1, steps), min(kills, steps - 1))):
         point = chance.choice(points)
-        step = STEPS if point == "teardown" else step + step % 2 if point in SAVE_POINTS else step
+        step = steps if point == "teardown" else step + step % 2 if point in SAVE_POINTS else step
         rank = 0 if point in ("save.rename", "save.manifest") else chance.randrange(STRATEGIES[strategy])
         entries.append(f"rank={rank},step={step},point={point},action=sigkill,file={folder / 'count'}")
     return ";".join(entries)
 
 
-def crash(nursery: subprocess.Popen, tmp_path: Path, strategy: str, kills: int, seed: int) -> tuple[Training, int]:
-    """Train `strategy` under `kills` kills, three of five at points of the product; return it and how many there were."""
+def crash(nursery: subprocess.Popen, tmp_path: Path, strategy: str, kills: int, steps: int, seed: int) -> tuple[Training, int]:
+    """Train `strategy` for `steps` under `kills` kills, three of five at points of the product; return it and how many there were."""
     chance = random.Random(f"{strategy}-{seed}")
     at_random = 2 * kills // 5
     folder = tmp_path / f"disturbed{seed}"
-    training = Training(nursery, folder, strategy, planned(kills - at_random, strategy, folder, chance))
+    training = Training(nursery, folder, strategy, steps, planned(kills - at_random, strategy, steps, folder, chance))
     training.start()
     killed = 0
-    targets = [("launcher", "all", "rank")[i % 3] for i in range(at_random)]
+    first = list(STRATEGIES).index(strategy)
+    targets = [("launcher", "all", "rank")[(first + i) % 3] for i in range(at_random)]
     for i, target in enumerate(targets):
         rows = training.steps()
-        due = max(rows + 1, chance.randrange(1 + i * STEPS // len(targets), 1 + (i + 1) * STEPS // len(targets)))
+        due = max(rows + 1, chance.randrange(1 + i * steps // len(targets), 1 + (i + 1) * steps // len(targets)))
         while training.steps() < due and not training.finished():
             if not training.alive(training.launcher):
                 training.wait_until_gone()
@@ -163,23 +164,23 @@ def crash(nursery: subprocess.Popen, tmp_path: Path, strategy: str, kills: int, 
 
 def same(training: Training, undisturbed: Path) -> None:
     (tensors, state, ranks, log), (tensors_too, state_too, ranks_too, log_too) = (
-        outcome(training.folder / "runs/Slow/version_0", STEPS),
-        outcome(undisturbed / "runs/Slow/version_0", STEPS),
+        outcome(training.folder / "runs/Slow/version_0", training.num_steps),
+        outcome(undisturbed / "runs/Slow/version_0", training.num_steps),
     )
     assert tensors.keys() == tensors_too.keys() and any(name.startswith("optimizer/") for name in tensors)
     different = [name for name in tensors if not torch.equal(tensors[name], tensors_too[name])]
     assert not different and state == state_too and ranks == ranks_too
     assert log == log_too
-    assert len(log.splitlines()) > STEPS
+    assert len(log.splitlines()) > training.num_steps
 
 
-def survive(nursery: subprocess.Popen, tmp_path: Path, strategy: str, kills: int, seeds: int) -> int:
+def survive(nursery: subprocess.Popen, tmp_path: Path, strategy: str, kills: int, steps: int, seeds: int) -> int:
     total = 0
     for seed in range(seeds):
-        training, killed = crash(nursery, tmp_path, strategy, kills, seed)
+        training, killed = crash(nursery, tmp_path, strategy, kills, steps, seed)
         same(training, tmp_path / "undisturbed")
         summary = json.loads((training.folder / "runs/Slow/version_0/summary.json").read_text())
-        assert summary["exit"] == "finished" and summary["steps"] == STEPS and summary["restarts"] > 0
+        assert summary["exit"] == "finished" and summary["steps"] == steps and summary["restarts"] > 0
         total += killed
     print(f"{strategy}: {total} kills")
     return total
@@ -187,11 +188,11 @@ def survive(nursery: subprocess.Popen, tmp_path: Path, strategy: str, kills: int
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_five_kills(nursery: subprocess.Popen, tmp_path: Path, strategy: str) -> None:
-    assert survive(nursery, tmp_path, strategy, 5, 1) >= 4, "a kill may fall into a moment without ranks"
+    assert survive(nursery, tmp_path, strategy, kills=5, steps=12, seeds=1) >= 4, "a kill may fall into a moment without ranks"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_forty_kills(nursery: subprocess.Popen, tmp_path: Path, strategy: str) -> None:
-    assert survive(nursery, tmp_path, strategy, 11, 4) >= 40
+    assert survive(nursery, tmp_path, strategy, kills=11, steps=24, seeds=4) >= 40
