@@ -60,16 +60,19 @@ def test_a_checkpoint_saved_beside_the_training_is_the_same_to_the_byte(tmp_path
 
 
 class Steps(Callback):
-    """Notes each finished step, and what a rank leaves with."""
+    """Notes each finished step, and what a rank leaves with; from step `slow_from` on it pauses at the begin and end of each."""
 
-    def __init__(self, folder: Path, pause_s: float = 0.0) -> None:
-        self.folder, self.pause_s = str(folder), pause_s
+    def __init__(self, folder: Path, pause_s: float = 0.0, slow_from: int = 0) -> None:
+        self.folder, self.pause_s, self.slow_from = str(folder), pause_s, slow_from
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        time.sleep(self.pause_s)  # a save that began with the last step is written within this one, however fast the machine
+        self.pause(trainer)  # a save that began with the last step is written within this one, however fast the machine
+
+    def pause(self, trainer: Any) -> None:
+        time.sleep(self.pause_s if trainer.global_step >= self.slow_from else 0.0)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        time.sleep(self.pause_s)
+        self.pause(trainer)
         committed = sorted(name for name in os.listdir(f"{self.folder}/kept") if is_checkpoint(f"{self.folder}/kept/{name}"))
         note(self.folder, f"steps-{trainer.global_rank}", f"{trainer.global_step} {' '.join(committed)}")
 
@@ -107,7 +110,7 @@ def test_a_failed_write_ends_all_ranks_within_a_step(tmp_path: Path, monkeypatch
     monkeypatch.setenv("LOCKSTEP_FAULTS", f"rank={rank},step=4,point=save.write,action=enospc")
     saver = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=2, save_top_k=1, async_save=not waits)
     with pytest.raises(CheckpointError, match=rf"/kept/step=4: No space left on device \(ENOSPC\) at /.*, after rank {rank} had written \d+ of its \d+ bytes"):
-        fit(tmp_path, Steps(tmp_path, 0.3), saver, strategy="ddp", devices=2, max_steps=9)
+        fit(tmp_path, Steps(tmp_path, 0.3, slow_from=4), saver, strategy="ddp", devices=2, max_steps=9)
     for each in range(2):
         steps = [int(line.split()[0]) for line in (tmp_path / f"steps-{each}").read_text().splitlines()]
         assert steps[-1] == 4 if waits else steps[-1] in (4, 5, 6), "it fails in step 5 at the latest, and the next one is the last"
@@ -164,7 +167,7 @@ def test_a_rank_that_dies_while_it_saves_beside_the_training_ends_the_others(tmp
     monkeypatch.setenv("LOCKSTEP_FAULTS", f"rank={rank},step=4,point=save.fsync,action=sigkill")
     saver = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=2, async_save=True)
     with pytest.raises(RankFailure, match=f"rank {rank} was killed by SIGKILL"):
-        fit(tmp_path, Steps(tmp_path, 0.3), saver, strategy="ddp", devices=2, max_steps=9)
+        fit(tmp_path, Steps(tmp_path, 0.3, slow_from=4), saver, strategy="ddp", devices=2, max_steps=9)
     died = (tmp_path / "steps-0").stat().st_mtime
     assert time.time() - died < 12, "the others do not wait for a dead rank"
     assert newest(tmp_path / "kept") == tmp_path / "kept" / "step=2"

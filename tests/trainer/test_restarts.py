@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from callbacks import CSVLogger, ModelCheckpoint
 from strategies import faults
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 from trainer import RankFailure, Trainer
+from trainer.cli import main
 
 KILLS = "rank={rank},step=3,point=backward,action=sigkill,file=count;rank={rank},step=6,point=callback,action=sigkill,file=count"
 
@@ -164,14 +163,13 @@ def test_under_a_launcher_that_restarts_by_itself_it_is_refused(monkeypatch: pyt
         quiet(max_restarts=2).fit(net(), loader(16))
 
 
-def test_from_the_command_line(monkeypatch: pytest.MonkeyPatch, repo_root: Path) -> None:
+def test_from_the_command_line(monkeypatch: pytest.MonkeyPatch, repo_root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(faults.VARIABLE, "rank=1,step=3,point=forward,action=sigkill,file=count")
     keys = ["strategy=ddp", "devices=2", "trainer.max_steps=6", "trainer.max_restarts=1", "trainer.enable_progress_bar=false", "trainer.logger=false"]
-    command = [sys.executable, "-m", "trainer", "fit", str(repo_root / "examples/digits.yaml"), *keys]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(repo_root)}, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "rank 1 was killed by SIGKILL (step 3, in training step): restart 1 of 1 from the beginning" in done.stderr
-    assert "6 steps" in done.stdout
+    assert main(["fit", str(repo_root / "examples/digits.yaml"), *keys]) == 0
+    output, errors = capfd.readouterr()
+    assert "rank 1 was killed by SIGKILL (step 3, in training step): restart 1 of 1 from the beginning" in errors
+    assert "6 steps" in output
 
 
 def test_wrong_numbers_are_refused() -> None:
