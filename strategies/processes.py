@@ -90,8 +90,8 @@ def launch(fn: Callable[..., T], args: tuple[Any, ...], num_ranks: int, *, grace
 
     Each rank gets its own copy of `fn` and `args` (cloudpickle, so classes and functions of a notebook or an unguarded script
     work); the bytes of CPU tensors and numpy arrays are shared until written to. Ranks start with this process's working folder,
-    environment, import path, warning filters, random number generators, default dtype and torch's numeric flags, with cores /
-    num_ranks threads each unless OMP_NUM_THREADS is set, without standard input, and find their place by `environment.detect()`.
+    environment, import path, warning filters, random number generators, garbage collector, default dtype and torch's numeric flags, with
+    cores / num_ranks threads each unless OMP_NUM_THREADS is set, without standard input, and find their place by `environment.detect()`.
 
     The exception of a rank is raised here as itself, its traceback there as the cause; a rank that was killed or just exited raises
     RankFailure. The other ranks then get SIGTERM and after 2 s SIGKILL, and so do processes that failed ranks have started.
@@ -104,13 +104,13 @@ def launch(fn: Callable[..., T], args: tuple[Any, ...], num_ranks: int, *, grace
         if stream is not None:  # as in some daemons
             stream.flush()
     with ExitStack() as stack:
+        server = forkserver.take(num_ranks)  # first: one that is new imports torch while the work is packed
+        stack.callback(forkserver.give_back, server)
         program, work = pack(program_state()), pack((fn, args, library_state()))
         stack.callback(os.close, program)
         stack.callback(os.close, work)
         folder = tempfile.mkdtemp(prefix="lockstep-")  # only this user may enter it
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        server = forkserver.take(num_ranks)
-        stack.callback(forkserver.give_back, server)
         ranks = _Ranks(server, num_ranks, folder, program, work)
         stack.callback(ranks.close)
         return ranks.supervise(grace_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
+import gc
 import hashlib
 import importlib
 import math
@@ -125,6 +126,7 @@ def library_state() -> dict[str, Any]:
         "matmul": precision,
         "precisions": [owner.fp32_precision for owner in _precisions()],
         "warnings": list(warnings.filters),
+        "collector": (gc.isenabled(), gc.get_threshold()),
     }
 
 
@@ -159,6 +161,11 @@ def _take_over_library(state: dict[str, Any]) -> None:
             owner.fp32_precision = precision
     warnings.resetwarnings()  # also forgets what was shown
     warnings.filters.extend(state["warnings"])  # type: ignore[attr-defined]
+    gc.freeze()  # the modules and the work, which stay to the end: the server has turned the collector off for their import
+    enabled, thresholds = state["collector"]
+    gc.set_threshold(*thresholds)
+    if enabled:
+        gc.enable()
 
 
 # ---- the rank ------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Real processes: results and exceptions come home, whatever dies nothing is left, nobody outside can connect."""
 
+import gc
 import multiprocessing
 import os
 import random
@@ -235,10 +236,39 @@ def test_numeric_flags_travel() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
+def collector() -> tuple[bool, tuple[int, int, int], bool]:
+    return gc.isenabled(), gc.get_threshold(), sys.modules["torch"] in gc.get_objects()
+
+
+def test_ranks_collect_garbage_as_the_program_does_but_pass_over_modules() -> None:
+    before = gc.get_threshold()
+    assert launch(collector, (), 1) == (True, before, False)
+    gc.set_threshold(900, 11, 12)
+    gc.disable()
+    try:
+        assert launch(collector, (), 1) == (False, (900, 11, 12), False)
+    finally:
+        gc.set_threshold(*before)
+        gc.enable()
+
+
 def test_unpicklable_work_is_refused_before_anything_starts(private_tmp: Path) -> None:
     with pytest.raises(TypeError, match="cannot pickle '_thread.lock' object: create it on the rank"):
         launch(print, (threading.Lock(),), 2)
     assert list(private_tmp.iterdir()) == []
+
+
+def test_a_program_that_ends_without_ranks_does_not_wait_for_the_imports_of_its_server(program: Callable[[str], Program]) -> None:
+    script = program("""
+        import atexit, threading
+        from contextlib import suppress
+        from strategies import forkserver, processes
+        atexit.register(lambda: print(server.process.returncode))  # before what the launch registers, so run after it
+        with suppress(TypeError):
+            processes.launch(print, (threading.Lock(),), 2)
+        server = forkserver._idle
+    """)
+    assert script.finish() == (0, f"{-signal.SIGKILL}\n", "")
 
 
 @pytest.mark.parametrize("num_ranks", [0, 201])
