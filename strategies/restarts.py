@@ -36,7 +36,8 @@ def keep_going(attempt: Callable[[int], T], max_restarts: int, *, name: Callable
                 )
                 raise
             if restart == max_restarts:
-                _add_note(error, f"the run was not restarted again: all of max_restarts={max_restarts} are used up")
+                if restart:
+                    _add_note(error, f"the run was not restarted again: all of max_restarts={max_restarts} are used up")
                 raise
             before = kind
             what = str(error).partition(";")[0] if isinstance(error, RankFailure) else f"{type(error).__name__} {at}: {error}".splitlines()[0]

@@ -181,3 +181,32 @@ def test_beside_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch, repo_root: Pa
     assert done.returncode != 0
     assert re.search(r"^rank 1 hangs \(step 3, in training step\): no sign of life for 1.5 s", done.stderr, re.MULTILINE), done.stderr
     assert "faults.py" in done.stderr and "rank 0 hangs" not in done.stderr
+
+
+WAITS_THEN_BLOCKS = """
+import os, time
+from torch.utils.data import DataLoader
+from callbacks import Callback
+from strategies.faults import fault
+from tests.strategies.test_watchdog import LIMIT_S, Stuck
+from tests.trainer.toy import data, loader, net, quiet
+
+class Works(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        for i in range(12 if os.environ["RANK"] == "1" and trainer.global_step == 2 else 0):
+            time.sleep(LIMIT_S / 4)
+            fault("save.write")
+
+dataset = Stuck() if os.environ["RANK"] == "1" else data(64)
+quiet(strategy="ddp", callbacks=[Works()]).fit(net(), DataLoader(dataset, batch_size=4, num_workers=1))
+"""
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_rank_waits_for_one_that_works_and_workers_end_with_one_that_hangs(repo_root: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WAITS_THEN_BLOCKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(repo_root)}, capture_output=True, text=True, timeout=110)
+    assert done.returncode != 0, "and the pipes are closed: no worker holds them"
+    assert re.search(r"^rank 1 hangs \(step 4, in loading data\): no sign of life for 1.5 s", done.stderr, re.MULTILINE), done.stderr
+    assert "in __getitem__" in done.stderr and "rank 0 hangs" not in done.stderr
