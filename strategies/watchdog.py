@@ -268,7 +268,8 @@ class Beside:
         os.truncate(self.files[0], BOARD.size)
         fcntl.lockf(self.files[0], fcntl.LOCK_EX)  # its holder is the process on it, alive
         command = [sys.executable, "-I", "-S", __file__, str(self.path.parent), self.path.name, str(num_local), str(num_nodes)]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        # A session of its own: what torchrun sends to the rank's process group would end it before it has tidied up.
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
 
     def end(self) -> None:
         self.process.kill()
@@ -326,7 +327,11 @@ def main(folder: Path, name: str, num_local: int, num_nodes: int) -> None:
     while os.getppid() == parent:
         time.sleep(watchdog.interval_s)
         boards = _living(folder, job)
-        if not watchdog.stalled(boards.values()):
+        try:
+            stalled = watchdog.stalled(boards.values())
+        except FileNotFoundError:  # a fellow has ended since
+            continue
+        if not stalled:
             act_at, has_waited = 0.0, False
             continue
         leads, now = rank == min(boards), time.monotonic()
