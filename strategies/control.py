@@ -1,24 +1,21 @@
 """The control message of a step: what the ranks must agree on, exchanged beside the last backward.
 
 Nine numbers a rank, apart from the collectives of the user (`strategies/exchange.py`). They are sent before the
-last backward and read after it: a rank that skipped a collective, gave it another tensor or logged other names is
-found while the parameters are still untouched. Two more a rank, once the gradients are final, say whether the
-parts that each holds are finite. Whether all reduced by the same operation (SUM, MAX) torch does not tell.
+last backward and read after it: a rank that skipped a collective, gave it another tensor or reduction or logged other
+names is found while the parameters are still untouched. Three more a rank, once the gradients are final, say whether
+those are finite, and once more what was called.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import zlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from strategies import faults
 from strategies.base import Agreement, Note
+from strategies.calls import Calls
 from strategies.exchange import open_exchange
 
 
@@ -48,42 +45,43 @@ _EQUAL = {
     "step": "optimizer step",
     "samples": "samples of the global batch",
     "collectives": "collective calls so far",
-    "kinds": "latest collective calls (operation, dtype or size)",
+    "kinds": "latest collective calls (operation, reduction, dtype or size)",
     "keys": "logged metric names",
 }
-_HASHES = ("kinds", "keys")
-_COMPARED = 8
-"""The collective calls before a message whose operations, types and sizes are compared."""
-_SAME_SIZE = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "reduce")
-"""Operations that need tensors of one size on all ranks."""
+_NUMBERS = _EQUAL["step"], _EQUAL["samples"], _EQUAL["collectives"]
+"""What is compared as it is, where the others are hashes."""
 
 
 class Control:
     """One rank's end of the control messages. All ranks construct it, and send and receive once a step."""
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
+        self._rank = rank
         self._step = 0
         self._messages = open_exchange(rank, world_size, len(Message._fields), timeout_s)
-        self._answers = open_exchange(rank, world_size, 2, timeout_s)
-        self._num_known = self._num_calls()
+        self._answers = open_exchange(rank, world_size, 3, timeout_s)
+        self._calls = Calls()
+        self._sent = self._calls.latest
+
+    def close(self) -> None:
+        self._calls.close()
 
     def send(self, note: Note, samples: int, count: float, finite: bool, total: float = math.nan) -> None:
         """Start the exchange."""
-        calls = self._num_calls()
-        kinds = latest_calls(calls - self._num_known) if calls > self._num_known else 0  # engines call nothing in most forwards: it costs 0.1 ms
-        self._messages.post(*Message(self._step, samples, calls, kinds, note.keys, note.stop, finite, count, total))
+        self._messages.post(*Message(self._step, samples, self._num_calls(), self._calls.hash, note.keys, note.stop, finite, count, total))
+        self._sent = self._calls.latest
+        self._calls.clear()
 
     def receive(self) -> Agreement:
         """Wait for the others' messages. Raises RuntimeError where they contradict ours."""
         if faults.plan is not None:
             faults.fault("collective")
         messages = [Message(*numbers) for numbers in self._messages.read()]  # type: ignore[arg-type]
-        self._num_known = self._num_calls()
         for field, what in _EQUAL.items():
             values = [getattr(message, field) for message in messages]
-            if field in _HASHES:
+            if field == "keys":
                 values = [value or max(values) for value in values]  # 0 says nothing: a rank of padding has logged nothing yet
-            self._compare(what, values, shown=field not in _HASHES)
+            self._compare(what, values, f" in step {self._step}")
         self._step += 1
         bad = next((f"the loss of rank {rank}" for rank, message in enumerate(messages) if not message.finite), None)
         count, total = sum(message.count for message in messages), sum(message.total for message in messages)
@@ -99,15 +97,17 @@ class Control:
         return all(theirs == number for theirs in self._numbers(number))
 
     def _numbers(self, number: float) -> list[float]:
-        self._answers.post(number, self._num_calls())
+        self._answers.post(number, self._num_calls(), self._calls.hash)
         answers = self._answers.read()
-        self._compare(_EQUAL["collectives"], [calls for _, calls in answers])
-        return [theirs for theirs, _ in answers]
+        self._sent = self._calls.latest
+        self._compare(_EQUAL["collectives"], [calls for _, calls, _ in answers])
+        self._compare(_EQUAL["kinds"], [kinds for *_, kinds in answers])
+        return [theirs for theirs, *_ in answers]
 
     def _num_calls(self) -> int:
         return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
 
-    def _compare(self, what: str, values: list[float], shown: bool = True) -> None:
+    def _compare(self, what: str, values: list[float], when: str = "") -> None:
         """Raise RuntimeError, with the rank that is odd where there is a majority, unless the values are equal."""
         if values.count(values[0]) == len(values):
             return
@@ -115,26 +115,8 @@ class Control:
         clear = values.count(usual) * 2 > len(values)
         odd = [rank for rank, value in enumerate(values) if value != usual] if clear else list(range(len(values)))
         who = f"rank {', '.join(map(str, odd))} did not do what the others did" if clear else f"ranks {' and '.join(map(str, odd))} did different things"
-        rule = (
-            "read the same data, or say shards_itself on the dataset"
-            if what == _EQUAL["samples"]
-            else "call the same collectives and log the same names in each step"
-        )
-        each = " (" + ", ".join(f"rank {rank}: {value:.0f}" for rank, value in enumerate(values)) + ")" if shown else ""
-        raise RuntimeError(f"the ranks disagree on their {what}{each}: {who} in step {self._step}; every rank must {rule}")
-
-
-def latest_calls(num_calls: int) -> int:
-    """A hash of the last of `num_calls` collective calls in the default group, from what torch's flight recorder noted of gloo; 0: not known."""
-    if int(os.environ.get("TORCH_FR_BUFFER_SIZE", "2000")) > 100:  # somebody wants to read it afterwards: too long for each step
-        return 0
-    entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False)).get("entries", [])  # type: ignore[attr-defined]
-    calls = [_kind(entry) for entry in entries if entry["process_group"][1] == "default_pg" and not entry["is_p2p"]]
-    compared = min(num_calls, _COMPARED)
-    return zlib.crc32(";".join(calls[-compared:]).encode()) if len(calls) >= compared else 0
-
-
-def _kind(entry: dict[str, Any]) -> str:
-    operation = entry["profiling_name"].rpartition(":")[2]
-    sizes = [math.prod(size) for size in entry["input_sizes"]] if operation in _SAME_SIZE else ()
-    return f"{operation} {entry['input_dtypes'] or entry['output_dtypes']} {sizes}"
+        same_data = "read the same data, or say shards_itself on the dataset"
+        rule = same_data if what == _EQUAL["samples"] else "call the same collectives and log the same names in each step"
+        each = " (" + ", ".join(f"rank {rank}: {value:.0f}" for rank, value in enumerate(values)) + ")" if what in _NUMBERS else ""
+        here = f" (rank {self._rank} called {', '.join(self._sent)} last)" if what == _EQUAL["kinds"] and self._sent else ""
+        raise RuntimeError(f"the ranks disagree on their {what}{each}: {who}{when}{here}; every rank must {rule}")

@@ -135,6 +135,8 @@ class EagerStrategy(Strategy):
         self._end_watchdog()
         self._end_watchdog = _nothing
         self._ready = False
+        if self._control is not None:
+            self._control.close()
         self._control = None
         self._local_gradients = self._scaler_used = self._looks = False
         self._left_out, self._watched = None, []

@@ -1,0 +1,78 @@
+"""What collectives a rank calls, as a number that ranks can compare.
+
+Of a call torch remembers its kind and sizes at most, in a recorder that is read in a tenth of a millisecond, and not
+whether it sums or takes the maximum. So the methods of its process group, through which every call from Python goes,
+note here what they are given.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_EQUAL_SIZES = (
+    "allreduce allreduce_coalesced broadcast reduce "
+    "allgather _allgather_base all_gather_single allgather_coalesced reduce_scatter _reduce_scatter_base reduce_scatter_single"
+).split()
+"""Calls whose tensors have the same numbers of elements on all ranks."""
+_OTHERS = ["gather", "scatter", "alltoall", "alltoall_base", "all_to_all_single", "barrier"]
+_REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+
+
+class Calls:
+    """The collective calls in the default process group since the last `clear`, but for those between two ranks."""
+
+    def __init__(self) -> None:
+        self.clear()
+        self._group = dist.group.WORLD
+        self._methods = {name: vars(dist.ProcessGroup)[name] for name in (*_EQUAL_SIZES, *_OTHERS) if name in vars(dist.ProcessGroup)}
+        for name in self._methods:
+            setattr(dist.ProcessGroup, name, _noting(self, name, getattr(dist.ProcessGroup, name)))
+
+    def close(self) -> None:
+        """Note no more."""
+        for name, method in self._methods.items():
+            setattr(dist.ProcessGroup, name, method)
+        self._group = None
+
+    def clear(self) -> None:
+        self.hash = 0
+        """Of the calls in their order; 0 without any."""
+        self.latest: deque[str] = deque(maxlen=3)
+        """The last of them, in words."""
+
+    def note(self, name: str, arguments: tuple[Any, ...], options: Any) -> None:
+        parts = [name.strip("_")]
+        reduction = getattr(options, "reduceOp", None)
+        if reduction is not None:
+            parts += [word for word in _REDUCTIONS if reduction == getattr(dist.ReduceOp, word)]
+        if name in _EQUAL_SIZES:
+            parts += [f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.numel()}]" for tensor in _tensors(arguments[-1:])]
+        if hasattr(options, "rootRank"):
+            parts.append(f"root {options.rootRank}")
+        call = " ".join(parts)
+        self.latest.append(call)
+        self.hash = zlib.crc32(call.encode(), self.hash) or 1
+
+
+def _noting(calls: Calls, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(group: dist.ProcessGroup, *arguments: Any, **named: Any) -> Any:
+        if group is calls._group:
+            *tensors, options = arguments if arguments else (named.get("opts"),)
+            calls.note(name, tuple(tensors), options)
+        return method(group, *arguments, **named)
+
+    return noting
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
