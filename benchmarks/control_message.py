@@ -1,10 +1,11 @@
 """What the control message adds to a step of about 20 ms of two DDP ranks on CPU.
 
-    python -m benchmarks.control_message [--steps 400] [--width 640] [--collectives 0] [--json FILE]
+    python -m benchmarks.control_message [--steps 1000] [--width 640] [--collectives 0] [--json FILE]
 
-Half of the steps go without it, in the same run. A time is that of rank 0, from the batch to the end of the step; what the message
-costs is the median over pairs of neighbouring steps. CPU time is that of the process, all threads. With `--collectives` the module
-calls so many all_reduces in its step, whose operations, types and sizes the message then compares. Expect half a minute.
+Half of the steps go without it, in the same run, in turns of 20: a rank that waits in one step for the other would else gain it
+back in the next. A time is the mean of a turn on rank 0; what the message costs is the median over pairs of neighbouring turns.
+CPU time is that of the process, all threads. With `--collectives` the module
+calls so many all_reduces in its step, whose operations, types and sizes the message then compares. Expect a minute.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import math
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,15 @@ from strategies.base import Agreement, Note
 from strategies.control import Control
 from trainer import Module, Trainer
 
-WARMUP_STEPS = 20  # divides by four, as the turns do
+TURN = 20
+WARMUP_STEPS = 2 * TURN
 
 
 class Silent:
     """Agrees with everybody without asking: all ranks of this bench have losses of all their samples."""
 
     def send(self, note: Note, samples: int, count: float, finite: bool, total: float = math.nan) -> None:
-        self.agreement = Agreement(samples, int(note.stop), None, None)
+        self.agreement = Agreement(samples, int(note.stop), None, None)  # every loss counts its samples
 
     def receive(self) -> Agreement:
         return self.agreement
@@ -42,9 +45,9 @@ class Silent:
         return 0 if says_so else None
 
 
-def is_with(step: int) -> bool:
-    """Of each two steps one is with the message: the second, then the first, and so on."""
-    return (step + step // 2) % 2 == 1
+def is_with(turn: int) -> bool:
+    """Of each two turns one is with the message: the second, then the first, and so on."""
+    return (turn + turn // 2) % 2 == 1
 
 
 class Timed(Module):
@@ -60,19 +63,17 @@ class Timed(Module):
         self.controls = (Silent(), strategy._control)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.trainer.strategy._control = self.controls[is_with(batch_idx)]  # type: ignore[attr-defined]
-        self.begin = time.perf_counter(), time.process_time()
+        if batch_idx % TURN == 0:
+            self.trainer.strategy._control = self.controls[is_with(batch_idx // TURN)]  # type: ignore[attr-defined]
+            self.times.append((time.perf_counter(), time.process_time()))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         for _ in range(self.collectives):
             dist.all_reduce(torch.ones(4))
         return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
-    def on_train_batch_end(self, output: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx >= WARMUP_STEPS:
-            self.times.append((time.perf_counter() - self.begin[0], time.process_time() - self.begin[1]))
-
     def on_train_end(self) -> None:
+        self.times.append((time.perf_counter(), time.process_time()))
         self.trainer.strategy._control = self.controls[1]  # type: ignore[attr-defined]
         if self.global_rank == 0:
             Path("times.json").write_text(json.dumps(self.times))
@@ -83,27 +84,28 @@ class Timed(Module):
 
 def measure(steps: int, width: int, collectives: int) -> dict[str, float]:
     """Medians in milliseconds: of a step without and with the message, and of what it adds in wall and CPU time."""
-    number = 2 * steps + WARMUP_STEPS
+    number = 2 * -(-steps // TURN) * TURN + WARMUP_STEPS
     data = DataLoader(TensorDataset(torch.randn(number * 128, width), torch.randint(0, 10, (number * 128,))), batch_size=64)
     trainer = Trainer(
         strategy="ddp", devices=2, accelerator="cpu", max_steps=number, logger=False, enable_checkpointing=False, enable_progress_bar=False, seed=0
     )
     trainer.fit(Timed(width, collectives), data)
     path = Path("times.json")
-    times = json.loads(path.read_text())
+    marks = json.loads(path.read_text())
     path.unlink()
-    pairs = [(times[i + is_with(i)], times[i + 1 - is_with(i)]) for i in range(0, len(times), 2)]
+    turns = [[(after - before) / TURN * 1e3 for before, after in zip(begin, end, strict=True)] for begin, end in pairwise(marks)][WARMUP_STEPS // TURN :]
+    pairs = [(turns[i + is_with(i)], turns[i + 1 - is_with(i)]) for i in range(0, len(turns), 2)]
     return {
-        "without_ms": statistics.median(without[0] for without, _ in pairs) * 1e3,
-        "with_ms": statistics.median(told[0] for _, told in pairs) * 1e3,
-        "over_ms": statistics.median(told[0] - without[0] for without, told in pairs) * 1e3,
-        "cpu_over_ms": statistics.median(told[1] - without[1] for without, told in pairs) * 1e3,
+        "without_ms": statistics.median(without[0] for without, _ in pairs),
+        "with_ms": statistics.median(told[0] for _, told in pairs),
+        "over_ms": statistics.median(told[0] - without[0] for without, told in pairs),
+        "cpu_over_ms": statistics.median(told[1] - without[1] for without, told in pairs),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what the control message adds to a step.")
-    parser.add_argument("--steps", type=int, default=400, help="of each kind")
+    parser.add_argument("--steps", type=int, default=1000, help="of each kind")
     parser.add_argument("--width", type=int, default=640, help="of the layers; 640 makes a step of about 20 ms")
     parser.add_argument("--collectives", type=int, default=0, help="all_reduces that the module calls in a step")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
