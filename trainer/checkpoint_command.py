@@ -105,7 +105,7 @@ def show(checkpoint: Checkpoint) -> list[str]:
         total += size
         rows.append((name, str(dtype).removeprefix("torch."), str(list(shape)), str(size)))
     rows.append((f"{len(rows) - 1} tensors", "", "", str(total)))
-    files = [("file", "bytes", "checksum"), *((name, str(size), checksum) for name, size, checksum in checkpoint.files())]
+    files = [("file", "bytes", "crc32"), *((name, str(size), crc32) for name, size, crc32 in checkpoint.files())]
     return [*lines, "", *_columns(rows), "", *_columns(files)]
 
 

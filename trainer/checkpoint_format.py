@@ -24,11 +24,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint_checksum import CHECKSUMS, recorded
 from trainer.safetensors_file import DTYPES
 
-FORMAT = 2
-"""Version of the format. Readers take this one and older ones: 1 has other checksums."""
+FORMAT = 1
+"""Version of the format. Readers take this one and older ones."""
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -56,8 +55,8 @@ def manifest_fault(manifest: dict[str, Any]) -> str | None:
     for name, entry in files.items():
         if not _FILE.fullmatch(name):
             return f"lists a file with a forbidden name: {name!r}"
-        if not isinstance(entry, dict) or not _is_sizes([entry.get("size")]) or not recorded(entry)[0]:
-            return f"has no valid size of {name} with one checksum that this version knows ({' or '.join(CHECKSUMS)})"
+        if not isinstance(entry, dict) or not _is_sizes([entry.get("size")]) or not isinstance(entry.get("crc32"), str):
+            return f"has no valid size and crc32 of {name}"
     for name, entry in tensors.items():
         fault = name_fault(name)
         if fault:

@@ -319,7 +319,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "manifest edited": (lambda f: (f / "manifest.json").write_text((f / "manifest.json").read_text().replace('"float32"', '"float16"')), "own checksum"),
     "manifest is a git-lfs pointer": (lambda f: (f / "manifest.json").write_text(LFS), "git lfs pull"),
     "tensors are a git-lfs pointer": (lambda f: (f / MODEL).write_text(LFS), "git lfs pull"),
-    "future format": (forge(lambda f, m: m.update(format=3)), "upgrade lockstep"),
+    "future format": (forge(lambda f, m: m.update(format=2)), "upgrade lockstep"),
     "no format": (forge(lambda f, m: m.pop("format")), "no valid format"),
     "format is true": (forge(lambda f, m: m.update(format=True)), "no valid format"),
     "world size is text": (forge(lambda f, m: m.update(world_size="2")), "world_size"),
