@@ -248,11 +248,8 @@ class Trainer:
             strategy, reason = strategies.build("auto", **self._layout, model=module)
             if type(strategy) is not type(self.strategy):
                 self.strategy, self._chosen = strategy, f"strategy {type(strategy).__name__}: {reason}"
-        if self.max_restarts:
-            self._adopt(module, self._fit_with_restarts(module, sources, path))
-            return
-        if self.strategy.starts_ranks:
-            self._adopt(module, self.strategy.launch(_on_rank, self, "fit", module, sources, path, rng_state()))
+        if self.max_restarts or self.strategy.starts_ranks:
+            self._adopt(module, self._fit_on_ranks(module, sources, path))
             return
         with attached(self, module, sources, "fit", path):
             loop.fit(self, module, sources)
@@ -572,7 +569,7 @@ class Trainer:
             return []
         return [resumed.path] if resumed.path.parent == Path(os.path.abspath(path)).parent else []
 
-    def _fit_with_restarts(self, module: Module, sources: Sources, ckpt_path: str | None) -> dict[str, Any]:
+    def _fit_on_ranks(self, module: Module, sources: Sources, ckpt_path: str | None) -> dict[str, Any]:
         """Launch ranks, and launch them again from the newest checkpoint when they die; return what rank 0 brought back."""
         before, streams, begun = self.log_dir, rng_state(), time.time_ns()
         self._module, self._stage = module, "fit"

@@ -88,6 +88,19 @@ def test_without_a_checkpoint_it_begins_again_and_an_earlier_runs_are_not_its_ow
     assert equal(weights(model), weights(undisturbed))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_restarts_the_summary_names_the_rank_that_died(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setenv(faults.VARIABLE, f"rank={rank},step=3,point=backward,action=sigkill")
+    with pytest.raises(RankFailure) as caught:
+        fit("ddp", 2)
+    assert not getattr(caught.value, "__notes__", [])
+    summary = json.loads(Path("runs/Net/version_0/summary.json").read_text())
+    assert (
+        summary["exit"]
+        == f"failed: RankFailure: rank {rank} was killed by SIGKILL (step 3, in training step); where nobody sent it, the kernel did, short of memory"
+    )
+
+
 def test_the_same_failure_at_the_same_step_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(faults.VARIABLE, "rank=1,step=3,point=forward,action=raise,times=9,file=count")
     with pytest.raises(RuntimeError, match="planned by LOCKSTEP_FAULTS at forward of step 3") as caught:
