@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +18,7 @@ from strategies.blocks import Rule
 from strategies.data import Window
 from strategies.eager import EagerStrategy, resolve_accelerator
 from strategies.meta import materialise
+from strategies.rendezvous import plain_group
 
 
 class DDP(EagerStrategy):
@@ -75,7 +77,8 @@ class DDP(EagerStrategy):
         model = super().place(materialise(model)).to(self.device)
         if self.world_size == 1 or not any(p.requires_grad for p in model.parameters()):
             return model  # DDP refuses a model without trainable parameters; evaluation needs no sync
-        return DistributedDataParallel(_Step(model), **self._options)
+        group = plain_group() if dist.get_debug_level() == dist.DebugLevel.DETAIL else None
+        return DistributedDataParallel(_Step(model), process_group=group, **self._options)
 
     def forward_backward(self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any) -> Agreement:
         watches = self._first_window and options.get("automatic", True) and self._reports_unused(placed)

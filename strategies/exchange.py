@@ -17,6 +17,8 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
+from strategies.rendezvous import plain_group
+
 RING = 256
 """How many messages a rank may be ahead of one that reads its messages."""
 
@@ -136,7 +138,7 @@ class _Gloo(Exchange):
     """An all_gather in a process group of its own, so that no user collective can be mistaken for it."""
 
     def __init__(self, world_size: int, width: int) -> None:
-        self._group = dist.new_group(backend="gloo")
+        self._group = plain_group("gloo")
         self._all = [torch.zeros(width, dtype=torch.float64) for _ in range(world_size)]
         self._work: dist.Work | None = None
 

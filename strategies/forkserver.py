@@ -52,7 +52,7 @@ class Server:
         # First the folder that this very package came from, whatever the user's path holds under the same name.
         path = [str(Path(__file__).resolve().parents[1]), *sys.path]
         # Passes of the collector over modules while they are imported find next to nothing and take a fifth of the time.
-        code = f"import gc, sys; gc.disable(); sys.path[:] = {path!r}; from strategies.forkserver import serve; serve({theirs.fileno()})"
+        code = f"import gc, sys; gc.disable(); sys.path[:] = {path!r}; from strategies.forkserver import serve; serve({theirs.fileno()}, {_own_modules()!r})"
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]
@@ -83,6 +83,13 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def _own_modules() -> list[str]:
+    """What the program has imported of the folder that this package came from: every rank unpickles objects of it."""
+    root = str(Path(__file__).resolve().parents[1])
+    own = ("trainer", "callbacks", "strategies")
+    return [name for name, module in sys.modules.items() if name.partition(".")[0] in own and str(getattr(module, "__file__", "")).startswith(root)]
 
 
 _idle: Server | None = None
@@ -129,12 +136,12 @@ def _num_cores() -> int:
 # ---- in the server -------------------------------------------------------------------------------------
 
 
-def serve(control_fd: int) -> None:
+def serve(control_fd: int, own: list[str]) -> None:
     """Main of the server: fork ranks on request until the launcher is gone."""
     # A signal to every process of a job must not cut the ranks' own ending short.
     signal.pthread_sigmask(signal.SIG_BLOCK, rank_module.SIGNALS)
     launcher = os.getppid()
-    for name in PRELOAD:
+    for name in (*PRELOAD, *own):
         importlib.import_module(name)
     wake, wake_writer = os.pipe()
     os.set_blocking(wake, False)

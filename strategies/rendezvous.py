@@ -45,10 +45,23 @@ def init_process_group(world: World, backend: str | None = None, timeout_s: floa
         interface = _interface_to(_host_and_port(world)[0])
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
-    # What torch's flight recorder notes of gloo's calls the ranks compare (`strategies/control.py`); reading its 2000 would take 25 ms.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "16")
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=_store(world, timeout), rank=world.rank, world_size=world.world_size, timeout=timeout)
+
+
+def plain_group(backend: str | None = None) -> dist.ProcessGroup:
+    """A new group of all ranks; every rank calls it.
+
+    It lacks the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around groups: torch 2.13's DDP crashes in its constructor where it
+    meets one, and what is called in it waits for all ranks at once.
+    """
+    level = dist.get_debug_level()
+    if level == dist.DebugLevel.DETAIL:
+        dist.set_debug_level(dist.DebugLevel.INFO)
+    try:
+        return dist.new_group(backend=backend)
+    finally:
+        dist.set_debug_level(level)
 
 
 def destroy_process_group(timeout_s: float = 2.0) -> None:
@@ -173,4 +186,4 @@ def _mpi_file() -> str:
     return str(folder / hashlib.sha256(json.dumps(run).encode()).hexdigest()[:32])
 
 
-__all__ = ["destroy_process_group", "init_process_group"]
+__all__ = ["destroy_process_group", "init_process_group", "plain_group"]

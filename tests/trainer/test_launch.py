@@ -81,6 +81,12 @@ def test_a_class_that_lives_in_no_file() -> None:
     assert len(output) == 1 and output[0].startswith(RESULT)
 
 
+def test_torchs_debug_mode() -> None:
+    """In which the constructor of torch's DDP crashes, where it meets a group as it is set up by default."""
+    Path("train.py").write_text(SCRIPT.replace("OPTIONS", "devices=2, strategy='ddp'"))
+    assert RESULT in run("train.py", TORCH_DISTRIBUTED_DEBUG="DETAIL")
+
+
 def test_torchrun_with_auto() -> None:
     Path("train.py").write_text(SCRIPT.replace("OPTIONS", "strategy='auto'"))
     output = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py").splitlines()
