@@ -44,6 +44,9 @@ class Silent:
     def first_rank(self, says_so: bool) -> int | None:
         return 0 if says_so else None
 
+    def is_equal(self) -> bool:
+        return True
+
 
 def is_with(turn: int) -> bool:
     """Of each two turns one is with the message: the second, then the first, and so on."""

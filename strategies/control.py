@@ -92,7 +92,7 @@ class Control:
         """The first rank that says so, or None. Waits for every rank; raises RuntimeError where their collectives differ by now."""
         return next((rank for rank, number in enumerate(self._numbers(says_so)) if number), None)
 
-    def is_equal(self, number: int) -> bool:
+    def is_equal(self, number: int = 0) -> bool:
         """Whether all ranks give the same number. Waits and raises as `first_rank` does."""
         return all(theirs == number for theirs in self._numbers(number))
 

@@ -109,6 +109,15 @@ class OddLater(Odd):
         self.differ()
 
 
+class OddLast(OddLater):
+    """Differs just before the optimizer steps."""
+
+    def on_after_backward(self) -> None: ...
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.differ()
+
+
 def failure(strategy: str, ranks: int, module: Net, batches: Any) -> Exception:
     """What a fit raises that must not go on to its end, after a look at what it has left."""
     trainer = quiet(strategy={"ddp": DDP, "fsdp": FSDP}[strategy](timeout_s=TIMEOUT_S), devices=ranks, accelerator="cpu")
@@ -164,6 +173,7 @@ def test_every_rank_that_differs_is_stopped(strategy: str, ranks: int, case: str
     check_collectives(strategy, ranks, case)
 
 
+@pytest.mark.parametrize("module", [OddLater, OddLast])
 @pytest.mark.parametrize(
     ("strategy", "ranks", "case"),
     [
@@ -171,8 +181,8 @@ def test_every_rank_that_differs_is_stopped(strategy: str, ranks: int, case: str
         *(pytest.param(strategy, ranks, case, marks=pytest.mark.slow) for strategy in ("ddp", "fsdp") for ranks in (2, 3) for case in NAMED),
     ],
 )
-def test_a_rank_that_differs_after_the_backward_is_stopped(strategy: str, ranks: int, case: str) -> None:
-    check_collectives(strategy, ranks, case, OddLater)
+def test_a_rank_that_differs_after_the_backward_is_stopped(strategy: str, ranks: int, case: str, module: type[Odd]) -> None:
+    check_collectives(strategy, ranks, case, module)
 
 
 class MayDiffer(Net):
