@@ -42,8 +42,8 @@ class CommunicationLedger(Callback):
     tensor for all-reduce, broadcast, send and recv, of the whole (not of one rank's part) for all-gather and reduce-scatter.
     In a ring of N ranks each rank sends 2 (N - 1) / N of that in an all-reduce, (N - 1) / N in the other two.
 
-    A step is all that happens from its first batch to its end, the control message included, and where it logs, the exchange
-    of logged values; not validation. Collectives of other threads than the training's are not seen. The steps that are
+    A step is all that happens from its first batch to its end; where it logs, the exchange of logged values too, and on several
+    nodes the control messages, which on one go through shared memory; not validation. Collectives of other threads than the training's are not seen. The steps that are
     looked at are slower, and run without torch.compile.
 
     Args:
