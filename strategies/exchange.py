@@ -118,7 +118,7 @@ class _Memory(Exchange):
                 continue
             waited = time.monotonic() - begin
             self._check_alive(rank, waited)
-            time.sleep(min(waited / 8, 0.01))  # is late by an eighth at most
+            time.sleep(min(waited / 32, 0.01))  # is late by little of what it has waited
 
     def _check_alive(self, rank: int, waited: float) -> None:
         try:
