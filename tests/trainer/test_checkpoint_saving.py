@@ -167,7 +167,7 @@ def test_a_rank_that_dies_while_it_saves_beside_the_training_ends_the_others(tmp
     monkeypatch.setenv("LOCKSTEP_FAULTS", f"rank={rank},step=4,point=save.fsync,action=sigkill")
     saver = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=2, async_save=True)
     with pytest.raises(RankFailure, match=f"rank {rank} was killed by SIGKILL"):
-        fit(tmp_path, Steps(tmp_path, 0.3, slow_from=4), saver, strategy="ddp", devices=2, max_steps=9)
+        fit(tmp_path, Steps(tmp_path, 0.3, slow_from=2), saver, strategy="ddp", devices=2, max_steps=9)
     died = (tmp_path / "steps-0").stat().st_mtime
     assert time.time() - died < 12, "the others do not wait for a dead rank"
     assert newest(tmp_path / "kept") == tmp_path / "kept" / "step=2"
