@@ -110,7 +110,7 @@ def test_a_failed_write_ends_all_ranks_within_a_step(tmp_path: Path, monkeypatch
     monkeypatch.setenv("LOCKSTEP_FAULTS", f"rank={rank},step=4,point=save.write,action=enospc")
     saver = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=2, save_top_k=1, async_save=not waits)
     with pytest.raises(CheckpointError, match=rf"/kept/step=4: No space left on device \(ENOSPC\) at /.*, after rank {rank} had written \d+ of its \d+ bytes"):
-        fit(tmp_path, Steps(tmp_path, 0.3, slow_from=4), saver, strategy="ddp", devices=2, max_steps=9)
+        fit(tmp_path, Steps(tmp_path, 0.3, slow_from=2), saver, strategy="ddp", devices=2, max_steps=9)
     for each in range(2):
         steps = [int(line.split()[0]) for line in (tmp_path / f"steps-{each}").read_text().splitlines()]
         assert steps[-1] == 4 if waits else steps[-1] in (4, 5, 6), "it fails in step 5 at the latest, and the next one is the last"
