@@ -582,15 +582,16 @@ class Trainer:
 
         def attempt(restart: int) -> dict[str, Any]:
             work = (self, "fit", module, sources, newest(restart), streams)
-            if self.strategy.starts_ranks:
-                return self.strategy.launch(_on_rank, *work)
-            return processes.launch(_on_rank, work, 1)
+            try:
+                return self.strategy.launch(_on_rank, *work) if self.strategy.starts_ranks else processes.launch(_on_rank, work, 1)
+            except BaseException as error:
+                if self.log_dir:
+                    conclude(Path(self.log_dir), error)
+                raise
 
         try:
             return restarts.keep_going(attempt, self.max_restarts, name=lambda restart: newest(restart) or "the beginning")
-        except BaseException as error:
-            if self.log_dir:
-                conclude(Path(self.log_dir), error)
+        except BaseException:
             self.log_dir = before
             raise
 

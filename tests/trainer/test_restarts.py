@@ -58,6 +58,9 @@ def test_what_the_caller_has_is_as_after_an_undisturbed_fit(
     assert other.checkpoint_callback.best_model_path == one.checkpoint_callback.best_model_path.replace("version_0", "version_1")
     assert Path("runs/Net/version_1/metrics.csv").read_text() == Path("runs/Net/version_0/metrics.csv").read_text()
     summary = json.loads(Path("runs/Net/version_1/summary.json").read_text())
+    assert [reason.partition(";")[0] for reason in summary.pop("earlier_exits")] == [
+        f"failed: RankFailure: rank {rank} was killed by SIGKILL (step {step}, in {phase})" for step, phase in ((3, "training step"), (6, "callbacks"))
+    ], "the cause, not what its end did to the others"
     assert {name: summary[name] for name in ("exit", "steps", "samples", "restarts", "computed_steps", "useful_step_share")} == {
         "exit": "finished",
         "steps": 10,
