@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import itertools
@@ -47,6 +48,7 @@ def init_process_group(world: World, backend: str | None = None, timeout_s: floa
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=_store(world, timeout), rank=world.rank, world_size=world.world_size, timeout=timeout)
+    _kept[:] = [dist.group.WORLD]
 
 
 def plain_group(backend: str | None = None) -> dist.ProcessGroup:
@@ -59,9 +61,19 @@ def plain_group(backend: str | None = None) -> dist.ProcessGroup:
     if level == dist.DebugLevel.DETAIL:
         dist.set_debug_level(dist.DebugLevel.INFO)
     try:
-        return dist.new_group(backend=backend)
+        group = dist.new_group(backend=backend)
+        _kept.append(group)
+        return group
     finally:
         dist.set_debug_level(level)
+
+
+_kept: list[dist.ProcessGroup | None] = []
+"""The groups of this time, until the next or the end of the program: they must not end together with a DDP that was dropped after them.
+
+Its C++ part would wait for gloo's thread with the GIL held, for which that thread waits to drop the tensors of its last call.
+"""
+atexit.register(_kept.clear)
 
 
 def destroy_process_group(timeout_s: float = 2.0) -> None:
