@@ -101,7 +101,9 @@ def test_a_rank_that_hangs_while_it_is_set_up(monkeypatch: pytest.MonkeyPatch, w
 
 
 def test_a_rank_whose_import_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "blocking.py").write_text("import os, time\ntime.sleep(600 if os.environ.get('RANK') == '1' else 0)\ndef work():\n    time.sleep(600)\n")
+    blocks = "import os, time\ntime.sleep(600 if os.environ.get('RANK') == '1' else 0)\n"
+    waits = "from strategies import environment, processes\ndef work():\n    processes.init_process_group(environment.detect(), 'gloo')\n"
+    (tmp_path / "blocking.py").write_text(blocks + waits)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RankFailure, match=r"rank 1 hangs \(in starting\): no sign of life") as caught:
         launch(importlib.import_module("blocking").work, (), 2)
