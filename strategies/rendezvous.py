@@ -48,7 +48,8 @@ def init_process_group(world: World, backend: str | None = None, timeout_s: floa
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=_store(world, timeout), rank=world.rank, world_size=world.world_size, timeout=timeout)
-    _kept[:] = [dist.group.WORLD]
+    _drop_kept()
+    _kept.append(dist.group.WORLD)
 
 
 def plain_group(backend: str | None = None) -> dist.ProcessGroup:
@@ -73,7 +74,18 @@ _kept: list[dist.ProcessGroup | None] = []
 
 Its C++ part would wait for gloo's thread with the GIL held, for which that thread waits to drop the tensors of its last call.
 """
-atexit.register(_kept.clear)
+
+
+def _drop_kept(timeout_s: float = 2.0) -> None:
+    """Let them go, in a thread, as gloo waits for what is in flight."""
+    groups = _kept[:]
+    _kept.clear()
+    thread = threading.Thread(target=groups.clear, name="drop process groups", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+
+
+atexit.register(_drop_kept)
 
 
 def destroy_process_group(timeout_s: float = 2.0) -> None:
