@@ -81,8 +81,9 @@ def _drop_kept(timeout_s: float = 2.0) -> None:
     groups = _kept[:]
     _kept.clear()
     thread = threading.Thread(target=groups.clear, name="drop process groups", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
+    with suppress(RuntimeError):  # from Python 3.12 on no thread starts where a program ends
+        thread.start()
+        thread.join(timeout_s)
 
 
 atexit.register(_drop_kept)
