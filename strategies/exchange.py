@@ -12,7 +12,6 @@ import struct
 import time
 import zlib
 from abc import ABC, abstractmethod
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -40,16 +39,14 @@ class Exchange(ABC):
 
 def open_exchange(rank: int, world_size: int, width: int, timeout_s: float) -> Exchange:
     """Set up an exchange between all ranks of the default process group; every rank calls it."""
-    file = os.memfd_create("lockstep-exchange") if rank == 0 and hasattr(os, "memfd_create") else -1
-    memory = None
-    with suppress(OSError):
-        told = torch.tensor([os.getpid(), file, secrets.randbits(62)])
-        everyone = [torch.empty_like(told) for _ in range(world_size)]
-        if file >= 0:
-            os.truncate(file, 8 + world_size * RING * _Memory.record(width).size)
-            os.pwrite(file, struct.pack("<q", int(told[2])), 0)
-        dist.all_gather(everyone, told)
-        memory = _open(*everyone[0].tolist())
+    size = 8 + world_size * RING * _Memory.record(width).size
+    secret = secrets.randbits(62)
+    file = _create(size, secret) if rank == 0 else -1
+    told = torch.tensor([os.getpid(), file, secret])
+    everyone = [torch.empty_like(told) for _ in range(world_size)]
+    dist.all_gather(everyone, told)
+    pid, theirs, named = everyone[0].tolist()
+    memory = _open(pid, theirs, named, size)
     opened = torch.tensor(memory is not None)
     dist.all_reduce(opened, dist.ReduceOp.MIN)
     if file >= 0:
@@ -59,16 +56,33 @@ def open_exchange(rank: int, world_size: int, width: int, timeout_s: float) -> E
     return _Memory(memory, rank, width, [int(row[0]) for row in everyone], timeout_s)
 
 
-def _open(pid: int, file: int, secret: int) -> mmap.mmap | None:
-    """The memory of rank 0, or None where its process is on another machine. A file that is named nowhere leaves nothing behind."""
-    if file < 0:
-        return None
-    theirs = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+def _create(size: int, secret: int) -> int:
+    """A file without a name, which leaves nothing behind, with `secret` at its begin; -1 where the system has none."""
+    if not hasattr(os, "memfd_create"):
+        return -1
+    file = os.memfd_create("lockstep-exchange")
     try:
-        memory = mmap.mmap(theirs, 0)
+        os.truncate(file, size)
+        os.pwrite(file, struct.pack("<q", secret), 0)
+    except OSError:  # no memory to share
+        os.close(file)
+        return -1
+    return file
+
+
+def _open(pid: int, file: int, secret: int, size: int) -> mmap.mmap | None:
+    """The memory of rank 0; None where its process is on another machine, on which that number may be anything."""
+    try:
+        theirs = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        memory = mmap.mmap(theirs, size) if os.fstat(theirs).st_size == size else None
+    except OSError:  # no memory
+        return None
     finally:
         os.close(theirs)
-    return memory if struct.unpack_from("<q", memory)[0] == secret else None
+    return memory if memory is not None and struct.unpack_from("<q", memory)[0] == secret else None
 
 
 class _Memory(Exchange):

@@ -103,3 +103,19 @@ def test_waiting_ends_at_the_timeout() -> None:
         return "ended"
 
     assert joined(work, 2, timeout_s=0.5) == "ended"
+
+
+def test_a_number_that_means_something_else_on_this_machine_is_no_memory(tmp_path: Path) -> None:
+    """As where rank 0 is on another one: its process id and descriptor may be those of any file here."""
+    ends = os.pipe()
+    files = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in ("empty", "short", "alike")]
+    os.write(files[1], b"abc")
+    os.write(files[2], bytes(64))
+    for number in (*ends, *files, 10**6, -1):
+        assert exchange._open(os.getpid(), number, 77, 64) is None
+    assert exchange._open(2**30, 0, 77, 64) is None
+    whole = exchange._create(64, 77)
+    memory = exchange._open(os.getpid(), whole, 77, 64)
+    assert memory is not None and len(memory) == 64
+    for number in (*ends, *files, whole):
+        os.close(number)
