@@ -44,8 +44,7 @@ class Silent:
     def first_rank(self, says_so: bool) -> int | None:
         return 0 if says_so else None
 
-    def is_equal(self) -> bool:
-        return True
+    def check(self) -> None: ...
 
 
 def is_with(turn: int) -> bool:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 _EQUAL_SIZES = (
     "allreduce allreduce_coalesced broadcast reduce "
@@ -52,7 +52,7 @@ class Calls:
         if reduction is not None:
             parts += [word for word in _REDUCTIONS if reduction == getattr(dist.ReduceOp, word)]
         if name in _EQUAL_SIZES:
-            parts += [f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.numel()}]" for tensor in _tensors(arguments[-1:])]
+            parts += [f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.numel()}]" for tensor in tree_leaves(arguments[-1:])]
         if hasattr(options, "rootRank"):
             parts.append(f"root {options.rootRank}")
         call = " ".join(parts)
@@ -68,11 +68,3 @@ def _noting(calls: Calls, name: str, method: Callable[..., Any]) -> Callable[...
         return method(group, *arguments, **named)
 
     return noting
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors(value)

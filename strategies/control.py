@@ -3,7 +3,7 @@
 Nine numbers a rank, apart from the collectives of the user (`strategies/exchange.py`). They are sent before the
 last backward and read after it: a rank that skipped a collective, gave it another tensor or reduction or logged other
 names is found while the parameters are still untouched. Three more a rank, once the gradients are final, say whether
-those are finite, and once more what was called.
+those are finite and what was called since, and before an optimizer steps what was called until then.
 """
 
 from __future__ import annotations
@@ -92,9 +92,13 @@ class Control:
         """The first rank that says so, or None. Waits for every rank; raises RuntimeError where their collectives differ by now."""
         return next((rank for rank, number in enumerate(self._numbers(says_so)) if number), None)
 
-    def is_equal(self, number: int = 0) -> bool:
+    def is_equal(self, number: int) -> bool:
         """Whether all ranks give the same number. Waits and raises as `first_rank` does."""
         return all(theirs == number for theirs in self._numbers(number))
+
+    def check(self) -> None:
+        """Raise RuntimeError where the ranks' collectives differ by now. Waits for every rank."""
+        self._numbers(0)
 
     def _numbers(self, number: float) -> list[float]:
         self._answers.post(number, self._num_calls(), self._calls.hash)

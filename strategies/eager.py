@@ -275,7 +275,7 @@ class EagerStrategy(Strategy):
         if self._looks:
             self._look_at(optimizer)
         elif self._control is not None and self._on_cpu:
-            self._control.is_equal()  # what hooks have called since the gradients were final
+            self._control.check()  # what hooks have called since the gradients were final
         if self._left_out is not None and not self._may_step(optimizer):
             return False
         if self.precision.scaler is None:
