@@ -553,8 +553,8 @@ def test_leaving_the_group_does_not_wait_for_a_peer_that_hangs() -> None:
         launch(hang_in_flight, (), 2)
 
 
-def drop_a_ddp_last() -> int:
-    for times in range(15):
+def drop_a_ddp_last() -> None:
+    for _ in range(15):
         join()
         ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
         ddp(torch.ones(1, 2)).sum().backward()
@@ -562,12 +562,11 @@ def drop_a_ddp_last() -> int:
         dist.broadcast(kept, 0)
         processes.destroy_process_group()
         del ddp
-    return times
 
 
 def test_a_ddp_that_is_dropped_after_its_group_waits_for_nobody() -> None:
     """Its end would wait with the GIL held for gloo's thread, which needs it to drop the tensor of the last call."""
-    assert launch(drop_a_ddp_last, (), 2) == 14
+    launch(drop_a_ddp_last, (), 2)
 
 
 # ---- signals -------------------------------------------------------------------------------------------
