@@ -63,6 +63,7 @@ class EagerStrategy(Strategy):
         self._num_nodes = 1
         self._accelerator = "cpu"
         self._ready = False
+        self._copies: torch.cuda.Stream | None = None  # on which batches come to a GPU, beside what that still computes of the step before
         self._control: Control | None = None
         self._local_gradients = False
         self._scaler_used = False
@@ -118,6 +119,7 @@ class EagerStrategy(Strategy):
         faults.load(self.rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            self._copies = torch.cuda.Stream()
         self._on_cpu = self.device.type == "cpu"
         self._found, self._one = (make((), dtype=torch.float32, device=self.device) for make in (torch.zeros, torch.ones))
         self.precision.setup(self.device)
@@ -139,7 +141,7 @@ class EagerStrategy(Strategy):
             self._control.close()
         self._control = None
         self._local_gradients = self._scaler_used = self._looks = False
-        self._left_out, self._watched = None, []
+        self._left_out, self._watched, self._copies = None, [], None
         self.precision.teardown()
         processes.destroy_process_group()
 
@@ -168,7 +170,10 @@ class EagerStrategy(Strategy):
 
     def to_device(self, batch: Any) -> Any:
         dtype = self.precision.dtype
-        return move(batch, self.device, None if dtype == torch.float32 else dtype)
+        moved = move(batch, self.device, None if dtype == torch.float32 else dtype, self._copies)
+        if self._copies is not None:
+            torch.cuda.current_stream().wait_stream(self._copies)
+        return moved
 
     # ---- 2. gradient sync ------------------------------------------------------------------------
 
@@ -555,32 +560,42 @@ def detach(output: Any) -> Any:
     return output
 
 
-def move(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """`batch` with its tensors on `device`, floating point ones cast to `dtype` where it is given."""
+def move(batch: Any, device: torch.device, dtype: torch.dtype | None, copies: torch.cuda.Stream | None = None) -> Any:
+    """`batch` with its tensors on `device`, floating point ones cast to `dtype` where it is given.
+
+    What comes from the host is copied on the stream `copies`, for which the caller then lets the current stream wait.
+    """
     if isinstance(batch, Tensor):
-        if dtype is not None and batch.is_floating_point():
-            return batch.to(device, dtype, non_blocking=True)
-        return batch if batch.device == device else batch.to(device, non_blocking=True)
+        to = dtype if dtype is not None and batch.is_floating_point() else batch.dtype
+        if batch.device == device and batch.dtype == to:
+            return batch
+        if copies is None or batch.device.type != "cpu" or type(batch) is not Tensor or batch.layout != torch.strided:
+            return batch.to(device, to, non_blocking=True)
+        with torch.cuda.stream(copies):
+            moved = batch.to(device, to, non_blocking=True)
+        moved.record_stream(torch.cuda.current_stream())
+        return moved
     if isinstance(batch, (str, bytes, int, float, type(None))):
         return batch
     if isinstance(batch, Mapping):
-        moved = {key: move(value, device, dtype) for key, value in batch.items()}
+        items = {key: move(value, device, dtype, copies) for key, value in batch.items()}
         if type(batch) is dict:
-            return moved
+            return items
         try:
-            return type(batch)(moved)  # type: ignore[call-arg]
+            return type(batch)(items)  # type: ignore[call-arg]
         except TypeError:
-            return moved
+            return items
     if isinstance(batch, tuple):
-        items = [move(item, device, dtype) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
+        parts = [move(item, device, dtype, copies) for item in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
     if isinstance(batch, list):
-        return [move(item, device, dtype) for item in batch]
+        return [move(item, device, dtype, copies) for item in batch]
     if hasattr(batch, "to") and callable(batch.to):
         moved = batch.to(device)
         return batch if moved is None else moved
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return dataclasses.replace(batch, **{f.name: move(getattr(batch, f.name), device, dtype) for f in dataclasses.fields(batch) if f.init})
+        fields = {f.name: move(getattr(batch, f.name), device, dtype, copies) for f in dataclasses.fields(batch) if f.init}
+        return dataclasses.replace(batch, **fields)
     return batch
 
 
