@@ -114,8 +114,11 @@ class TensorBoardLogger(Logger):
             return
         self._write_hparams()
         self._step = self._step if step is None else step
-        for key, value in metrics.items():
-            self.experiment.add_scalar(key, value, self._step)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # One event for all of them: the thread that writes takes the interpreter's lock, and a checksum, for each event.
+        values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in metrics.items()]
+        self.experiment._get_file_writer().add_summary(Summary(value=values), self._step)
 
     def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
         """Show `params` on the HPARAMS and TEXT pages (nested names as `a/b`), and log `metrics` as scalars to compare runs by.

@@ -191,7 +191,8 @@ def test_public_names(package: str) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_package_roots_only_re_export(package: str) -> None:
-    for node in ast.parse((REPO_ROOT / package / "__init__.py").read_text()).body:
+    body = ast.parse((REPO_ROOT / package / "__init__.py").read_text()).body
+    for node in [inner for node in body for inner in (node.body if isinstance(node, ast.With) else [node])]:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         names = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
         assert docstring or names or isinstance(node, ast.Import | ast.ImportFrom), ast.unparse(node)
