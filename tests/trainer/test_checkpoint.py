@@ -967,7 +967,7 @@ threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
 for error in errors:
     def again():
         raise error
-    assert "rank 1" in refused(again)
+    assert "after rank " in refused(again)  # 1 has no room; where it was faster, 0 has none left either
 
 write(path, 3)
 assert step_of(path) == 3
