@@ -94,6 +94,28 @@ def test_data(run: Run, tmp_path: Path) -> None:
     sane(numbers["results"], "per_s", output, 2, least=1, most=1e7)
 
 
+@pytest.mark.parametrize("match", ["fused", "accumulate", pytest.param("", marks=pytest.mark.slow)])
+def test_additions(match: str, run: Run, tmp_path: Path) -> None:
+    size = ("--width", "32", "--depth", "2", "--batch", "1")
+    output, numbers = run("additions", "--rounds", "1", "--steps", "4", "--match", match, *size, file=tmp_path / "numbers.json")
+    results = numbers["results"]
+    assert len(results) == {"fused": 4, "accumulate": 3, "": 19 + 2 * torch.cuda.is_available()}[match]
+    assert all(match in name for name in results)
+    sane(results, "ms", output, 1, least=0.01, most=1e5)
+    for name, row in results.items():
+        without = results[name.rpartition(", ")[0] + ", off"] if name.endswith(", on") else row
+        assert row.get("loss") == pytest.approx(without.get("loss"), abs=1e-3), "what makes a step faster trains the same"
+        if "graphs" in row:
+            assert (row["graphs"] > 0) == (not name.endswith(", off")) and row["first_s"] > 0
+    if match in ("accumulate", ""):
+        each, *once = (row["exchanges"] for name, row in results.items() if name.startswith("accumulate"))
+        assert once == [each / 8] * 2, "one exchange a window"
+    if not match:
+        kept, recomputed = (results[f"activation_checkpointing=True, {how}"]["kept_bytes"] for how in ("off", "on"))
+        assert 0 < 2 * recomputed < kept
+    assert list(tmp_path.iterdir()) == [tmp_path / "numbers.json"], "runs of the benchmark leave nothing behind"
+
+
 def test_checkpoint(run: Run, tmp_path: Path) -> None:
     output, numbers = run("checkpoint", "--megabytes", "2", "--rounds", "2", "--folder", str(tmp_path), file=tmp_path / "numbers.json")
     results = numbers["results"]
@@ -158,7 +180,7 @@ def test_page() -> None:
     """What a benchmark writes lands between its marks on the page, and nowhere else."""
     text = _page.PAGE.read_text()
     marks = re.findall(r"<!-- (\w+) -->\n", text)
-    assert set(marks) == {"step_overhead", "start", "engines", "scaling", "data", "checkpoint", "gpu"}
+    assert set(marks) == {"step_overhead", "start", "engines", "scaling", "data", "additions", "checkpoint", "gpu"}
     row = {"median_us": 1.25, "ratio": None}
     columns = {"us a step": ["median_us", ".1f"], "ratio": ["ratio", ".2f"]}
     numbers = {"machine": {"torch": "2.13"}, "rounds": 3, "columns": columns, "results": {"a loop": row}}
