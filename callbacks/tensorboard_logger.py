@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from trainer import Module, Trainer
 
+HOLD_S = 0.5
+"""Seconds between two turns of handing scalars to the thread that writes: to wake it at each interval of fast steps costs more than the writing."""
 MISSING = "TensorBoardLogger needs the package tensorboard, which is not installed: pip install tensorboard"
 
 
@@ -36,8 +38,8 @@ class TensorBoardLogger(Logger):
     keeps the first set that a run has. Its HPARAMS page compares runs by every scalar that they logged.
 
     When `fit` begins in a folder that has events already, TensorBoard is told to hide those of later
-    steps than the one it begins at, so a resumed run has each step once. A file that cannot be written any
-    more, on a full disk for example, costs one warning.
+    steps than the one it begins at, so a resumed run has each step once. What was logged before a checkpoint is
+    on disk before it. A file that cannot be written any more, on a full disk for example, costs one warning.
 
     Args:
         save_dir: folder above all runs; None takes the Trainer's `default_root_dir`.
@@ -45,7 +47,7 @@ class TensorBoardLogger(Logger):
         version: folder of this run below `name`, a number N for `version_N`; None takes the next free one.
         log_graph: trace `forward` on the module's `example_input_array` and show its graph.
         default_hp_metric: log `hp_metric` = -1 with hyperparameters that come without metrics.
-        flush_secs: seconds after which what was logged is on disk at the latest.
+        flush_secs: seconds after which what was logged is on disk, unless a step takes longer.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class TensorBoardLogger(Logger):
         self._is_writer = True
         self._step = 0
         self._purge_step: int | None = None
+        self._held: list[tuple[dict[str, float], int, float]] = []  # scalars, their step and when they were logged
+        self._next_turn = 0.0  # by the monotonic clock
         self._writer: SummaryWriter | None = None
         self._hparams: dict[str, Any] = {}
         self._hparams_are_written = True
@@ -82,21 +86,9 @@ class TensorBoardLogger(Logger):
     def experiment(self) -> Any:
         if not self._is_writer:
             return _Nothing()
-        if self._purge_step is not None:
-            self._close()  # events of this step and later are hidden as the next file is opened
-        if self._writer is None:
-            if self.log_dir is None:
-                raise RuntimeError("TensorBoardLogger.experiment has no folder yet: use it from within fit, validate, test or predict")
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ImportError(MISSING) from error
-            _wait_for_a_later_name(self.log_dir)
-            self._writer = SummaryWriter(self.log_dir, purge_step=self._purge_step, flush_secs=self.flush_secs)
-            file_writer: Any = self._writer.file_writer
-            file_writer.event_writer = _Forgiving(file_writer.event_writer)
-            self._purge_step = None
-        return self._writer
+        writer = self._open()
+        self._hand_over(writer)  # what comes now is later
+        return writer
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._is_writer = trainer.is_global_zero
@@ -108,17 +100,24 @@ class TensorBoardLogger(Logger):
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._step = trainer.global_step
+        if self._held and time.monotonic() >= self._next_turn:
+            self._hand_over(self._open())
+
+    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+        if self._held:  # it may last
+            self._hand_over(self._open())
+
+    def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
+        self.save()  # a run that resumes from it does not log those steps again
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if not self._is_writer:
             return
         self._write_hparams()
         self._step = self._step if step is None else step
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        # One event for all of them: the thread that writes takes the interpreter's lock, and a checksum, for each event.
-        values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in metrics.items()]
-        self.experiment._get_file_writer().add_summary(Summary(value=values), self._step)
+        self._held.append(({key: float(value) for key, value in metrics.items()}, self._step, time.time()))
+        if time.monotonic() >= self._next_turn:
+            self._hand_over(self._open())
 
     def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
         """Show `params` on the HPARAMS and TEXT pages (nested names as `a/b`), and log `metrics` as scalars to compare runs by.
@@ -157,12 +156,18 @@ class TensorBoardLogger(Logger):
             warnings.warn(f"TensorBoardLogger could not trace the graph of {type(module).__name__}.forward: {reason}", stacklevel=2)
 
     def save(self) -> None:
+        if not self._is_writer:
+            return
         self._write_hparams()
+        if self._held:
+            self._hand_over(self._open())
         if self._writer is not None:
             self._writer.flush()
 
     def finalize(self, status: str) -> None:
         self._write_hparams()
+        if self._held:
+            self._hand_over(self._open())
         if self._hparams and self._writer is not None and status == "success":
             # Only success is final: TensorBoard keeps the first status of a run, and others may be resumed.
             self._add_hparams_summary(2)
@@ -188,8 +193,40 @@ class TensorBoardLogger(Logger):
         flat = {key: str(value) if isinstance(value, bool) else value for key, value in flatten(self._hparams).items()}
         writer.file_writer.add_summary(hparams(flat, {})[part])
 
+    def _open(self) -> SummaryWriter:
+        if self._purge_step is not None:
+            self._close()  # events of this step and later are hidden as the next file is opened
+        if self._writer is None:
+            if self.log_dir is None:
+                raise RuntimeError("TensorBoardLogger.experiment has no folder yet: use it from within fit, validate, test or predict")
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ImportError(MISSING) from error
+            _wait_for_a_later_name(self.log_dir)
+            self._writer = SummaryWriter(self.log_dir, purge_step=self._purge_step, max_queue=1000, flush_secs=self.flush_secs - self._hold_s)
+            file_writer: Any = self._writer.file_writer
+            file_writer.event_writer = _Forgiving(file_writer.event_writer)
+            self._purge_step = None
+        return self._writer
+
+    @property
+    def _hold_s(self) -> float:
+        return min(HOLD_S, self.flush_secs / 2)
+
+    def _hand_over(self, writer: SummaryWriter) -> None:
+        """Give `writer` what is held: an event for all scalars of a step, as the thread that writes works on each event for itself."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        held, self._held = self._held, []
+        file_writer = writer._get_file_writer()
+        for metrics, step, when in held:
+            file_writer.add_summary(Summary(value=[Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]), step, when)
+        self._next_turn = time.monotonic() + self._hold_s
+
     def _close(self) -> None:
         if self._writer is not None:
+            self._hand_over(self._writer)
             writer, self._writer = self._writer, None
             writer.close()
 

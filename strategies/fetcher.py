@@ -62,8 +62,11 @@ class Samples:
     def __getitem__(self, key: tuple[int, int, Any]) -> Any:
         epoch, position, indices = key
         if self._tensors is not None:
-            rows = torch.tensor(indices)
-            return [tensor[rows] for tensor in self._tensors]
+            rows = torch.from_numpy(np.array(indices))
+            try:
+                return [tensor.index_select(0, rows) for tensor in self._tensors]
+            except (IndexError, RuntimeError):  # counted from the end, or none of the dataset's
+                return [tensor[rows] for tensor in self._tensors]
         dataset = self.dataset
         if get_worker_info() is None:
             if self._in_bulk:

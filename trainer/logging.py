@@ -136,25 +136,32 @@ class MetricStore:
                 raise ValueError(
                     f"self.log({name!r}) takes one number, but got a tensor of shape {list(value.shape)}; log its mean or its elements under names of their own"
                 )
-            value = value.item() if value.is_cpu else value.detach().reshape(())  # on a device it stays there: no host synchronisation
-        if isinstance(value, Tensor):
-            if entry.total is None or entry.total.device != value.device:
-                self._settle(entry)
-                start = entry.number if entry.reduce_fx in ("max", "min") else 0.0
-                entry.total = torch.full((), start, dtype=torch.float64 if value.device.type != "mps" else torch.float32, device=value.device)
-            if entry.reduce_fx in ("mean", "sum"):
-                if weight:  # padding must not bring in its NaN
-                    entry.total.add_(value, alpha=weight)
-            elif entry.reduce_fx == "max":
-                torch.maximum(entry.total, value, out=entry.total)
-            else:
-                torch.minimum(entry.total, value, out=entry.total)
-        elif not isinstance(value, Number):
+            if not value.is_cpu:
+                self._log_on_device(entry, value.detach().reshape(()), weight)
+                return
+            value = value.item()
+        elif not isinstance(value, (float, int, Number)):
             raise TypeError(f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got {type(value).__name__}")
-        elif entry.reduce_fx in ("mean", "sum"):
-            entry.number += float(value) * weight if weight else 0.0  # type: ignore[arg-type]
+        if entry.reduce_fx in ("mean", "sum"):
+            if weight:  # padding must not bring in its NaN
+                entry.number += float(value) * weight
         else:
-            entry.number = (max if entry.reduce_fx == "max" else min)(entry.number, float(value))  # type: ignore[arg-type]
+            entry.number = (max if entry.reduce_fx == "max" else min)(entry.number, float(value))
+        entry.count += weight
+
+    def _log_on_device(self, entry: Entry, value: Tensor, weight: float) -> None:
+        """Add `value` to the sum where it is: no host synchronisation."""
+        if entry.total is None or entry.total.device != value.device:
+            self._settle(entry)
+            start = entry.number if entry.reduce_fx in ("max", "min") else 0.0
+            entry.total = torch.full((), start, dtype=torch.float64 if value.device.type != "mps" else torch.float32, device=value.device)
+        if entry.reduce_fx in ("mean", "sum"):
+            if weight:  # padding must not bring in its NaN
+                entry.total.add_(value, alpha=weight)
+        elif entry.reduce_fx == "max":
+            torch.maximum(entry.total, value, out=entry.total)
+        else:
+            torch.minimum(entry.total, value, out=entry.total)
         entry.count += weight
 
     def part(self, num_samples: int) -> _Part:

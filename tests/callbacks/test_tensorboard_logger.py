@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
@@ -60,6 +62,37 @@ def test_scalars_text_and_images_reach_tensorboard(tmp_path: Path) -> None:
     (text,) = read(tmp_path).Tensors("note/text_summary")
     assert text.step == 17
     assert text.tensor_proto.string_val == [b"**bold**"]
+
+
+def test_scalars_that_are_held_keep_their_step_and_time_and_come_in_time(tmp_path: Path) -> None:
+    logger, trainer = begun(tmp_path, flush_secs=1000)
+    module: Any = nn.Identity()
+    times = [time.time()]
+    for step in range(30):
+        logger.log_metrics({"loss": 1.0 / (step + 1), "acc": 1.0}, step=step)
+        times.append(time.time())
+    logger.on_save_checkpoint(trainer, module, {})
+    events = read(tmp_path).Scalars("loss")
+    assert [(event.step, event.value) for event in events] == [(step, pytest.approx(1.0 / (step + 1))) for step in range(30)]
+    assert all(before <= event.wall_time <= after for event, before, after in zip(events, times, times[1:], strict=False))
+    assert len(points(tmp_path, "acc")) == 30
+
+    logger.log_metrics({"loss": 3.0}, step=30)
+    logger.log_text("note", "after it")
+    logger.log_metrics({"loss": 4.0}, step=31)
+    logger.on_validation_start(trainer, module)
+    assert logger._writer is not None
+    logger._writer.flush()
+    assert points(tmp_path, "loss")[30:] == [(30, 3.0), (31, 4.0)]
+    order = [(event.step, event.summary.value[0].tag) for event in EventFileLoader(next(map(str, tmp_path.glob("events*")))).Load() if event.summary.value]
+    assert order[-3:] == [(30, "loss"), (30, "note/text_summary"), (31, "loss")], "in the order in which they were logged"
+
+    logger.log_metrics({"loss": 5.0}, step=32)
+    logger._next_turn = 0.0  # half a second later
+    logger.on_train_batch_end(trainer, module, None, None, 0)
+    logger._writer.flush()
+    assert points(tmp_path, "loss")[-1] == (32, 5.0)
+    logger.finalize("success")
 
 
 def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:

@@ -594,6 +594,16 @@ def test_rows_of_tensors_are_what_stacking_their_samples_gives(num_workers: int)
     assert [window.micro_batches[0].batch for window in joined.windows(0)] == [4, 4, 1]
 
 
+def test_rows_are_counted_from_the_end_too_and_must_exist() -> None:
+    dataset = TensorDataset(torch.randn(9, 3), torch.arange(9))
+    for order in ([[8, -1, -9, 0]], [[-2, 3]]):
+        (window,) = ShardedLoader(DataLoader(dataset, batch_sampler=order), rank=0, size=1, seed=0).windows(0)
+        (own,) = DataLoader(dataset, batch_sampler=order)
+        assert all(map(torch.equal, window.micro_batches[0].batch, own))
+    with pytest.raises(IndexError, match="out of bounds"):
+        next(ShardedLoader(DataLoader(dataset, batch_sampler=[[9]]), rank=0, size=1, seed=0).windows(0))
+
+
 def test_a_batch_sampler_as_sampler_reads_whole_lists() -> None:
     def make() -> Any:
         return DataLoader(Lists(7), batch_size=None, sampler=BatchSampler(range(7), 2, drop_last=False))
