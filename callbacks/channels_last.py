@@ -16,11 +16,15 @@ class ChannelsLast(Callback):
     """Lays out 4-dimensional parameters as NHWC in memory; convolutions then compute and hand on in that layout.
 
     Shapes, names and checkpoints stay as they are, and numbers up to rounding. Set before the strategy places the
-    module. Raises ValueError for a module without such a parameter, for which it would do nothing.
+    module. Raises ValueError where it would do nothing: for a module without such a parameter, and under fsdp, tensor
+    parallelism and DeepSpeed, which lay out parameters themselves.
     Source: https://pytorch.org/tutorials/intermediate/memory_format_tutorial.html
     """
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         if not any(parameter.dim() == 4 for parameter in module.parameters()):
             raise ValueError(f"ChannelsLast lays out parameters of 4 dimensions, as convolutions have, but {type(module).__name__} has none; leave it out")
+        if not trainer.strategy.keeps_layout:
+            name = type(trainer.strategy).__name__
+            raise ValueError(f"ChannelsLast does nothing under strategy {name}, which lays parameters out itself; leave it out, or use strategy='ddp'")
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

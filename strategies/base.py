@@ -107,6 +107,8 @@ class Strategy(ABC):
     """False where this rank is to build modules on the meta device, as their values come from another rank in `place`."""
     compiles: bool
     """False where torch.compile does not take what `place` makes of a model."""
+    keeps_layout: bool
+    """False where `place` lays parameters out in memory anew, so that a layout of the user's is lost."""
     reports: bool
     """Of the ranks that share samples exactly one is True: what it logs and predicts stands for all of them."""
     steps_whole: bool

@@ -50,6 +50,7 @@ class DeepSpeed(EagerStrategy):
     """
 
     cuts_gradients = True
+    keeps_layout = False
 
     def __init__(
         self,

@@ -66,6 +66,7 @@ class ShardedStrategy(EagerStrategy):
         world = environment.detect()
         sizes = resolve(self._axes, world.world_size if world is not None else self._num_devices)
         self._sizes = {name: size for name, size in sizes.items() if size > 1}
+        self.keeps_layout = not self._sizes
         self.compiles = "tensor" not in self._sizes  # torch 2.13 guesses which gradients of a compiled block are DTensors, and guesses wrong
 
     def setup(self) -> None:

@@ -191,8 +191,8 @@ def test_public_names(package: str) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_package_roots_only_re_export(package: str) -> None:
-    body = ast.parse((REPO_ROOT / package / "__init__.py").read_text()).body
-    for node in [inner for node in body for inner in (node.body if isinstance(node, ast.With) else [node])]:
+    statements = ast.parse((REPO_ROOT / package / "__init__.py").read_text()).body
+    for node in [inner for outer in statements for inner in (outer.body if isinstance(outer, ast.With) else [outer])]:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         names = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
         assert docstring or names or isinstance(node, ast.Import | ast.ImportFrom), ast.unparse(node)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -38,20 +39,46 @@ class Compiled:
     def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         self.regions = list(find_blocks(module, "auto").values()) or _outermost(module)
         self._plain: dict[type, type] = {}
-        made: dict[type, type] = {}
         for region in self.regions:
             cls = type(region)
-            if cls not in made:
-                # The class's forward: `nn.Module.compile` would compile nothing of torch's own containers.
-                made[cls] = with_forward(cls, torch.compile(cls.forward, **options))
-                self._plain[made[cls]] = cls
-            region.__class__ = made[cls]
+            region.__class__ = _compiled(region, options)
+            self._plain[type(region)] = cls
 
     def undo(self) -> None:
         """Let the regions run as they are written again."""
         for region in self.regions:
             keep(region)  # where a run has failed
             region.__class__ = self._plain.get(type(region), type(region))
+
+
+_made: dict[Any, type[nn.Module]] = {}
+_MOST_MADE = 200
+
+
+def _compiled(block: nn.Module, options: Mapping[str, Any]) -> type[nn.Module]:
+    """The compiled class for blocks such as this one, in this run and the next: torch looks at the class before it takes a graph that it has."""
+    cls = type(block)
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    key = cls, tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors), repr(sorted(options.items()))
+    if key not in _made:
+        # The class's forward: `nn.Module.compile` would compile nothing of torch's own containers.
+        _made[key] = with_forward(cls, torch.compile(_with_own_code(cls.forward), **options))
+        while len(_made) > _MOST_MADE:
+            del _made[next(iter(_made))]
+    return _made[key]
+
+
+def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of `forward`: torch compiles a piece of code at most eight times, which blocks of one class and many shapes would use up."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    # What lies in torch itself is compiled only where it is called from elsewhere.
+    plain = forward if isinstance(forward, FunctionType) and not forward.__module__.startswith("torch.") else call
+    own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
+    own.__kwdefaults__ = plain.__kwdefaults__
+    return own
 
 
 def _outermost(module: nn.Module) -> list[nn.Module]:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -31,6 +31,23 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
     random.seed(seed)
     np.random.seed(seed % 2**32)
     return seed
+
+
+def deterministic() -> Callable[[], None]:
+    """Let torch take deterministic algorithms only, and raise where there is none; returns what sets everything back."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.benchmark = False  # it would take the algorithm that was the fastest in this process
+    torch.use_deterministic_algorithms(True)
+
+    def undo() -> None:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = benchmark
+        if workspace is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+    return undo
 
 
 def derive(seed: int, *stream: str | int) -> int:

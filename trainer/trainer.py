@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from trainer.logging import MetricStore
 from trainer.module import Module
 from trainer.progress import Progress
 from trainer.run_folder import RunFolder, conclude, described
-from trainer.seeding import rng_state, seed_everything, set_rng_state
+from trainer.seeding import deterministic, rng_state, seed_everything, set_rng_state
 from trainer.setup import Sources, attached
 
 RESULTS: tuple[str, ...] = ("callback_metrics", "logged_metrics", "progress_bar_metrics", "log_dir", "should_stop")
@@ -214,6 +214,7 @@ class Trainer:
         """Seconds that training has waited for checkpoints on this rank."""
         self.stop_signal = 0
         self._handlers: dict[int, Any] = {}
+        self._undeterministic: Callable[[], None] | None = None
         self._folder: RunFolder | None = None
         self.executed: Any = [0]
         """Its first item counts optimizer steps computed, those that were lost included."""
@@ -399,8 +400,7 @@ class Trainer:
             seed_everything(self.seed)
         self.run_seed = int(self.strategy.broadcast(self.seed if self.seed is not None else torch.initial_seed() % 2**63))
         if self.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
+            self._undeterministic = deterministic()
         if self._chosen is not None and self.is_global_zero:
             print(self._chosen, file=sys.stderr)
             self._chosen = None
@@ -424,8 +424,9 @@ class Trainer:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
-        if self.deterministic:
-            torch.use_deterministic_algorithms(False)
+        if self._undeterministic is not None:
+            self._undeterministic()
+            self._undeterministic = None
 
     def publish(self, values: dict[str, float]) -> None:
         """Show reduced values: to callbacks, the progress bar and the loggers. Every rank calls it."""

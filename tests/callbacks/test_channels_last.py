@@ -55,3 +55,11 @@ def test_convolutions_compute_in_the_layout_and_numbers_stay(devices: int) -> No
 def test_a_module_without_convolutions() -> None:
     with pytest.raises(ValueError, match="ChannelsLast lays out parameters of 4 dimensions, as convolutions have, but Net has none"):
         quiet(callbacks=[ChannelsLast()]).fit(net(), loader())
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow), pytest.param("deepspeed", marks=pytest.mark.slow)])
+def test_a_strategy_that_lays_parameters_out_itself(strategy: str) -> None:
+    with pytest.raises(ValueError, match="ChannelsLast does nothing under strategy .*, which lays parameters out itself; leave it out, or use strategy='ddp'"):
+        quiet(strategy=strategy, devices=2, callbacks=[ChannelsLast()]).fit(Pixels(), pixels())
+    if strategy == "fsdp":
+        quiet(strategy=strategy, devices=1, callbacks=[ChannelsLast()]).fit(Pixels(), pixels())

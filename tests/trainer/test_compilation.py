@@ -70,6 +70,43 @@ def test_repeated_blocks_share_one_compilation() -> None:
     assert len(graphs) == 2  # what is computed again is compiled, too
 
 
+def test_a_second_fit_takes_what_the_first_has_compiled() -> None:
+    for _ in range(10):  # torch would give up after eight
+        trained(SingleDevice, 1, "32-true", compile={"backend": counting})
+        assert len(graphs) == 1
+
+
+class Widths(nn.Module):
+    """Blocks of one class and eleven shapes, trained and evaluated: more than the eight graphs that torch makes of a piece of code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, 1)) for width in range(3, 14))
+
+
+def test_blocks_of_many_shapes_are_all_compiled() -> None:
+    runs = 0
+
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            return graph.forward(*args)
+
+        return run
+
+    module = Widths()
+    compiled = Compiled(module, {"backend": backend})
+    for train in (False, True, True):
+        module.train(train)
+        with torch.set_grad_enabled(train):
+            for width, block in enumerate(module.blocks, 3):
+                block(torch.ones(2, width))
+    assert runs == 3 * 11
+    compiled.undo()
+    assert {type(block) for block in module.blocks} == {nn.Sequential}
+
+
 def test_a_module_without_blocks_is_compiled_by_its_children() -> None:
     module = net()
     compiled = Compiled(module, {"backend": counting})

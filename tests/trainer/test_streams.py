@@ -254,3 +254,26 @@ def test_everything_is_seeded_by_the_trainers_seed() -> None:
         trainer.fit(model, loader(16, 4, shuffle=True))
         runs.append((weights(model), streams.state))
     assert equal(runs[0][0], runs[1][0]) and runs[0][1] == runs[1][1]
+
+
+class Putting(Net):
+    """Calls an operation for which torch has no deterministic algorithm."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        torch.zeros(2).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))
+        assert not torch.backends.cudnn.benchmark
+        return super().training_step(batch, batch_idx)
+
+
+def test_only_deterministic_algorithms_where_asked_for_and_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        quiet(deterministic=True).fit(net(), loader())
+        with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
+            quiet(deterministic=True).fit(Putting(), loader())
+        assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.backends.cudnn.benchmark and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
