@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 _EQUAL_SIZES = (
@@ -21,7 +22,6 @@ _EQUAL_SIZES = (
 ).split()
 """Calls whose tensors have the same numbers of elements on all ranks."""
 _OTHERS = ["gather", "scatter", "alltoall", "alltoall_base", "all_to_all_single", "barrier"]
-_REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
 class Calls:
@@ -50,9 +50,11 @@ class Calls:
         parts = [name.strip("_")]
         reduction = getattr(options, "reduceOp", None)
         if reduction is not None:
-            parts += [word for word in _REDUCTIONS if reduction == getattr(dist.ReduceOp, word)]
+            parts.append(reduction.op.name)
         if name in _EQUAL_SIZES:
-            parts += [f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.numel()}]" for tensor in tree_leaves(arguments[-1:])]
+            given = arguments[-1]
+            for tensor in [given] if isinstance(given, Tensor) else tree_leaves(given):
+                parts.append(f"{str(tensor.dtype)[len('torch.') :]}[{tensor.numel()}]")
         if hasattr(options, "rootRank"):
             parts.append(f"root {options.rootRank}")
         call = " ".join(parts)

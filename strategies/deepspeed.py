@@ -175,7 +175,7 @@ class DeepSpeed(EagerStrategy):
         placed.begin_window(options.get("part"))
         agreement = super().forward_backward(placed, step_fn, window, micro_batches=placed.each(window, micro_batches), **options)
         self._clipped = False
-        share_buffers(placed)
+        share_buffers(placed.modules())
         if agreement.count:
             placed.check_unused()
         else:

@@ -90,6 +90,19 @@ class _Run:
     outputs: dict[tuple[int, int], Any] = field(default_factory=dict)
 
 
+class _Blank:
+    """What a tensor without data is like, to make more of them: a tenth of the time of a detach, which goes through the fake mode."""
+
+    __slots__ = ("_device", "_like", "_mode")
+
+    def __init__(self, tensor: FakeTensor) -> None:
+        self._mode, self._device = tensor.fake_mode, tensor.fake_device
+        self._like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    def tensor(self) -> FakeTensor:
+        return FakeTensor(self._mode, self._like, self._device)
+
+
 class _Lost(NamedTuple):
     """A parameter or buffer that lies on another rank."""
 
@@ -375,7 +388,8 @@ class Staged(nn.Module):
         call = run.calls[index]
         run.calls[index] += 1
         # A new object a call: it is told apart from that of another micro-batch.
-        return tree_map_only(FakeTensor, torch.Tensor.detach, run.layout.outputs[index, call])  # type: ignore[union-attr]
+        blank = run.layout.outputs[index, call]  # type: ignore[union-attr]
+        return blank.tensor() if isinstance(blank, _Blank) else tree_map_only(_Blank, _Blank.tensor, blank)
 
     def _incoming(self, run: _Run, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not run.started:
@@ -387,6 +401,8 @@ class Staged(nn.Module):
         return self._real_arguments(index, args, kwargs)
 
     def _real_arguments(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not kwargs and all(type(arg) is Tensor for arg in args):
+            return args, kwargs
         return tree_map_only(FakeTensor, functools.partial(self._real, index), (args, kwargs))
 
     def _real(self, index: int, leaf: Tensor) -> Tensor:
@@ -464,7 +480,7 @@ class Staged(nn.Module):
             output = self._shadows[index](*args, **kwargs)
         call = run.calls[index]
         run.calls[index] += 1
-        run.outputs[index, call] = tree_map_only(FakeTensor, torch.Tensor.detach, output)
+        run.outputs[index, call] = tree_map_only(FakeTensor, _Blank, output)
         return output
 
     @contextmanager

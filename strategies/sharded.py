@@ -52,6 +52,8 @@ class ShardedStrategy(EagerStrategy):
         self._mesh: DeviceMesh | None = None
         self._sync_each = False
         self._steps: Steps | None = None
+        self._named: list[tuple[str, nn.Parameter]] = []
+        self._buffered: list[nn.Module] | None = None
         self._part: Callable[[int], AbstractContextManager[Any]] | None = None
 
     # ---- 1. processes and devices ----------------------------------------------------------------
@@ -89,6 +91,7 @@ class ShardedStrategy(EagerStrategy):
     def teardown(self) -> None:
         super().teardown()
         self._mesh = self._steps = None
+        self._named, self._buffered = [], None
 
     def place(self, model: nn.Module) -> nn.Module:
         if self.rank == 0:
@@ -118,7 +121,9 @@ class ShardedStrategy(EagerStrategy):
         for optimizer in optimizers.values():
             if self._mesh is not None and isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Rprop)):
                 raise ValueError(f"{type(optimizer).__name__} does not step parameters that are cut over ranks; use another optimizer, or strategy='ddp'")
-        return super().attach(placed, optimizers)
+        attached = super().attach(placed, optimizers)
+        self._named, self._buffered = self._cut_by_name(placed), [module for module in placed.modules() if module._buffers]
+        return attached
 
     # ---- 2. gradient sync ------------------------------------------------------------------------
 
@@ -136,7 +141,7 @@ class ShardedStrategy(EagerStrategy):
                 agreement = super().forward_backward(placed, step_fn, window, **options)
         finally:
             placed.close()  # type: ignore[operator]
-        share_buffers(placed)
+        share_buffers(placed.modules() if self._buffered is None else self._buffered)
         return agreement
 
     def evaluate(
@@ -216,7 +221,7 @@ class ShardedStrategy(EagerStrategy):
 
             placed.close()  # type: ignore[operator]
             self._check_used(placed)
-            dtensors.settle(placed.parameters())
+            dtensors.settle(self._watched or placed.parameters())
             self._average(placed.unsharded)  # type: ignore[arg-type]
         return super()._concluded(placed, agreement)
 
@@ -241,7 +246,8 @@ class ShardedStrategy(EagerStrategy):
     def _gradients(self, placed: nn.Module) -> list[Tensor]:
         from strategies import dtensors
 
-        return [dtensors.local(p.grad) for p in placed.parameters() if p.grad is not None]
+        with torch.no_grad():  # else torch makes a view that can be walked back through
+            return [dtensors.local(gradient) for p in self._watched or placed.parameters() if (gradient := p.grad) is not None]
 
     def _sync_gradients(self, placed: nn.Module, on: bool) -> None:
         if self._mesh is not None:
@@ -298,8 +304,7 @@ class ShardedStrategy(EagerStrategy):
         """Raise RuntimeError where the ranks gave gradients to different parameters: torch has averaged one with another."""
         if self._steps is None or self.options.find_unused_parameters:
             return
-        whole = {id(p) for p in placed.unsharded}  # type: ignore[union-attr]
-        cut = [(name, p) for name, p in self._user_model(placed).named_parameters() if id(p) not in whole]
+        cut = self._named or self._cut_by_name(placed)
         mask = bytes(p.grad is not None for _, p in cut)
         if self._control.is_equal(zlib.crc32(mask)):  # type: ignore[union-attr]
             return
@@ -311,6 +316,11 @@ class ShardedStrategy(EagerStrategy):
             + (f" and {len(names) - 10} more" if len(names) > 10 else "")
             + "; use them on every rank, or give find_unused_parameters=True"
         )
+
+    def _cut_by_name(self, placed: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """The parameters whose gradients torch brings together."""
+        whole = set(map(id, getattr(placed, "unsharded", ())))
+        return [(name, p) for name, p in self._user_model(placed).named_parameters() if id(p) not in whole]
 
     @torch.no_grad()
     def _average(self, parameters: Sequence[nn.Parameter]) -> None:
