@@ -521,7 +521,7 @@ def weighted_losses(
     whole of it.
     """
     losses: list[tuple[Tensor, Sequence[nn.Parameter] | None]]
-    if isinstance(output, Mapping) and parameters and "loss" not in output:
+    if parameters and isinstance(output, Mapping) and "loss" not in output:
         wrong = sorted(set(map(str, output)) ^ set(parameters)) + [name for name, value in output.items() if not isinstance(value, Tensor)]
         if wrong:
             raise ValueError(
@@ -566,8 +566,8 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None, copies: to
     What comes from the host is copied on the stream `copies`, for which the caller then lets the current stream wait.
     """
     if isinstance(batch, Tensor):
-        to = dtype if dtype is not None and batch.is_floating_point() else batch.dtype
-        if batch.device == device and batch.dtype == to:
+        to = None if dtype is None or not batch.is_floating_point() else dtype
+        if batch.device == device and (to is None or batch.dtype == to):
             return batch
         if copies is None or batch.device.type != "cpu" or type(batch) is not Tensor or batch.layout != torch.strided:
             return batch.to(device, to, non_blocking=True)
@@ -575,6 +575,8 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None, copies: to
             moved = batch.to(device, to, non_blocking=True)
         moved.record_stream(torch.cuda.current_stream())
         return moved
+    if isinstance(batch, list):
+        return [move(item, device, dtype, copies) for item in batch]
     if isinstance(batch, (str, bytes, int, float, type(None))):
         return batch
     if isinstance(batch, Mapping):
@@ -588,8 +590,6 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None, copies: to
     if isinstance(batch, tuple):
         parts = [move(item, device, dtype, copies) for item in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
-    if isinstance(batch, list):
-        return [move(item, device, dtype, copies) for item in batch]
     if hasattr(batch, "to") and callable(batch.to):
         moved = batch.to(device)
         return batch if moved is None else moved
