@@ -47,7 +47,8 @@ class TensorBoardLogger(Logger):
         version: folder of this run below `name`, a number N for `version_N`; None takes the next free one.
         log_graph: trace `forward` on the module's `example_input_array` and show its graph.
         default_hp_metric: log `hp_metric` = -1 with hyperparameters that come without metrics.
-        flush_secs: seconds after which what was logged is on disk, unless a step takes longer.
+        flush_secs: seconds after which what was logged is on disk; what came in the last half second before steps
+            stall may take until the next logging interval, validation, checkpoint or end.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class TensorBoardLogger(Logger):
         self.flush_secs = flush_secs
         self._draws_graph = log_graph
         self._is_writer = True
-        self._step = 0
+        self._trainer: Trainer | None = None
         self._purge_step: int | None = None
         self._held: list[tuple[dict[str, float], int, float]] = []  # scalars, their step and when they were logged
         self._next_turn = 0.0  # by the monotonic clock
@@ -91,16 +92,14 @@ class TensorBoardLogger(Logger):
         return writer
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._is_writer = trainer.is_global_zero
+        self._trainer, self._is_writer = trainer, trainer.is_global_zero
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         # The disk is touched only by what the Trainer calls behind its error boundary.
-        self._step = trainer.global_step
         self._purge_step = trainer.global_step + 1
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._step = trainer.global_step
-        if self._held and time.monotonic() >= self._next_turn:
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        if self._held:
             self._hand_over(self._open())
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
@@ -114,8 +113,7 @@ class TensorBoardLogger(Logger):
         if not self._is_writer:
             return
         self._write_hparams()
-        self._step = self._step if step is None else step
-        self._held.append(({key: float(value) for key, value in metrics.items()}, self._step, time.time()))
+        self._held.append(({key: float(value) for key, value in metrics.items()}, self._at(step), time.time()))
         if time.monotonic() >= self._next_turn:
             self._hand_over(self._open())
 
@@ -132,7 +130,7 @@ class TensorBoardLogger(Logger):
             self.log_metrics(metrics)
 
     def log_text(self, key: str, text: str, step: int | None = None) -> None:
-        self.experiment.add_text(key, text, self._step if step is None else step)
+        self.experiment.add_text(key, text, self._at(step))
 
     def log_graph(self, module: Module, example_input: Any) -> None:
         """Show the graph of `forward`, where the logger was made with `log_graph=True`; a failure costs one warning.
@@ -179,7 +177,7 @@ class TensorBoardLogger(Logger):
         self._hparams_are_written = True
         write_hparams(self.log_dir, self._hparams)
         self._add_hparams_summary(1)
-        self.experiment.add_text("hparams", f"```yaml\n{to_yaml(self._hparams)}```", self._step)
+        self.experiment.add_text("hparams", f"```yaml\n{to_yaml(self._hparams)}```", self._at(None))
 
     def _add_hparams_summary(self, part: int) -> None:
         """Add one of the three summaries of the HPARAMS plugin: 1 starts the session, 2 ends it.
@@ -210,6 +208,9 @@ class TensorBoardLogger(Logger):
             self._purge_step = None
         return self._writer
 
+    def _at(self, step: int | None) -> int:
+        return step if step is not None else self._trainer.global_step if self._trainer is not None else 0
+
     @property
     def _hold_s(self) -> float:
         return min(HOLD_S, self.flush_secs / 2)
@@ -231,7 +232,7 @@ class TensorBoardLogger(Logger):
             writer.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_writer": None}  # it owns a thread and a file; the next use opens another
+        return self.__dict__ | {"_writer": None, "_trainer": None}  # a writer owns a thread and a file; the next use opens another
 
 
 class _Forgiving:

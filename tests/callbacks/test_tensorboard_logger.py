@@ -51,7 +51,6 @@ def test_scalars_text_and_images_reach_tensorboard(tmp_path: Path) -> None:
     logger, trainer = begun(tmp_path)
     logger.log_metrics({"loss": 2.0, "acc": 0.5}, step=10)
     trainer.global_step = 17
-    logger.on_train_batch_end(trainer, nn.Identity(), None, None, 0)  # type: ignore[arg-type]
     logger.log_metrics({"loss": 1.0})  # at the last step
     logger.log_text("note", "**bold**")
     logger.experiment.add_image("picture", torch.rand(3, 4, 4), 17)
@@ -78,7 +77,7 @@ def test_scalars_that_are_held_keep_their_step_and_time_and_come_in_time(tmp_pat
     assert len(points(tmp_path, "acc")) == 30
 
     logger.log_metrics({"loss": 3.0}, step=30)
-    logger.log_text("note", "after it")
+    logger.log_text("note", "after it", 30)
     logger.log_metrics({"loss": 4.0}, step=31)
     logger.on_validation_start(trainer, module)
     assert logger._writer is not None
@@ -88,8 +87,7 @@ def test_scalars_that_are_held_keep_their_step_and_time_and_come_in_time(tmp_pat
     assert order[-3:] == [(30, "loss"), (30, "note/text_summary"), (31, "loss")], "in the order in which they were logged"
 
     logger.log_metrics({"loss": 5.0}, step=32)
-    logger._next_turn = 0.0  # half a second later
-    logger.on_train_batch_end(trainer, module, None, None, 0)
+    logger.on_train_epoch_end(trainer, module)
     logger._writer.flush()
     assert points(tmp_path, "loss")[-1] == (32, 5.0)
     logger.finalize("success")
