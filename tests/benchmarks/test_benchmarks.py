@@ -176,11 +176,25 @@ def test_memory(run: Run, tmp_path: Path) -> None:
         assert row["steps"] > row["total"] > 0
 
 
+@pytest.mark.parametrize("match", ["everything", pytest.param("pipeline", marks=pytest.mark.slow)])
+def test_step_profile(match: str, run: Run, tmp_path: Path) -> None:
+    output, numbers = run("step_profile", "--rounds", "2", "--steps", "50", "--match", match, file=tmp_path / "numbers.json")
+    ((name, rows),) = numbers["results"].items()
+    assert match in name and f"{name} " in output
+    whole = rows.pop("all")
+    for who in ("by_hand_us", "lockstep_us"):
+        assert 1 < whole[who] < 1e6
+        assert sum(row[who] or 0 for row in rows.values()) == pytest.approx(whole[who], rel=0.3), "medians of the parts"
+    assert rows["torch, the model, the loop by hand"]["by_hand_us"] == pytest.approx(whole["by_hand_us"], rel=0.1)
+    own = {file: row["lockstep_us"] for file, row in rows.items() if file.endswith(".py")}
+    assert {"strategies/eager.py", "trainer/loop.py"} & set(own) and all(row["by_hand_us"] is None for file, row in rows.items() if file in own)
+
+
 def test_page() -> None:
     """What a benchmark writes lands between its marks on the page, and nowhere else."""
     text = _page.PAGE.read_text()
     marks = re.findall(r"<!-- (\w+) -->\n", text)
-    assert set(marks) == {"step_overhead", "start", "engines", "scaling", "data", "additions", "checkpoint", "gpu"}
+    assert set(marks) == {"step_overhead", "step_profile", "start", "engines", "scaling", "data", "additions", "checkpoint", "gpu"}
     row = {"median_us": 1.25, "ratio": None}
     columns = {"us a step": ["median_us", ".1f"], "ratio": ["ratio", ".2f"]}
     numbers = {"machine": {"torch": "2.13"}, "rounds": 3, "columns": columns, "results": {"a loop": row}}
