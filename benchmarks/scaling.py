@@ -5,7 +5,7 @@
 `tensors`, `values`, `callbacks`, `ranks`: microseconds that a step takes beyond that of a hand-written loop with the same
 model, which logs nothing and has no callbacks (on several ranks: one around DistributedDataParallel); medians over
 rounds in which all take turns; CPU time is that of the process (of rank 0). The callbacks override nothing.
-`memory`: what a process holds after 10^6 values were logged and reduced every 50, and after a fit of 10^5 steps, beyond
+`memory`: what a process holds after 10^6 values were logged and reduced every 50, and after a fit of 10^6 steps, beyond
 what it held after a tenth of them: bytes resident, and blocks of Python's allocator, which are counted one by one.
 `samples`: a shuffled loader over a dataset that has only a length: seconds until the first window, at the beginning of
 the epoch and in its middle as after a resume, and the most memory that this took; beside torch's DistributedSampler.
@@ -175,7 +175,7 @@ def ranks(effort: float, numbers: list[int]) -> tuple[dict[str, Callable[[], Clo
 
 
 def memory(effort: float) -> dict[str, dict[str, Any]]:
-    return {"values logged": logging(at_least(10, effort * 1_000_000)), "steps of a fit": fitting(at_least(10, effort * 100_000))}
+    return {"values logged": logging(at_least(10, effort * 1_000_000)), "steps of a fit": fitting(at_least(10, effort * 1_000_000))}
 
 
 class Growth:
