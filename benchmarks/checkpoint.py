@@ -108,7 +108,7 @@ def unchecked(save: Callable[[], Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what a save costs.")
     parser.add_argument("--megabytes", type=int, default=240, help="of the checkpoint")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each way")
+    parser.add_argument("--rounds", type=int, default=21, help="turns of each way")
     parser.add_argument("--folder", type=Path, help="where to save (default: the folder of temporary files)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()

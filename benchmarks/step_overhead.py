@@ -190,7 +190,7 @@ if importlib.util.find_spec("accelerate"):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what a training step costs beside a hand-written loop.")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each variant")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each variant")
     parser.add_argument("--steps", type=int, default=1000, help=f"steps that count in a turn, after {WARMUP_STEPS} that do not")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()

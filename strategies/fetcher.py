@@ -57,6 +57,7 @@ class Samples:
             # A Subset always has `__getitems__`, which is a loop unless its dataset has one.
             inner = inner.dataset
         self._in_bulk = one_by_one and bool(getattr(inner, "__getitems__", None))
+        self._is_tensor = type(dataset) is torch.Tensor
         self._tensors = _stacked(dataset) if one_by_one and collate_fn is default_collate else None
 
     def __getitem__(self, key: tuple[int, int, Any]) -> Any:
@@ -64,9 +65,10 @@ class Samples:
         if self._tensors is not None:
             rows = torch.from_numpy(np.array(indices))
             try:
-                return [tensor.index_select(0, rows) for tensor in self._tensors]
+                batch = [tensor.index_select(0, rows) for tensor in self._tensors]
             except (IndexError, RuntimeError):  # counted from the end, or none of the dataset's
-                return [tensor[rows] for tensor in self._tensors]
+                batch = [tensor[rows] for tensor in self._tensors]
+            return batch[0] if self._is_tensor else batch
         dataset = self.dataset
         if get_worker_info() is None:
             if self._in_bulk:
@@ -84,10 +86,10 @@ class Samples:
 
 def _stacked(dataset: Any) -> Sequence[torch.Tensor] | None:
     """The tensors of a dataset whose batches are rows of them, so that indexing gives at once what stacking samples does; else None."""
-    if type(dataset) is not TensorDataset:
+    tensors = (dataset,) if type(dataset) is torch.Tensor else dataset.tensors if type(dataset) is TensorDataset else None
+    if tensors is None or not all(type(t) is torch.Tensor and t.layout == torch.strided and t.is_contiguous() and not t.requires_grad for t in tensors):
         return None
-    plain = all(type(t) is torch.Tensor and t.layout == torch.strided and t.is_contiguous() and not t.requires_grad for t in dataset.tensors)
-    return dataset.tensors if plain else None
+    return tensors
 
 
 class Items:

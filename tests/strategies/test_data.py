@@ -581,7 +581,8 @@ class Doubled(TensorDataset):
 def test_rows_of_tensors_are_what_stacking_their_samples_gives(num_workers: int) -> None:
     tensors = torch.randn(9, 3, 2), torch.arange(9), torch.rand(9, dtype=torch.float64) < 0.5
     strange = torch.randn(9, 2, 3).transpose(1, 2), torch.arange(9)
-    for dataset in (TensorDataset(*tensors), TensorDataset(*strange), Doubled(*tensors)):
+    datasets: list[Any] = [TensorDataset(*tensors), TensorDataset(*strange), Doubled(*tensors), tensors[0], tensors[1], strange[0]]
+    for dataset in datasets:
         own = list(DataLoader(dataset, batch_size=4))
         ours = [window.micro_batches[0].batch for window in ShardedLoader(DataLoader(dataset, 4, num_workers=num_workers), rank=0, size=1, seed=0).windows(0)]
         for theirs, mine in zip(own, ours, strict=True):
