@@ -39,6 +39,7 @@ from benchmarks import recompute
 from benchmarks._rounds import Clock, machine, summarise, table, take_turns, told, write_json
 from benchmarks.engines import CONTEXT, RANKS, Job, Ticks, loss_of
 from benchmarks.scaling import Small
+from benchmarks.step_overhead import BARE
 from callbacks import Callback, ChannelsLast
 from strategies import environment, processes
 from strategies.rendezvous import destroy_process_group, init_process_group
@@ -48,7 +49,6 @@ WARMUP_STEPS, WARMUP_WINDOWS = 3, 2
 ACCUMULATE = 8
 EACH, NO_SYNC, LOCKSTEP = "by hand, exchanges in each backward", "by hand, no_sync", "lockstep"
 NUM_TENSORS = 1000
-QUIET: dict[str, Any] = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 ON_GPU = torch.cuda.is_available()
 
 Turn: TypeAlias = "dict[str, float | None]"
@@ -131,7 +131,7 @@ class Work:
 
     def fit(self, task: Task, batches: DataLoader, callbacks: Sequence[Callback] = (), **options: Any) -> Turn:
         clock = Steps(self.steps)
-        trainer = Trainer(strategy="single", devices=1, accelerator="gpu" if ON_GPU else "cpu", callbacks=[Ticks(clock), *callbacks], **QUIET, **options)
+        trainer = Trainer(strategy="single", devices=1, accelerator="gpu" if ON_GPU else "cpu", callbacks=[Ticks(clock), *callbacks], **BARE, **options)
         trainer.fit(task, batches)
         times = {"ms": clock.s_per_step() * 1e3, "cpu_ms": clock.cpu_s_per_step() * 1e3, "first_s": clock.first[1] - clock.first[0]}
         return {**times, "loss": trainer.last_loss}
@@ -201,7 +201,7 @@ def on_rank(how: str, job: Job, num_windows: int) -> Turn:
     clock = Counts(num_windows * ACCUMULATE, job.clock.marks[0])
     assert world is not None
     if how == LOCKSTEP:
-        trainer = Trainer(strategy="ddp", devices=RANKS, accelerator="cpu", accumulate_grad_batches=ACCUMULATE, callbacks=Ticks(clock), **QUIET)
+        trainer = Trainer(strategy="ddp", devices=RANKS, accelerator="cpu", accumulate_grad_batches=ACCUMULATE, callbacks=Ticks(clock), **BARE)
         trainer.fit(task, job.loader(RANKS))
     else:
         init_process_group(world, "gloo")

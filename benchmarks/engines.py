@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks._rounds import Clock, machine, summarise, table, take_turns, told, write_json
+from benchmarks.step_overhead import BARE
 from callbacks import Callback
 from examples.gpt import GPT, VOCABULARY
 from strategies import environment, processes
@@ -179,9 +180,18 @@ class Ticks(Callback):
         self.clock.tick(batch_idx)
 
 
+def train(name: str, by_hand: bool, job: Job, world: environment.World) -> None:
+    """Train under the engine of that name, by hand or through the Trainer. On every rank; no group is left."""
+    if by_hand:
+        init_process_group(world, "gloo")
+        BY_HAND[name](job, world.rank)
+        destroy_process_group()
+    else:
+        lockstep(job, name)
+
+
 def lockstep(job: Job, name: str) -> None:
-    options: dict[str, Any] = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(strategy=name, devices=RANKS, accelerator="cpu", callbacks=Ticks(job.clock), **options)
+    trainer = Trainer(strategy=name, devices=RANKS, accelerator="cpu", callbacks=Ticks(job.clock), **BARE)
     trainer.fit(Text(job.gpt()), job.loader(RANKS if name in ("ddp", "fsdp") else 1))
 
 
@@ -193,12 +203,7 @@ def on_rank(name: str, by_hand: bool, job: Job, counts_bytes: bool) -> list[floa
     world = environment.detect()
     assert world is not None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) if counts_bytes else record_function("not counted") as profiled:
-        if by_hand:
-            init_process_group(world, "gloo")
-            BY_HAND[name](job, world.rank)
-            destroy_process_group()
-        else:
-            lockstep(job, name)
+        train(name, by_hand, job, world)
     init_process_group(world, "gloo")
     peaks = [torch.zeros((), dtype=torch.long) for _ in range(RANKS)]
     dist.all_gather(peaks, torch.tensor(peak_bytes(profiled) if counts_bytes else 0))

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import engines, step_overhead
+from benchmarks import step_overhead
 from benchmarks._rounds import Clock, machine, table, take_turns, told, write_json
-from benchmarks.engines import BY_HAND, RANKS, Job
+from benchmarks.engines import BY_HAND, RANKS, Job, train
 from strategies import environment, processes
 from strategies.rendezvous import destroy_process_group, init_process_group
 
@@ -80,12 +80,7 @@ def on_rank(name: str, by_hand: bool, num_steps: int) -> Profile:
     job = Job(width=128, depth=4, batch=4, warmup=WARMUP_STEPS, num_steps=num_steps)
     if world.rank == RANKS - 1:
         job.clock = SampledClock(num_steps, WARMUP_STEPS)  # type: ignore[assignment]
-    if by_hand:
-        init_process_group(world, "gloo")
-        BY_HAND[name](job, world.rank)
-        destroy_process_group()
-    else:
-        engines.lockstep(job, name)
+    train(name, by_hand, job, world)
     init_process_group(world, "gloo")
     profiles: list[Any] = [None] * RANKS
     dist.all_gather_object(profiles, job.clock.profile() if isinstance(job.clock, SampledClock) else None)

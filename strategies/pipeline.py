@@ -85,6 +85,7 @@ class Pipeline(EagerStrategy):
         self.module, self.split, self.sample = module, split, sample
         self.timeout_s = timeout_s
         self._axes = {"pipeline": None} if mesh is None else parse(mesh)
+        self.keeps_layout = "fsdp" not in self._axes
         if "pipeline" not in self._axes or set(self._axes) - {"pipeline", "ddp", "fsdp"}:
             raise ValueError(f"the mesh of a pipeline has the axes pipeline, ddp and fsdp, but mesh={mesh!r}; name pipeline, and leave tensor out")
         self.num_stage_ranks = 1

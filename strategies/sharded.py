@@ -52,7 +52,7 @@ class ShardedStrategy(EagerStrategy):
         self._mesh: DeviceMesh | None = None
         self._sync_each = False
         self._steps: Steps | None = None
-        self._named: list[tuple[str, nn.Parameter]] = []
+        self._named: list[tuple[str, nn.Parameter]] | None = None
         self._buffered: list[nn.Module] | None = None
         self._part: Callable[[int], AbstractContextManager[Any]] | None = None
 
@@ -91,7 +91,7 @@ class ShardedStrategy(EagerStrategy):
     def teardown(self) -> None:
         super().teardown()
         self._mesh = self._steps = None
-        self._named, self._buffered = [], None
+        self._named = self._buffered = None
 
     def place(self, model: nn.Module) -> nn.Module:
         if self.rank == 0:
@@ -304,7 +304,7 @@ class ShardedStrategy(EagerStrategy):
         """Raise RuntimeError where the ranks gave gradients to different parameters: torch has averaged one with another."""
         if self._steps is None or self.options.find_unused_parameters:
             return
-        cut = self._named or self._cut_by_name(placed)
+        cut = self._cut_by_name(placed) if self._named is None else self._named
         mask = bytes(p.grad is not None for _, p in cut)
         if self._control.is_equal(zlib.crc32(mask)):  # type: ignore[union-attr]
             return

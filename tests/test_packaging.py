@@ -88,3 +88,21 @@ def test_a_wheel_installs_alone(repo_root: Path, tmp_path: Path) -> None:
     code = "import sys; sys.path.insert(0, 'site'); import trainer, callbacks, strategies; print(trainer.__file__)"
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert result.stdout.startswith(str(tmp_path / "site")), result.stderr
+
+
+COUNTED = """
+import gc, sys
+passes = []
+gc.callbacks.append(lambda phase, info: passes.append(phase) if phase == "start" else None)
+{before}
+import trainer
+print(len(passes), gc.isenabled())
+"""
+
+
+@pytest.mark.parametrize(("before", "collects"), [("", "True"), ("gc.disable()", "False")])
+def test_the_garbage_collector_rests_during_the_import(before: str, collects: str) -> None:
+    """It is left as it was found. Importing torch alone would have it pass some 360 times."""
+    counted = subprocess.run([sys.executable, "-c", COUNTED.format(before=before)], capture_output=True, text=True, timeout=100, check=True)
+    passes, enabled = counted.stdout.split()
+    assert (int(passes) < 10, enabled) == (True, collects), counted.stdout

@@ -78,6 +78,7 @@ def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     plain = forward if isinstance(forward, FunctionType) and not forward.__module__.startswith("torch.") else call
     own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
     own.__kwdefaults__ = plain.__kwdefaults__
+    own.__dict__.update(plain.__dict__)  # such as that torch is not to compile it
     return own
 
 

@@ -18,6 +18,8 @@ from callbacks.base import Logger
 from strategies.base import split_loss
 from strategies.combined import CombinedLoader
 from strategies.data import ShardedLoader, Window
+from strategies.processes import set_phase
+from strategies.watchdog import SETTING_UP
 from trainer import optimizers as configured
 from trainer import snapshot
 from trainer.compilation import Compiled
@@ -108,6 +110,7 @@ def attached(trainer: Trainer, module: Module, sources: Sources, stage: str, ckp
         if trainer.local_rank == 0:
             for owner in owners:
                 owner.prepare_data()
+            set_phase(None, SETTING_UP)  # a sign: what took long is over
         trainer.strategy.barrier()
         for owner in owners:
             owner.setup(stage)

@@ -57,9 +57,9 @@ def test_a_module_without_convolutions() -> None:
         quiet(callbacks=[ChannelsLast()]).fit(net(), loader())
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow), pytest.param("deepspeed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensor", "deepspeed", "fsdp=2,pipeline=2"))])
 def test_a_strategy_that_lays_parameters_out_itself(strategy: str) -> None:
     with pytest.raises(ValueError, match="ChannelsLast does nothing under strategy .*, which lays parameters out itself; leave it out, or use strategy='ddp'"):
-        quiet(strategy=strategy, devices=2, callbacks=[ChannelsLast()]).fit(Pixels(), pixels())
+        quiet(strategy=strategy, devices=4 if "pipeline" in strategy else 2, callbacks=[ChannelsLast()]).fit(Pixels(), pixels())
     if strategy == "fsdp":
         quiet(strategy=strategy, devices=1, callbacks=[ChannelsLast()]).fit(Pixels(), pixels())

@@ -25,7 +25,9 @@ from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.list_session_groups import Handler
 from torch import nn
 
+from callbacks import Callback, ModelCheckpoint
 from callbacks.tensorboard_logger import TensorBoardLogger
+from tests.trainer.toy import loader, net, quiet
 
 
 def begun(log_dir: Path, *, global_step: int = 0, rank: int = 0, **options: Any) -> tuple[TensorBoardLogger, Any]:
@@ -91,6 +93,27 @@ def test_scalars_that_are_held_keep_their_step_and_time_and_come_in_time(tmp_pat
     logger._writer.flush()
     assert points(tmp_path, "loss")[-1] == (32, 5.0)
     logger.finalize("success")
+
+
+class ReadsBack(Callback):
+    """Reads what is on disk where a step begins, when the checkpoint of the step before has just been written."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, list[int]] = {}
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step >= 4:
+            self.found[trainer.global_step] = [step for step, _ in points(Path(trainer.log_dir), "train/loss_step")]
+
+
+def test_what_was_logged_before_a_checkpoint_is_on_disk_before_it() -> None:
+    """A run that is killed and resumed begins at the checkpoint: nothing logged before it may be lost."""
+    reads = ReadsBack()
+    callbacks = [ModelCheckpoint(every_n_train_steps=4), reads]
+    logger = TensorBoardLogger(flush_secs=1000)
+    quiet(logger=logger, enable_checkpointing=True, callbacks=callbacks, log_every_n_steps=1).fit(net(), loader(64))
+    assert reads.found[4] == [1, 2, 3, 4]
+    assert reads.found[5] == [1, 2, 3, 4], "the next one is still held: it is the checkpoint that wrote those before it"
 
 
 def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:

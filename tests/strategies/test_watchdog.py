@@ -100,6 +100,22 @@ def test_a_rank_that_hangs_while_it_is_set_up(monkeypatch: pytest.MonkeyPatch, w
     assert ("faults.py" if where == "the rendezvous" else "test_watchdog.py") in text and "torch/distributed" in beside, "the other rank waits"
 
 
+class Prepares(Net):
+    """Takes less than the limit to prepare data and again to set up, and more in all."""
+
+    def prepare_data(self) -> None:
+        time.sleep(0.75 * LIMIT_S)
+
+    def setup(self, stage: str) -> None:
+        time.sleep(0.6 * LIMIT_S)
+
+
+def test_the_end_of_prepare_data_is_a_sign() -> None:
+    model = net()
+    model.__class__ = Prepares
+    quiet(strategy="ddp", devices=2).fit(model, loader(64))
+
+
 def test_a_rank_whose_import_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     blocks = "import os, time\ntime.sleep(600 if os.environ.get('RANK') == '1' else 0)\n"
     waits = "from strategies import environment, processes\ndef work():\n    processes.init_process_group(environment.detect(), 'gloo')\n"
