@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -590,6 +591,41 @@ def test_optimizer_step_override_that_skips_does_not_count() -> None:
     trainer = quiet()
     trainer.fit(Seldom(), loader(32))
     assert trainer.global_step == 2
+
+
+class KeepsGradients(torch.optim.SGD):
+    """Keeps a tenth of each gradient for the next step, as an optimizer may that overrides what the loop calls."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.1)
+
+
+@pytest.mark.parametrize("own", ["class", "instance", "none"])
+def test_an_optimizers_own_zero_grad_is_called(own: str) -> None:
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = (KeepsGradients if own == "class" else torch.optim.SGD)(model.parameters(), lr=0.1)
+        if own == "instance":
+            optimizer.zero_grad = partial(KeepsGradients.zero_grad, optimizer)  # type: ignore[method-assign, arg-type]
+        return optimizer
+
+    class Model(Net):
+        def configure_optimizers(self) -> Any:
+            return optimizer_of(self)
+
+    torch.manual_seed(0)
+    model = Model()
+    by_hand = net()
+    optimizer = optimizer_of(by_hand)
+    for x, y in loader(32):
+        F.cross_entropy(by_hand(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    quiet().fit(model, loader(32))
+    assert equal(weights(model), weights(by_hand))
+    assert all((p.grad is None) == (own == "none") for p in model.parameters())
 
 
 def test_configure_gradient_clipping_override() -> None:
