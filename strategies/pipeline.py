@@ -393,7 +393,7 @@ class Pipeline(EagerStrategy):
         return dtensors.take(reader, name, like)
 
     def _gradients(self, placed: nn.Module) -> list[Tensor]:
-        return [_local(p.grad) for p in self._user_model(placed).parameters() if p.grad is not None]
+        return [_local(gradient) for p in self._watched or placed.parameters() if (gradient := p.grad) is not None]
 
     def _user_model(self, placed: nn.Module) -> nn.Module:
         return placed.model if isinstance(placed, Staged) else placed
@@ -450,7 +450,7 @@ class Pipeline(EagerStrategy):
 
 def _local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, sharing its memory."""
-    return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor  # type: ignore[attr-defined]
+    return tensor if type(tensor) is Tensor or not hasattr(tensor, "device_mesh") else tensor.to_local()  # type: ignore[attr-defined]
 
 
 class _StageReader:

@@ -6,12 +6,14 @@ goes, and that of the last returns the weighted loss.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
@@ -30,8 +32,8 @@ class Engine:
     def __init__(self, placed: Staged, layout: Layout, schedule: Schedule, num_parts: int, precision: Precision) -> None:
         self._placed, self._layout, self._precision, self._num_parts = placed, layout, precision, num_parts
         self._loss_shape = (torch.empty((), device="meta", requires_grad=True),)
-        kind = PipelineStage if placed.shards is None else WindowStage
-        self.stages: list[PipelineStage] = [
+        kind = OpenStage if placed.shards is None else WindowStage
+        self.stages: list[OpenStage] = [
             kind(
                 placed.stages[stage],
                 stage,
@@ -52,8 +54,9 @@ class Engine:
     def run(self, feed: Feed) -> None:
         """Forward and backward of all parts; gradients are added to those of the parameters."""
         self._feed, self._error = feed, None
-        for stage in self._placed.stages.values():
-            stage.run = self._forward
+        for stage, held in zip(self.stages, self._placed.stages.values(), strict=True):
+            stage.arriving.clear()
+            held.run = functools.partial(self._forward, stage)
         self._passes.clear()
         try:
             if self._is_last:
@@ -71,7 +74,7 @@ class Engine:
         finally:
             self._feed = None
 
-    def _forward(self, stage: int, received: tuple[Tensor, ...]) -> Any:
+    def _forward(self, open_stage: OpenStage, stage: int, received: tuple[Tensor, ...]) -> Any:
         """Every stage takes the parts in order."""
         feed, placed, index = self._feed, self._placed, self._passes[stage]
         self._passes[stage] += 1
@@ -79,7 +82,9 @@ class Engine:
         assert feed is not None
         try:
             with self._precision.autocast(placed.device), feed.counted(feed.parts[index].num_samples if last else 0):
-                output, sent = placed.run_stage(stage, received, self._layout, mix(feed.noise, index), lambda: feed.step(index))
+                arrive = functools.partial(open_stage.arrive, index)
+                output, sent = placed.run_stage(stage, received, arrive, self._layout, mix(feed.noise, index), lambda: feed.step(index))
+                arrive()  # where the step has not come to a layer of this stage
             if last:
                 return self._weighed(feed, feed.parts[index].num_samples, output, received)
             return sent if sent is not None else tuple(_nothing(t, received, placed.device) for t in self._layout.messages[stage].tensors)
@@ -113,7 +118,27 @@ class Engine:
         return output
 
 
-class WindowStage(PipelineStage):
+class OpenStage(PipelineStage):
+    """A stage that waits for what the one before sends where its first layer is called: what lies before that runs meanwhile."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.arriving: dict[int, list[dist.Work]] = {}
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        operations = super().get_fwd_recv_ops(fwd_chunk_id)
+        if self.device.type != "cpu" or not operations:  # to wait on an accelerator holds up its stream and not the host
+            return operations
+        self.arriving[fwd_chunk_id] = dist.batch_isend_irecv(operations)
+        return []
+
+    def arrive(self, fwd_chunk_id: int) -> None:
+        """Wait until what this part receives is there."""
+        for work in self.arriving.pop(fwd_chunk_id, ()):
+            work.wait()
+
+
+class WindowStage(OpenStage):
     """A stage of a window that may have several runs of several schedules: each leaves parameters whole and gradients in place."""
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None: ...

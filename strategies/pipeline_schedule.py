@@ -55,7 +55,7 @@ class Schedule:
         """This schedule, or the one on the same stages that takes this number of parts."""
         return self if self.fits(num_ranks, num_parts) else replace(SCHEDULES[self.fallback], stages_per_rank=self.stages_per_rank)
 
-    def build(self, stages: list[PipelineStage], num_parts: int, loss: Callable[[Any, Any], Any]) -> Any:
+    def build(self, stages: Sequence[PipelineStage], num_parts: int, loss: Callable[[Any, Any], Any]) -> Any:
         """Torch's schedule over the stages of this rank, for losses that are weighted already."""
         from torch.distributed import pipelining
 

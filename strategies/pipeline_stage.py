@@ -27,9 +27,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
 from torch.utils._pytree import tree_any, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from strategies.blank import Blank, Mode
 from strategies.permutation import mix
 from strategies.pipeline_split import Cut
 
@@ -77,6 +78,8 @@ class _Run:
 
     stage: int = 0
     received: tuple[Tensor, ...] = ()
+    arrive: Callable[[], None] | None = None
+    """Waits until `received` is there, where it may be on its way."""
     layout: Layout | None = None
     noise: int | None = None
     """Seed of the random numbers that layers draw."""
@@ -88,19 +91,6 @@ class _Run:
     calls: Counter[int] = field(default_factory=Counter)
     messages: list[Message] = field(default_factory=list)
     outputs: dict[tuple[int, int], Any] = field(default_factory=dict)
-
-
-class _Blank:
-    """What a tensor without data is like, to make more of them: a tenth of the time of a detach, which goes through the fake mode."""
-
-    __slots__ = ("_device", "_like", "_mode")
-
-    def __init__(self, tensor: FakeTensor) -> None:
-        self._mode, self._device = tensor.fake_mode, tensor.fake_device
-        self._like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-
-    def tensor(self) -> FakeTensor:
-        return FakeTensor(self._mode, self._like, self._device)
 
 
 class _Lost(NamedTuple):
@@ -140,7 +130,7 @@ class Staged(nn.Module):
         """Whether the schedule walks back to inputs and weights apart: torch then detaches outputs in place, which views refuse."""
         self._parts = parts
         self._learned: Layout | None = None
-        self._modes = FakeTensorMode(allow_non_fake_inputs=True)
+        self._modes = Mode()
         self._run: _Run | None = None
         self._layouts: dict[Any, Layout] = {}
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
@@ -235,13 +225,15 @@ class Staged(nn.Module):
             return self._learned
         return None
 
-    def run_stage(self, stage: int, received: tuple[Tensor, ...], layout: Layout, noise: int, step: Callable[[], Any]) -> tuple[Any, tuple[Tensor, ...] | None]:
-        """Run `step()` as far as this stage goes.
+    def run_stage(
+        self, stage: int, received: tuple[Tensor, ...], arrive: Callable[[], None], layout: Layout, noise: int, step: Callable[[], Any]
+    ) -> tuple[Any, tuple[Tensor, ...] | None]:
+        """Run `step()` as far as this stage goes; `arrive()` waits until `received` is there.
 
         Returns what it returned on the last stage, and on other stages what is to be sent; None where the step
         returned None before it called the pipelined module.
         """
-        run = _Run(stage=stage, received=received, layout=layout, noise=noise)
+        run = _Run(stage=stage, received=received, arrive=arrive, layout=layout, noise=noise)
         try:
             output = self._pass(run, step)
         except Leave as left:
@@ -389,11 +381,13 @@ class Staged(nn.Module):
         run.calls[index] += 1
         # A new object a call: it is told apart from that of another micro-batch.
         blank = run.layout.outputs[index, call]  # type: ignore[union-attr]
-        return blank.tensor() if isinstance(blank, _Blank) else tree_map_only(_Blank, _Blank.tensor, blank)
+        return blank.tensor() if isinstance(blank, Blank) else tree_map_only(Blank, Blank.tensor, blank)
 
     def _incoming(self, run: _Run, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not run.started:
             run.started = True
+            if run.arrive is not None:
+                run.arrive()
             leaves = tree_leaves((args, kwargs))
             copies = self._edits_input[index] and torch.is_grad_enabled()  # what is received is a leaf of the graph
             for i, tensor in zip(run.layout.messages[run.stage - 1].leaves, run.received, strict=True):  # type: ignore[union-attr]
@@ -480,7 +474,7 @@ class Staged(nn.Module):
             output = self._shadows[index](*args, **kwargs)
         call = run.calls[index]
         run.calls[index] += 1
-        run.outputs[index, call] = tree_map_only(FakeTensor, _Blank, output)
+        run.outputs[index, call] = tree_map_only(FakeTensor, Blank, output)
         return output
 
     @contextmanager

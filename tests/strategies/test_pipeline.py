@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -312,6 +313,49 @@ def dropped(rank_count: int) -> list[list[bool]]:
 def test_dropout_differs_by_stage_and_part(run_ranks: Callable[..., Any]) -> None:
     masks = [tuple(mask) for mask in run_ranks(dropped, 2, 2)]
     assert len(set(masks)) == len(masks) == 4 and all(10 < sum(mask) < 54 for mask in masks)
+
+
+class Slow(nn.Linear):
+    """Takes its time where it computes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.5)
+        return super().forward(x)
+
+
+class Noting(nn.Module):
+    """Notes when its own code begins, before it calls a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Slow(4, 4), nn.Linear(4, 4)
+        self.began: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.began.append(time.monotonic())
+        return self.second(self.first(x))
+
+
+def began(num_ranks: int) -> float:
+    """Seconds that the second stage begins with the user's code later than the first, in a step whose shapes are known."""
+    strategy = Pipeline()
+    strategy.configure(devices=num_ranks, accelerator="cpu")
+    strategy.setup()
+    try:
+        model = nn.ModuleDict({"net": Noting()})
+        placed = strategy.place(model)
+        strategy.attach(placed, {"main": torch.optim.SGD(model.parameters(), lr=0.1)})
+        for window in strategy.shard_loader(DataLoader(torch.ones(4, 4), 2), seed=5).windows(0):
+            model["net"].began.clear()
+            strategy.forward_backward(placed, lambda batch, _: model["net"](batch).mean(), window)
+        first, second = strategy.all_gather(torch.tensor(model["net"].began[0], dtype=torch.float64)).tolist()
+        return second - first
+    finally:
+        strategy.teardown()
+
+
+def test_a_stage_runs_the_users_code_before_its_input_is_there(run_ranks: Callable[..., Any]) -> None:
+    assert abs(run_ranks(began, 2, 2)) < 0.25
 
 
 # ---- cutting ------------------------------------------------------------------------------------------
