@@ -7,13 +7,13 @@ model of examples/gpt.py on `batch` sequences of 64 tokens. "Small operations" a
 norm and a gate written out, on 1,024 x `batch` rows. "1,000 tensors" is a perceptron with as many parameter tensors of 8
 numbers. The convolutions are three, each with a batch norm and a ReLU, on 4 x `batch` images of 3 x 32 x 32.
 Accumulation runs on two gloo ranks of the CPU, beside DistributedDataParallel by hand, with micro-batches of a quarter of
-`batch`; its step is a window of 8. Activation checkpointing is what `benchmarks.recompute` measures, its time that of
-the fastest forward and backward. A time is milliseconds a step, the median over rounds; a ratio is the median of the
-ratios to the first variant of the addition in the same round, in time and in CPU time of the process. What is compiled
-has a new process in each round: `first s` are the seconds of its first step in the first round, when nothing is in torch's
-cache on the disk, `cached s` in later rounds. `kept` are the bytes between forward and backward, `exchanges` the
-collective calls of a step.
-Expect two and a half minutes.
+`batch`; its step is a window of 8. Tensor parallelism cuts the GPT over two such ranks. Activation checkpointing is what
+`benchmarks.recompute` measures, its time that of the fastest forward and backward. A time is milliseconds a step, the
+median over rounds; a ratio is the median of the ratios to the first variant of the addition in the same round, in time
+and in CPU time of the process. What is compiled has new processes in each round: `first s` are the seconds of its first
+step in the first round, when nothing is in torch's cache on the disk, `cached s` in later rounds. `kept` are the bytes
+between forward and backward, `exchanges` the collective calls of a step.
+Expect three and a half minutes.
 """
 
 from __future__ import annotations
@@ -129,9 +129,11 @@ class Work:
         self.steps, self.width, self.depth, self.batch = arguments.steps, arguments.width, arguments.depth, arguments.batch
         self.num_batches = WARMUP_STEPS + self.steps + 1
 
-    def fit(self, task: Task, batches: DataLoader, callbacks: Sequence[Callback] = (), **options: Any) -> Turn:
+    def fit(self, task: Task, batches: DataLoader, callbacks: Sequence[Callback] = (), strategy: str = "single", **options: Any) -> Turn:
         clock = Steps(self.steps)
-        trainer = Trainer(strategy="single", devices=1, accelerator="gpu" if ON_GPU else "cpu", callbacks=[Ticks(clock), *callbacks], **BARE, **options)
+        alone = strategy == "single"
+        place: dict[str, Any] = {"devices": 1 if alone else RANKS, "accelerator": "gpu" if ON_GPU and alone else "cpu"}
+        trainer = Trainer(strategy=strategy, callbacks=[Ticks(clock), *callbacks], **place, **BARE, **options)
         trainer.fit(task, batches)
         times = {"ms": clock.s_per_step() * 1e3, "cpu_ms": clock.cpu_s_per_step() * 1e3, "first_s": clock.first[1] - clock.first[0]}
         return {**times, "loss": trainer.last_loss}
@@ -139,6 +141,9 @@ class Work:
     def gpt(self, adamw: dict[str, Any] | None = None, **options: Any) -> Turn:
         job = Job(self.width, self.depth, self.batch, WARMUP_STEPS, self.steps)
         return self.fit(Task(job.gpt(), text_loss, **({"fused": True} if adamw is None else adamw)), job.loader(1), **options)
+
+    def cut_gpt(self, **options: Any) -> Turn:
+        return self.gpt(strategy="tensor", **options)
 
     def gates(self, **options: Any) -> Turn:
         torch.manual_seed(0)
@@ -155,9 +160,9 @@ class Work:
         data = TensorDataset(torch.randn(num, 3, 32, 32), torch.randint(10, (num,)))
         return self.fit(Task(convolutions(self.width // 2), image_loss, fused=True), DataLoader(data, 4 * self.batch), callbacks)
 
-    def compiled(self, task: Callable[..., Turn], compile: bool | dict[str, Any]) -> Turn:
-        """In a new process; on the disk is what earlier rounds of `task` have compiled."""
-        return processes.launch(compiled_on_rank, (task, compile, f"{self.cache}/{task.__name__}"), 1)
+    def compiled(self, task: Callable[..., Turn], compile: bool | dict[str, Any], num_ranks: int = 1) -> Turn:
+        """In new processes; on the disk is what earlier rounds of `task` have compiled."""
+        return processes.launch(compiled_on_rank, (task, compile, f"{self.cache}/{task.__name__}"), num_ranks)
 
     def recomputed(self, on: bool) -> Turn:
         kept, seconds = recompute.measure(on, self.width, self.depth, max(1, self.steps // 4))
@@ -230,6 +235,9 @@ def additions(work: Work) -> dict[str, dict[str, Callable[[], Turn]]]:
     return {
         "compile=True, GPT": {how: partial(work.compiled, work.gpt, given) for how, given in compiles.items()},
         "compile=True, small operations": {how: partial(work.compiled, work.gates, given) for how, given in compiles.items()},
+        f"compile=True, GPT under tensor on {RANKS} ranks": {
+            how: partial(work.compiled, work.cut_gpt, given, RANKS) for how, given in list(compiles.items())[:2]
+        },
         "fused optimizer, GPT": {"off": partial(work.gpt, fused[0]), "on": partial(work.gpt, fused[1])},
         "fused optimizer, 1,000 tensors": {"off": partial(work.tensors, fused[0]), "on": partial(work.tensors, fused[1])},
         "activation_checkpointing=True": {"off": partial(work.recomputed, False), "on": partial(work.recomputed, True)},

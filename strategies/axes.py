@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from strategies.blocks import find_blocks
+from strategies.forwards import within_compiled
 from strategies.meta import materialise as materialise
 from strategies.options import Options
 from strategies.plan import Plan, apply_plan, make_plan
@@ -151,13 +152,14 @@ class Placed(nn.Module):
             owner.pop(id(parameter), None)
         lenders = {id(unit): _Lender(self, unit, {key for key, holder in owner.items() if holder is unit}) for unit in self.units}
         inside = {module for block in blocks.values() for module in block.modules()}
+        traced = within_compiled(self.model)
         for module in self.model.modules():
             if module in inside:
                 found = {id(owner[id(p)]) for p in module.parameters(recurse=False) if id(p) in owner and owner[id(p)] is not module}
             else:
                 found = {id(self)} if any(owner.get(id(p)) is self for p in module.parameters()) else set()
             for unit_id in found:
-                lenders[unit_id].watch(module)
+                lenders[unit_id].watch(module, traced=module in traced)
 
 
 class Structure:
@@ -270,9 +272,10 @@ class _Lender:
         self._places = [(module._parameters, name, p) for module in unit.modules() for name, p in module._parameters.items() if id(p) in own]
         """Where the unit's parameters are found, and what is found there while they are cut."""
 
-    def watch(self, module: nn.Module) -> None:
+    def watch(self, module: nn.Module, traced: bool) -> None:
+        """Lend to `module`. Where it is `traced`, torch would take a graph for each hook that is called after a failure as well."""
         module.register_forward_pre_hook(self._before, prepend=True)
-        module.register_forward_hook(self._after, always_call=True)
+        module.register_forward_hook(self._after, always_call=not traced)
 
     def _before(self, module: nn.Module, args: Any) -> None:
         parameters, name, cut = self._places[0]

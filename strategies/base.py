@@ -105,8 +105,8 @@ class Strategy(ABC):
     """Number of different shares that the global batch is cut into."""
     builds: bool
     """False where this rank is to build modules on the meta device, as their values come from another rank in `place`."""
-    compiles: bool
-    """False where torch.compile does not take what `place` makes of a model."""
+    dynamic_shapes: bool
+    """False where torch.compile needs a graph for each shape, as one for all of them fails on what `place` makes of a model."""
     keeps_layout: bool
     """False where `place` lays parameters out in memory anew, so that a layout of the user's is lost."""
     reports: bool

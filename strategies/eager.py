@@ -48,7 +48,7 @@ class EagerStrategy(Strategy):
     """True where one process is all there ever is."""
     max_devices: int | None = None
     """The most devices that the strategy can use on a node, or None for all."""
-    compiles = keeps_layout = True
+    dynamic_shapes = keeps_layout = True
     cuts_gradients = False
     """True where ranks hold different parts of the gradient, so that one cannot see whether all of it is finite."""
     timeout_s = 1800.0

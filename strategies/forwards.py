@@ -9,6 +9,13 @@ from typing import Any
 from torch import nn
 
 
+def within_compiled(model: nn.Module) -> set[nn.Module]:
+    """The modules that a compiled forward calls, whose hooks torch takes into its graph."""
+    forwards = {module: [vars(cls).get("forward") for cls in type(module).__mro__] for module in model.modules()}
+    compiled = [module for module, found in forwards.items() if any(hasattr(forward, "_torchdynamo_orig_callable") for forward in found)]
+    return {inner for module in compiled for inner in module.modules() if inner is not module}
+
+
 def with_forward(cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
     """A subclass of `cls` with its name and `forward`, for `module.__class__ = …`; copies and pickles are of the plain class."""
 

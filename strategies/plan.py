@@ -108,8 +108,9 @@ def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> No
             parent = name.rpartition(".")[0]
             if parent not in columns:
                 columns[parent] = Column(plan.sequence)
-                unit.get_submodule(parent).register_forward_hook(columns[parent].forget, always_call=True)
+                unit.get_submodule(parent).register_forward_hook(columns[parent].forget)
             torch_plan[name] = columns[parent]
+            columns[parent].num_layers += 1
         else:
             torch_plan[name] = STYLES[style](plan.sequence) if isinstance(style, str) else style
     if torch_plan:
@@ -124,7 +125,7 @@ def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> No
     for name, module in zip(names, modules, strict=True):
         guard = Guard(name or type(module).__name__)
         module.register_forward_pre_hook(guard.enter)
-        module.register_forward_hook(guard.leave, always_call=True)
+        module.register_forward_hook(guard.leave)
         for layer_name, _, layer in inside(plan.checked[name]):
             if plan.styles[layer_name] == "column":
                 layer.register_forward_pre_hook(functools.partial(guard.check, layer_name))
@@ -143,13 +144,18 @@ class Guard:
         self._name, self._running = name, 0
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        self._running += 1
+        self._running += self._looks()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._running -= 1
+        self._running -= self._looks()
+
+    @staticmethod
+    def _looks() -> bool:
+        """Not within what is compiled, which has the module's own calls, nor where a backward computes again, which may end in the middle."""
+        return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
 
     def check(self, layer: str, module: nn.Module, args: Any) -> None:
-        if not self._running and torch._C._current_graph_task_id() == -1:  # not recomputed by a backward
+        if self._looks() and not self._running:
             raise RuntimeError(
                 f"{layer} was called without {self._name}, but strategy tensor has cut its outputs over ranks for {self._name} to use; "
                 "give strategy=TensorParallel(plan={...}) that leaves it whole"
@@ -325,7 +331,7 @@ def _computed(module: nn.Module) -> Tensor | None:
         return None
     x = torch.randn(2, 8, first.in_features, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(first.weight)
     modes = [(child, child.training) for child in module.modules()]
-    with traceless(module):
+    with traceless(module), torch.compiler.set_stance("force_eager"):
         try:
             module.eval()
             output = module(x)

@@ -69,7 +69,7 @@ class ShardedStrategy(EagerStrategy):
         sizes = resolve(self._axes, world.world_size if world is not None else self._num_devices)
         self._sizes = {name: size for name, size in sizes.items() if size > 1}
         self.keeps_layout = not self._sizes
-        self.compiles = "tensor" not in self._sizes  # torch 2.13 guesses which gradients of a compiled block are DTensors, and guesses wrong
+        self.dynamic_shapes = "tensor" not in self._sizes  # on torch 2.13 a size that is a symbol refers to itself where a DTensor is cut
 
     def setup(self) -> None:
         super().setup()

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -97,21 +98,28 @@ class Column(ColwiseParallel):
     def __init__(self, sequence: Sequence | None) -> None:
         super().__init__()
         self.sequence = sequence
+        self.num_layers = 0
+        self._left = 0
         self._given: tuple[Tensor, int] | None = None
         self._whole: Any = None
 
     def _prepare_input_fn(self, input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> Any:  # type: ignore[override]
         x = inputs[0]
-        if self._given is not None and self._given[0] is x and self._given[1] == x._version:
-            return self._whole
-        layouts = self.sequence.layouts() if self.sequence else input_layouts
-        self._whole = ColwiseParallel._prepare_input_fn(layouts, desired_input_layouts, mod, inputs, device_mesh)
-        self._given = (x, x._version)
-        return self._whole
+        version = 0 if torch.compiler.is_compiling() else x._version  # in a graph no tensor changes
+        if self._given is not None and self._given[0] is x and self._given[1] == version:
+            whole = self._whole
+            self._left -= 1
+        else:
+            layouts = self.sequence.layouts() if self.sequence else input_layouts
+            whole = ColwiseParallel._prepare_input_fn(layouts, desired_input_layouts, mod, inputs, device_mesh)
+            self._given, self._whole, self._left = (x, version), whole, self.num_layers - 1
+        if not self._left:  # what a compiled block holds at its end would be one of its outputs
+            self.forget()
+        return whole
 
     def forget(self, *_: Any) -> None:
-        """A forward hook of the module around the layers: keep nothing alive."""
-        self._given = self._whole = None
+        """A forward hook of the module around the layers as well, which may not have called all of them: keep nothing alive."""
+        self._given, self._whole, self._left = None, None, 0
 
 
 class Row(RowwiseParallel):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from strategies import DDP, FSDP, DataParallel, DeepSpeed, ModelParallel, Pipeline, SingleDevice, Strategy, TensorParallel
+from strategies import DDP, FSDP, DataParallel, DeepSpeed, MeshParallel, ModelParallel, Pipeline, SingleDevice, Strategy, TensorParallel
 from tests.trainer.test_guards import Brittle, far, marked_data
 from tests.trainer.toy import loader, net, quiet
 from trainer.compilation import Compiled
@@ -24,10 +24,13 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "ddp": (DDP, 2),
     "fsdp": (FSDP, 2),
     "fsdp, recomputed": (lambda: FSDP(activation_checkpointing=True), 2),
+    "tensor": (TensorParallel, 2),
+    "tensor, recomputed": (lambda: TensorParallel(activation_checkpointing=True), 2),
+    "fsdp=2,tensor=2": (lambda: MeshParallel("fsdp=2,tensor=2"), 4),
     "pipeline": (Pipeline, 2),
     "deepspeed 2": (DeepSpeed, 2),
 }
-FAST = ("single", "single, recomputed", "dp", "model", "ddp")
+FAST = ("single", "single, recomputed", "dp", "model", "ddp", "tensor")
 
 graphs: list[Any] = []
 
@@ -68,6 +71,22 @@ def test_repeated_blocks_share_one_compilation() -> None:
     assert len(graphs) == 1  # four blocks of one class
     trained(lambda: SingleDevice(activation_checkpointing=True), 1, "32-true", compile={"backend": counting})
     assert len(graphs) == 2  # what is computed again is compiled, too
+
+
+class Counted(Brittle):
+    """Logs how many graphs torch has taken on rank 0."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("graphs", float(len(graphs)), reduce_fx="max")
+        return loss
+
+
+@pytest.mark.parametrize("make", [FSDP, TensorParallel])
+def test_repeated_blocks_share_one_compilation_where_layers_are_cut(make: Callable[[], Strategy]) -> None:
+    trainer = quiet(strategy=make(), devices=2, split_batches=True, compile={"backend": counting})
+    trainer.fit(Counted(), marked_data())
+    assert trainer.callback_metrics["graphs"] == 1
 
 
 def test_a_second_fit_takes_what_the_first_has_compiled() -> None:
@@ -130,8 +149,9 @@ def test_items_of_lists_are_compiled_and_not_the_list() -> None:
 
 
 @pytest.mark.slow
-def test_the_default_backend_compiles() -> None:
-    plain, compiled = trained(SingleDevice, 1, "32-true"), trained(SingleDevice, 1, "32-true", compile=True)
+@pytest.mark.parametrize(("make", "devices"), [(SingleDevice, 1), (FSDP, 2), (TensorParallel, 2)])
+def test_the_default_backend_compiles(make: Callable[[], Strategy], devices: int) -> None:
+    plain, compiled = trained(make, devices, "32-true"), trained(make, devices, "32-true", compile=True)
     assert far(compiled, [p.detach() for p in plain.parameters()]) < 1e-4
 
 
@@ -140,8 +160,11 @@ def test_the_default_backend_compiles() -> None:
     [
         ({"compile": "yes"}, TypeError, "compile must be True, False or a dict of arguments of torch.compile, but compile='yes'"),
         ({"compile": {"speed": "max"}}, ValueError, "compile takes backend, dynamic, fullgraph, mode, options, as torch.compile does, but compile has speed"),
-        ({"compile": True, "strategy": TensorParallel(), "devices": 2}, ValueError, "compile=True does not work under strategy TensorParallel"),
-        ({"compile": True, "strategy": "ddp=2,tensor=2", "devices": 4}, ValueError, "compile=True does not work under strategy MeshParallel"),
+        (
+            {"compile": {"dynamic": True}, "strategy": "ddp=2,tensor=2", "devices": 4},
+            ValueError,
+            "dynamic must be left out of compile under strategy MeshParallel, but compile={'dynamic': True}",
+        ),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
