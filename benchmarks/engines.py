@@ -1,6 +1,6 @@
 """DDP, FSDP, tensor and pipeline parallelism through the Trainer, beside a hand-written use of the same engine of torch.
 
-    python -m benchmarks.engines [--rounds 5] [--steps 20] [--width 128] [--depth 4] [--batch 4] [--match TEXT] [--json FILE]
+    python -m benchmarks.engines [--rounds 9] [--steps 40] [--width 128] [--depth 4] [--batch 4] [--match TEXT] [--json FILE]
 
 Two gloo ranks train the model of examples/gpt.py under AdamW in float32. The ranks of all variants are started alike, so
 only what runs in them differs. A time is milliseconds a step on rank 0, the median over rounds, beside the CPU time of
@@ -225,8 +225,8 @@ def peak_bytes(profiled: Any) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure strategies beside a hand-written use of the same engine.")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
-    parser.add_argument("--steps", type=int, default=20, help=f"steps that count in a turn, after {WARMUP_STEPS} that do not")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each variant")
+    parser.add_argument("--steps", type=int, default=40, help=f"steps that count in a turn, after {WARMUP_STEPS} that do not")
     parser.add_argument("--width", type=int, default=128, help="of the model")
     parser.add_argument("--depth", type=int, default=4, help="blocks of the model")
     parser.add_argument("--batch", type=int, default=4, help="sequences of each rank in a step")

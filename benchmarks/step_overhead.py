@@ -1,21 +1,24 @@
 """What a step costs beside a hand-written loop, and beside peers where they are installed.
 
-    python -m benchmarks.step_overhead [--rounds 7] [--steps 1000] [--json FILE]
+    python -m benchmarks.step_overhead [--rounds 15] [--steps 1000] [--json FILE]
     make bench                           # every benchmark, with the peers
 
 The work of a step is next to nothing (Linear(32, 32)-ReLU-Linear(32, 10), 8 samples, SGD, one thread), so what is
 measured is the loop around it. Variants take turns in each round. A time is microseconds a step, the median over
 rounds; `over` and a ratio are medians of those to the hand-written loop of the same round, and the last column is the
 ratio to one that logs five running means to TensorBoard every 50 steps. CPU time is that of the process, which other
-programs on the machine hardly change. Expect a minute, with the peers two.
+programs on the machine hardly change. Peers run in a process of their own, as what they leave behind in one slows down
+what runs in it next. Expect a minute, with the peers three.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import multiprocessing
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks._rounds import STEP_COLUMNS, Clock, machine, summarise_steps, table, take_turns, told, write_json
+from benchmarks._rounds import STEP_COLUMNS, Clock, machine, quiet, summarise_steps, table, take_turns, told, write_json
 from callbacks import LearningRateMonitor
 from strategies import SingleDevice
 from trainer import Module, Trainer
@@ -176,8 +179,9 @@ VARIANTS: dict[str, Callable[[int], Clock]] = {
     # TensorBoard, progress bar, summary, checkpoints, learning rates
     "lockstep, everything on": partial(lockstep, num_values=5, everything=True),
 }
+PEERS: dict[str, Callable[[int], Clock]] = {}
 if importlib.util.find_spec("lightning"):
-    VARIANTS |= {
+    PEERS |= {
         "fabric": fabric,
         "lightning, bare": partial(lightning, num_values=0),
         "lightning, 1 logged value": partial(lightning, num_values=1),
@@ -185,7 +189,12 @@ if importlib.util.find_spec("lightning"):
         "lightning, everything on": partial(lightning, num_values=5, everything=True),
     }
 if importlib.util.find_spec("accelerate"):
-    VARIANTS |= {"accelerate": accelerate}
+    PEERS |= {"accelerate": accelerate}
+
+
+def run_peer(name: str, num_steps: int) -> Clock:
+    with quiet():
+        return PEERS[name](num_steps)
 
 
 def main() -> None:
@@ -196,7 +205,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     facts = machine()
-    clocks = take_turns({name: partial(variant, arguments.steps) for name, variant in VARIANTS.items()}, arguments.rounds)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as apart:
+        apart.submit(torch.get_num_threads).result()  # it starts here, and not in the folder of a turn
+        own = {name: partial(variant, arguments.steps) for name, variant in VARIANTS.items()}
+        peers = {name: partial(lambda name: apart.submit(run_peer, name, arguments.steps).result(), name) for name in PEERS}
+        clocks = take_turns(own | peers, arguments.rounds)
     results = summarise_steps(clocks, dict.fromkeys(clocks, REFERENCE))
     for row in results.values():
         row["ratio_to_logging"] = statistics.median(own / base for own, base in zip(row["rounds_us"], results[LOGGING]["rounds_us"], strict=True))
