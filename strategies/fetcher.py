@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -229,31 +229,48 @@ class Randomness:
         self._torch = torch.Generator().manual_seed(seed).get_state()
         self._python = random.Random(seed).getstate()
         self._numpy = np.random.MT19937(seed)
+        self._gauss: Gauss = (0, 0.0)
 
     def __enter__(self) -> None:
-        self._outside = torch.default_generator.get_state(), random.getstate(), np.random.get_bit_generator()  # type: ignore[attr-defined]
+        self._outside = torch.default_generator.get_state(), random.getstate(), np.random.get_bit_generator(), _gauss()  # type: ignore[attr-defined]
         torch.default_generator.set_state(self._torch)
         random.setstate(self._python)
-        np.random.set_bit_generator(self._numpy)  # type: ignore[attr-defined]
+        _set_numpy(self._numpy, self._gauss)
 
     def __exit__(self, *_: object) -> None:
-        self._torch, self._python = torch.default_generator.get_state(), random.getstate()
-        torch_state, python_state, numpy_generator = self._outside
+        self._torch, self._python, self._gauss = torch.default_generator.get_state(), random.getstate(), _gauss()
+        torch_state, python_state, generator, gauss = self._outside
         torch.default_generator.set_state(torch_state)
         random.setstate(python_state)
-        np.random.set_bit_generator(numpy_generator)  # type: ignore[attr-defined]
+        _set_numpy(generator, gauss)
 
     def state_dict(self) -> dict[str, Any]:
         version, numbers, gauss = self._python
         numpy = self._numpy.state["state"]
-        return {"torch": self._torch, "python": [version, list(numbers), gauss], "numpy": [numpy["key"].tolist(), int(numpy["pos"])]}
+        return {"torch": self._torch, "python": [version, list(numbers), gauss], "numpy": [numpy["key"].tolist(), int(numpy["pos"]), *self._gauss]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         version, numbers, gauss = state["python"]
-        key, position = state["numpy"]
+        key, position, *numpy_gauss = state["numpy"]
         self._torch = state["torch"].clone()
         self._python = (version, tuple(numbers), gauss)
         self._numpy.state = {"bit_generator": "MT19937", "state": {"key": np.array(key, dtype=np.uint32), "pos": position}}
+        self._gauss = (numpy_gauss[0], numpy_gauss[1]) if numpy_gauss else (0, 0.0)
+
+
+Gauss: TypeAlias = "tuple[int, float]"
+"""Whether numpy holds the second of two gaussian numbers for the next call, and which."""
+
+
+def _gauss() -> Gauss:
+    state = np.random.get_state(legacy=False)
+    return state["has_gauss"], state["gauss"]
+
+
+def _set_numpy(generator: Any, gauss: Gauss) -> None:
+    np.random.set_bit_generator(generator)  # type: ignore[attr-defined]  # a state as a whole would be copied; this forgets the gaussian number
+    if gauss[0]:
+        np.random.set_state(np.random.get_state(legacy=False) | dict(zip(("has_gauss", "gauss"), gauss, strict=True)))
 
 
 class Workers:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -31,6 +32,7 @@ from torch.utils.data import (
 
 from strategies import DDP
 from strategies.data import ShardedLoader, Window, guess_batch_size
+from strategies.fetcher import Randomness
 from strategies.permutation import Permutation
 
 Pieces = list[list[list[tuple[list[int], int]]]]
@@ -772,6 +774,51 @@ def test_a_streams_global_batches_are_those_of_one_process(dataset: type[Stream]
     assert windows(2, start=12) == one[1:]
     assert windows(2, limit=1) == one[:1]
     assert windows(2, start=12, limit=2) == one[1:2]
+
+
+class GaussianStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(30):
+            yield gaussian()
+
+
+def gaussian() -> tuple[float, float, float]:
+    """One number of each library: all of them make two at once and hold the second one for the next call."""
+    return torch.randn((), dtype=torch.float64).item(), random.gauss(0, 1), float(np.random.standard_normal())
+
+
+def test_gaussian_numbers_do_not_depend_on_how_a_stream_is_cut() -> None:
+    def numbers(batch_size: int) -> list[Any]:
+        windows = ShardedLoader(DataLoader(GaussianStream(), batch_size, collate_fn=list), rank=0, size=1, seed=3).windows(0)
+        return [sample for window in windows for micro_batch in window.micro_batches for sample in micro_batch.batch]
+
+    whole = numbers(30)
+    assert len(set(whole)) == 30
+    assert numbers(3) == numbers(5) == numbers(1) == whole
+
+
+def test_random_states_change_hands_with_the_gaussian_numbers_that_they_hold() -> None:
+    before = random.getstate(), np.random.get_state()
+    try:
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        outside = [gaussian() for _ in range(4)]
+        apart = Randomness(7)
+        with apart:
+            inside = [gaussian() for _ in range(4)]
+
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        apart, found, drawn = Randomness(7), [], []
+        for _ in range(4):
+            found.append(gaussian())
+            with apart:
+                drawn.append(gaussian())
+            saved = apart.state_dict()
+            apart = Randomness(8)
+            apart.load_state_dict(saved | {"numpy": json.loads(json.dumps(saved["numpy"])), "python": json.loads(json.dumps(saved["python"]))})
+        assert (found, drawn) == (outside, inside)
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
 
 
 def first_column(samples: list[Any]) -> torch.Tensor:
