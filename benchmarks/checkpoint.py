@@ -101,7 +101,7 @@ def write(tensors: list[Tensor], path: Path) -> None:
 
 
 def unchecked(save: Callable[[], Any]) -> None:
-    with patch.object(checkpoint_writer.Checksum, "update", lambda self, data: None):
+    with patch.object(checkpoint_writer, "crc32", lambda data, value=0: 0):
         save()
 
 

@@ -226,5 +226,5 @@ def test_importing_starts_nothing_and_costs_torch_and_little_more() -> None:
     assert result.returncode == 0, result.stderr
     seen = json.loads(result.stdout)
     assert seen["after"] == seen["before"], "threads, child processes, sockets and pipes"
-    assert set(seen["added"]) - {"torch"} <= {*PACKAGES, "cloudpickle", "numpy", "safetensors"}
+    assert set(seen["added"]) - {"torch"} <= {*PACKAGES, "cloudpickle", "isal", "numpy", "safetensors"}
     assert not [name for name in seen["torch"] if name.startswith(("torch.utils.tensorboard", "torch._dynamo", "torch.distributed.tensor"))]

@@ -19,11 +19,11 @@ import errno
 import json
 import os
 import re
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.crc import crc32
 from trainer.safetensors_file import DTYPES
 
 FORMAT = 1
@@ -80,7 +80,7 @@ def manifest_fault(manifest: dict[str, Any]) -> str | None:
 
 
 def manifest_checksum(manifest: dict[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(manifest, sort_keys=True, separators=(',', ':')).encode('ascii')):08x}"
+    return f"{crc32(json.dumps(manifest, sort_keys=True, separators=(',', ':')).encode('ascii')):08x}"
 
 
 def name_fault(name: Any) -> str | None:

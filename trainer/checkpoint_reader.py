@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import stat
-import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from trainer.checkpoint_folder import asides
 from trainer.checkpoint_format import FORMAT, MANIFEST, MAX_JSON_BYTES, STATE, CheckpointError, manifest_fault, reason, split_name, unusable
+from trainer.crc import crc32
 from trainer.safetensors_file import CODES, DTYPES, PAIRS
 
 _CHUNK_BYTES = 4 << 20
@@ -215,7 +215,7 @@ def check_files(folder: Path, files: dict[str, Any], *, checksums: bool) -> None
             buffer = memoryview(bytearray(min(_CHUNK_BYTES, size) or 1))
             try:
                 while count := file.readinto(buffer):  # type: ignore[attr-defined]
-                    checksum = zlib.crc32(buffer[:count], checksum)
+                    checksum = crc32(buffer[:count], checksum)
             except OSError as error:
                 raise unusable(folder, f"{name} cannot be read ({reason(error)})") from error
             if f"{checksum:08x}" != entry["crc32"]:
@@ -234,7 +234,7 @@ def _read_json(folder: Path, name: str, entry: dict[str, Any] | None) -> dict[st
             raise unusable(folder, f"{name} cannot be read ({reason(error)})") from error
     if content.startswith(_LFS):
         raise unusable(folder, f"{name} is a git-lfs pointer, so run `git lfs pull`")
-    if entry is not None and f"{zlib.crc32(content):08x}" != entry["crc32"]:
+    if entry is not None and f"{crc32(content):08x}" != entry["crc32"]:
         raise unusable(folder, f"{name} has changed: its checksum is not {entry['crc32']}")
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=_object)

@@ -22,10 +22,7 @@ import re
 import shutil
 import threading
 import time
-import zlib
-from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -50,11 +47,10 @@ from trainer.checkpoint_format import (
     tiling_fault,
 )
 from trainer.checkpoint_reader import check_files, read_manifest
+from trainer.crc import crc32
 
-_CHUNK_BYTES = 4 << 20
-_SMALL_BYTES = 1 << 20
-_MAX_BEHIND = 16
-"""Chunks that may wait for their checksum: what was copied from a device stays in memory for as long."""
+_CHUNK_BYTES = 1 << 20
+"""Small enough that a chunk is still in the processor's cache when it is written, right after its checksum."""
 _POLL_S = 0.02
 _STALLED_S = 10.0
 """After an error of its own a rank waits for a save for as long as its folder changes this often."""
@@ -374,20 +370,13 @@ class Saving:
 
     def _write_file(self, path: Path, content: Iterator[memoryview]) -> dict[str, Any]:
         """Write a new file, to the disk; return its size and checksum."""
-        size = 0
+        size = checksum = 0
         try:
             fault("save.open")
-            with ThreadPoolExecutor(1) as pool, open(path, "xb") as file:
-                checksum = Checksum()
-                behind: deque[Future[None]] = deque()
+            with open(path, "xb") as file:
                 for chunk in _chunks(content):
                     fault("save.write")
-                    while behind and (len(behind) == _MAX_BEHIND or len(chunk) < _SMALL_BYTES):
-                        behind.popleft().result()
-                    if len(chunk) < _SMALL_BYTES:  # starting the other thread would take longer
-                        checksum.update(chunk)
-                    else:
-                        behind.append(pool.submit(checksum.update, chunk))
+                    checksum = crc32(chunk, checksum)
                     file.write(chunk)
                     with suppress(OSError, AttributeError):  # Linux starts to write these pages to the disk, which it would leave to the fsync otherwise
                         os.posix_fadvise(file.fileno(), size, len(chunk), os.POSIX_FADV_DONTNEED)
@@ -396,15 +385,13 @@ class Saving:
                 file.flush()
                 fault("save.fsync")
                 os.fsync(file.fileno())
-                for added in behind:
-                    added.result()
         except OSError as error:
             error.filename = str(path)
             # Room for the part file that tells rank 0.
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             raise
-        return {"size": size, "crc32": f"{checksum.value:08x}"}
+        return {"size": size, "crc32": f"{checksum:08x}"}
 
     def _explain(self, error: Exception) -> Exception:
         """The same error, or one that says which save it stopped."""
@@ -447,26 +434,16 @@ _ADVICE = {
 }
 
 
-class Checksum:
-    """A running CRC-32."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def update(self, data: memoryview) -> None:
-        self.value = zlib.crc32(data, self.value)
-
-
 def _chunks(content: Iterator[memoryview]) -> Iterator[memoryview]:
     """The same bytes in pieces that are worth a call: large ones are cut, small ones joined."""
     joined = bytearray()
     for data in content:
-        if len(data) < _SMALL_BYTES:
+        if len(data) < _CHUNK_BYTES:
             joined += data
-        if joined and max(len(data), len(joined)) >= _SMALL_BYTES:
+        if joined and max(len(data), len(joined)) >= _CHUNK_BYTES:
             yield memoryview(joined)
             joined = bytearray()
-        if len(data) >= _SMALL_BYTES:
+        if len(data) >= _CHUNK_BYTES:
             for start in range(0, len(data), _CHUNK_BYTES):
                 yield data[start : start + _CHUNK_BYTES]
     if joined:

@@ -11,6 +11,8 @@ import pickle
 import random
 import shutil
 import stat
+import subprocess
+import sys
 import tracemalloc
 import zlib
 from collections import Counter
@@ -26,7 +28,7 @@ from strategies.state import Shard
 from tests.trainer.test_checkpoint import contents, cut, on_ranks, save_alone, script
 from tests.trainer.test_resume import Rich
 from tests.trainer.toy import loader, quiet
-from trainer import checkpoint_format
+from trainer import checkpoint_format, crc
 from trainer.checkpoint import Checkpoint, CheckpointError, is_checkpoint
 
 
@@ -501,6 +503,25 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=message):
             Checkpoint.open(path)
         assert not is_checkpoint(path)
+
+
+def test_checksums_are_those_of_zlib_whatever_computes_them(tmp_path: Path) -> None:
+    isal = pytest.importorskip("isal.isal_zlib", reason="there is no wheel of isal for this machine")
+    assert crc.crc32 is isal.crc32
+    code = """
+import sys
+sys.modules["isal"] = None
+import zlib
+from trainer import crc
+from trainer.checkpoint import Checkpoint
+assert crc.crc32 is zlib.crc32
+print(Checkpoint.open("a").files())
+"""
+    save_alone(tmp_path / "a", {"model/w": torch.randn(600_000), "model/v": torch.randn(3)})
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=100
+    )
+    assert found.stdout.strip() == str(Checkpoint.open(tmp_path / "a").files()), found.stderr
 
 
 def test_files_that_the_manifest_does_not_list_are_ignored(tmp_path: Path, two_ranks: Path) -> None:
