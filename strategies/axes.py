@@ -273,7 +273,7 @@ class _Lender:
         """Where the unit's parameters are found, and what is found there while they are cut."""
 
     def watch(self, module: nn.Module, traced: bool) -> None:
-        """Lend to `module`. Where it is `traced`, torch would take a graph for each hook that is called after a failure as well."""
+        """Lend to `module`, which is `traced` where it lies within a compiled block (see `Plan`)."""
         module.register_forward_pre_hook(self._before, prepend=True)
         module.register_forward_hook(self._after, always_call=not traced)
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils._pytree import tree_leaves
 
 from strategies.blocks import shared
+from strategies.forwards import within_compiled
 from strategies.options import Options
 from strategies.styles import STYLES, Column, Sequence
 from strategies.traceless import traceless
@@ -59,11 +60,13 @@ class Plan:
     """Attributes of modules that count heads, to be set to what one rank has."""
     dropouts: dict[str, int] = field(default_factory=dict)
     """Dropout layers on cut activations, and the width that is cut."""
+    traced: set[nn.Module] = field(default_factory=set)
+    """What lies within a compiled block: torch would take a graph for each of its hooks that is called after a failure as well."""
 
 
 def make_plan(model: nn.Module, blocks: Mapping[str, nn.Module], size: int, options: Options) -> Plan:
     """Decide what is cut over `size` ranks. Raises ValueError where a layer's size does not divide, or nothing can be cut."""
-    plan = Plan()
+    plan = Plan(traced=within_compiled(model))
     given = _given(model, options)
     if given is not None:
         plan.styles = given
@@ -108,9 +111,9 @@ def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> No
             parent = name.rpartition(".")[0]
             if parent not in columns:
                 columns[parent] = Column(plan.sequence)
-                unit.get_submodule(parent).register_forward_hook(columns[parent].forget)
+                holder = unit.get_submodule(parent)
+                holder.register_forward_hook(columns[parent].forget, always_call=holder not in plan.traced)
             torch_plan[name] = columns[parent]
-            columns[parent].num_layers += 1
         else:
             torch_plan[name] = STYLES[style](plan.sequence) if isinstance(style, str) else style
     if torch_plan:
@@ -125,7 +128,7 @@ def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> No
     for name, module in zip(names, modules, strict=True):
         guard = Guard(name or type(module).__name__)
         module.register_forward_pre_hook(guard.enter)
-        module.register_forward_hook(guard.leave)
+        module.register_forward_hook(guard.leave, always_call=module not in plan.traced)
         for layer_name, _, layer in inside(plan.checked[name]):
             if plan.styles[layer_name] == "column":
                 layer.register_forward_pre_hook(functools.partial(guard.check, layer_name))
@@ -144,18 +147,15 @@ class Guard:
         self._name, self._running = name, 0
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        self._running += self._looks()
+        self._running += not torch.compiler.is_compiling()  # what is compiled makes the module's own calls
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._running -= self._looks()
-
-    @staticmethod
-    def _looks() -> bool:
-        """Not within what is compiled, which has the module's own calls, nor where a backward computes again, which may end in the middle."""
-        return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
+        self._running -= not torch.compiler.is_compiling()
 
     def check(self, layer: str, module: nn.Module, args: Any) -> None:
-        if self._looks() and not self._running:
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:  # or recomputed by a backward
+            return
+        if not self._running:
             raise RuntimeError(
                 f"{layer} was called without {self._name}, but strategy tensor has cut its outputs over ranks for {self._name} to use; "
                 "give strategy=TensorParallel(plan={...}) that leaves it whole"

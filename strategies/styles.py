@@ -93,33 +93,30 @@ class Sequence:
 
 
 class Column(ColwiseParallel):
-    """Cut by outputs. Layers of one module that get the same tensor gather it once, and sum its gradient once."""
+    """Cut by outputs. Layers of one module that get the same tensor gather it once, and sum its gradient once.
+
+    In what is compiled each does so by itself: a graph does not tell whether the tensor was changed in between.
+    """
 
     def __init__(self, sequence: Sequence | None) -> None:
         super().__init__()
         self.sequence = sequence
-        self.num_layers = 0
-        self._left = 0
         self._given: tuple[Tensor, int] | None = None
         self._whole: Any = None
 
     def _prepare_input_fn(self, input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> Any:  # type: ignore[override]
+        layouts = self.sequence.layouts() if self.sequence else input_layouts
+        gather = functools.partial(ColwiseParallel._prepare_input_fn, layouts, desired_input_layouts, mod, inputs, device_mesh)
+        if torch.compiler.is_compiling():
+            return gather()
         x = inputs[0]
-        version = 0 if torch.compiler.is_compiling() else x._version  # in a graph no tensor changes
-        if self._given is not None and self._given[0] is x and self._given[1] == version:
-            whole = self._whole
-            self._left -= 1
-        else:
-            layouts = self.sequence.layouts() if self.sequence else input_layouts
-            whole = ColwiseParallel._prepare_input_fn(layouts, desired_input_layouts, mod, inputs, device_mesh)
-            self._given, self._whole, self._left = (x, version), whole, self.num_layers - 1
-        if not self._left:  # what a compiled block holds at its end would be one of its outputs
-            self.forget()
-        return whole
+        if self._given is None or self._given[0] is not x or self._given[1] != x._version:
+            self._given, self._whole = (x, x._version), gather()
+        return self._whole
 
     def forget(self, *_: Any) -> None:
-        """A forward hook of the module around the layers as well, which may not have called all of them: keep nothing alive."""
-        self._given, self._whole, self._left = None, None, 0
+        """A forward hook of the module around the layers: keep nothing alive."""
+        self._given = self._whole = None
 
 
 class Row(RowwiseParallel):
