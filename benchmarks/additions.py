@@ -235,9 +235,7 @@ def additions(work: Work) -> dict[str, dict[str, Callable[[], Turn]]]:
     return {
         "compile=True, GPT": {how: partial(work.compiled, work.gpt, given) for how, given in compiles.items()},
         "compile=True, small operations": {how: partial(work.compiled, work.gates, given) for how, given in compiles.items()},
-        f"compile=True, GPT under tensor on {RANKS} ranks": {
-            how: partial(work.compiled, work.cut_gpt, given, RANKS) for how, given in list(compiles.items())[:2]
-        },
+        f"compile=True, GPT under tensor on {RANKS} ranks": {how: partial(work.compiled, work.cut_gpt, how == "on", RANKS) for how in ("off", "on")},
         "fused optimizer, GPT": {"off": partial(work.gpt, fused[0]), "on": partial(work.gpt, fused[1])},
         "fused optimizer, 1,000 tensors": {"off": partial(work.tensors, fused[0]), "on": partial(work.tensors, fused[1])},
         "activation_checkpointing=True": {"off": partial(work.recomputed, False), "on": partial(work.recomputed, True)},

@@ -208,7 +208,11 @@ def main() -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as apart:
         apart.submit(torch.get_num_threads).result()  # it starts here, and not in the folder of a turn
         own = {name: partial(variant, arguments.steps) for name, variant in VARIANTS.items()}
-        peers = {name: partial(lambda name: apart.submit(run_peer, name, arguments.steps).result(), name) for name in PEERS}
+
+        def in_turn(name: str) -> Clock:
+            return apart.submit(run_peer, name, arguments.steps).result()
+
+        peers = {name: partial(in_turn, name) for name in PEERS}
         clocks = take_turns(own | peers, arguments.rounds)
     results = summarise_steps(clocks, dict.fromkeys(clocks, REFERENCE))
     for row in results.values():

@@ -35,7 +35,7 @@ class Blank:
 
 
 class _Known(FakeTensor):
-    """Looks up what an operation gives that was asked before: the fake mode needs a third of a millisecond for an addition."""
+    """Looks up what an operation gives that was asked before, which takes the fake mode many times as long to find out."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:  # type: ignore[override]

@@ -55,7 +55,6 @@ class Engine:
         """Forward and backward of all parts; gradients are added to those of the parameters."""
         self._feed, self._error = feed, None
         for stage, held in zip(self.stages, self._placed.stages.values(), strict=True):
-            stage.arriving.clear()
             held.run = functools.partial(self._forward, stage)
         self._passes.clear()
         try:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from strategies.base import Strategy
 from strategies.blocks import find_blocks
 from strategies.forwards import with_forward
 from strategies.recompute import keep
@@ -16,16 +17,24 @@ from strategies.recompute import keep
 OPTIONS = ("backend", "dynamic", "fullgraph", "mode", "options")
 
 
-def check(compile: bool | Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments for torch.compile, None for no compilation. Raises TypeError or ValueError for others."""
-    if isinstance(compile, bool):
-        return {} if compile else None
-    if not isinstance(compile, Mapping):
+def check(compile: bool | Mapping[str, Any], strategy: Strategy) -> dict[str, Any] | None:
+    """The arguments for torch.compile under `strategy`, None for no compilation. Raises TypeError or ValueError for others."""
+    if compile is False:
+        return None
+    if compile is not True and not isinstance(compile, Mapping):
         raise TypeError(f"compile must be True, False or a dict of arguments of torch.compile, but compile={compile!r}")
-    unknown = sorted(set(compile) - set(OPTIONS))
+    options = {} if compile is True else dict(compile)
+    unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
         raise ValueError(f"compile takes {', '.join(OPTIONS)}, as torch.compile does, but compile has {', '.join(map(str, unknown))}")
-    return dict(compile)
+    if strategy.dynamic_shapes:
+        return options
+    if options.get("dynamic"):
+        raise ValueError(
+            f"dynamic must be left out of compile under strategy {type(strategy).__name__}, but compile={compile}: "
+            "torch cannot compile cut layers for all shapes at once, and each shape gets a graph of its own"
+        )
+    return options | {"dynamic": False}
 
 
 class Compiled:

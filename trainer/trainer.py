@@ -139,19 +139,12 @@ class Trainer:
             seed=seed,
             max_restarts=max_restarts,
         )
-        self.compile = compilation.check(compile)
-        """Arguments of torch.compile; None where nothing is compiled."""
         self._layout: dict[str, Any] = {"devices": devices, "accelerator": accelerator, "num_nodes": num_nodes, "precision": str(precision)}
         self._chooses = strategy == "auto"
         self.strategy, reason = strategies.build(strategy, **self._layout)
         self._chosen = f"strategy {type(self.strategy).__name__}: {reason}" if self._chooses else None
-        if self.compile is not None and not self.strategy.dynamic_shapes:
-            if self.compile.get("dynamic"):
-                raise ValueError(
-                    f"dynamic must be left out of compile under strategy {type(self.strategy).__name__}, but compile={compile}: "
-                    "torch cannot compile cut layers for all shapes at once, and each shape gets a graph of its own"
-                )
-            self.compile["dynamic"] = False
+        self.compile = compilation.check(compile, self.strategy)
+        """Arguments of torch.compile; None where nothing is compiled."""
         self.max_epochs, self.min_epochs = max_epochs, min_epochs
         self.max_steps = _none_if_negative(max_steps)
         self.accumulate_grad_batches, self.split_batches = accumulate_grad_batches, split_batches

@@ -111,9 +111,7 @@ class Prepares(Net):
 
 
 def test_the_end_of_prepare_data_is_a_sign() -> None:
-    model = net()
-    model.__class__ = Prepares
-    quiet(strategy="ddp", devices=2).fit(model, loader(64))
+    quiet(strategy="ddp", devices=2).fit(Prepares(), loader(64))
 
 
 def test_a_rank_whose_import_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
