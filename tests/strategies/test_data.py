@@ -816,6 +816,8 @@ def test_random_states_change_hands_with_the_gaussian_numbers_that_they_hold() -
             apart = Randomness(8)
             apart.load_state_dict(saved | {"numpy": json.loads(json.dumps(saved["numpy"])), "python": json.loads(json.dumps(saved["python"]))})
         assert (found, drawn) == (outside, inside)
+        apart.load_state_dict(saved | {"numpy": saved["numpy"][:2]})  # of a checkpoint without that number
+        assert apart.state_dict()["numpy"] == [*saved["numpy"][:2], 0, 0.0]
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])

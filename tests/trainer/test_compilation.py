@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
+from examples.gpt import GPT, VOCABULARY
 from strategies import DDP, FSDP, DataParallel, DeepSpeed, MeshParallel, ModelParallel, Pipeline, SingleDevice, Strategy, TensorParallel
 from tests.trainer.test_guards import Brittle, far, marked_data
 from tests.trainer.toy import loader, net, quiet
+from trainer import Module
 from trainer.compilation import Compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of itself while it compiles, and fails where that is an error
@@ -87,6 +91,36 @@ def test_repeated_blocks_share_one_compilation_where_layers_are_cut(make: Callab
     trainer = quiet(strategy=make(), devices=2, split_batches=True, compile={"backend": counting})
     trainer.fit(Counted(), marked_data())
     assert trainer.callback_metrics["graphs"] == 1
+
+
+class Text(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gpt = GPT(width=64, depth=2, head_width=16, context=32)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.gpt(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def test_batches_of_several_sizes_where_layers_are_cut() -> None:
+    """On torch 2.13 a graph for all sizes ends in a RecursionError there."""
+    tokens: Any = torch.randint(VOCABULARY, (30, 33), generator=torch.Generator().manual_seed(0))
+
+    def trained_on(**options: Any) -> Text:
+        module = Text()
+        strategy = TensorParallel(loss_parallel=True)
+        quiet(strategy=strategy, devices=2, precision="64-true", **options).fit(module, DataLoader(tokens, 8), DataLoader(tokens, 7))
+        return module
+
+    plain = trained_on()
+    assert far(trained_on(compile={"backend": "aot_eager"}), [p.detach() for p in plain.parameters()]) < 1e-11
 
 
 def test_a_second_fit_takes_what_the_first_has_compiled() -> None:
