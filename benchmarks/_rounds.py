@@ -57,7 +57,11 @@ def take_turns(variants: Mapping[str, Callable[[], Any]], rounds: int) -> dict[s
 def quiet() -> Iterator[None]:
     """Keep what the variants print and write away from the table and the working folder."""
     before = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         os.chdir(folder)
         try:
             with warnings.catch_warnings():
@@ -67,11 +71,18 @@ def quiet() -> Iterator[None]:
             os.chdir(before)
 
 
-def summarise(values: Mapping[str, Sequence[float]], unit: str, references: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def summarise(
+    values: Mapping[str, Sequence[float]], unit: str, references: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
     """Median, least and most of each variant, and the medians of ratio and difference to its reference of the same round."""
     rows: dict[str, dict[str, Any]] = {}
     for name, own in values.items():
-        rows[name] = {f"median_{unit}": statistics.median(own), f"min_{unit}": min(own), f"max_{unit}": max(own), f"rounds_{unit}": list(own)}
+        rows[name] = {
+            f"median_{unit}": statistics.median(own),
+            f"min_{unit}": min(own),
+            f"max_{unit}": max(own),
+            f"rounds_{unit}": list(own),
+        }
         if name in references:
             pairs = list(zip(own, values[references[name]], strict=True))
             rows[name]["ratio"] = statistics.median(value / base for value, base in pairs)
@@ -93,26 +104,46 @@ STEP_COLUMNS = {
 
 def summarise_steps(clocks: Mapping[str, Sequence[Clock]], references: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """`summarise` in microseconds a step, and the same of the process's CPU time; for `STEP_COLUMNS`."""
-    rows = summarise({name: [clock.s_per_step() * 1e6 for clock in own] for name, own in clocks.items()}, "us", references)
-    cpu = summarise({name: [clock.cpu_s_per_step() * 1e6 for clock in own] for name, own in clocks.items()}, "us", references)
+    rows = summarise(
+        {name: [clock.s_per_step() * 1e6 for clock in own] for name, own in clocks.items()}, "us", references
+    )
+    cpu = summarise(
+        {name: [clock.cpu_s_per_step() * 1e6 for clock in own] for name, own in clocks.items()}, "us", references
+    )
     for name, row in cpu.items():
-        rows[name] |= {"cpu_us": row["median_us"], "cpu_over_us": row.get("over_us"), "cpu_ratio": row.get("ratio"), "cpu_rounds_us": row["rounds_us"]}
+        rows[name] |= {
+            "cpu_us": row["median_us"],
+            "cpu_over_us": row.get("over_us"),
+            "cpu_ratio": row.get("ratio"),
+            "cpu_rounds_us": row["rounds_us"],
+        }
     return rows
 
 
 def table(rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, tuple[str, str]], title: str = "") -> str:
     """Rows as text; `columns` are (key of a row, format) by heading. What a row does not have stays empty."""
     width = max(map(len, [*rows, title])) + 2
-    widths = {heading: max(len(heading), *(len(_cell(row, key, form)) for row in rows.values())) + 2 for heading, (key, form) in columns.items()}
+    widths = {
+        heading: max(len(heading), *(len(_cell(row, key, form)) for row in rows.values())) + 2
+        for heading, (key, form) in columns.items()
+    }
     lines = [f"{title:<{width}}" + "".join(f"{heading:>{widths[heading]}}" for heading in columns)]
     for name, row in rows.items():
-        lines.append(f"{name:<{width}}" + "".join(f"{_cell(row, key, form):>{widths[heading]}}" for heading, (key, form) in columns.items()))
+        lines.append(
+            f"{name:<{width}}"
+            + "".join(f"{_cell(row, key, form):>{widths[heading]}}" for heading, (key, form) in columns.items())
+        )
     return "\n".join(lines)
 
 
 def machine() -> dict[str, Any]:
     """What the numbers depend on."""
-    facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
+    facts: dict[str, Any] = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+    }
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
     return facts

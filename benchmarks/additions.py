@@ -77,7 +77,11 @@ class Gate(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.scale, self.up, self.down = nn.Parameter(torch.ones(width)), nn.Linear(width, 2 * width), nn.Linear(width, width)
+        self.scale, self.up, self.down = (
+            nn.Parameter(torch.ones(width)),
+            nn.Linear(width, 2 * width),
+            nn.Linear(width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         left, right = self.up(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.scale).chunk(2, -1)
@@ -126,21 +130,39 @@ class Work:
 
     def __init__(self, arguments: argparse.Namespace, cache: str) -> None:
         self.cache = cache
-        self.steps, self.width, self.depth, self.batch = arguments.steps, arguments.width, arguments.depth, arguments.batch
+        self.steps, self.width, self.depth, self.batch = (
+            arguments.steps,
+            arguments.width,
+            arguments.depth,
+            arguments.batch,
+        )
         self.num_batches = WARMUP_STEPS + self.steps + 1
 
-    def fit(self, task: Task, batches: DataLoader, callbacks: Sequence[Callback] = (), strategy: str = "single", **options: Any) -> Turn:
+    def fit(
+        self,
+        task: Task,
+        batches: DataLoader,
+        callbacks: Sequence[Callback] = (),
+        strategy: str = "single",
+        **options: Any,
+    ) -> Turn:
         clock = Steps(self.steps)
         alone = strategy == "single"
         place: dict[str, Any] = {"devices": 1 if alone else RANKS, "accelerator": "gpu" if ON_GPU and alone else "cpu"}
         trainer = Trainer(strategy=strategy, callbacks=[Ticks(clock), *callbacks], **place, **BARE, **options)
         trainer.fit(task, batches)
-        times = {"ms": clock.s_per_step() * 1e3, "cpu_ms": clock.cpu_s_per_step() * 1e3, "first_s": clock.first[1] - clock.first[0]}
+        times = {
+            "ms": clock.s_per_step() * 1e3,
+            "cpu_ms": clock.cpu_s_per_step() * 1e3,
+            "first_s": clock.first[1] - clock.first[0],
+        }
         return {**times, "loss": trainer.last_loss}
 
     def gpt(self, adamw: dict[str, Any] | None = None, **options: Any) -> Turn:
         job = Job(self.width, self.depth, self.batch, WARMUP_STEPS, self.steps)
-        return self.fit(Task(job.gpt(), text_loss, **({"fused": True} if adamw is None else adamw)), job.loader(1), **options)
+        return self.fit(
+            Task(job.gpt(), text_loss, **({"fused": True} if adamw is None else adamw)), job.loader(1), **options
+        )
 
     def cut_gpt(self, **options: Any) -> Turn:
         return self.gpt(strategy="tensor", **options)
@@ -149,16 +171,23 @@ class Work:
         torch.manual_seed(0)
         width, rows = self.width // 2, 1024 * self.batch
         net = nn.Sequential(*(Gate(width) for _ in range(self.depth)))
-        return self.fit(Task(net, square, fused=True), DataLoader(torch.randn(self.num_batches * rows, width), rows), **options)  # type: ignore[arg-type]
+        return self.fit(
+            Task(net, square, fused=True), DataLoader(torch.randn(self.num_batches * rows, width), rows), **options
+        )  # type: ignore[arg-type]
 
     def tensors(self, adamw: dict[str, Any]) -> Turn:
-        return self.fit(Task(Small(NUM_TENSORS), square, **adamw), DataLoader(torch.randn(self.num_batches * self.batch, 32), self.batch))  # type: ignore[arg-type]
+        return self.fit(
+            Task(Small(NUM_TENSORS), square, **adamw),
+            DataLoader(torch.randn(self.num_batches * self.batch, 32), self.batch),
+        )  # type: ignore[arg-type]
 
     def images(self, callbacks: Sequence[Callback]) -> Turn:
         torch.manual_seed(0)
         num = self.num_batches * 4 * self.batch
         data = TensorDataset(torch.randn(num, 3, 32, 32), torch.randint(10, (num,)))
-        return self.fit(Task(convolutions(self.width // 2), image_loss, fused=True), DataLoader(data, 4 * self.batch), callbacks)
+        return self.fit(
+            Task(convolutions(self.width // 2), image_loss, fused=True), DataLoader(data, 4 * self.batch), callbacks
+        )
 
     def compiled(self, task: Callable[..., Turn], compile: bool | dict[str, Any], num_ranks: int = 1) -> Turn:
         """In new processes; on the disk is what earlier rounds of `task` have compiled."""
@@ -170,7 +199,9 @@ class Work:
 
     def accumulated(self, how: str) -> Turn:
         num_windows = max(1, self.steps // 4)
-        job = Job(self.width, self.depth, max(1, self.batch // 4), WARMUP_WINDOWS * ACCUMULATE, num_windows * ACCUMULATE)
+        job = Job(
+            self.width, self.depth, max(1, self.batch // 4), WARMUP_WINDOWS * ACCUMULATE, num_windows * ACCUMULATE
+        )
         return processes.launch(on_rank, (how, job, num_windows), RANKS)
 
 
@@ -206,7 +237,14 @@ def on_rank(how: str, job: Job, num_windows: int) -> Turn:
     clock = Counts(num_windows * ACCUMULATE, job.clock.marks[0])
     assert world is not None
     if how == LOCKSTEP:
-        trainer = Trainer(strategy="ddp", devices=RANKS, accelerator="cpu", accumulate_grad_batches=ACCUMULATE, callbacks=Ticks(clock), **BARE)
+        trainer = Trainer(
+            strategy="ddp",
+            devices=RANKS,
+            accelerator="cpu",
+            accumulate_grad_batches=ACCUMULATE,
+            callbacks=Ticks(clock),
+            **BARE,
+        )
         trainer.fit(task, job.loader(RANKS))
     else:
         init_process_group(world, "gloo")
@@ -231,15 +269,26 @@ def on_rank(how: str, job: Job, num_windows: int) -> Turn:
 def additions(work: Work) -> dict[str, dict[str, Callable[[], Turn]]]:
     """The variants of each addition, the one without it first."""
     fused: tuple[dict[str, Any], dict[str, Any]] = ({"foreach": True}, {}) if ON_GPU else ({}, {"fused": True})
-    compiles: dict[str, Any] = {"off": False, "on": True} | ({"with CUDA graphs": {"mode": "reduce-overhead"}} if ON_GPU else {})
+    compiles: dict[str, Any] = {"off": False, "on": True} | (
+        {"with CUDA graphs": {"mode": "reduce-overhead"}} if ON_GPU else {}
+    )
     return {
         "compile=True, GPT": {how: partial(work.compiled, work.gpt, given) for how, given in compiles.items()},
-        "compile=True, small operations": {how: partial(work.compiled, work.gates, given) for how, given in compiles.items()},
-        f"compile=True, GPT under tensor on {RANKS} ranks": {how: partial(work.compiled, work.cut_gpt, how == "on", RANKS) for how in ("off", "on")},
+        "compile=True, small operations": {
+            how: partial(work.compiled, work.gates, given) for how, given in compiles.items()
+        },
+        f"compile=True, GPT under tensor on {RANKS} ranks": {
+            how: partial(work.compiled, work.cut_gpt, how == "on", RANKS) for how in ("off", "on")
+        },
         "fused optimizer, GPT": {"off": partial(work.gpt, fused[0]), "on": partial(work.gpt, fused[1])},
-        "fused optimizer, 1,000 tensors": {"off": partial(work.tensors, fused[0]), "on": partial(work.tensors, fused[1])},
+        "fused optimizer, 1,000 tensors": {
+            "off": partial(work.tensors, fused[0]),
+            "on": partial(work.tensors, fused[1]),
+        },
         "activation_checkpointing=True": {"off": partial(work.recomputed, False), "on": partial(work.recomputed, True)},
-        f"accumulate_grad_batches={ACCUMULATE}": {how: partial(work.accumulated, how) for how in (EACH, NO_SYNC, LOCKSTEP)},
+        f"accumulate_grad_batches={ACCUMULATE}": {
+            how: partial(work.accumulated, how) for how in (EACH, NO_SYNC, LOCKSTEP)
+        },
         "ChannelsLast()": {"off": partial(work.images, []), "on": lambda: work.images([ChannelsLast()])},
         'precision="tf32-true"': {"off": work.gpt, "on": partial(work.gpt, precision="tf32-true")},
         "deterministic=True": {"off": work.gpt, "on": partial(work.gpt, deterministic=True)},
@@ -249,17 +298,26 @@ def additions(work: Work) -> dict[str, dict[str, Callable[[], Turn]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what each argument for speed, memory or exactness brings.")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
-    parser.add_argument("--steps", type=int, default=20, help="that count in a turn, after some that do not; a quarter as many where a step is long")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=20,
+        help="that count in a turn, after some that do not; a quarter as many where a step is long",
+    )
     parser.add_argument("--width", type=int, default=128, help="of the GPT; the other models follow it")
     parser.add_argument("--depth", type=int, default=4, help="blocks of the GPT")
-    parser.add_argument("--batch", type=int, default=4, help="sequences in a step of the GPT; the other batches follow it")
+    parser.add_argument(
+        "--batch", type=int, default=4, help="sequences in a step of the GPT; the other batches follow it"
+    )
     parser.add_argument("--match", default="", metavar="TEXT", help="only additions whose name contains it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     facts = machine()
     with tempfile.TemporaryDirectory() as cache:
-        wanted = {name: variants for name, variants in additions(Work(arguments, cache)).items() if arguments.match in name}
+        wanted = {
+            name: variants for name, variants in additions(Work(arguments, cache)).items() if arguments.match in name
+        }
         names = {f"{name}, {how}": (name, how) for name, variants in wanted.items() for how in variants}
         references = {full: f"{name}, {next(iter(wanted[name]))}" for full, (name, _) in names.items()}
         turns = take_turns({full: wanted[name][how] for full, (name, how) in names.items()}, arguments.rounds)
@@ -272,16 +330,33 @@ def main() -> None:
         row |= {key: own[0][key] for key in ("loss", "graphs", "kept_bytes", "exchanges") if key in own[0]}
         if "graphs" in row:
             firsts = [turn["first_s"] for turn in own]
-            row |= {"first_s": firsts[0], "cached_s": statistics.median(firsts[1:]) if row["graphs"] and firsts[1:] else None}
+            row |= {
+                "first_s": firsts[0],
+                "cached_s": statistics.median(firsts[1:]) if row["graphs"] and firsts[1:] else None,
+            }
         if "kept_bytes" in row:
             row["kept_mib"] = row["kept_bytes"] / 2**20
     print(f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps")
     columns = {"ms a step": ("median_ms", ".2f"), "min": ("min_ms", ".2f"), "max": ("max_ms", ".2f")}
     columns |= {"ratio": ("ratio", ".2f"), "CPU ratio": ("cpu_ratio", ".2f")}
-    columns |= {"first s": ("first_s", ".2f"), "cached s": ("cached_s", ".2f"), "kept MiB": ("kept_mib", ".1f"), "exchanges": ("exchanges", ".0f")}
+    columns |= {
+        "first s": ("first_s", ".2f"),
+        "cached s": ("cached_s", ".2f"),
+        "kept MiB": ("kept_mib", ".1f"),
+        "exchanges": ("exchanges", ".0f"),
+    }
     print(table(results, columns))
     sizes = {"width": arguments.width, "depth": arguments.depth, "batch": arguments.batch, "context": CONTEXT}
-    write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds, steps=arguments.steps, ranks=RANKS, model=sizes)
+    write_json(
+        arguments.json,
+        facts,
+        results,
+        columns=columns,
+        rounds=arguments.rounds,
+        steps=arguments.steps,
+        ranks=RANKS,
+        model=sizes,
+    )
 
 
 if __name__ == "__main__":

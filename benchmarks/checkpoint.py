@@ -31,7 +31,13 @@ from benchmarks._rounds import machine, quiet, summarise, table, take_turns, tol
 from callbacks import Callback
 from trainer import Module, Trainer, checkpoint_writer
 
-COPY, RAW, SAVE, UNCHECKED, BESIDE = "memory copy of the state", "raw write and fsync", "save", "save, no checksums", "save beside the training"
+COPY, RAW, SAVE, UNCHECKED, BESIDE = (
+    "memory copy of the state",
+    "raw write and fsync",
+    "save",
+    "save, no checksums",
+    "save beside the training",
+)
 CHUNK_BYTES = 4 << 20
 
 
@@ -70,7 +76,9 @@ class Measure(Callback):
             "save in an older one's place": partial(trainer.save_checkpoint, self.folder / "old"),
             BESIDE: partial(trainer.save_checkpoint, self.folder / "new", wait=False),
         }
-        self.times = take_turns({name: partial(self.timed, way, trainer.finish_saving) for name, way in ways.items()}, self.rounds)
+        self.times = take_turns(
+            {name: partial(self.timed, way, trainer.finish_saving) for name, way in ways.items()}, self.rounds
+        )
 
     def timed(self, way: Callable[[], Any], finish: Callable[[], Any]) -> tuple[float, float]:
         """Milliseconds that it blocks and until it is done, from an empty place."""
@@ -115,22 +123,42 @@ def main() -> None:
     facts = machine()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, quiet():
         measure = Measure(Path(folder).absolute(), arguments.rounds)
-        options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+        options: dict[str, Any] = {
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "accelerator": "cpu",
+        }
         loader = DataLoader(torch.zeros(1), 1)  # type: ignore[arg-type]
         Trainer(max_steps=1, callbacks=measure, **options).fit(Tensors(arguments.megabytes * 10**6 // 3), loader)
     blocked, done = ({name: [time_ms[i] for time_ms in times] for name, times in measure.times.items()} for i in (0, 1))
     results = summarise(done, "ms", dict.fromkeys(done, RAW))
     for name, row in results.items():
         row["blocked_ms"], row["blocked_rounds_ms"] = statistics.median(blocked[name]), blocked[name]
-        row["blocked_ratio"] = statistics.median(own / base for own, base in zip(blocked[name], done[COPY], strict=True))
+        row["blocked_ratio"] = statistics.median(
+            own / base for own, base in zip(blocked[name], done[COPY], strict=True)
+        )
         row["mb_per_s"] = measure.num_bytes / 1e3 / row["median_ms"]
     share = statistics.median(1 - without / whole for whole, without in zip(done[SAVE], done[UNCHECKED], strict=True))
     print(f"{told(facts)}; {measure.num_bytes / 1e6:,.0f} MB, {arguments.rounds} rounds")
-    columns = {"blocked ms": ("blocked_ms", ".1f"), "to copy": ("blocked_ratio", ".2f"), "done ms": ("median_ms", ".1f"), "min": ("min_ms", ".1f")}
+    columns = {
+        "blocked ms": ("blocked_ms", ".1f"),
+        "to copy": ("blocked_ratio", ".2f"),
+        "done ms": ("median_ms", ".1f"),
+        "min": ("min_ms", ".1f"),
+    }
     columns |= {"max": ("max_ms", ".1f"), "to raw": ("ratio", ".2f"), "MB/s": ("mb_per_s", ",.0f")}
     print(table(results, columns))
     print(f"checksums are {share:.1%} of a save")
-    write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds, num_bytes=measure.num_bytes, checksum_share=share)
+    write_json(
+        arguments.json,
+        facts,
+        results,
+        columns=columns,
+        rounds=arguments.rounds,
+        num_bytes=measure.num_bytes,
+        checksum_share=share,
+    )
 
 
 if __name__ == "__main__":

@@ -87,15 +87,27 @@ class Timed(Module):
 def measure(steps: int, width: int, collectives: int) -> dict[str, float]:
     """Medians in milliseconds: of a step without and with the message, and of what it adds in wall and CPU time."""
     number = 2 * -(-steps // TURN) * TURN + WARMUP_STEPS
-    data = DataLoader(TensorDataset(torch.randn(number * 128, width), torch.randint(0, 10, (number * 128,))), batch_size=64)
+    data = DataLoader(
+        TensorDataset(torch.randn(number * 128, width), torch.randint(0, 10, (number * 128,))), batch_size=64
+    )
     trainer = Trainer(
-        strategy="ddp", devices=2, accelerator="cpu", max_steps=number, logger=False, enable_checkpointing=False, enable_progress_bar=False, seed=0
+        strategy="ddp",
+        devices=2,
+        accelerator="cpu",
+        max_steps=number,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        seed=0,
     )
     trainer.fit(Timed(width, collectives), data)
     path = Path("times.json")
     marks = json.loads(path.read_text())
     path.unlink()
-    turns = [[(after - before) / TURN * 1e3 for before, after in zip(begin, end, strict=True)] for begin, end in pairwise(marks)][WARMUP_STEPS // TURN :]
+    turns = [
+        [(after - before) / TURN * 1e3 for before, after in zip(begin, end, strict=True)]
+        for begin, end in pairwise(marks)
+    ][WARMUP_STEPS // TURN :]
     pairs = [(turns[i + is_with(i)], turns[i + 1 - is_with(i)]) for i in range(0, len(turns), 2)]
     return {
         "without_ms": statistics.median(without[0] for without, _ in pairs),

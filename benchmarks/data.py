@@ -100,7 +100,9 @@ def lockstep(num_batches: int, device: str, options: dict[str, Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the path of the data.")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
-    parser.add_argument("--batches", type=int, default=150, help=f"that count in a turn, after {WARMUP_STEPS} that do not")
+    parser.add_argument(
+        "--batches", type=int, default=150, help=f"that count in a turn, after {WARMUP_STEPS} that do not"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -119,9 +121,22 @@ def main() -> None:
     speeds = take_turns(variants, arguments.rounds)
     results = summarise(speeds, "per_s", {name: f"{name.rpartition(', ')[0]}, bare loop" for name in variants})
     print(f"{told(facts)}; {arguments.rounds} rounds of {arguments.batches} batches of {BATCH}")
-    columns = {"samples/s": ("median_per_s", ",.0f"), "min": ("min_per_s", ",.0f"), "max": ("max_per_s", ",.0f"), "ratio": ("ratio", ".3f")}
+    columns = {
+        "samples/s": ("median_per_s", ",.0f"),
+        "min": ("min_per_s", ",.0f"),
+        "max": ("max_per_s", ",.0f"),
+        "ratio": ("ratio", ".3f"),
+    }
     print(table(results, columns))
-    write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds, batches=arguments.batches, batch_size=BATCH)
+    write_json(
+        arguments.json,
+        facts,
+        results,
+        columns=columns,
+        rounds=arguments.rounds,
+        batches=arguments.batches,
+        batch_size=BATCH,
+    )
 
 
 if __name__ == "__main__":

@@ -53,7 +53,11 @@ class Job:
 
     def loader(self, shards: int) -> DataLoader:
         """`batch` sequences a batch for this rank, where `shards` ranks see different ones; the Trainer cuts by itself."""
-        tokens = torch.randint(VOCABULARY, (self.num_batches * self.batch * shards, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(
+            VOCABULARY,
+            (self.num_batches * self.batch * shards, CONTEXT + 1),
+            generator=torch.Generator().manual_seed(0),
+        )
         sampler = DistributedSampler(tokens, shuffle=False) if shards > 1 and dist.is_initialized() else None  # type: ignore[arg-type, var-annotated]
         return DataLoader(tokens, self.batch, sampler=sampler)  # type: ignore[arg-type]
 
@@ -101,11 +105,18 @@ def fsdp_by_hand(job: Job, rank: int) -> None:
 def tensor_by_hand(job: Job, rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     model, mesh = job.gpt(), init_device_mesh("cpu", (RANKS,))
     plan = {
-        "attention": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),  # one sum of gradients for the three
+        "attention": PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Replicate()
+        ),  # one sum of gradients for the three
         **{f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")},
         "attention.o": RowwiseParallel(),
         "up": ColwiseParallel(),
@@ -154,7 +165,12 @@ def pipeline_by_hand(job: Job, rank: int) -> None:
         optimizer.zero_grad()
 
 
-BY_HAND: dict[str, Callable[[Job, int], None]] = {"ddp": ddp_by_hand, "fsdp": fsdp_by_hand, "tensor": tensor_by_hand, "pipeline": pipeline_by_hand}
+BY_HAND: dict[str, Callable[[Job, int], None]] = {
+    "ddp": ddp_by_hand,
+    "fsdp": fsdp_by_hand,
+    "tensor": tensor_by_hand,
+    "pipeline": pipeline_by_hand,
+}
 
 
 # ---- through the Trainer -------------------------------------------------------------------------------
@@ -202,7 +218,11 @@ def on_rank(name: str, by_hand: bool, job: Job, counts_bytes: bool) -> list[floa
     """Seconds a step on rank 0, those of its CPU time and, where they are counted, the most bytes that each rank held."""
     world = environment.detect()
     assert world is not None
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) if counts_bytes else record_function("not counted") as profiled:
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        if counts_bytes
+        else record_function("not counted") as profiled
+    ):
         train(name, by_hand, job, world)
     init_process_group(world, "gloo")
     peaks = [torch.zeros((), dtype=torch.long) for _ in range(RANKS)]
@@ -226,7 +246,9 @@ def peak_bytes(profiled: Any) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure strategies beside a hand-written use of the same engine.")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each variant")
-    parser.add_argument("--steps", type=int, default=40, help=f"steps that count in a turn, after {WARMUP_STEPS} that do not")
+    parser.add_argument(
+        "--steps", type=int, default=40, help=f"steps that count in a turn, after {WARMUP_STEPS} that do not"
+    )
     parser.add_argument("--width", type=int, default=128, help="of the model")
     parser.add_argument("--depth", type=int, default=4, help="blocks of the model")
     parser.add_argument("--batch", type=int, default=4, help="sequences of each rank in a step")
@@ -241,24 +263,60 @@ def main() -> None:
         job = Job(arguments.width, arguments.depth, arguments.batch, warmup, num_steps)
         return processes.launch(on_rank, (name, by_hand, job, counts_bytes), RANKS)
 
-    names = {f"{name}, {who}": (name, who == "by hand") for name in BY_HAND if arguments.match in name for who in ("by hand", "lockstep")}
+    names = {
+        f"{name}, {who}": (name, who == "by hand")
+        for name in BY_HAND
+        if arguments.match in name
+        for who in ("by hand", "lockstep")
+    }
     references = {full: f"{name}, by hand" for full, (name, _) in names.items()}
     times = take_turns({full: partial(run, *what, False) for full, what in names.items()}, arguments.rounds)
-    results, cpu = (summarise({full: [turn[i] * 1e3 for turn in turns] for full, turns in times.items()}, "ms", references) for i in (0, 1))
-    for full, runs in take_turns({full: partial(run, *what, True) for full, what in names.items()}, arguments.rounds).items():
+    results, cpu = (
+        summarise({full: [turn[i] * 1e3 for turn in turns] for full, turns in times.items()}, "ms", references)
+        for i in (0, 1)
+    )
+    for full, runs in take_turns(
+        {full: partial(run, *what, True) for full, what in names.items()}, arguments.rounds
+    ).items():
         results[full]["peak_bytes"] = max(int(min(peaks)) for peaks in list(zip(*runs, strict=True))[2:])
     for full, row in results.items():
         row["peak_ratio"] = row["peak_bytes"] / results[references[full]]["peak_bytes"]
         row["peak_mib"] = row["peak_bytes"] / 2**20
-        row |= {"cpu_ms": cpu[full]["median_ms"], "cpu_ratio": cpu[full]["ratio"], "cpu_rounds_ms": cpu[full]["rounds_ms"]}
+        row |= {
+            "cpu_ms": cpu[full]["median_ms"],
+            "cpu_ratio": cpu[full]["ratio"],
+            "cpu_rounds_ms": cpu[full]["rounds_ms"],
+        }
     elements = sum(p.numel() for p in GPT(arguments.width, arguments.depth, arguments.width // 4, CONTEXT).parameters())
-    print(f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps on {RANKS} ranks; {elements:,} parameters")
-    columns = {"ms a step": ("median_ms", ".2f"), "min": ("min_ms", ".2f"), "max": ("max_ms", ".2f"), "ratio": ("ratio", ".3f")}
+    print(
+        f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps on {RANKS} ranks; {elements:,} parameters"
+    )
+    columns = {
+        "ms a step": ("median_ms", ".2f"),
+        "min": ("min_ms", ".2f"),
+        "max": ("max_ms", ".2f"),
+        "ratio": ("ratio", ".3f"),
+    }
     columns |= {"CPU ms": ("cpu_ms", ".2f"), "CPU ratio": ("cpu_ratio", ".3f")}
     columns |= {"peak MiB": ("peak_mib", ".2f"), "of peak": ("peak_ratio", ".3f")}
     print(table(results, columns))
-    model = {"width": arguments.width, "depth": arguments.depth, "batch": arguments.batch, "context": CONTEXT, "parameters": elements}
-    write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds, steps=arguments.steps, ranks=RANKS, model=model)
+    model = {
+        "width": arguments.width,
+        "depth": arguments.depth,
+        "batch": arguments.batch,
+        "context": CONTEXT,
+        "parameters": elements,
+    }
+    write_json(
+        arguments.json,
+        facts,
+        results,
+        columns=columns,
+        rounds=arguments.rounds,
+        steps=arguments.steps,
+        ranks=RANKS,
+        model=model,
+    )
 
 
 if __name__ == "__main__":

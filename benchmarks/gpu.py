@@ -43,19 +43,29 @@ class Job:
     """The work of every variant."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.width, self.depth, self.context, self.vocabulary = arguments.width, arguments.depth, arguments.context, arguments.vocabulary
+        self.width, self.depth, self.context, self.vocabulary = (
+            arguments.width,
+            arguments.depth,
+            arguments.context,
+            arguments.vocabulary,
+        )
         self.batch, self.steps = arguments.batch, arguments.steps
 
     def gpt(self) -> GPT:
         torch.manual_seed(0)
         gpt = GPT(self.width, self.depth, head_width=64, context=self.context)
-        gpt.token, gpt.head = nn.Embedding(self.vocabulary, self.width), nn.Linear(self.width, self.vocabulary, bias=False)
+        gpt.token, gpt.head = (
+            nn.Embedding(self.vocabulary, self.width),
+            nn.Linear(self.width, self.vocabulary, bias=False),
+        )
         nn.init.normal_(gpt.token.weight, std=0.02)
         gpt.head.weight = gpt.token.weight
         return gpt
 
     def loader(self, num_batches: int) -> DataLoader:
-        tokens = torch.randint(self.vocabulary, (num_batches * self.batch, self.context + 1), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(
+            self.vocabulary, (num_batches * self.batch, self.context + 1), generator=torch.Generator().manual_seed(0)
+        )
         return DataLoader(tokens, self.batch, pin_memory=True)  # type: ignore[arg-type]
 
     @property
@@ -137,8 +147,21 @@ class Ticks(Callback):
 
 
 def lockstep(job: Job, clock: Clock, compiled: str) -> None:
-    options: dict[str, Any] = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "log_every_n_steps": LOG_EVERY}
-    trainer = Trainer(accelerator="gpu", devices=1, precision="bf16-mixed", compile=compiled == "blocks", callbacks=Ticks(clock), **options)
+    options: dict[str, Any] = {
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "log_every_n_steps": LOG_EVERY,
+    }
+    trainer = Trainer(
+        accelerator="gpu",
+        devices=1,
+        precision="bf16-mixed",
+        compile=compiled == "blocks",
+        callbacks=Ticks(clock),
+        **options,
+    )
     trainer.fit(Text(job.gpt()), job.loader(clock.marks[1] + 1))
 
 
@@ -184,13 +207,17 @@ REFERENCES = {name: f"{name.rpartition(', ')[0]}, by hand" for name in VARIANTS}
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure a GPT-2 on one GPU.")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
-    parser.add_argument("--steps", type=int, default=50, help=f"steps that count in a turn, after {WARMUP_STEPS} that do not")
+    parser.add_argument(
+        "--steps", type=int, default=50, help=f"steps that count in a turn, after {WARMUP_STEPS} that do not"
+    )
     parser.add_argument("--batch", type=int, default=16, help="sequences in a step")
     parser.add_argument("--width", type=int, default=768, help="of the model, a multiple of 64")
     parser.add_argument("--depth", type=int, default=12, help="blocks of the model")
     parser.add_argument("--context", type=int, default=1024, help="tokens in a sequence")
     parser.add_argument("--vocabulary", type=int, default=50_304, help="different tokens")
-    parser.add_argument("--peak-tflops", type=float, help="dense bf16 TFLOPs a second of the device, where Lockstep does not know it")
+    parser.add_argument(
+        "--peak-tflops", type=float, help="dense bf16 TFLOPs a second of the device, where Lockstep does not know it"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     facts = machine()
@@ -200,9 +227,15 @@ def main() -> None:
         write_json(arguments.json, facts, {}, skipped=sentence)
         return
     job = Job(arguments)
-    peak = peak_of(torch.cuda.get_device_name(), "bf16-mixed") if arguments.peak_tflops is None else arguments.peak_tflops * 1e12
+    peak = (
+        peak_of(torch.cuda.get_device_name(), "bf16-mixed")
+        if arguments.peak_tflops is None
+        else arguments.peak_tflops * 1e12
+    )
     rounds = take_turns({name: partial(measure, job, *how) for name, how in VARIANTS.items()}, arguments.rounds)
-    results = summarise({name: [turn["tokens_per_s"] for turn in turns] for name, turns in rounds.items()}, "per_s", REFERENCES)
+    results = summarise(
+        {name: [turn["tokens_per_s"] for turn in turns] for name, turns in rounds.items()}, "per_s", REFERENCES
+    )
     syncs = take_turns({name: partial(count_syncs, job, *how) for name, how in VARIANTS.items()}, 1)
     for name, row in results.items():
         row |= syncs[name][0]
@@ -212,7 +245,9 @@ def main() -> None:
     for name, row in results.items():
         row["peak_ratio"] = row["peak_bytes"] / results[REFERENCES[name]]["peak_bytes"]
     elements = sum(p.numel() for p in job.gpt().parameters())
-    print(f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps; {elements:,} parameters, {job.batch} x {job.context} tokens a step")
+    print(
+        f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps; {elements:,} parameters, {job.batch} x {job.context} tokens a step"
+    )
     columns = {
         "tokens/s": ("median_per_s", ",.0f"),
         "min": ("min_per_s", ",.0f"),
@@ -224,9 +259,20 @@ def main() -> None:
     print(table(results, columns))
     for name, row in results.items():
         if row["sync_places"]:
-            print(f"{name} synchronises at " + ", ".join(f"{place} ({number})" for place, number in row["sync_places"].items()))
-    work = {"rounds": arguments.rounds, "steps": arguments.steps, "batch": job.batch, "context": job.context, "parameters": elements}
-    write_json(arguments.json, facts, results, columns=columns, peak_flops=peak, flops_per_token=job.flops_per_token, **work)
+            print(
+                f"{name} synchronises at "
+                + ", ".join(f"{place} ({number})" for place, number in row["sync_places"].items())
+            )
+    work = {
+        "rounds": arguments.rounds,
+        "steps": arguments.steps,
+        "batch": job.batch,
+        "context": job.context,
+        "parameters": elements,
+    }
+    write_json(
+        arguments.json, facts, results, columns=columns, peak_flops=peak, flops_per_token=job.flops_per_token, **work
+    )
 
 
 if __name__ == "__main__":

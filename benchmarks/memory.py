@@ -39,7 +39,9 @@ PEAKS = ("placing", "steps")
 VARIANTS: dict[str, Callable[[], Strategy]] = {
     **{name: make for name, make in STRATEGIES.items() if name != "deepspeed"},  # which is stage 2
     # DeepSpeed keeps parameters of up to 100,000 elements whole, which the example's all are.
-    "deepspeed_stage_3, all cut": lambda: DeepSpeed(stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}}),
+    "deepspeed_stage_3, all cut": lambda: DeepSpeed(
+        stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    ),
 }
 ONE_PROCESS = ("single", "dp", "model")
 
@@ -52,10 +54,18 @@ def main() -> None:
     parser.add_argument("--match", default="", metavar="TEXT", help="only strategies whose name contains it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # bytes; else glibc keeps what engines free, and sharding does not show in the peak
+    os.environ.setdefault(
+        "MALLOC_MMAP_THRESHOLD_", "65536"
+    )  # bytes; else glibc keeps what engines free, and sharding does not show in the peak
     elements = sum(p.numel() for p in Model(arguments.width, arguments.depth).parameters())
-    print(f"torch {torch.__version__}, AdamW, float32; {elements:,} parameters, {4 * elements:,} bytes; bytes a rank, peaks in MiB")
-    print(f"{'':<28}{'ranks':>6}" + "".join(f"{column:>13}" for column in COLUMNS) + "".join(f"{column:>9}" for column in PEAKS))
+    print(
+        f"torch {torch.__version__}, AdamW, float32; {elements:,} parameters, {4 * elements:,} bytes; bytes a rank, peaks in MiB"
+    )
+    print(
+        f"{'':<28}{'ranks':>6}"
+        + "".join(f"{column:>13}" for column in COLUMNS)
+        + "".join(f"{column:>9}" for column in PEAKS)
+    )
     rows = []
     for name in VARIANTS:
         if arguments.match not in name or ("deepspeed" in name and importlib.util.find_spec("deepspeed") is None):
@@ -66,12 +76,20 @@ def main() -> None:
             row = measure(name, ranks, arguments.width, arguments.depth)
             rows.append(row)
             print(
-                f"{name:<28}{ranks:>6}" + "".join(f"{row[column]:>13,}" for column in COLUMNS) + "".join(f"{row[column] / 2**20:>9.0f}" for column in PEAKS),
+                f"{name:<28}{ranks:>6}"
+                + "".join(f"{row[column]:>13,}" for column in COLUMNS)
+                + "".join(f"{row[column] / 2**20:>9.0f}" for column in PEAKS),
                 flush=True,
             )
     if arguments.json:
         machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
-        model = {"width": arguments.width, "depth": arguments.depth, "context": CONTEXT, "batch": BATCH, "parameters": elements}
+        model = {
+            "width": arguments.width,
+            "depth": arguments.depth,
+            "context": CONTEXT,
+            "batch": BATCH,
+            "parameters": elements,
+        }
         arguments.json.write_text(json.dumps({"machine": machine, "model": model, "results": rows}, indent=1))
 
 
@@ -94,7 +112,12 @@ def measure(name: str, ranks: int, width: int, depth: int) -> dict[str, Any]:
     table = processes.launch(on_rank, (strategy, width, depth), num_processes)
     heaviest = max(table, key=lambda row: row[COLUMNS.index("total")])
     peaks = [max(column) for column in list(zip(*table, strict=True))[len(COLUMNS) :]]
-    return {"strategy": name, "ranks": ranks, "processes": num_processes, **dict(zip(COLUMNS + PEAKS, [*heaviest[: len(COLUMNS)], *peaks], strict=True))}
+    return {
+        "strategy": name,
+        "ranks": ranks,
+        "processes": num_processes,
+        **dict(zip(COLUMNS + PEAKS, [*heaviest[: len(COLUMNS)], *peaks], strict=True)),
+    }
 
 
 def on_rank(strategy: Strategy, width: int, depth: int) -> list[list[int]]:
@@ -122,12 +145,21 @@ def train(strategy: Strategy, width: int, depth: int) -> list[list[int]]:
             strategy.forward_backward(placed, model.step, window)
             for micro_batch in window.micro_batches:
                 micro_batch.output = None
-            parameters = bytes_of([getattr(p, "ds_tensor", p) for p in model.parameters()])  # ZeRO-3 leaves an empty tensor where a parameter was
+            parameters = bytes_of(
+                [getattr(p, "ds_tensor", p) for p in model.parameters()]
+            )  # ZeRO-3 leaves an empty tensor where a parameter was
             gradients = bytes_of(strategy._gradients(placed))  # type: ignore[attr-defined]  # the one name that all engines have for them
             total = live_bytes() - before
             strategy.optimizer_step(placed, optimizers["main"])
             optimizers["main"].zero_grad()
-        optimizer_bytes = bytes_of([value for entry in optimizers["main"].state.values() for value in entry.values() if isinstance(value, Tensor)])
+        optimizer_bytes = bytes_of(
+            [
+                value
+                for entry in optimizers["main"].state.values()
+                for value in entry.values()
+                if isinstance(value, Tensor)
+            ]
+        )
         other = total - parameters - gradients - optimizer_bytes
         row = [parameters, gradients, optimizer_bytes, other, total, placing, memory("VmHWM") - resident]
         return strategy.all_gather(torch.tensor(row)).tolist()
@@ -138,7 +170,14 @@ def train(strategy: Strategy, width: int, depth: int) -> list[list[int]]:
 def live_bytes() -> int:
     """Of all floating point tensors that this process holds; batches are whole numbers here."""
     gc.collect()
-    return bytes_of([found for item in gc.get_objects() if issubclass(type(item), Tensor) for found in (item, item.grad if item.is_leaf else None)])
+    return bytes_of(
+        [
+            found
+            for item in gc.get_objects()
+            if issubclass(type(item), Tensor)
+            for found in (item, item.grad if item.is_leaf else None)
+        ]
+    )
 
 
 def bytes_of(tensors: list[Tensor | None]) -> int:

@@ -61,7 +61,9 @@ def measure(strategy: Pipeline, num_parts: int, seconds: float) -> float:
     strategy.setup()
     try:
         num_stages = strategy.num_stage_ranks * strategy.schedule.stages_per_rank
-        model = nn.ModuleDict({"net": nn.Sequential(*[Layer(seconds / strategy.schedule.stages_per_rank) for _ in range(num_stages)])})
+        model = nn.ModuleDict(
+            {"net": nn.Sequential(*[Layer(seconds / strategy.schedule.stages_per_rank) for _ in range(num_stages)])}
+        )
         placed = strategy.place(model)
         strategy.attach(placed, {"main": torch.optim.SGD(model.parameters(), lr=0.1)})
         times = []
@@ -78,7 +80,9 @@ def measure(strategy: Pipeline, num_parts: int, seconds: float) -> float:
 
 
 def main() -> None:
-    num_ranks, num_parts, milliseconds = (int(word) if word else default for word, default in zip([*sys.argv[1:], "", "", ""], (4, 8, 20), strict=False))
+    num_ranks, num_parts, milliseconds = (
+        int(word) if word else default for word, default in zip([*sys.argv[1:], "", "", ""], (4, 8, 20), strict=False)
+    )
     short, long = f"{milliseconds} ms", f"{LONGER * milliseconds} ms"
     print(f"{num_ranks} ranks, {num_parts} parts, {short} and {long} a forward of one rank's layers")
     print(f"{'schedule':<24}{'plan':>8}{'schedule':>10}{short:>9}{long:>9}{'cost ms a step':>16}{'formula':>34}")
@@ -94,7 +98,10 @@ def main() -> None:
         bubbles = [1 - 1 / slope, *(1 - work / time_s for work, time_s in zip(works, times, strict=True))]
         cost = (times[0] - slope * works[0]) * 1e3
         shown = "".join(f"{bubble:>{width}.1%}" for bubble, width in zip(bubbles, (10, 9, 9), strict=True))
-        print(f"{name:<24}{schedule.bubble(num_ranks, num_parts):>8.1%}{shown}{cost:>16.0f}{schedule.formula(num_ranks, num_parts):>34}", flush=True)
+        print(
+            f"{name:<24}{schedule.bubble(num_ranks, num_parts):>8.1%}{shown}{cost:>16.0f}{schedule.formula(num_ranks, num_parts):>34}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

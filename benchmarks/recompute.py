@@ -65,7 +65,12 @@ def measure(on: bool, width: int, depth: int, steps: int) -> tuple[int, float]:
     try:
         placed = strategy.place(gpt)
         # What enters a recomputed block is kept beside the graph.
-        hooks = [block.register_forward_pre_hook(lambda _, args: [note(arg) for arg in args if isinstance(arg, Tensor)] and None) for block in gpt.blocks]
+        hooks = [
+            block.register_forward_pre_hook(
+                lambda _, args: [note(arg) for arg in args if isinstance(arg, Tensor)] and None
+            )
+            for block in gpt.blocks
+        ]
         strategy.forward_backward(placed, noted, Window([MicroBatch(tokens, BATCH)], BATCH))
         for hook in hooks:
             hook.remove()

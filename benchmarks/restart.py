@@ -43,9 +43,18 @@ class Dies(Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         kills = len(list(self.folder.glob("killed*")))
-        if kills and self.global_rank == 0 and not (again := self.folder / f"again{kills - 1}").exists() and self.global_step >= EVERY * kills:
+        if (
+            kills
+            and self.global_rank == 0
+            and not (again := self.folder / f"again{kills - 1}").exists()
+            and self.global_step >= EVERY * kills
+        ):
             again.write_text(str(time.monotonic()))
-        if kills < self.restarts and self.global_step == EVERY * (kills + 1) and self.global_rank == kills % self.trainer.world_size:
+        if (
+            kills < self.restarts
+            and self.global_step == EVERY * (kills + 1)
+            and self.global_rank == kills % self.trainer.world_size
+        ):
             (self.folder / f"killed{kills}").write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -65,11 +74,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         downs = measure(folder, arguments.restarts, arguments.ranks, arguments.strategy)
     p95 = sorted(downs)[math.ceil(0.95 * len(downs)) - 1]
-    machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count(), "load": round(load, 1)}
-    print(", ".join(f"{name} {value}" for name, value in machine.items()) + f"; {arguments.ranks} ranks of {arguments.strategy}")
-    print(f"down for {statistics.median(downs):.2f} s (median), {p95:.2f} s (95 %), {max(downs):.2f} s (worst) in {len(downs)} restarts")
+    machine = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "load": round(load, 1),
+    }
+    print(
+        ", ".join(f"{name} {value}" for name, value in machine.items())
+        + f"; {arguments.ranks} ranks of {arguments.strategy}"
+    )
+    print(
+        f"down for {statistics.median(downs):.2f} s (median), {p95:.2f} s (95 %), {max(downs):.2f} s (worst) in {len(downs)} restarts"
+    )
     if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine, "downs_s": downs, "median_s": statistics.median(downs), "p95_s": p95}, indent=1))
+        arguments.json.write_text(
+            json.dumps(
+                {"machine": machine, "downs_s": downs, "median_s": statistics.median(downs), "p95_s": p95}, indent=1
+            )
+        )
 
 
 def measure(folder: str, restarts: int, ranks: int, strategy: str) -> list[float]:
@@ -86,8 +109,14 @@ def measure(folder: str, restarts: int, ranks: int, strategy: str) -> list[float
         default_root_dir=folder,
         seed=0,
     )
-    trainer.fit(Dies(folder, restarts), DataLoader(TensorDataset(torch.randn(4096, 64), torch.randint(0, 10, (4096,))), batch_size=16))
-    times = {name: [float((Path(folder) / f"{name}{i}").read_text()) for i in range(restarts)] for name in ("killed", "again")}
+    trainer.fit(
+        Dies(folder, restarts),
+        DataLoader(TensorDataset(torch.randn(4096, 64), torch.randint(0, 10, (4096,))), batch_size=16),
+    )
+    times = {
+        name: [float((Path(folder) / f"{name}{i}").read_text()) for i in range(restarts)]
+        for name in ("killed", "again")
+    }
     return [again - killed for killed, again in zip(times["killed"], times["again"], strict=True)]
 
 

@@ -41,7 +41,13 @@ WARMUP_STEPS = 20
 LOG_EVERY = 50
 BATCH = 8
 REFERENCE = "hand-written loop"
-BARE: dict[str, Any] = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+BARE: dict[str, Any] = {
+    "max_epochs": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "accelerator": "cpu",
+}
 
 
 # ---- what a step costs beyond a hand-written one ---------------------------------------------------------
@@ -123,7 +129,9 @@ def by_hand(num_steps: int, num_tensors: int = 4) -> Clock:
 
 def lockstep(num_steps: int, num_tensors: int = 4, num_values: int = 0, num_callbacks: int = 0) -> Clock:
     clock = Clock(num_steps, WARMUP_STEPS)
-    Trainer(callbacks=[Passive(i) for i in range(num_callbacks)], **BARE).fit(Wrapped(num_tensors, num_values, clock), batches(clock.marks[1] + 1))
+    Trainer(callbacks=[Passive(i) for i in range(num_callbacks)], **BARE).fit(
+        Wrapped(num_tensors, num_values, clock), batches(clock.marks[1] + 1)
+    )
     return clock
 
 
@@ -140,7 +148,9 @@ def on_rank(num_steps: int, num_ranks: int, is_by_hand: bool) -> Clock:
         train_by_hand(nn.parallel.DistributedDataParallel(Small(), gradient_as_bucket_view=True), clock)
         destroy_process_group()
     else:  # every rank gets its own batches, as many as by hand
-        Trainer(strategy="ddp", devices=num_ranks, **BARE).fit(Wrapped(4, 0, clock), batches((clock.marks[1] + 1) * num_ranks))
+        Trainer(strategy="ddp", devices=num_ranks, **BARE).fit(
+            Wrapped(4, 0, clock), batches((clock.marks[1] + 1) * num_ranks)
+        )
     return clock
 
 
@@ -160,7 +170,9 @@ def tensors(effort: float, _: list[int]) -> tuple[dict[str, Callable[[], Clock]]
 def values(effort: float, _: list[int]) -> tuple[dict[str, Callable[[], Clock]], dict[str, str]]:
     steps = at_least(2, effort * 400)
     variants: dict[str, Callable[[], Clock]] = {REFERENCE: partial(by_hand, steps)}
-    variants |= {f"{number} logged values": partial(lockstep, steps, num_values=number) for number in (0, 1, 5, 20, 50, 200)}
+    variants |= {
+        f"{number} logged values": partial(lockstep, steps, num_values=number) for number in (0, 1, 5, 20, 50, 200)
+    }
     return variants, dict.fromkeys(list(variants)[1:], REFERENCE)
 
 
@@ -186,7 +198,10 @@ def ranks(effort: float, numbers: list[int]) -> tuple[dict[str, Callable[[], Clo
 
 
 def memory(effort: float) -> dict[str, dict[str, Any]]:
-    return {"values logged": logging(at_least(10, effort * 1_000_000)), "steps of a fit": fitting(at_least(10, effort * 1_000_000))}
+    return {
+        "values logged": logging(at_least(10, effort * 1_000_000)),
+        "steps of a fit": fitting(at_least(10, effort * 1_000_000)),
+    }
 
 
 class Growth:
@@ -206,7 +221,12 @@ class Growth:
     def row(self) -> dict[str, Any]:
         (early_bytes, early_blocks), (late_bytes, late_blocks) = self.seen
         seconds = time.perf_counter() - self.begin
-        return {"total": self.total, "seconds": seconds, "resident_bytes": late_bytes - early_bytes, "blocks": late_blocks - early_blocks}
+        return {
+            "total": self.total,
+            "seconds": seconds,
+            "resident_bytes": late_bytes - early_bytes,
+            "blocks": late_blocks - early_blocks,
+        }
 
 
 def logging(total: int) -> dict[str, Any]:
@@ -239,7 +259,9 @@ def fitting(total: int) -> dict[str, Any]:
     """A fit that logs a value in every step."""
     growth = Growth(total)
     with quiet():
-        Trainer(callbacks=Watch(growth), **{**BARE, "max_epochs": None, "max_steps": total}).fit(Wrapped(4, 1), batches(1000))
+        Trainer(callbacks=Watch(growth), **{**BARE, "max_epochs": None, "max_steps": total}).fit(
+            Wrapped(4, 1), batches(1000)
+        )
     return growth.row()
 
 
@@ -308,7 +330,12 @@ def ready(make: Callable[[int, int], Any], num_samples: int, rounds: int) -> dic
 
 STEPS = {"tensors": tensors, "values": values, "callbacks": callbacks, "ranks": ranks}
 COLUMNS = {
-    "memory": {"number": ("total", ",d"), "seconds": ("seconds", ".0f"), "resident bytes more": ("resident_bytes", ",d"), "blocks more": ("blocks", ",d")},
+    "memory": {
+        "number": ("total", ",d"),
+        "seconds": ("seconds", ".0f"),
+        "resident bytes more": ("resident_bytes", ",d"),
+        "blocks more": ("blocks", ",d"),
+    },
     "samples": {"start ms": ("start_ms", ".2f"), "resume ms": ("resume_ms", ".2f"), "peak bytes": ("peak_bytes", ",d")},
 }
 
@@ -334,7 +361,9 @@ def main() -> None:
             variants, references = STEPS[part](arguments.effort, arguments.ranks)
             results[part] = summarise_steps(take_turns(variants, arguments.rounds), references)
         else:
-            results[part] = memory(arguments.effort) if part == "memory" else samples(arguments.rounds, arguments.effort)
+            results[part] = (
+                memory(arguments.effort) if part == "memory" else samples(arguments.rounds, arguments.effort)
+            )
         print(table(results[part], COLUMNS.get(part, STEP_COLUMNS), part), flush=True)
     columns = {part: COLUMNS.get(part, STEP_COLUMNS) for part in results}
     write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds, effort=arguments.effort)

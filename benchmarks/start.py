@@ -46,14 +46,27 @@ def main() -> None:
     references = {name: MEASUREMENTS[name][1] for name in chosen if MEASUREMENTS[name][1] in chosen}
     results = summarise(times, "s", references)
     print(f"{told(facts)}; {arguments.rounds} rounds")
-    columns = {"seconds": ("median_s", ".2f"), "min": ("min_s", ".2f"), "max": ("max_s", ".2f"), "ratio": ("ratio", ".2f")}
+    columns = {
+        "seconds": ("median_s", ".2f"),
+        "min": ("min_s", ".2f"),
+        "max": ("max_s", ".2f"),
+        "ratio": ("ratio", ".2f"),
+    }
     print(table(results, columns))
     write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds)
 
 
 def import_s(module: str) -> float:
     """Seconds that `import module` takes in a new interpreter."""
-    return float(run([sys.executable, "-c", f"import time; begin = time.perf_counter(); import {module}; print(time.perf_counter() - begin)"]))
+    return float(
+        run(
+            [
+                sys.executable,
+                "-c",
+                f"import time; begin = time.perf_counter(); import {module}; print(time.perf_counter() - begin)",
+            ]
+        )
+    )
 
 
 def first_step_s(what: str, ranks: int) -> float:
@@ -85,9 +98,24 @@ def lockstep(ranks: int) -> None:
             if trainer.is_global_zero:
                 print(time.time(), flush=True)
 
-    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "num_sanity_val_steps": 0, "limit_val_batches": 0}
+    options: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+    }
     strategy = "single" if ranks == 1 else "ddp"
-    trainer = Trainer(strategy=strategy, devices=ranks, accelerator="cpu", max_steps=1, split_batches=True, seed=0, callbacks=[Report()], **options)
+    trainer = Trainer(
+        strategy=strategy,
+        devices=ranks,
+        accelerator="cpu",
+        max_steps=1,
+        split_batches=True,
+        seed=0,
+        callbacks=[Report()],
+        **options,
+    )
     trainer.fit(Digits(), datamodule=DigitsData())
 
 
@@ -117,7 +145,9 @@ def train_by_hand(rank: int, ranks: int, store: str) -> None:
     model: nn.Module = nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 16, 10))
     sampler = None
     if ranks > 1:
-        torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(store, ranks), rank=rank, world_size=ranks)
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.FileStore(store, ranks), rank=rank, world_size=ranks
+        )
         model, sampler = nn.parallel.DistributedDataParallel(model), DistributedSampler(train)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     batches = DataLoader(train, batch_size=32 // ranks, sampler=sampler, shuffle=sampler is None)

@@ -136,7 +136,9 @@ def lightning(num_steps: int, *, num_values: int, everything: bool = False) -> C
 
     clock = Clock(num_steps, WARMUP_STEPS)
     options = {"max_epochs": 1, "callbacks": [Monitor()]} if everything else {"enable_model_summary": False, **BARE}
-    peer.Trainer(accelerator="cpu", devices=1, **options).fit(module_class(peer.LightningModule)(clock, num_values), loader(num_steps))
+    peer.Trainer(accelerator="cpu", devices=1, **options).fit(
+        module_class(peer.LightningModule)(clock, num_values), loader(num_steps)
+    )
     return clock
 
 
@@ -200,7 +202,9 @@ def run_peer(name: str, num_steps: int) -> Clock:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what a training step costs beside a hand-written loop.")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each variant")
-    parser.add_argument("--steps", type=int, default=1000, help=f"steps that count in a turn, after {WARMUP_STEPS} that do not")
+    parser.add_argument(
+        "--steps", type=int, default=1000, help=f"steps that count in a turn, after {WARMUP_STEPS} that do not"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -216,7 +220,9 @@ def main() -> None:
         clocks = take_turns(own | peers, arguments.rounds)
     results = summarise_steps(clocks, dict.fromkeys(clocks, REFERENCE))
     for row in results.values():
-        row["ratio_to_logging"] = statistics.median(own / base for own, base in zip(row["rounds_us"], results[LOGGING]["rounds_us"], strict=True))
+        row["ratio_to_logging"] = statistics.median(
+            own / base for own, base in zip(row["rounds_us"], results[LOGGING]["rounds_us"], strict=True)
+        )
     print(f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps")
     columns = {**STEP_COLUMNS, "to logging": ("ratio_to_logging", ".2f")}
     print(table(results, columns))

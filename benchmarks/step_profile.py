@@ -33,7 +33,11 @@ from strategies.rendezvous import destroy_process_group, init_process_group
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = tuple(f"{ROOT / package}/" for package in ("trainer", "strategies", "callbacks"))
-REST, WITHOUT_DATA, SMALL = "torch, the model, the loop by hand", "torch: tensors without data", "files below half a percent"
+REST, WITHOUT_DATA, SMALL = (
+    "torch, the model, the loop by hand",
+    "torch: tensors without data",
+    "files below half a percent",
+)
 LEAST = 0.005
 WARMUP_STEPS = 20
 Profile = dict[str, float]
@@ -100,13 +104,19 @@ def in_one_process(run: Callable[[int], Clock], num_steps: int) -> Profile:
 
 def compared(by_hand: list[Profile], lockstep: list[Profile]) -> dict[str, dict[str, Any]]:
     """Rows of both, the largest first."""
-    own, ours = ({name: statistics.median(p.get(name, 0.0) for p in profiles) for name in set().union(*profiles)} for profiles in (by_hand, lockstep))
+    own, ours = (
+        {name: statistics.median(p.get(name, 0.0) for p in profiles) for name in set().union(*profiles)}
+        for profiles in (by_hand, lockstep)
+    )
     whole_own, whole = (statistics.median(sum(p.values()) for p in profiles) for profiles in (by_hand, lockstep))
     rows = {}
     for name in sorted({*own, *ours}, key=lambda name: -ours.get(name, 0.0)):
         if max(ours.get(name, 0.0), own.get(name, 0.0)) >= LEAST * whole:
             rows[name] = {"by_hand_us": own.get(name), "lockstep_us": ours.get(name)}
-    rows[SMALL] = {key: max(0.0, total - sum(row[key] or 0.0 for row in rows.values())) for key, total in (("by_hand_us", whole_own), ("lockstep_us", whole))}
+    rows[SMALL] = {
+        key: max(0.0, total - sum(row[key] or 0.0 for row in rows.values()))
+        for key, total in (("by_hand_us", whole_own), ("lockstep_us", whole))
+    }
     rows["all"] = {"by_hand_us": whole_own, "lockstep_us": whole}
     return rows
 
@@ -114,7 +124,9 @@ def compared(by_hand: list[Profile], lockstep: list[Profile]) -> dict[str, dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description="Show what the time of a step is made of.")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each variant")
-    parser.add_argument("--steps", type=int, default=200, help="steps that count on two ranks; ten times as many in one process")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="steps that count on two ranks; ten times as many in one process"
+    )
     parser.add_argument("--match", default="", metavar="TEXT", help="only parts whose name contains it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
@@ -128,18 +140,35 @@ def main() -> None:
     }
     for name in BY_HAND:
         run = partial(processes.launch, on_rank)
-        parts[name] = partial(run, (name, True, arguments.steps), RANKS), partial(run, (name, False, arguments.steps), RANKS)
+        parts[name] = (
+            partial(run, (name, True, arguments.steps), RANKS),
+            partial(run, (name, False, arguments.steps), RANKS),
+        )
     parts = {name: both for name, both in parts.items() if arguments.match in name}
     facts = machine()
     turns = take_turns(
-        {f"{name}, {who}": run for name, both in parts.items() for who, run in zip(("by hand", "lockstep"), both, strict=True)}, arguments.rounds
+        {
+            f"{name}, {who}": run
+            for name, both in parts.items()
+            for who, run in zip(("by hand", "lockstep"), both, strict=True)
+        },
+        arguments.rounds,
     )
     results = {name: compared(turns[f"{name}, by hand"], turns[f"{name}, lockstep"]) for name in parts}
-    print(f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps on two ranks, {10 * arguments.steps} in one process; CPU us a step")
+    print(
+        f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps on two ranks, {10 * arguments.steps} in one process; CPU us a step"
+    )
     columns: Mapping[str, tuple[str, str]] = {"by hand": ("by_hand_us", ",.0f"), "lockstep": ("lockstep_us", ",.0f")}
     for name, rows in results.items():
         print("\n" + table(rows, columns, name))
-    write_json(arguments.json, facts, results, columns=dict.fromkeys(results, columns), rounds=arguments.rounds, steps=arguments.steps)
+    write_json(
+        arguments.json,
+        facts,
+        results,
+        columns=dict.fromkeys(results, columns),
+        rounds=arguments.rounds,
+        steps=arguments.steps,
+    )
 
 
 if __name__ == "__main__":

@@ -23,8 +23,12 @@ class ChannelsLast(Callback):
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         if not any(parameter.dim() == 4 for parameter in module.parameters()):
-            raise ValueError(f"ChannelsLast lays out parameters of 4 dimensions, as convolutions have, but {type(module).__name__} has none; leave it out")
+            raise ValueError(
+                f"ChannelsLast lays out parameters of 4 dimensions, as convolutions have, but {type(module).__name__} has none; leave it out"
+            )
         if not trainer.strategy.keeps_layout:
             name = type(trainer.strategy).__name__
-            raise ValueError(f"ChannelsLast does nothing under strategy {name}, which lays parameters out itself; leave it out, or use strategy='ddp'")
+            raise ValueError(
+                f"ChannelsLast does nothing under strategy {name}, which lays parameters out itself; leave it out, or use strategy='ddp'"
+            )
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

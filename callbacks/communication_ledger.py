@@ -115,7 +115,9 @@ class CommunicationLedger(Callback):
         if kind is None:  # waiting for one
             return
         sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in (*args, result)]
-        most = max((sum(tensor.nbytes for tensor in side) for side in sides), default=0)  # the whole stands on one side, parts on the other
+        most = max(
+            (sum(tensor.nbytes for tensor in side) for side in sides), default=0
+        )  # the whole stands on one side, parts on the other
         dtype = next((str(side[0].dtype).removeprefix("torch.") for side in sides if side), "")
         entry = self._found.setdefault(f"{kind} {dtype}", [0, 0])
         entry[0] += 1
@@ -133,15 +135,28 @@ class CommunicationLedger(Callback):
             collective, _, dtype = name.partition(" ")
             calls, size = zip(*(rank.get(name, (0, 0)) for rank in ranks), strict=True)
             counts = {"calls": calls[0], "bytes": size[0], "calls_all_ranks": sum(calls), "bytes_all_ranks": sum(size)}
-            rows.append({"collective": collective, "dtype": dtype, **{key: value / self.num_steps for key, value in counts.items()}})
-        self.report = {"first_step": self.first_step, "num_steps": self.num_steps, "world_size": trainer.world_size, "rows": rows}
+            rows.append(
+                {
+                    "collective": collective,
+                    "dtype": dtype,
+                    **{key: value / self.num_steps for key, value in counts.items()},
+                }
+            )
+        self.report = {
+            "first_step": self.first_step,
+            "num_steps": self.num_steps,
+            "world_size": trainer.world_size,
+            "rows": rows,
+        }
         if trainer.is_global_zero:
             path = Path(trainer.log_dir or trainer.default_root_dir) / "communication.json"
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(self.report, indent=2) + "\n")
             except OSError as error:
-                warnings.warn(f"CommunicationLedger cannot write {path}, training goes on: {error}", RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    f"CommunicationLedger cannot write {path}, training goes on: {error}", RuntimeWarning, stacklevel=2
+                )
 
     def _stop(self) -> None:
         watch, self._watch = self._watch, None

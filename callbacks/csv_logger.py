@@ -29,7 +29,12 @@ class CSVLogger(Logger):
     """
 
     def __init__(
-        self, save_dir: str | os.PathLike[str] | None = None, *, name: str | None = None, version: str | int | None = None, flush_every: int = 1
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        *,
+        name: str | None = None,
+        version: str | int | None = None,
+        flush_every: int = 1,
     ) -> None:
         if flush_every < 1:
             raise ValueError(f"flush_every must be at least 1 row, but it is {flush_every}")
@@ -131,7 +136,11 @@ class CSVLogger(Logger):
         kept: Sequence[Mapping[str, Any]] = []
         if os.path.exists(self.path):
             with open(self.path, newline="", encoding="utf-8") as file:
-                kept = [row for row in csv.DictReader(file) if _is_whole(row) and (last_valid is None or int(row["step"]) <= last_valid)][:num_valid]
+                kept = [
+                    row
+                    for row in csv.DictReader(file)
+                    if _is_whole(row) and (last_valid is None or int(row["step"]) <= last_valid)
+                ][:num_valid]
         everything = [*kept, *rows]
         columns = list({"step": None} | {key: None for row in everything for key in row})
         beside = f"{self.path}.{os.getpid()}.tmp"

@@ -114,7 +114,9 @@ class EarlyStopping(Callback):
             self._reset()
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        if self._fitting and self.stopping_reason and self._reason():  # resumed where it had stopped: stop there again, unless the options allow more now
+        if (
+            self._fitting and self.stopping_reason and self._reason()
+        ):  # resumed where it had stopped: stop there again, unless the options allow more now
             trainer.should_stop = True
             trainer.print(f"EarlyStopping: the run had ended already: {self.stopping_reason}")
 

@@ -36,10 +36,17 @@ class Guard(Callback):
             parameters once and sends 16 bytes a tensor. A difference raises RuntimeError, on every rank.
     """
 
-    def __init__(self, *, non_finite: str = "raise", max_in_a_row: int = 10, check_replicas_every_n_steps: int | None = None) -> None:
+    def __init__(
+        self, *, non_finite: str = "raise", max_in_a_row: int = 10, check_replicas_every_n_steps: int | None = None
+    ) -> None:
         if non_finite not in ACTIONS:
-            raise ValueError(f"non_finite must be one of {', '.join(map(repr, ACTIONS))}, but non_finite={non_finite!r}")
-        for name, value in (("max_in_a_row", max_in_a_row), ("check_replicas_every_n_steps", check_replicas_every_n_steps)):
+            raise ValueError(
+                f"non_finite must be one of {', '.join(map(repr, ACTIONS))}, but non_finite={non_finite!r}"
+            )
+        for name, value in (
+            ("max_in_a_row", max_in_a_row),
+            ("check_replicas_every_n_steps", check_replicas_every_n_steps),
+        ):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, but {name}={value!r}")
         self.non_finite = non_finite
@@ -65,8 +72,14 @@ class Guard(Callback):
 def check_replicas(trainer: Trainer, module: Module) -> None:
     """Raise RuntimeError where a parameter that several ranks hold is not the same on them. Every rank calls it."""
     strategy = trainer.strategy
-    mine = {_place(name, p): (name, fingerprint(p)) for name, p in module.named_parameters() if not p.is_meta and getattr(p, "_local_tensor", p).numel()}
-    longest = int(strategy.all_reduce(torch.tensor(len(mine)), "max"))  # a pipeline's ranks have the layers of their stage only
+    mine = {
+        _place(name, p): (name, fingerprint(p))
+        for name, p in module.named_parameters()
+        if not p.is_meta and getattr(p, "_local_tensor", p).numel()
+    }
+    longest = int(
+        strategy.all_reduce(torch.tensor(len(mine)), "max")
+    )  # a pipeline's ranks have the layers of their stage only
     rows = [(place, content) for place, (_, content) in mine.items()] + [(0, 0)] * (longest - len(mine))
     holders: dict[int, tuple[int, int]] = {}
     for rank, table in enumerate(strategy.all_gather(torch.tensor(rows, dtype=torch.int64)).tolist()):
@@ -96,4 +109,9 @@ def _place(name: str, parameter: Tensor) -> int:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1]  # type: ignore[attr-defined]
-    return int.from_bytes(hashlib.blake2b(f"{name} {tuple(offset)} {tuple(local.shape)}".encode(), digest_size=7).digest(), "big") + 1
+    return (
+        int.from_bytes(
+            hashlib.blake2b(f"{name} {tuple(offset)} {tuple(local.shape)}".encode(), digest_size=7).digest(), "big"
+        )
+        + 1
+    )

@@ -23,7 +23,9 @@ class LocalOps(TorchDispatchMode):
         super().__init__()
         self._see = see
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") and hasattr(kind, "full_tensor") for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))

@@ -28,7 +28,12 @@ class LearningRateMonitor(Callback):
         log_weight_decay: also log `weight_decay`.
     """
 
-    def __init__(self, logging_interval: Literal["step", "epoch"] | None = None, log_momentum: bool = False, log_weight_decay: bool = False) -> None:
+    def __init__(
+        self,
+        logging_interval: Literal["step", "epoch"] | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+    ) -> None:
         if logging_interval not in (None, "step", "epoch"):
             raise ValueError(f"logging_interval must be 'step', 'epoch' or None, but it is {logging_interval!r}")
         self.logging_interval = logging_interval
@@ -55,7 +60,14 @@ class LearningRateMonitor(Callback):
         stats: dict[str, float] = {}
         seen: Counter[str] = Counter()
         for optimizer in trainer.optimizers:
-            config = next((config for config in trainer.lr_scheduler_configs if getattr(config.scheduler, "optimizer", None) is optimizer), None)
+            config = next(
+                (
+                    config
+                    for config in trainer.lr_scheduler_configs
+                    if getattr(config.scheduler, "optimizer", None) is optimizer
+                ),
+                None,
+            )
             name = (config.name if config else None) or f"lr-{type(optimizer).__name__}"
             seen[name] += 1
             if seen[name] > 1:
@@ -63,11 +75,19 @@ class LearningRateMonitor(Callback):
             if interval != (self.logging_interval or (config.interval if config else "step")):
                 continue
             for index, group in enumerate(optimizer.param_groups):
-                suffix = f"/{group['name']}" if "name" in group else f"/pg{index + 1}" if len(optimizer.param_groups) > 1 else ""
+                suffix = (
+                    f"/{group['name']}"
+                    if "name" in group
+                    else f"/pg{index + 1}"
+                    if len(optimizer.param_groups) > 1
+                    else ""
+                )
                 # float() of a rate that is a tensor on a device waits for the device; done only when logged.
                 stats[name + suffix] = float(group["lr"]) * lr_factor(optimizer)
                 if self.log_momentum:
-                    stats[f"{name}{suffix}-momentum"] = float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+                    stats[f"{name}{suffix}-momentum"] = float(
+                        group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
+                    )
                 if self.log_weight_decay:
                     stats[f"{name}{suffix}-weight_decay"] = float(group.get("weight_decay", 0.0))
         return stats

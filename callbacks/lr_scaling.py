@@ -33,7 +33,9 @@ class LRScaling(LRFactor):
     factor: float
     """What the rates are multiplied by; known from `on_fit_start` on."""
 
-    def __init__(self, reference_batch_size: float, *, rule: str = "linear", global_batch_size: float | None = None) -> None:
+    def __init__(
+        self, reference_batch_size: float, *, rule: str = "linear", global_batch_size: float | None = None
+    ) -> None:
         super().__init__()
         if rule not in ("linear", "sqrt"):
             raise ValueError(f'LRScaling knows the rules "linear" and "sqrt", but got rule={rule!r}')
@@ -49,7 +51,9 @@ class LRScaling(LRFactor):
         loader = trainer.train_dataloader
         size = self.global_batch_size or (None if loader is None else loader.batch_size)
         if size is None:
-            raise ValueError("LRScaling needs the number of samples of an optimizer step, which this loader does not tell: give global_batch_size=...")
+            raise ValueError(
+                "LRScaling needs the number of samples of an optimizer step, which this loader does not tell: give global_batch_size=..."
+            )
         ratio = size / self.reference_batch_size
         factor = self.factor = ratio if self.rule == "linear" else math.sqrt(ratio)
         trainer.print(self._arithmetic(trainer, size))
@@ -62,6 +66,8 @@ class LRScaling(LRFactor):
         else:
             origin = f"global batch {size:.10g}, as given"
         # Float of a tensor rate waits for its device: once a run.
-        rates = dict.fromkeys(float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups)
+        rates = dict.fromkeys(
+            float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups
+        )
         scaled = ", ".join(f"{lr:g} → {lr * self.factor:g}" for lr in rates)
         return f"LRScaling: {origin}; {self.rule} rule against {self.reference_batch_size:.10g}: factor {self.factor:g}; lr {scaled}"

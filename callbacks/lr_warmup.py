@@ -31,13 +31,19 @@ class LRWarmup(LRFactor):
         shape: "linear" or "cosine".
     """
 
-    def __init__(self, *, steps: int | None = None, epochs: float | None = None, start_factor: float = 0.0, shape: str = "linear") -> None:
+    def __init__(
+        self, *, steps: int | None = None, epochs: float | None = None, start_factor: float = 0.0, shape: str = "linear"
+    ) -> None:
         super().__init__()
         if (steps is None) == (epochs is None):
-            raise ValueError(f"LRWarmup takes its length either as steps or as epochs, but got steps={steps} and epochs={epochs}: give one of them")
+            raise ValueError(
+                f"LRWarmup takes its length either as steps or as epochs, but got steps={steps} and epochs={epochs}: give one of them"
+            )
         length = steps if steps is not None else epochs
         if length is None or length < 0 or not math.isfinite(length) or (steps is not None and steps != int(steps)):
-            raise ValueError(f"LRWarmup needs a length of 0 or more, in whole steps, but got {'epochs' if steps is None else 'steps'}={length}")
+            raise ValueError(
+                f"LRWarmup needs a length of 0 or more, in whole steps, but got {'epochs' if steps is None else 'steps'}={length}"
+            )
         if not 0 <= start_factor <= 1:
             raise ValueError(f"LRWarmup needs a start_factor from 0 to 1, but got {start_factor}")
         if shape not in ("linear", "cosine"):
@@ -61,6 +67,8 @@ class LRWarmup(LRFactor):
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         if self.epochs is not None:
             if trainer.windows_per_epoch is None:
-                raise ValueError(f"LRWarmup(epochs={self.epochs}) needs the length of an epoch, which this loader does not tell: give steps=... instead")
+                raise ValueError(
+                    f"LRWarmup(epochs={self.epochs}) needs the length of an epoch, which this loader does not tell: give steps=... instead"
+                )
             self.steps = round(self.epochs * trainer.windows_per_epoch)
         self._multiply(trainer, lambda: self.factor_at(trainer.global_step))

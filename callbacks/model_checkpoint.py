@@ -99,15 +99,23 @@ class ModelCheckpoint(Callback):
         for name, period in periods.items():
             if period is not None and period < 1:
                 raise ValueError(f"ModelCheckpoint needs {name} of 1 or more, but got {period}")
-        given = [name for name, value in {**periods, "train_time_interval": train_time_interval}.items() if value is not None]
+        given = [
+            name for name, value in {**periods, "train_time_interval": train_time_interval}.items() if value is not None
+        ]
         if len(given) > 1:
-            raise ValueError(f"ModelCheckpoint saves by steps, by epochs or by time, but got {' and '.join(given)}: add one ModelCheckpoint for each")
+            raise ValueError(
+                f"ModelCheckpoint saves by steps, by epochs or by time, but got {' and '.join(given)}: add one ModelCheckpoint for each"
+            )
         if save_on_train_epoch_end is not None and given and given != ["every_n_epochs"]:
-            raise ValueError(f"ModelCheckpoint with {given[0]} does not look at epoch ends, but got save_on_train_epoch_end={save_on_train_epoch_end}")
+            raise ValueError(
+                f"ModelCheckpoint with {given[0]} does not look at epoch ends, but got save_on_train_epoch_end={save_on_train_epoch_end}"
+            )
         self.filename = filename or "{epoch}-{step}"
         _check_template(self.filename)
         if save_last and self.filename == "last":
-            raise ValueError('ModelCheckpoint keeps the latest state as "last" with save_last=True, but got filename="last" too: give another filename')
+            raise ValueError(
+                'ModelCheckpoint keeps the latest state as "last" with save_last=True, but got filename="last" too: give another filename'
+            )
         self.dirpath = self._given_dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
         self.monitor = monitor
         self.mode = mode
@@ -123,9 +131,15 @@ class ModelCheckpoint(Callback):
         self.best_k_models = {}
         self.last_model_path = ""
         self.current_score = None
-        self._metric = MonitoredMetric(monitor, "ModelCheckpoint", save_on_train_epoch_end) if monitor not in (None, "step", "epoch") else None
+        self._metric = (
+            MonitoredMetric(monitor, "ModelCheckpoint", save_on_train_epoch_end)
+            if monitor not in (None, "step", "epoch")
+            else None
+        )
         self._fitting = False
-        self._saving: tuple[str, dict[str, Tensor]] | None = None  # the path that was saved last, and what was kept before
+        self._saving: tuple[str, dict[str, Tensor]] | None = (
+            None  # the path that was saved last, and what was kept before
+        )
         self._warnings: set[str] = set()  # given already
         self._moved_from: str | None = None  # dirpath of the run that was resumed, until paths are found again
         self._considered_step = 0  # the last step that was looked at, saved or not
@@ -166,7 +180,9 @@ class ModelCheckpoint(Callback):
             value = value.item() if isinstance(value, Tensor) else value
             try:
                 text = format(value, spec)
-            except ValueError:  # an integer's specification and a value that is none: a plain name rather than no checkpoint
+            except (
+                ValueError
+            ):  # an integer's specification and a value that is none: a plain name rather than no checkpoint
                 text = format(value)
             return f"{name}={text}" if self.auto_insert_metric_name else text
 
@@ -188,7 +204,9 @@ class ModelCheckpoint(Callback):
         self.dirpath = self.dirpath or self._moved_from
         folder = self._moved_from or ""
         self.best_k_models = {os.path.join(folder, path): _tensor(score) for path, score in state_dict["best_k_models"]}
-        self.last_model_path = os.path.join(folder, state_dict["last_model_path"]) if state_dict["last_model_path"] else ""
+        self.last_model_path = (
+            os.path.join(folder, state_dict["last_model_path"]) if state_dict["last_model_path"] else ""
+        )
         self.current_score = None if state_dict["current_score"] is None else _tensor(state_dict["current_score"])
         self._considered_step = state_dict["considered_step"]
         if self._metric and self._metric.at_epoch_end is None:
@@ -198,14 +216,20 @@ class ModelCheckpoint(Callback):
         self._fitting = stage == "fit" and not trainer.fast_dev_run
         if not self._fitting:
             return
-        self.dirpath = self._given_dirpath or os.path.abspath(os.path.join(trainer.log_dir or trainer.default_root_dir, "checkpoints"))
+        self.dirpath = self._given_dirpath or os.path.abspath(
+            os.path.join(trainer.log_dir or trainer.default_root_dir, "checkpoints")
+        )
         if trainer.is_global_zero:
             try:
                 os.makedirs(self.dirpath, exist_ok=True)
             except OSError as error:
-                raise ValueError(f"the checkpoint folder {self.dirpath} cannot be made ({error.strerror}): give ModelCheckpoint another dirpath") from error
+                raise ValueError(
+                    f"the checkpoint folder {self.dirpath} cannot be made ({error.strerror}): give ModelCheckpoint another dirpath"
+                ) from error
             if not os.access(self.dirpath, os.W_OK | os.X_OK):
-                raise ValueError(f"the checkpoint folder {self.dirpath} cannot be written: give ModelCheckpoint another dirpath")
+                raise ValueError(
+                    f"the checkpoint folder {self.dirpath} cannot be written: give ModelCheckpoint another dirpath"
+                )
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         if not self._fitting:
@@ -234,7 +258,9 @@ class ModelCheckpoint(Callback):
             due = step // self.every_n_train_steps > seen // self.every_n_train_steps
         elif self.train_time_interval is not None:
             every = max(1, trainer.log_every_n_steps)
-            due = step // every > seen // every and trainer.strategy.broadcast(time.monotonic() - self._saved_at >= self.train_time_interval.total_seconds())
+            due = step // every > seen // every and trainer.strategy.broadcast(
+                time.monotonic() - self._saved_at >= self.train_time_interval.total_seconds()
+            )
         else:
             return
         if due:
@@ -254,7 +280,9 @@ class ModelCheckpoint(Callback):
             self._consider(trainer, rank=self.monitor is None)
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
-        if self._saving is not None and not trainer.is_checkpoint(self._saving[0]):  # a save beside the training that failed
+        if self._saving is not None and not trainer.is_checkpoint(
+            self._saving[0]
+        ):  # a save beside the training that failed
             self.best_k_models = self._saving[1]
 
     def _consider_epoch(self, trainer: Trainer, *, epoch_end: bool) -> None:
@@ -274,7 +302,9 @@ class ModelCheckpoint(Callback):
         self._considered_step = trainer.global_step
         if self.async_save:
             trainer.finish_saving()  # before names are looked up on the disk
-        if self.save_last and not self.last_model_path:  # before the first save, so that every checkpoint knows whose `last` is
+        if (
+            self.save_last and not self.last_model_path
+        ):  # before the first save, so that every checkpoint knows whose `last` is
             self.last_model_path = self._free_path(trainer, "last")
         ranked = rank and self._save_ranked(trainer, self._score(trainer))
         if self.save_last and not ranked:
@@ -289,7 +319,9 @@ class ModelCheckpoint(Callback):
             return False
         kept = dict(self.best_k_models)
         name = self._name(trainer)
-        if os.path.dirname(replaced) == self.dirpath and re.fullmatch(re.escape(name) + r"(-v\d+)?", os.path.basename(replaced)):
+        if os.path.dirname(replaced) == self.dirpath and re.fullmatch(
+            re.escape(name) + r"(-v\d+)?", os.path.basename(replaced)
+        ):
             path = replaced  # the same name again: replaced atomically
             del self.best_k_models[path]
         else:
@@ -312,7 +344,9 @@ class ModelCheckpoint(Callback):
             del self.best_k_models[gone]
         if self.verbose:
             reached = "" if self.monitor is None else f"{self.monitor} = {float(score):.6g}, "
-            trainer.print(f"ModelCheckpoint: epoch {trainer.current_epoch}, step {trainer.global_step}: {reached}saved {path}")
+            trainer.print(
+                f"ModelCheckpoint: epoch {trainer.current_epoch}, step {trainer.global_step}: {reached}saved {path}"
+            )
         return True
 
     def _score(self, trainer: Trainer) -> Tensor:
@@ -323,7 +357,10 @@ class ModelCheckpoint(Callback):
             value = trainer.callback_metrics.get(self._metric.name)
             score = torch.tensor(math.nan) if value is None else value.detach().clone()
             if value is None:
-                self._warn_once(trainer, f"{self.monitor!r}, which ModelCheckpoint monitors, has no value yet: what is saved until then ranks as the worst")
+                self._warn_once(
+                    trainer,
+                    f"{self.monitor!r}, which ModelCheckpoint monitors, has no value yet: what is saved until then ranks as the worst",
+                )
         self.current_score = None if self.monitor is None else score
         return score
 
@@ -345,7 +382,10 @@ class ModelCheckpoint(Callback):
         metrics = {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
         for match in PLACEHOLDER.finditer(self.filename):
             if match[1] not in metrics and match[1] != self.monitor:
-                self._warn_once(trainer, f"the filename of ModelCheckpoint names {match[1]!r}, which has no value now and is written as nan")
+                self._warn_once(
+                    trainer,
+                    f"the filename of ModelCheckpoint names {match[1]!r}, which has no value now and is written as nan",
+                )
         return self.format_checkpoint_name(metrics)
 
     def _free_path(self, trainer: Trainer, name: str) -> str:
@@ -375,7 +415,9 @@ class ModelCheckpoint(Callback):
 
         paths = [*self.best_k_models, self.last_model_path]
         *found, last = trainer.strategy.broadcast([find(path) if path else "" for path in paths])
-        self.best_k_models = {path: score for path, score in zip(found, self.best_k_models.values(), strict=True) if path}
+        self.best_k_models = {
+            path: score for path, score in zip(found, self.best_k_models.values(), strict=True) if path
+        }
         self.last_model_path = last if os.path.dirname(last) == self.dirpath else ""
 
 
@@ -389,9 +431,13 @@ def _check_template(filename: str) -> None:
             except ValueError:
                 continue
         else:
-            raise ValueError(f"filename={filename!r} of ModelCheckpoint has the format specification {spec!r}, which no number takes: write it like ':.3f'")
+            raise ValueError(
+                f"filename={filename!r} of ModelCheckpoint has the format specification {spec!r}, which no number takes: write it like ':.3f'"
+            )
     if "{" in PLACEHOLDER.sub("", filename) or "}" in PLACEHOLDER.sub("", filename):
-        raise ValueError(f"filename={filename!r} of ModelCheckpoint has a brace without its pair: write placeholders like '{{epoch}}' or '{{val/loss:.3f}}'")
+        raise ValueError(
+            f"filename={filename!r} of ModelCheckpoint has a brace without its pair: write placeholders like '{{epoch}}' or '{{val/loss:.3f}}'"
+        )
 
 
 def _tensor(value: float) -> Tensor:

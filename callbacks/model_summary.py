@@ -49,7 +49,11 @@ def summarize(module: nn.Module, max_depth: int = 1) -> str:
     gradients, buffers and random numbers stay as they are.
     """
     _check_depth(max_depth)
-    modules = {name: child for name, child in module.named_modules() if name and (max_depth == -1 or name.count(".") < max_depth)}
+    modules = {
+        name: child
+        for name, child in module.named_modules()
+        if name and (max_depth == -1 or name.count(".") < max_depth)
+    }
     trace = _trace(module, modules)
     header = ["Name", "Type", "Params", "Trainable", "Bytes"]
     rows = [[name, type(child).__name__, *_cells(child.parameters())] for name, child in modules.items()]
@@ -98,18 +102,28 @@ def _trace(module: nn.Module, modules: Mapping[str, nn.Module]) -> _Trace | None
             names = {id(child): name for name, child in copy.named_modules() if name in modules}
 
             def note(child: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-                inputs = [value for value in (*args, *kwargs.values()) if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))]
-                trace.sizes.setdefault(names[id(child)], (_size(inputs[0] if len(inputs) == 1 else inputs), _size(output)))
+                inputs = [
+                    value
+                    for value in (*args, *kwargs.values())
+                    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+                ]
+                trace.sizes.setdefault(
+                    names[id(child)], (_size(inputs[0] if len(inputs) == 1 else inputs), _size(output))
+                )
 
             for child in copy.modules():
                 if id(child) in names:
                     child.register_forward_hook(note, with_kwargs=True)
             inputs = fitting(module, example, empty)
-            trace.num_samples = next((leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()), None)
+            trace.num_samples = next(
+                (leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()), None
+            )
             with FlopCounterMode(display=False) as counter:
                 output = call(copy, inputs)
             trace.forward_flops = counter.get_total_flops()
-            moving = [leaf.float().sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            moving = [
+                leaf.float().sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
+            ]
             if moving:
                 with FlopCounterMode(display=False) as counter:
                     torch.stack(moving).sum().backward()
@@ -142,7 +156,8 @@ def _totals(module: nn.Module, trace: _Trace | None) -> list[str]:
     lines = [
         f"Parameters: {count:,} = {trainable:,} trainable + {count - trainable:,} non-trainable"
         + (f" (and {num_lazy} lazy ones that have no shape yet)" if num_lazy else ""),
-        f"Bytes:      {_in_units(num_bytes, 1024, BYTES)} in parameters" + (f", {_in_units(buffer_bytes, 1024, BYTES)} in buffers" if buffer_bytes else ""),
+        f"Bytes:      {_in_units(num_bytes, 1024, BYTES)} in parameters"
+        + (f", {_in_units(buffer_bytes, 1024, BYTES)} in buffers" if buffer_bytes else ""),
     ]
     if trace and trace.error:
         lines.append(f"Sizes and FLOPs are unknown: forward on example_input_array failed with {trace.error}")
@@ -151,7 +166,11 @@ def _totals(module: nn.Module, trace: _Trace | None) -> list[str]:
             f"Compute:    {_in_units(trace.forward_flops, 1000, FLOPS)} forward"
             + (f", {_in_units(trace.step_flops, 1000, FLOPS)} forward and backward" if trace.step_flops else "")
             + (f", for a batch of {trace.num_samples}" if trace.num_samples is not None else "")
-            + (", recurrent layers not counted" if any(isinstance(child, nn.RNNBase) for child in module.modules()) else "")
+            + (
+                ", recurrent layers not counted"
+                if any(isinstance(child, nn.RNNBase) for child in module.modules())
+                else ""
+            )
         )
     return lines
 
@@ -159,7 +178,10 @@ def _totals(module: nn.Module, trace: _Trace | None) -> list[str]:
 def _table(header: list[str], rows: list[list[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = [
-        " | ".join(cell.rjust(width) if 2 <= column <= 4 else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        " | ".join(
+            cell.rjust(width) if 2 <= column <= 4 else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in [header, *rows]
     ]
     rule = "-" * max(map(len, lines))
@@ -185,4 +207,6 @@ def _in_units(number: int, base: int, units: tuple[str, ...]) -> str:
 
 def _check_depth(max_depth: int) -> None:
     if max_depth < -1:
-        raise ValueError(f"max_depth must be -1 (all levels), 0 (totals only) or a number of levels, but it is {max_depth}")
+        raise ValueError(
+            f"max_depth must be -1 (all levels), 0 (totals only) or a number of levels, but it is {max_depth}"
+        )

@@ -49,4 +49,6 @@ class MonitoredMetric:
 def check_keys(owner: str, state: dict[str, Any], expected: set[str]) -> None:
     """Raise ValueError where a saved state of `owner` lacks something or has more."""
     if state.keys() != expected:
-        raise ValueError(f"the saved state of {owner} must have the keys {sorted(expected)}, but it has {sorted(state)}: it comes from another version")
+        raise ValueError(
+            f"the saved state of {owner} must have the keys {sorted(expected)}, but it has {sorted(state)}: it comes from another version"
+        )

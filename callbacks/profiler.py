@@ -97,7 +97,11 @@ class Profiler(Callback):
             print(self.table())
         elif self.kind == "torch" and trainer.is_global_zero:
             written = self.path is not None and self.path.exists()
-            print(f"profile: {self.path}" if written else f"profile: none, as training ended before step {self.first_step + self.num_steps}; lower first_step")
+            print(
+                f"profile: {self.path}"
+                if written
+                else f"profile: none, as training ended before step {self.first_step + self.num_steps}; lower first_step"
+            )
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
         self._stop()
@@ -105,8 +109,14 @@ class Profiler(Callback):
     def table(self) -> str:
         """What was measured, as text: seconds, share and milliseconds a step of each part."""
         total, steps = sum(self.seconds.values()) or 1e-12, max(self._steps, 1)
-        rows = [f"first step: {self.first_s:.3f} s; then {self._steps} steps in {total:.3f} s", f"{'':<16}{'s':>10}{'share':>8}{'ms a step':>12}"]
-        rows += [f"{name:<16}{value:>10.3f}{value / total:>8.1%}{value / steps * 1e3:>12.3f}" for name, value in self.seconds.items()]
+        rows = [
+            f"first step: {self.first_s:.3f} s; then {self._steps} steps in {total:.3f} s",
+            f"{'':<16}{'s':>10}{'share':>8}{'ms a step':>12}",
+        ]
+        rows += [
+            f"{name:<16}{value:>10.3f}{value / total:>8.1%}{value / steps * 1e3:>12.3f}"
+            for name, value in self.seconds.items()
+        ]
         return "\n".join(rows)
 
     def _add(self, part: str) -> None:

@@ -115,7 +115,9 @@ class ProgressBar(Callback):
         else:
             self._start_evaluation(trainer, "Validation", trainer.num_val_batches)
 
-    def on_validation_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self._evaluated += 1
         if time.monotonic() >= self._next_draw:
             self._draw_evaluation(trainer)
@@ -128,7 +130,9 @@ class ProgressBar(Callback):
     def on_test_start(self, trainer: Trainer, module: Module) -> None:
         self._start_evaluation(trainer, "Test", trainer.num_test_batches)
 
-    def on_test_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self._evaluated += 1
         if time.monotonic() >= self._next_draw:
             self._draw_evaluation(trainer)
@@ -139,7 +143,9 @@ class ProgressBar(Callback):
     def on_predict_start(self, trainer: Trainer, module: Module) -> None:
         self._start_evaluation(trainer, "Predict", trainer.num_predict_batches)
 
-    def on_predict_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self._evaluated += 1
         if time.monotonic() >= self._next_draw:
             self._draw_evaluation(trainer)
@@ -179,7 +185,9 @@ class ProgressBar(Callback):
         is_epoch = meter is self._epoch
         metrics = trainer.progress_bar_metrics if is_epoch or not gap_s else {}
         try:
-            self._screen.show(_parts(meter, self._run_seconds(trainer) if is_epoch else None, metrics), meter.fraction, gap_s)
+            self._screen.show(
+                _parts(meter, self._run_seconds(trainer) if is_epoch else None, metrics), meter.fraction, gap_s
+            )
         except (OSError, ValueError):  # stderr is full, gone or closed: no reason to end a run
             self._screen, self._next_draw = None, NEVER
         else:
@@ -429,7 +437,11 @@ def _columns(stream: TextIO) -> int:
 
 def _width(text: str) -> int:
     """Columns that a terminal gives `text`."""
-    return len(text) if text.isascii() else sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in text)
+    return (
+        len(text)
+        if text.isascii()
+        else sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in text)
+    )
 
 
 def _clock(seconds: float) -> str:

@@ -53,7 +53,11 @@ def shadow(module: M, convert: Callable[[Tensor], Tensor]) -> M:
 def fitting(module: nn.Module, example_input: Any, convert: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
     """Return `example_input` with `convert`ed tensors on the device of `module`, floating point ones in its dtype."""
     like = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), torch.empty(0))
-    return tree_map_only(Tensor, lambda tensor: convert(tensor).to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype), example_input)
+    return tree_map_only(
+        Tensor,
+        lambda tensor: convert(tensor).to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype),
+        example_input,
+    )
 
 
 def call(module: nn.Module, example_input: Any) -> Any:

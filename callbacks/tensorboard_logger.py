@@ -140,10 +140,16 @@ class TensorBoardLogger(Logger):
         if not (self._draws_graph and self._is_writer):
             return
         if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
-            warnings.warn("TensorBoardLogger cannot draw the graph of a model that is sharded over ranks; set log_graph=False", stacklevel=2)
+            warnings.warn(
+                "TensorBoardLogger cannot draw the graph of a model that is sharded over ranks; set log_graph=False",
+                stacklevel=2,
+            )
             return
         # Buffers are cloned: tracing runs forward, which moves the statistics of BatchNorm.
-        writer, copy = self.experiment, shadow(module, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
+        writer, copy = (
+            self.experiment,
+            shadow(module, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone()),
+        )
         try:
             # The tracer warns of every Python branch, and torch prints the error that it raises.
             with restored_rng(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -151,7 +157,10 @@ class TensorBoardLogger(Logger):
                 writer.add_graph(copy, fitting(module, example_input), use_strict_trace=False)
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
-            warnings.warn(f"TensorBoardLogger could not trace the graph of {type(module).__name__}.forward: {reason}", stacklevel=2)
+            warnings.warn(
+                f"TensorBoardLogger could not trace the graph of {type(module).__name__}.forward: {reason}",
+                stacklevel=2,
+            )
 
     def save(self) -> None:
         if not self._is_writer:
@@ -196,13 +205,17 @@ class TensorBoardLogger(Logger):
             self._close()  # events of this step and later are hidden as the next file is opened
         if self._writer is None:
             if self.log_dir is None:
-                raise RuntimeError("TensorBoardLogger.experiment has no folder yet: use it from within fit, validate, test or predict")
+                raise RuntimeError(
+                    "TensorBoardLogger.experiment has no folder yet: use it from within fit, validate, test or predict"
+                )
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise ImportError(MISSING) from error
             _wait_for_a_later_name(self.log_dir)
-            self._writer = SummaryWriter(self.log_dir, purge_step=self._purge_step, max_queue=1000, flush_secs=self.flush_secs - self._hold_s)
+            self._writer = SummaryWriter(
+                self.log_dir, purge_step=self._purge_step, max_queue=1000, flush_secs=self.flush_secs - self._hold_s
+            )
             file_writer: Any = self._writer.file_writer
             file_writer.event_writer = _Forgiving(file_writer.event_writer)
             self._purge_step = None
@@ -222,7 +235,11 @@ class TensorBoardLogger(Logger):
         held, self._held = self._held, []
         file_writer = writer._get_file_writer()
         for metrics, step, when in held:
-            file_writer.add_summary(Summary(value=[Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]), step, when)
+            file_writer.add_summary(
+                Summary(value=[Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]),
+                step,
+                when,
+            )
         self._next_turn = time.monotonic() + self._hold_s
 
     def _close(self) -> None:
@@ -232,7 +249,10 @@ class TensorBoardLogger(Logger):
             writer.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_writer": None, "_trainer": None}  # a writer owns a thread and a file; the next use opens another
+        return self.__dict__ | {
+            "_writer": None,
+            "_trainer": None,
+        }  # a writer owns a thread and a file; the next use opens another
 
 
 class _Forgiving:

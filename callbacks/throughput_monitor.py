@@ -95,7 +95,9 @@ class ThroughputMonitor(Callback):
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._steps, self._counts, self._last_step = 0, [], trainer.global_step
         self._num_tokens, self._uncollected = 0.0, False
-        self._knows_tokens = trainer.global_step % trainer.log_every_n_steps == 0  # else the sum goes on from the run that is resumed
+        self._knows_tokens = (
+            trainer.global_step % trainer.log_every_n_steps == 0
+        )  # else the sum goes on from the run that is resumed
         self.measured_flops_per_sample = self.flops_per_sample
         self._peak = self.peak_flops_per_s or known_peak(trainer.strategy.device, str(trainer.given["precision"]))
         self._restart(trainer)
@@ -103,8 +105,17 @@ class ThroughputMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
         self._enter(trainer, "compute")
         if self.tokens is not None:  # summed by the logging of the run, in the exchange that it has anyway
-            counts = trainer.batch_share and self._steps >= _NUM_MEASURED  # padding and what the clock leaves out do not
-            self.log(_TOKENS, self._count(batch) if counts else 0, reduce_fx="sum", on_step=True, on_epoch=False, logger=False)
+            counts = (
+                trainer.batch_share and self._steps >= _NUM_MEASURED
+            )  # padding and what the clock leaves out do not
+            self.log(
+                _TOKENS,
+                self._count(batch) if counts else 0,
+                reduce_fx="sum",
+                on_step=True,
+                on_epoch=False,
+                logger=False,
+            )
             self._uncollected = True
         if self.flops_per_sample is None and self._steps < _NUM_MEASURED and self._watch is None:
             from torch.utils.flop_counter import FlopCounterMode
@@ -159,7 +170,10 @@ class ThroughputMonitor(Callback):
         return {"values": dict(self.values), "measured_flops_per_sample": self.measured_flops_per_sample}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.values, self.measured_flops_per_sample = dict(state_dict["values"]), state_dict["measured_flops_per_sample"]
+        self.values, self.measured_flops_per_sample = (
+            dict(state_dict["values"]),
+            state_dict["measured_flops_per_sample"],
+        )
 
     def _enter(self, trainer: Trainer, part: str) -> None:
         """The part that has run so far ends here, but for the time in which a checkpoint was waited for."""
@@ -194,7 +208,11 @@ class ThroughputMonitor(Callback):
     def _count(self, batch: Any) -> int | Tensor:
         if callable(self.tokens):
             return self.tokens(batch)
-        found = batch[self.tokens] if isinstance(batch, Mapping) or isinstance(self.tokens, int) else getattr(batch, str(self.tokens))
+        found = (
+            batch[self.tokens]
+            if isinstance(batch, Mapping) or isinstance(self.tokens, int)
+            else getattr(batch, str(self.tokens))
+        )
         return found.numel()
 
     def _collect(self, trainer: Trainer) -> None:
@@ -210,12 +228,19 @@ class ThroughputMonitor(Callback):
         self._counts[-1] = float(self._watch[1].get_total_flops()), trainer.progress.total_samples - self._counts[-1][1]
         self._stop_counting()
         if self._steps == _NUM_MEASURED:
-            totals = trainer.strategy.all_reduce(torch.tensor([flops for flops, _ in self._counts], dtype=torch.float64)).tolist()
+            totals = trainer.strategy.all_reduce(
+                torch.tensor([flops for flops, _ in self._counts], dtype=torch.float64)
+            ).tolist()
             # The last one: in the first some engines compute shapes besides. Threads that exist from then on are not looked into.
-            known = [total / samples for total, (_, samples) in zip(totals, self._counts, strict=True) if total and samples]
+            known = [
+                total / samples for total, (_, samples) in zip(totals, self._counts, strict=True) if total and samples
+            ]
             self.measured_flops_per_sample = known[-1] if known else None
             if not known and trainer.is_global_zero:
-                warnings.warn("ThroughputMonitor found no operation whose FLOPs it knows; give flops_per_sample, 0 for none", stacklevel=2)
+                warnings.warn(
+                    "ThroughputMonitor found no operation whose FLOPs it knows; give flops_per_sample, 0 for none",
+                    stacklevel=2,
+                )
 
     def _stop_counting(self) -> None:
         watch, self._watch = self._watch, None
@@ -228,7 +253,9 @@ def known_peak(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda":
         return None
     rounds = torch.get_float32_matmul_precision() != "highest"
-    return peak_of(torch.cuda.get_device_name(device), "tf32-true" if precision.startswith("32") and rounds else precision)
+    return peak_of(
+        torch.cuda.get_device_name(device), "tf32-true" if precision.startswith("32") and rounds else precision
+    )
 
 
 def peak_of(name: str, precision: str) -> float | None:

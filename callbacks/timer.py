@@ -28,7 +28,9 @@ class Timer(Callback):
         interval: when to look at the clock: "step", after each batch, or "epoch", after each training epoch.
     """
 
-    def __init__(self, duration: str | timedelta | dict[str, float] | None = None, interval: Literal["step", "epoch"] = "step") -> None:
+    def __init__(
+        self, duration: str | timedelta | dict[str, float] | None = None, interval: Literal["step", "epoch"] = "step"
+    ) -> None:
         if interval not in ("step", "epoch"):
             raise ValueError(f"interval must be 'step' or 'epoch', but it is {interval!r}")
         self.interval = interval
@@ -100,18 +102,26 @@ class Timer(Callback):
         if time.monotonic() >= self._deadline and not trainer.should_stop:
             trainer.should_stop = True
             if trainer.is_global_zero:
-                print(f"Timer: {timedelta(seconds=round(self.time_elapsed('train')))} of training are used up, stopping at step {trainer.global_step}")
+                print(
+                    f"Timer: {timedelta(seconds=round(self.time_elapsed('train')))} of training are used up, stopping at step {trainer.global_step}"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process has another monotonic clock.
-        return self.__dict__ | {"_elapsed_s": self.state_dict()["time_elapsed"], "_began": {}, "_deadline": float("inf")}
+        return self.__dict__ | {
+            "_elapsed_s": self.state_dict()["time_elapsed"],
+            "_began": {},
+            "_deadline": float("inf"),
+        }
 
 
 def _seconds(duration: str | timedelta | dict[str, float]) -> float:
     if isinstance(duration, str):
         match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration.strip())
         if match is None:
-            raise ValueError(f"duration must read DD:HH:MM:SS, for example '00:12:00:00' for 12 hours, but it is {duration!r}")
+            raise ValueError(
+                f"duration must read DD:HH:MM:SS, for example '00:12:00:00' for 12 hours, but it is {duration!r}"
+            )
         days, hours, minutes, seconds = map(int, match.groups())
         length = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
     elif isinstance(duration, dict):

@@ -34,7 +34,9 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, C]
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in (self.q, self.k, self.v))  # [B, H, T, D]
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )  # [B, H, T, D]
         return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
@@ -59,8 +61,12 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, head_width) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:  # layers that write to the residual stream start smaller, as there are 2 x depth of them
-                nn.init.normal_(parameter, std=0.02 / (2 * depth) ** 0.5 if name.endswith(("o.weight", "down.weight")) else 0.02)
+            if (
+                parameter.dim() == 2
+            ):  # layers that write to the residual stream start smaller, as there are 2 x depth of them
+                nn.init.normal_(
+                    parameter, std=0.02 / (2 * depth) ** 0.5 if name.endswith(("o.weight", "down.weight")) else 0.02
+                )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
@@ -71,7 +77,14 @@ class GPT(nn.Module):
 
 class TextModel(Module):
     def __init__(
-        self, width: int = 128, depth: int = 4, head_width: int = 32, context: int = 128, lr: float = 2e-3, prompt: str = "def ", sample_bytes: int = 300
+        self,
+        width: int = 128,
+        depth: int = 4,
+        head_width: int = 32,
+        context: int = 128,
+        lr: float = 2e-3,
+        prompt: str = "def ",
+        sample_bytes: int = 300,
     ):
         super().__init__()
         self.save_hyperparameters()
@@ -147,7 +160,9 @@ class Text(DataModule):
         files = [self.text] if self.text else sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         content = bytes(chain.from_iterable(file.read_bytes() for file in files))[: self.max_bytes]
         if len(content) < 20 * self.context:
-            raise ValueError(f"the text has {len(content)} bytes, too few for training and validation with a context of {self.context}")
+            raise ValueError(
+                f"the text has {len(content)} bytes, too few for training and validation with a context of {self.context}"
+            )
         data = torch.tensor(list(content), dtype=torch.uint8)
         cut = len(data) * 9 // 10
         self.train, self.val = Windows(data[:cut], self.context), Windows(data[cut:], self.context)
@@ -162,7 +177,11 @@ class Text(DataModule):
 if __name__ == "__main__":
     from trainer.cli import main
 
-    parser = argparse.ArgumentParser(description="Train examples/gpt.yaml; further arguments are overrides such as trainer.max_epochs=2.")
+    parser = argparse.ArgumentParser(
+        description="Train examples/gpt.yaml; further arguments are overrides such as trainer.max_epochs=2."
+    )
     parser.add_argument("--text", metavar="FILE", help="train on this file in place of the standard library's source")
     arguments, overrides = parser.parse_known_args()
-    sys.exit(main(["fit", "examples/gpt.yaml", *([f"data.text={arguments.text}"] if arguments.text else []), *overrides]))
+    sys.exit(
+        main(["fit", "examples/gpt.yaml", *([f"data.text={arguments.text}"] if arguments.text else []), *overrides])
+    )

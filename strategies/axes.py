@@ -31,7 +31,9 @@ from strategies.recompute import is_recomputed
 from strategies.styles import Sequence
 
 
-def apply_axes(model: nn.Module, mesh: DeviceMesh, options: Options, compute_dtype: torch.dtype | None = None) -> Placed:
+def apply_axes(
+    model: nn.Module, mesh: DeviceMesh, options: Options, compute_dtype: torch.dtype | None = None
+) -> Placed:
     """Distribute `model` over `mesh`, in place; return what brackets its steps. Every rank of the mesh calls it.
 
     `mesh` has the axes ddp, fsdp and tensor or some of them, in this order. `compute_dtype` is what parameters
@@ -41,7 +43,11 @@ def apply_axes(model: nn.Module, mesh: DeviceMesh, options: Options, compute_dty
     """
     names = tuple(mesh.mesh_dim_names or ())
     placed = Placed(model)
-    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device(mesh.device_type)
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if mesh.device_type == "cuda"
+        else torch.device(mesh.device_type)
+    )
     blocks = find_blocks(model, options.wrap)
     filler = Filler(mesh, device)
     data = tuple(name for name in names if name in ("ddp", "fsdp"))
@@ -150,12 +156,19 @@ class Placed(nn.Module):
                 owner.setdefault(id(parameter), unit)
         for parameter in self.unsharded:
             owner.pop(id(parameter), None)
-        lenders = {id(unit): _Lender(self, unit, {key for key, holder in owner.items() if holder is unit}) for unit in self.units}
+        lenders = {
+            id(unit): _Lender(self, unit, {key for key, holder in owner.items() if holder is unit})
+            for unit in self.units
+        }
         inside = {module for block in blocks.values() for module in block.modules()}
         traced = within_compiled(self.model)
         for module in self.model.modules():
             if module in inside:
-                found = {id(owner[id(p)]) for p in module.parameters(recurse=False) if id(p) in owner and owner[id(p)] is not module}
+                found = {
+                    id(owner[id(p)])
+                    for p in module.parameters(recurse=False)
+                    if id(p) in owner and owner[id(p)] is not module
+                }
             else:
                 found = {id(self)} if any(owner.get(id(p)) is self for p in module.parameters()) else set()
             for unit_id in found:
@@ -173,8 +186,16 @@ class Structure:
         """Placing is done: whatever differs now is what `undo` takes back; what comes later is the user's."""
         for module, (cls, before) in self._before.items():
             after = _attributes(module)
-            hooks = {key: set(value) - set(before.get(key, ())) for key, value in after.items() if isinstance(value, dict) and key in before}
-            replaced = {key: value for key, value in before.items() if not isinstance(value, dict) and after.get(key) is not value}
+            hooks = {
+                key: set(value) - set(before.get(key, ()))
+                for key, value in after.items()
+                if isinstance(value, dict) and key in before
+            }
+            replaced = {
+                key: value
+                for key, value in before.items()
+                if not isinstance(value, dict) and after.get(key) is not value
+            }
             self._changed.append((module, cls, replaced, set(after) - set(before), hooks))
         self._before = {}
 
@@ -234,25 +255,48 @@ class Filler:
         return real
 
     def _value(self, tensor: Tensor) -> Tensor:
-        value = (torch.empty_like(tensor, device=self._device) if tensor.is_meta else tensor.to(self._device)).contiguous()
+        value = (
+            torch.empty_like(tensor, device=self._device) if tensor.is_meta else tensor.to(self._device)
+        ).contiguous()
         if value.numel():
             for group in self._groups:  # along the first axis, then from each of these along the next
                 dist.broadcast(value, group_src=0, group=group)
         return value
 
 
-def _shard(placed: Placed, unit: nn.Module, mesh: DeviceMesh, sharded: bool, options: Options, compute_dtype: torch.dtype | None) -> None:
-    whole = {p for module in unit.modules() for p in module._parameters.values() if p is not None and (p.dim() == 0 or (compute_dtype and _is_norm(module)))}
+def _shard(
+    placed: Placed,
+    unit: nn.Module,
+    mesh: DeviceMesh,
+    sharded: bool,
+    options: Options,
+    compute_dtype: torch.dtype | None,
+) -> None:
+    whole = {
+        p
+        for module in unit.modules()
+        for p in module._parameters.values()
+        if p is not None and (p.dim() == 0 or (compute_dtype and _is_norm(module)))
+    }
     known = {id(p) for p in placed.unsharded}
     placed.unsharded += [p for p in unit.parameters() if p in whole and id(p) not in known]
     mixed = MixedPrecisionPolicy()
     if compute_dtype is not None:
-        mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=unit is not placed)
+        mixed = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=unit is not placed
+        )
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.cpu_offload else OffloadPolicy()
     ignored = set(placed.unsharded)
     if sharded:
         reshard = None if unit is placed else options.reshard_after_forward
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=mixed, offload_policy=offload, ignored_params=ignored)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=mixed,
+            offload_policy=offload,
+            ignored_params=ignored,
+        )
     else:
         replicate(unit, mesh=mesh, mp_policy=mixed, offload_policy=offload, ignored_params=ignored)
     placed.units.append(unit)
@@ -269,7 +313,12 @@ class _Lender:
     def __init__(self, placed: Placed, unit: Any, own: set[int]) -> None:
         self._placed, self._unit = placed, unit
         self._lent: list[nn.Module] = []
-        self._places = [(module._parameters, name, p) for module in unit.modules() for name, p in module._parameters.items() if id(p) in own]
+        self._places = [
+            (module._parameters, name, p)
+            for module in unit.modules()
+            for name, p in module._parameters.items()
+            if id(p) in own
+        ]
         """Where the unit's parameters are found, and what is found there while they are cut."""
 
     def watch(self, module: nn.Module, traced: bool) -> None:
@@ -297,7 +346,11 @@ class _Lender:
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Attributes but for values and submodules; dicts, such as those of hooks, copied."""
     skipped = ("_parameters", "_buffers", "_modules")
-    return {key: dict(value) if isinstance(value, dict) else value for key, value in vars(module).items() if key not in skipped}
+    return {
+        key: dict(value) if isinstance(value, dict) else value
+        for key, value in vars(module).items()
+        if key not in skipped
+    }
 
 
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w*Placed\) returned a view", category=UserWarning)

@@ -117,7 +117,9 @@ class Strategy(ABC):
     # ---- 1. processes and devices ----------------------------------------------------------------
 
     @abstractmethod
-    def configure(self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true") -> None:
+    def configure(
+        self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
+    ) -> None:
         """Take the run's layout. One process calls it, before anything starts; starts nothing.
 
         `devices` is the number of devices on this node. Raises ValueError for a layout that this
@@ -223,7 +225,9 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def clip_gradients(self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
+    def clip_gradients(
+        self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+    ) -> Tensor | None:
         """Clip what `optimizer` will apply, by the 2-norm of the global gradient or by element ("value").
 
         Returns the norm before clipping, the same on all ranks (0-dim), or None for "value".
@@ -252,7 +256,9 @@ class Strategy(ABC):
     # ---- 3. sampler seeding ----------------------------------------------------------------------
 
     @abstractmethod
-    def shard_loader(self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False) -> ShardedLoader:
+    def shard_loader(
+        self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False
+    ) -> ShardedLoader:
         """Return this rank's share of `loader`.
 
         Global batch k holds the same samples on any number of ranks. `shuffle` None keeps what the

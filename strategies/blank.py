@@ -38,7 +38,9 @@ class _Known(FakeTensor):
     """Looks up what an operation gives that was asked before, which takes the fake mode many times as long to find out."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         question = _question(func, args, kwargs)
         mode = None if question is None else _mode_of(args)
@@ -62,7 +64,11 @@ def _question(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """All that the result of an operation depends on where its tensors have no data; None where it is not such a one."""
     if func not in _makes_anew:
         arguments, returns = func._schema.arguments, func._schema.returns
-        _makes_anew[func] = len(returns) == 1 and str(returns[0].type) == "Tensor" and not any(value.alias_info for value in (*arguments, *returns))
+        _makes_anew[func] = (
+            len(returns) == 1
+            and str(returns[0].type) == "Tensor"
+            and not any(value.alias_info for value in (*arguments, *returns))
+        )
     if not _makes_anew[func]:
         return None
     parts = [_part(value) for value in (*args, *kwargs.values())]
@@ -78,7 +84,12 @@ def _part(value: Any) -> Any:
     if kind in _TENSORS:
         if value.layout is not torch.strided or getattr(value, "constant", None) is not None:
             return None
-        return value.shape, value.stride(), value.dtype, value.fake_device if isinstance(value, FakeTensor) else value.device
+        return (
+            value.shape,
+            value.stride(),
+            value.dtype,
+            value.fake_device if isinstance(value, FakeTensor) else value.device,
+        )
     if kind in _PLAIN:
         return kind, value
     if kind in (list, tuple):
@@ -89,7 +100,13 @@ def _part(value: Any) -> Any:
 
 def _mode_of(values: Sequence[Any]) -> Mode | None:
     for value in values:
-        mode = value.fake_mode if isinstance(value, FakeTensor) else _mode_of(value) if isinstance(value, list | tuple) else None
+        mode = (
+            value.fake_mode
+            if isinstance(value, FakeTensor)
+            else _mode_of(value)
+            if isinstance(value, list | tuple)
+            else None
+        )
         if isinstance(mode, Mode):
             return mode
     return None

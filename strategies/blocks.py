@@ -22,14 +22,20 @@ def find_blocks(model: nn.Module, rule: Rule) -> dict[str, nn.Module]:
     Raises ValueError for a class or name that matches nothing.
     """
     ties = [[_way(model, name) for name in many] for many in _several_names(model)]
-    return {name: block for name, block in match(model, rule, "wrap").items() if not any(_crosses(block, ways) for ways in ties)}
+    return {
+        name: block
+        for name, block in match(model, rule, "wrap").items()
+        if not any(_crosses(block, ways) for ways in ties)
+    }
 
 
 def match(model: nn.Module, rule: Rule, option: str) -> dict[str, nn.Module]:
     """As `find_blocks`, with those that share parameters; `option` is what the user gave the rule by."""
     named = dict(model.named_modules())
     candidates = [name for name in _inner_first(named) if name and next(named[name].parameters(), None) is not None]
-    candidates = [name for name in candidates if not isinstance(named[name], (nn.ModuleList, nn.ModuleDict))]  # never called
+    candidates = [
+        name for name in candidates if not isinstance(named[name], (nn.ModuleList, nn.ModuleDict))
+    ]  # never called
     if rule is None:
         found: list[str] = []
     elif rule == "auto":
@@ -72,7 +78,11 @@ def _items(named: dict[str, nn.Module], candidates: list[str]) -> list[str]:
     for name in candidates:
         parent = name.rpartition(".")[0]
         single = next(named[name].children(), None) is None
-        if isinstance(named.get(parent), CONTAINERS) and not single and not any(inner.startswith(name + ".") for inner in found):
+        if (
+            isinstance(named.get(parent), CONTAINERS)
+            and not single
+            and not any(inner.startswith(name + ".") for inner in found)
+        ):
             found.append(name)
     return found
 

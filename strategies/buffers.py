@@ -12,7 +12,9 @@ from torch import Tensor, nn
 def share_buffers(modules: Iterable[nn.Module]) -> None:
     """Rank 0's buffers of each module itself overwrite the others', as in DDP; one broadcast a dtype. Every rank calls it."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in {id(buffer): buffer for module in modules for buffer in module._buffers.values() if buffer is not None}.values():
+    for buffer in {
+        id(buffer): buffer for module in modules for buffer in module._buffers.values() if buffer is not None
+    }.values():
         by_dtype.setdefault(buffer.dtype, []).append(buffer)
     for buffers in by_dtype.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])

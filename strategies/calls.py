@@ -30,7 +30,9 @@ class Calls:
     def __init__(self) -> None:
         self.clear()
         self._group = dist.group.WORLD
-        self._methods = {name: vars(dist.ProcessGroup)[name] for name in (*_EQUAL_SIZES, *_OTHERS) if name in vars(dist.ProcessGroup)}
+        self._methods = {
+            name: vars(dist.ProcessGroup)[name] for name in (*_EQUAL_SIZES, *_OTHERS) if name in vars(dist.ProcessGroup)
+        }
         for name in self._methods:
             setattr(dist.ProcessGroup, name, _noting(self, name, getattr(dist.ProcessGroup, name)))
 

@@ -68,7 +68,11 @@ class Control:
 
     def send(self, note: Note, samples: int, count: float, finite: bool, total: float = math.nan) -> None:
         """Start the exchange."""
-        self._messages.post(*Message(self._step, samples, self._num_calls(), self._calls.hash, note.keys, note.stop, finite, count, total))
+        self._messages.post(
+            *Message(
+                self._step, samples, self._num_calls(), self._calls.hash, note.keys, note.stop, finite, count, total
+            )
+        )
         self._sent = self._calls.latest
         self._calls.clear()
 
@@ -80,7 +84,9 @@ class Control:
         for field, what in _EQUAL.items():
             values = [getattr(message, field) for message in messages]
             if field == "keys":
-                values = [value or max(values) for value in values]  # 0 says nothing: a rank of padding has logged nothing yet
+                values = [
+                    value or max(values) for value in values
+                ]  # 0 says nothing: a rank of padding has logged nothing yet
             self._compare(what, values, f" in step {self._step}")
         self._step += 1
         bad = next((f"the loss of rank {rank}" for rank, message in enumerate(messages) if not message.finite), None)
@@ -118,9 +124,23 @@ class Control:
         usual = max(set(values), key=values.count)
         clear = values.count(usual) * 2 > len(values)
         odd = [rank for rank, value in enumerate(values) if value != usual] if clear else list(range(len(values)))
-        who = f"rank {', '.join(map(str, odd))} did not do what the others did" if clear else f"ranks {' and '.join(map(str, odd))} did different things"
+        who = (
+            f"rank {', '.join(map(str, odd))} did not do what the others did"
+            if clear
+            else f"ranks {' and '.join(map(str, odd))} did different things"
+        )
         same_data = "read the same data, or say shards_itself on the dataset"
-        rule = same_data if what == _EQUAL["samples"] else "call the same collectives and log the same names in each step"
-        each = " (" + ", ".join(f"rank {rank}: {value:.0f}" for rank, value in enumerate(values)) + ")" if what in _NUMBERS else ""
-        here = f" (rank {self._rank} called {', '.join(self._sent)} last)" if what == _EQUAL["kinds"] and self._sent else ""
+        rule = (
+            same_data if what == _EQUAL["samples"] else "call the same collectives and log the same names in each step"
+        )
+        each = (
+            " (" + ", ".join(f"rank {rank}: {value:.0f}" for rank, value in enumerate(values)) + ")"
+            if what in _NUMBERS
+            else ""
+        )
+        here = (
+            f" (rank {self._rank} called {', '.join(self._sent)} last)"
+            if what == _EQUAL["kinds"] and self._sent
+            else ""
+        )
         raise RuntimeError(f"the ranks disagree on their {what}{each}: {who}{when}{here}; every rank must {rule}")

@@ -85,7 +85,9 @@ class ShardedLoader:
         if not 0 <= rank < size:
             raise ValueError(f"rank must be in [0, size), but rank is {rank} and size is {size}")
         if accumulate < 1:
-            raise ValueError(f"accumulate is the number of micro-batches of a window and must be at least 1, but it is {accumulate}")
+            raise ValueError(
+                f"accumulate is the number of micro-batches of a window and must be at least 1, but it is {accumulate}"
+            )
         self.loader = loader
         """The loader as it was given."""
         self.dataset = getattr(loader, "dataset", loader)
@@ -94,7 +96,9 @@ class ShardedLoader:
         self._source = source_of(loader, Share(rank, size, seed, accumulate, split), shuffle)
         self._sum = sum_over_ranks
         if size > 1 and sum_over_ranks is None and self._source.counts_own:
-            raise ValueError(f"{type(loader).__name__} shows a rank only its own samples, so sum_over_ranks must be given when size is {size}")
+            raise ValueError(
+                f"{type(loader).__name__} shows a rank only its own samples, so sum_over_ranks must be given when size is {size}"
+            )
         if self._source.num_micro_batches == 0:
             raise ValueError(f"the loader is empty: {self._source.describe()}")
 
@@ -111,7 +115,11 @@ class ShardedLoader:
             raise ValueError(f"start and limit must not be negative, but start is {start} and limit is {limit}")
         self._source.check(start)
         limit = self._source.limit_here(limit)
-        return self._agreed_windows(epoch, start, limit) if self._source.shards_itself else self._windows(epoch, start, limit)
+        return (
+            self._agreed_windows(epoch, start, limit)
+            if self._source.shards_itself
+            else self._windows(epoch, start, limit)
+        )
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches of epoch 0, read apart from any `windows`; other ranks need not take part."""
@@ -151,7 +159,12 @@ class ShardedLoader:
     def plan(self) -> dict[str, Any]:
         """By what windows are measured, for `resume_windows`: JSON data, the same on all ranks."""
         share = self._source.share
-        return {"ranks": share.ranks, "batch_size": self._source.batch_size, "accumulate": share.accumulate, "split": share.split}
+        return {
+            "ranks": share.ranks,
+            "batch_size": self._source.batch_size,
+            "accumulate": share.accumulate,
+            "split": share.split,
+        }
 
     def resume_windows(self, plan: Mapping[str, Any], start: int = 0, whole: bool = False) -> str | None:
         """Go on with the windows of a run that had `plan`, on another number of ranks; return what was done, None for nothing.
@@ -163,7 +176,11 @@ class ShardedLoader:
         before `windows`. Raises ValueError where batches that are not ours to cut do not share out.
         """
         mine, share = self.plan, self._source.share
-        if plan["split"] or plan["ranks"] == share.size or any(plan[key] != mine[key] for key in ("batch_size", "accumulate", "split")):
+        if (
+            plan["split"]
+            or plan["ranks"] == share.size
+            or any(plan[key] != mine[key] for key in ("batch_size", "accumulate", "split"))
+        ):
             return None
         self._source = source_of(self.loader, replace(share, planned=plan["ranks"], whole=whole), self._shuffle)
         self._source.check_planned(start)
@@ -201,7 +218,11 @@ class ShardedLoader:
             raise ValueError(f"the loader yielded no batch in epoch {epoch}: {self._source.describe()}")
 
     def _over_ranks(self, total: int) -> int:
-        return self._sum(total) if self._sum is not None and self._source.counts_own and self._source.share.size > 1 else total
+        return (
+            self._sum(total)
+            if self._sum is not None and self._source.counts_own and self._source.share.size > 1
+            else total
+        )
 
     def _agreed_windows(self, epoch: int, start: int, limit: int | None) -> Iterator[Window]:
         """Windows of a dataset that shards itself: no rank knows when the others end."""

@@ -65,10 +65,14 @@ class DDP(EagerStrategy):
             self._options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
         self._first_window = True
 
-    def configure(self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true") -> None:
+    def configure(
+        self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
+    ) -> None:
         super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
         if self.sync_batchnorm and resolve_accelerator(accelerator) == "cpu":
-            raise ValueError("sync_batchnorm=True needs CUDA devices: torch's SyncBatchNorm does not run on CPU; leave it out")
+            raise ValueError(
+                "sync_batchnorm=True needs CUDA devices: torch's SyncBatchNorm does not run on CPU; leave it out"
+            )
 
     def place(self, model: nn.Module) -> nn.Module:
         self._first_window = True
@@ -80,7 +84,9 @@ class DDP(EagerStrategy):
         group = plain_group() if dist.get_debug_level() == dist.DebugLevel.DETAIL else None
         return DistributedDataParallel(_Step(model), process_group=group, **self._options)
 
-    def forward_backward(self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any) -> Agreement:
+    def forward_backward(
+        self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any
+    ) -> Agreement:
         watches = self._first_window and options.get("automatic", True) and self._reports_unused(placed)
         watch = _UsedParameters(self._user_model(placed)) if watches else None
         try:
@@ -110,7 +116,9 @@ class DDP(EagerStrategy):
         return placed.module.model if isinstance(placed, DistributedDataParallel) else placed
 
     def _reports_unused(self, placed: nn.Module) -> bool:
-        return isinstance(placed, DistributedDataParallel) and not (self._options["find_unused_parameters"] or self._options["static_graph"])
+        return isinstance(placed, DistributedDataParallel) and not (
+            self._options["find_unused_parameters"] or self._options["static_graph"]
+        )
 
     def _indexed_names(self, placed: nn.Module, message: str) -> list[str]:
         names = [name for name, p in self._user_model(placed).named_parameters() if p.requires_grad]
@@ -128,7 +136,10 @@ class _Step(nn.Module):
     def forward(self, step_fn: Callable[[Any, int], Any] | None, batch: Any, batch_idx: int) -> Any:
         output = None if step_fn is None else step_fn(batch, batch_idx)
         # DDP exchanges gradients in the backward, so a rank with nothing to say walks back from zero.
-        return Loss(sum(p.sum() * 0 for p in self.model.parameters() if p.requires_grad), 0) if output is None else output  # type: ignore[arg-type]
+        if output is not None:
+            return output
+        zero = sum(p.sum() * 0 for p in self.model.parameters() if p.requires_grad)
+        return Loss(zero, 0)  # type: ignore[arg-type]
 
 
 class _UsedParameters:
@@ -137,7 +148,9 @@ class _UsedParameters:
     def __init__(self, model: nn.Module) -> None:
         self._names = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._seen: set[str] = set()
-        self._hooks = [p.register_post_accumulate_grad_hook(functools.partial(self._mark, name)) for name, p in self._names.items()]
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(functools.partial(self._mark, name)) for name, p in self._names.items()
+        ]
 
     def unused(self) -> list[str]:
         for hook in self._hooks:

@@ -23,7 +23,20 @@ from strategies.blocks import Rule
 from strategies.buffers import share_buffers
 from strategies.data import MicroBatch, ShardedLoader, Window
 from strategies.eager import EagerStrategy
-from strategies.state import HOW, Reader, Shard, State, check_names, check_optimizers, check_shape, names_of, pack, parameter_names, saved_groups, unpack
+from strategies.state import (
+    HOW,
+    Reader,
+    Shard,
+    State,
+    check_names,
+    check_optimizers,
+    check_shape,
+    names_of,
+    pack,
+    parameter_names,
+    saved_groups,
+    unpack,
+)
 from strategies.zero import Part, ZeroStep, no_trace
 
 ELEMENTWISE = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -77,17 +90,23 @@ class DeepSpeed(EagerStrategy):
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 
-    def configure(self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true") -> None:
+    def configure(
+        self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
+    ) -> None:
         super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
         if importlib.util.find_spec("deepspeed") is None:
-            raise ImportError("strategy='deepspeed' needs the package deepspeed; install it with `pip install 'lockstep[deepspeed]'`")
+            raise ImportError(
+                "strategy='deepspeed' needs the package deepspeed; install it with `pip install 'lockstep[deepspeed]'`"
+            )
         if self.precision.name not in PRECISIONS:
             raise ValueError(
                 "DeepSpeed keeps float32 weights, or bfloat16 ones with float32 masters, "
                 f"so precision must be one of {', '.join(PRECISIONS)}, but precision={precision!r}"
             )
         config = deepspeed_config.read(self._source)
-        self._config = deepspeed_config.agreed(config, self._stage, self._offload_optimizer, self._offload_parameters, self.precision.name)
+        self._config = deepspeed_config.agreed(
+            config, self._stage, self._offload_optimizer, self._offload_parameters, self.precision.name
+        )
         self._given_batches = {key: self._config.pop(key) for key in BATCH_KEYS if key in self._config}
         self._given_clip = self._config.pop("gradient_clipping", None) or None
 
@@ -96,7 +115,12 @@ class DeepSpeed(EagerStrategy):
         # torch 2.13 renamed collectives that DeepSpeed calls by their old names, several times a step.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
         if self.world_size == 1 and not dist.is_initialized():  # the engine wants a group, if only of one
-            dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+                store=dist.HashStore(),
+                rank=0,
+                world_size=1,
+            )
 
     def teardown(self) -> None:
         if self._detach is not None:
@@ -105,7 +129,9 @@ class DeepSpeed(EagerStrategy):
         self._attached = self._clipped = self._steps = False
         self._batches = None
         super().teardown()
-        if "deepspeed.utils.groups" in sys.modules:  # the next engine of this process must not find groups that are gone
+        if (
+            "deepspeed.utils.groups" in sys.modules
+        ):  # the next engine of this process must not find groups that are gone
             sys.modules["deepspeed.utils.groups"]._release_process_group_references()
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -114,7 +140,9 @@ class DeepSpeed(EagerStrategy):
     def release(self, placed: nn.Module) -> None:
         if isinstance(placed, ZeroStep) and placed.engine is not None:
             world = environment.detect()
-            keeps = self.rank == 0 or (world is not None and world.launcher != "lockstep")  # else this process ends with the run
+            keeps = self.rank == 0 or (
+                world is not None and world.launcher != "lockstep"
+            )  # else this process ends with the run
             placed.release(keeps)
         super().release(placed)
 
@@ -129,25 +157,40 @@ class DeepSpeed(EagerStrategy):
         ((key, optimizer),) = optimizers.items()
         kind = type(optimizer)
         config = copy.deepcopy(self._config)
-        if not (kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE) and not config.get("zero_allow_untested_optimizer"):
+        if not (kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE) and not config.get(
+            "zero_allow_untested_optimizer"
+        ):
             raise ValueError(
                 "ZeRO hands the optimizer flat pieces of the parameters, which is exact only if it treats each element by itself; "
                 f"of {kind.__name__} that is not known: use one of {', '.join(ELEMENTWISE)}, or set zero_allow_untested_optimizer to true in DeepSpeed's config"
             )
         scalar = next((name for name, p in placed.model.named_parameters() if not p.dim()), None)
         if scalar is not None:
-            raise ValueError(f"DeepSpeed cannot send a parameter without dimensions, which {scalar} is; give it the shape (1,)")
+            raise ValueError(
+                f"DeepSpeed cannot send a parameter without dimensions, which {scalar} is; give it the shape (1,)"
+            )
         names = parameter_names(placed.model)
         placed.groups = [[names_of(p, names, key) for p in group["params"]] for group in optimizer.param_groups]
         trained = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
         if [] in trained:
-            raise ValueError(f"group {trained.index([])} of the optimizer has no trainable parameter, and ZeRO has nothing to cut there; leave the group out")
+            raise ValueError(
+                f"group {trained.index([])} of the optimizer has no trainable parameter, and ZeRO has nothing to cut there; leave the group out"
+            )
         self._attached = True
         self._check_batches()
         # Windows are weighted and gradients clipped here.
-        config |= {"zero_allow_untested_optimizer": True, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+        config |= {
+            "zero_allow_untested_optimizer": True,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,
+        }
         at_once = min(500_000_000, max(2**23, sum(p.numel() for group in trained for p in group) // 16))
-        for name in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_reuse_distance"):  # elements beside those that a rank keeps
+        for name in (
+            "reduce_bucket_size",
+            "stage3_prefetch_bucket_size",
+            "stage3_max_reuse_distance",
+        ):  # elements beside those that a rank keeps
             if not {name, name.removeprefix("stage3_")} & set(config["zero_optimization"]):
                 config["zero_optimization"][name] = at_once
         self._detach = placed.detach
@@ -173,7 +216,9 @@ class DeepSpeed(EagerStrategy):
                 "DeepSpeed's engine decides when gradients meet, so it cannot optimize manually; set automatic_optimization = True, or use strategy='ddp'"
             )
         placed.begin_window(options.get("part"))
-        agreement = super().forward_backward(placed, step_fn, window, micro_batches=placed.each(window, micro_batches), **options)
+        agreement = super().forward_backward(
+            placed, step_fn, window, micro_batches=placed.each(window, micro_batches), **options
+        )
         self._clipped = False
         share_buffers(placed.modules())
         if agreement.count:
@@ -182,7 +227,14 @@ class DeepSpeed(EagerStrategy):
             placed.forget_gradients()
         return agreement
 
-    def evaluate(self, placed: nn.Module, step_fn: Callable[..., Any], micro_batch: MicroBatch, *args: Any, part: Part | None = None) -> Any:
+    def evaluate(
+        self,
+        placed: nn.Module,
+        step_fn: Callable[..., Any],
+        micro_batch: MicroBatch,
+        *args: Any,
+        part: Part | None = None,
+    ) -> Any:
         assert isinstance(placed, ZeroStep)
         if placed.engine is None or placed.stage < 3:
             return super().evaluate(placed, step_fn, micro_batch, *args, part=part)
@@ -198,7 +250,9 @@ class DeepSpeed(EagerStrategy):
             "DeepSpeed's engine decides when gradients meet, so there is no manual backward; return the loss from training_step, or use strategy='ddp'"
         )
 
-    def clip_gradients(self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
+    def clip_gradients(
+        self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+    ) -> Tensor | None:
         if self._given_clip is not None and (value, algorithm) != (self._given_clip, "norm"):
             raise ValueError(
                 f"DeepSpeed's config has gradient_clipping={self._given_clip} (by norm), but the run has gradient_clip_val={value} "
@@ -217,10 +271,14 @@ class DeepSpeed(EagerStrategy):
     def optimizer_step(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         assert isinstance(placed, ZeroStep)
         if closure is not None:
-            raise ValueError(f"DeepSpeed's engine steps without a closure, which {type(optimizer).__name__} needs; use strategy='ddp'")
+            raise ValueError(
+                f"DeepSpeed's engine steps without a closure, which {type(optimizer).__name__} needs; use strategy='ddp'"
+            )
         if self._given_clip is not None and not self._clipped:
             self.clip_gradients(placed, optimizer, self._given_clip)
-        if self._left_out is not None and bool(self._left_out):  # a host synchronisation: the engine cannot leave out a step on the device
+        if self._left_out is not None and bool(
+            self._left_out
+        ):  # a host synchronisation: the engine cannot leave out a step on the device
             placed.forget_gradients()
             return False
         self._steps = True
@@ -232,7 +290,9 @@ class DeepSpeed(EagerStrategy):
 
     # ---- 3. sampler seeding ----------------------------------------------------------------------
 
-    def shard_loader(self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False) -> ShardedLoader:
+    def shard_loader(
+        self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False
+    ) -> ShardedLoader:
         sharded = super().shard_loader(loader, seed=seed, shuffle=shuffle, accumulate=accumulate, split=split)
         if self._batches is None:  # the first loader is the one to train on; without an optimizer nobody trains
             self._batches = accumulate, sharded.batch_size
@@ -255,7 +315,10 @@ class DeepSpeed(EagerStrategy):
             model[name] = None if isinstance(value, Tensor) else packed
         state.meta = {
             "model": model,
-            "optimizers": {key: self._optimizer_state(placed, optimizer, key, state, shared) for key, optimizer in optimizers.items()},
+            "optimizers": {
+                key: self._optimizer_state(placed, optimizer, key, state, shared)
+                for key, optimizer in optimizers.items()
+            },
         }
         if self.rank == 0:
             state.tensors.update(shared.tensors)
@@ -318,12 +381,17 @@ class DeepSpeed(EagerStrategy):
         ours: dict[str, tuple[str, float | None]] = {
             "gradient_accumulation_steps": ("accumulate_grad_batches", accumulate),
             "train_batch_size": ("samples of all ranks in a step", size),
-            "train_micro_batch_size_per_gpu": ("samples of a rank in a micro-batch", size and size / accumulate / self.data_size),
+            "train_micro_batch_size_per_gpu": (
+                "samples of a rank in a micro-batch",
+                size and size / accumulate / self.data_size,
+            ),
         }
         for key, theirs in self._given_batches.items():
             what, value = ours[key]
             if value is not None and theirs != value:
-                raise ValueError(f"DeepSpeed's config has {key}={theirs}, but the run has {what}={value:g}; drop it from the config, or give the run the same")
+                raise ValueError(
+                    f"DeepSpeed's config has {key}={theirs}, but the run has {what}={value:g}; drop it from the config, or give the run the same"
+                )
 
     def _only_through_the_engine(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._steps:
@@ -338,9 +406,13 @@ class DeepSpeed(EagerStrategy):
         first, last = self.rank * rows // self.world_size, (self.rank + 1) * rows // self.world_size
         if first < last:
             mine = whole[first:last] if rows > 1 else whole
-            state.tensors[name] = Shard(mine.detach().to("cpu", copy=True), shape, (first, *[0] * len(shape))[: len(shape)])
+            state.tensors[name] = Shard(
+                mine.detach().to("cpu", copy=True), shape, (first, *[0] * len(shape))[: len(shape)]
+            )
 
-    def _optimizer_state(self, placed: ZeroStep, optimizer: Optimizer, key: str, state: State, shared: State) -> dict[str, Any]:
+    def _optimizer_state(
+        self, placed: ZeroStep, optimizer: Optimizer, key: str, state: State, shared: State
+    ) -> dict[str, Any]:
         """Cut the flat tensors of the optimizer at parameters; returns the JSON part."""
         entries: dict[str, Any] = {}
         for name, parameter in placed.named_trained():
@@ -352,8 +424,15 @@ class DeepSpeed(EagerStrategy):
                 else:
                     v = pack(v, full, shared.tensors)
                 entries.setdefault(name, {})[k] = v
-        groups = [{**group, "params": names} for group, names in zip(optimizer.param_groups, placed.groups, strict=True)]
-        return {"param_groups": [pack(group, f"optimizer/{key}/group{i}", shared.tensors) for i, group in enumerate(groups)], "state": entries}
+        groups = [
+            {**group, "params": names} for group, names in zip(optimizer.param_groups, placed.groups, strict=True)
+        ]
+        return {
+            "param_groups": [
+                pack(group, f"optimizer/{key}/group{i}", shared.tensors) for i, group in enumerate(groups)
+            ],
+            "state": entries,
+        }
 
     def _load_optimizer(self, placed: ZeroStep, optimizer: Optimizer, key: str, state: Reader) -> None:
         """Put saved optimizer state, a tensor a parameter, into the flat tensors that the engine steps."""
@@ -376,7 +455,9 @@ class DeepSpeed(EagerStrategy):
                     placed.fill(parameter, functools.partial(_read_range, state, full, shape), entry[k])
                     continue
                 value = unpack(v, state.read)
-                if isinstance(value, Tensor) and (optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")):
+                if isinstance(value, Tensor) and (
+                    optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+                ):
                     value = value.to(flat.device)
                 if not bool(entry.setdefault(k, value) == value):
                     raise ValueError(

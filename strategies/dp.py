@@ -59,11 +59,15 @@ class DataParallel(EagerStrategy):
     def place(self, model: nn.Module) -> nn.Module:
         return super().place(model).to(self.device)
 
-    def forward_backward(self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any) -> Agreement:
+    def forward_backward(
+        self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any
+    ) -> Agreement:
         if self._num_devices == 1:
             return super().forward_backward(placed, step_fn, window, **options)
         if not options.pop("automatic", True) or options.pop("parameters", None):
-            raise ValueError("strategy 'dp' needs automatic optimization with one optimizer; use strategy='ddp' for others")
+            raise ValueError(
+                "strategy 'dp' needs automatic optimization with one optimizer; use strategy='ddp' for others"
+            )
         return self._in_slices(placed, step_fn, window, **options)
 
     def _in_slices(
@@ -89,10 +93,19 @@ class DataParallel(EagerStrategy):
             slices = _slices(micro_batch, self._num_devices)
             contexts = [nullcontext() if part is None else part(n) for _, n in slices]
 
-            def run(i: int, slices: Any = slices, contexts: Any = contexts, batch_idx: int = micro_batch.batch_idx) -> tuple[Any, list[Any], float]:
+            def run(
+                i: int, slices: Any = slices, contexts: Any = contexts, batch_idx: int = micro_batch.batch_idx
+            ) -> tuple[Any, list[Any], float]:
                 batch, num_samples = slices[i]
-                device = self.device if self.device.type == "cpu" else torch.device("cuda", i % torch.cuda.device_count())
-                with contexts[i], torch.autocast(device.type, self.precision.autocast_dtype, self.precision.autocast_dtype is not None):
+                device = (
+                    self.device if self.device.type == "cpu" else torch.device("cuda", i % torch.cuda.device_count())
+                )
+                with (
+                    contexts[i],
+                    torch.autocast(
+                        device.type, self.precision.autocast_dtype, self.precision.autocast_dtype is not None
+                    ),
+                ):
                     output = steps[i](move(batch, device, None), batch_idx)
                 losses, counted = weighted_losses(output, num_samples, 1 / window.num_samples, None)
                 for value, _ in losses:
@@ -106,7 +119,11 @@ class DataParallel(EagerStrategy):
                 return output, [value for value, _ in losses], counted
 
             assert self._threads is not None
-            results = [run(i) for i in range(len(slices))] if self._draws else list(self._threads.map(run, range(len(slices))))
+            results = (
+                [run(i) for i in range(len(slices))]
+                if self._draws
+                else list(self._threads.map(run, range(len(slices))))
+            )
             for _, values, counted in results:
                 count += counted
                 weighted += sum(value.item() for value in values) if self.device.type == "cpu" else 0.0
@@ -116,7 +133,12 @@ class DataParallel(EagerStrategy):
             self._draws = not torch.equal(random_state, torch.get_rng_state())
         finite = math.isfinite(weighted)
         loss = weighted * window.num_samples / count if count and self.device.type == "cpu" else None
-        agreement = Agreement(count, note().stop if note else 0, None if finite or self.precision.scaler is not None else "the loss of rank 0", loss)
+        agreement = Agreement(
+            count,
+            note().stop if note else 0,
+            None if finite or self.precision.scaler is not None else "the loss of rank 0",
+            loss,
+        )
         if count and count != window.num_samples:
             torch._foreach_mul_([p.grad for p in placed.parameters() if p.grad is not None], window.num_samples / count)
         return self._concluded(placed, agreement)
@@ -177,7 +199,10 @@ def rebind(step_fn: Callable[..., Any], model: nn.Module, replica: nn.Module) ->
 def _slices(micro_batch: MicroBatch, num_devices: int) -> list[tuple[Any, int]]:
     """A micro-batch for each device, with the samples of each; a batch may hold several rows a sample."""
     rows, num_samples = guess_batch_size(micro_batch.batch), micro_batch.num_samples
-    return [(batch, round(size * num_samples / rows) if rows else num_samples) for batch, size in cut(micro_batch.batch, rows, min(num_devices, num_samples))]
+    return [
+        (batch, round(size * num_samples / rows) if rows else num_samples)
+        for batch, size in cut(micro_batch.batch, rows, min(num_devices, num_samples))
+    ]
 
 
 def _parameters(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -30,13 +30,19 @@ def piece(tensor: Tensor, coordinate: Mapping[str, int]) -> Shard | None:
     if not isinstance(tensor, DTensor):
         return None if any(coordinate.values()) else Shard.whole(tensor)
     mesh = tensor.device_mesh
-    split = {name for name, placement in zip(mesh.mesh_dim_names or (), tensor.placements, strict=True) if not isinstance(placement, Replicate)}
+    split = {
+        name
+        for name, placement in zip(mesh.mesh_dim_names or (), tensor.placements, strict=True)
+        if not isinstance(placement, Replicate)
+    }
     if any(place for axis, place in coordinate.items() if axis not in split):
         return None
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     mine = tensor.to_local().detach()
     if tuple(mine.shape) != tuple(shape):
-        raise RuntimeError(f"a shard has the shape {list(mine.shape)}, but its placement {tensor.placements} says {list(shape)}")
+        raise RuntimeError(
+            f"a shard has the shape {list(mine.shape)}, but its placement {tensor.placements} says {list(shape)}"
+        )
     return Shard(mine, tuple(tensor.shape), tuple(offsets)) if mine.numel() or not tensor.numel() else None
 
 
@@ -46,8 +52,12 @@ def take(reader: Reader, name: str, like: Tensor | None) -> Tensor:
         return reader.read(name)
     shape, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     mine = like.to_local()
-    read = reader.read(name, tuple(offsets), tuple(shape)) if mine.numel() else torch.empty(tuple(shape), dtype=mine.dtype)
-    return DTensor.from_local(read.to(mine.device), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    read = (
+        reader.read(name, tuple(offsets), tuple(shape)) if mine.numel() else torch.empty(tuple(shape), dtype=mine.dtype)
+    )
+    return DTensor.from_local(
+        read.to(mine.device), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def cut_like(whole: Tensor, like: Tensor) -> Tensor:
@@ -83,7 +93,11 @@ def clip_by_norm(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     kinds: dict[tuple, list[Tensor]] = {}
     for gradient in gradients:
         mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
-        split = [i for i, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)] if isinstance(gradient, DTensor) else []
+        split = (
+            [i for i, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)]
+            if isinstance(gradient, DTensor)
+            else []
+        )
         kinds.setdefault((mesh, *split), []).append(local(gradient))
     squares = []
     for (mesh, *split), pieces in kinds.items():
@@ -123,7 +137,9 @@ def groups_by_mesh(optimizer: Optimizer) -> Iterator[None]:
 class ShardedScaler(torch.amp.GradScaler):
     """Loss scaling by which all ranks skip the same steps, each having looked at its own shards."""
 
-    def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[torch.device, Tensor]:
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -56,14 +56,20 @@ class EagerStrategy(Strategy):
 
     def __init__(self, *, activation_checkpointing: bool | Rule = False) -> None:
         if isinstance(activation_checkpointing, (int, float)) and not isinstance(activation_checkpointing, bool):
-            raise ValueError(f"activation_checkpointing must be True, False or say which blocks, but activation_checkpointing={activation_checkpointing!r}")
-        self.activation_checkpointing: bool | Rule = "auto" if activation_checkpointing is True else activation_checkpointing
+            raise ValueError(
+                f"activation_checkpointing must be True, False or say which blocks, but activation_checkpointing={activation_checkpointing!r}"
+            )
+        self.activation_checkpointing: bool | Rule = (
+            "auto" if activation_checkpointing is True else activation_checkpointing
+        )
         self.precision = Precision()
         self._num_devices = 1
         self._num_nodes = 1
         self._accelerator = "cpu"
         self._ready = False
-        self._copies: torch.cuda.Stream | None = None  # on which batches come to a GPU, beside what that still computes of the step before
+        self._copies: torch.cuda.Stream | None = (
+            None  # on which batches come to a GPU, beside what that still computes of the step before
+        )
         self._control: Control | None = None
         self._local_gradients = False
         self._scaler_used = False
@@ -76,7 +82,9 @@ class EagerStrategy(Strategy):
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 
-    def configure(self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true") -> None:
+    def configure(
+        self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
+    ) -> None:
         self.precision = Precision(precision)
         self._accelerator = resolve_accelerator(accelerator)
         self._num_nodes = num_nodes
@@ -92,14 +100,18 @@ class EagerStrategy(Strategy):
                 )
             return
         if self.single_process and world.world_size > 1:
-            raise ValueError(f"strategy {name} runs on one process, but {world.launcher} started {world.world_size}; use strategy='ddp' or start one process")
+            raise ValueError(
+                f"strategy {name} runs on one process, but {world.launcher} started {world.world_size}; use strategy='ddp' or start one process"
+            )
         if not self.single_process and devices != "auto" and self._num_devices != world.local_world_size:
             raise ValueError(
                 f"devices={devices} contradicts {world.launcher}, which started {world.local_world_size} ranks on this node; "
                 "give the same number or devices='auto'"
             )
         if num_nodes not in (1, world.num_nodes):
-            raise ValueError(f"num_nodes={num_nodes} contradicts {world.launcher}, which runs on {world.num_nodes} nodes; give the same number or leave it out")
+            raise ValueError(
+                f"num_nodes={num_nodes} contradicts {world.launcher}, which runs on {world.num_nodes} nodes; give the same number or leave it out"
+            )
 
     @property
     def starts_ranks(self) -> bool:  # type: ignore[override]
@@ -112,21 +124,37 @@ class EagerStrategy(Strategy):
 
     def setup(self) -> None:
         world = None if self.single_process else environment.detect()
-        self.rank, self.local_rank, self.world_size = (world.rank, world.local_rank, world.world_size) if world else (0, 0, 1)
-        self.data_rank, self.data_size, self.reports, self.builds, self.steps_whole = self.rank, self.world_size, True, True, True
-        self.device = torch.device(self._accelerator, self.local_rank) if self._accelerator == "cuda" else torch.device(self._accelerator)
+        self.rank, self.local_rank, self.world_size = (
+            (world.rank, world.local_rank, world.world_size) if world else (0, 0, 1)
+        )
+        self.data_rank, self.data_size, self.reports, self.builds, self.steps_whole = (
+            self.rank,
+            self.world_size,
+            True,
+            True,
+            True,
+        )
+        self.device = (
+            torch.device(self._accelerator, self.local_rank)
+            if self._accelerator == "cuda"
+            else torch.device(self._accelerator)
+        )
         self._ready = True
         faults.load(self.rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             self._copies = torch.cuda.Stream()
         self._on_cpu = self.device.type == "cpu"
-        self._found, self._one = (make((), dtype=torch.float32, device=self.device) for make in (torch.zeros, torch.ones))
+        self._found, self._one = (
+            make((), dtype=torch.float32, device=self.device) for make in (torch.zeros, torch.ones)
+        )
         self.precision.setup(self.device)
         if world is not None and self.world_size > 1:
             if world.launcher != "lockstep":
                 self._end_watchdog = processes.guard(self.rank)
-            processes.init_process_group(world, "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", self.timeout_s)
+            processes.init_process_group(
+                world, "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", self.timeout_s
+            )
             self._control = Control(self.rank, self.world_size, self.timeout_s)
 
     def teardown(self) -> None:
@@ -158,14 +186,18 @@ class EagerStrategy(Strategy):
 
     def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         if self.activation_checkpointing is not False and not any(map(is_recomputed, placed.modules())):
-            raise RuntimeError(f"activation_checkpointing has no effect, as {type(self).__name__}.place does not place what super().place(model) returns")
+            raise RuntimeError(
+                f"activation_checkpointing has no effect, as {type(self).__name__}.place does not place what super().place(model) returns"
+            )
         if self.precision.scaler is not None:
             for optimizer in optimizers.values():
                 optimizer.register_step_post_hook(self._mark_stepped)
         if self.device.type == "cuda":
             for optimizer in optimizers.values():
                 fuse(optimizer)
-        self._watched = list(placed.parameters())  # walking through the modules in each step would cost more than the look at the gradients
+        self._watched = list(
+            placed.parameters()
+        )  # walking through the modules in each step would cost more than the look at the gradients
         return optimizers
 
     def to_device(self, batch: Any) -> Any:
@@ -211,7 +243,9 @@ class EagerStrategy(Strategy):
                 with torch.autocast(self.device.type, dtype=autocast):
                     output = call(micro_batch.batch, micro_batch.batch_idx)
             losses, counted = (
-                weighted_losses(output, micro_batch.num_samples, None if alone else scale, parameters) if automatic else ([], micro_batch.num_samples)
+                weighted_losses(output, micro_batch.num_samples, None if alone else scale, parameters)
+                if automatic
+                else ([], micro_batch.num_samples)
             )
             count += counted
             for value, _ in losses:
@@ -226,13 +260,17 @@ class EagerStrategy(Strategy):
             for j, (value, inputs) in enumerate(losses):
                 if before_backward is not None:
                     before_backward(value)
-                (value if scaler is None else scaler.scale(value)).backward(retain_graph=j < len(losses) - 1, inputs=inputs)
+                (value if scaler is None else scaler.scale(value)).backward(
+                    retain_graph=j < len(losses) - 1, inputs=inputs
+                )
                 if after_backward is not None:
                     after_backward()
         if self._control is None:
             finite = not on_cpu or math.isfinite(weighted)
             loss = weighted if alone else weighted / scale / count if count else None
-            agreement = Agreement(count, note().stop if note else 0, None if finite else "the loss of rank 0", loss if on_cpu else None)
+            agreement = Agreement(
+                count, note().stop if note else 0, None if finite else "the loss of rank 0", loss if on_cpu else None
+            )
         else:
             agreement = self._control.receive()
         if automatic and not alone and agreement.count and agreement.count != window.num_samples:
@@ -263,7 +301,9 @@ class EagerStrategy(Strategy):
         (loss if self.precision.scaler is None else self.precision.scaler.scale(loss)).backward()
         self._local_gradients = self.data_size > 1
 
-    def clip_gradients(self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
+    def clip_gradients(
+        self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+    ) -> Tensor | None:
         self._average_local_gradients(optimizer)
         if self.precision.scaler is not None and id(optimizer) not in self._unscaled:
             self.precision.scaler.unscale_(optimizer)
@@ -284,10 +324,14 @@ class EagerStrategy(Strategy):
         if self._left_out is not None and not self._may_step(optimizer):
             return False
         if self.precision.scaler is None:
-            optimizer.step() if closure is None else optimizer.step(functools.partial(self._averaged, optimizer, closure))
+            optimizer.step() if closure is None else optimizer.step(
+                functools.partial(self._averaged, optimizer, closure)
+            )
             return True
         if closure is not None:
-            raise ValueError("precision='16-mixed' scales gradients, and an optimizer that takes a closure would step with scaled ones; use 'bf16-mixed'")
+            raise ValueError(
+                "precision='16-mixed' scales gradients, and an optimizer that takes a closure would step with scaled ones; use 'bf16-mixed'"
+            )
         self._stepped = False
         self.precision.scaler.step(optimizer)
         self._scaler_used = True
@@ -296,7 +340,15 @@ class EagerStrategy(Strategy):
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         tensor = tensor.detach().clone()
         if self.world_size > 1:
-            dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op])
+            dist.all_reduce(
+                tensor,
+                {
+                    "sum": dist.ReduceOp.SUM,
+                    "mean": dist.ReduceOp.SUM,
+                    "max": dist.ReduceOp.MAX,
+                    "min": dist.ReduceOp.MIN,
+                }[op],
+            )
         return tensor / self.world_size if op == "mean" else tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -327,7 +379,9 @@ class EagerStrategy(Strategy):
 
     # ---- 3. sampler seeding ----------------------------------------------------------------------
 
-    def shard_loader(self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False) -> ShardedLoader:
+    def shard_loader(
+        self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False
+    ) -> ShardedLoader:
         return ShardedLoader(
             loader,
             rank=self.data_rank,
@@ -381,7 +435,11 @@ class EagerStrategy(Strategy):
         if self.precision.scaler is not None:
             return agreement
         if agreement.non_finite is None:
-            gradients = self._gradients(placed) if self.cuts_gradients else [*filter(_EXISTS, map(_GRADIENT, self._watched or placed.parameters()))]
+            gradients = (
+                self._gradients(placed)
+                if self.cuts_gradients
+                else [*filter(_EXISTS, map(_GRADIENT, self._watched or placed.parameters()))]
+            )
             found = self._found
             try:  # GradScaler's pass with a scale of one: changes no bit of what is finite
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._one)
@@ -390,7 +448,10 @@ class EagerStrategy(Strategy):
             if not self._on_cpu:
                 if self.cuts_gradients and self.world_size > 1:
                     dist.all_reduce(found, dist.ReduceOp.MAX)
-                self._left_out, self._found = found, torch.zeros_like(found)  # the copy to the host and the optimizer read it later
+                self._left_out, self._found = (
+                    found,
+                    torch.zeros_like(found),
+                )  # the copy to the host and the optimizer read it later
                 return agreement._replace(later=finite.later(found))
             bad = bool(found)
             first = self._control.first_rank(bad) if self._control is not None else 0 if bad else None
@@ -487,7 +548,9 @@ def resolve_accelerator(accelerator: str) -> str:
     if accelerator not in ("cpu", "gpu", "cuda"):
         raise ValueError(f"accelerator must be 'auto', 'cpu', 'gpu' or 'cuda', but accelerator={accelerator!r}")
     if accelerator != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"accelerator={accelerator!r} needs a CUDA device, and torch sees none; use accelerator='cpu' or 'auto'")
+        raise ValueError(
+            f"accelerator={accelerator!r} needs a CUDA device, and torch sees none; use accelerator='cpu' or 'auto'"
+        )
     return "cpu" if accelerator == "cpu" else "cuda"
 
 
@@ -508,7 +571,9 @@ def resolve_devices(devices: int | str, accelerator: str, most: int | None = Non
     if most is not None and count > most:
         raise ValueError(f"strategy='single' runs on one device, but devices={count}; use strategy='ddp' for {count}")
     if accelerator == "cuda" and count > have:
-        raise ValueError(f"devices={count}, but this machine has {have} CUDA devices; lower devices or use accelerator='cpu'")
+        raise ValueError(
+            f"devices={count}, but this machine has {have} CUDA devices; lower devices or use accelerator='cpu'"
+        )
     return count
 
 
@@ -522,7 +587,9 @@ def weighted_losses(
     """
     losses: list[tuple[Tensor, Sequence[nn.Parameter] | None]]
     if parameters and isinstance(output, Mapping) and "loss" not in output:
-        wrong = sorted(set(map(str, output)) ^ set(parameters)) + [name for name, value in output.items() if not isinstance(value, Tensor)]
+        wrong = sorted(set(map(str, output)) ^ set(parameters)) + [
+            name for name, value in output.items() if not isinstance(value, Tensor)
+        ]
         if wrong:
             raise ValueError(
                 f"training_step must return one mean loss (a tensor) for each optimizer ({', '.join(parameters)}), or None, but {', '.join(wrong)} is none; "
@@ -531,7 +598,9 @@ def weighted_losses(
         losses = [(output[name], parameters[name]) for name in parameters]
         numerator = count = float(num_samples)
     else:
-        value, numerator, count = (output, num_samples, num_samples) if isinstance(output, Tensor) else split_loss(output, num_samples)
+        value, numerator, count = (
+            (output, num_samples, num_samples) if isinstance(output, Tensor) else split_loss(output, num_samples)
+        )
         losses = [] if value is None else [(value, None)]
     weight = numerator * scale if scale is not None else numerator / count if count else 0.0
     for i, (value, inputs) in enumerate(losses):
@@ -539,7 +608,9 @@ def weighted_losses(
             value = faults.plan.poison(value)
             losses[i] = value, inputs
         if value.numel() != 1:
-            raise ValueError(f"training_step must return a scalar loss, but its loss has shape {list(value.shape)}; return its mean or Loss(total, count)")
+            raise ValueError(
+                f"training_step must return a scalar loss, but its loss has shape {list(value.shape)}; return its mean or Loss(total, count)"
+            )
         if not value.requires_grad:
             raise ValueError(
                 "training_step returned a loss without gradient: it does not depend on a trainable parameter, or was detached or computed under no_grad"
@@ -594,7 +665,9 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None, copies: to
         moved = batch.to(device)
         return batch if moved is None else moved
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {f.name: move(getattr(batch, f.name), device, dtype, copies) for f in dataclasses.fields(batch) if f.init}
+        fields = {
+            f.name: move(getattr(batch, f.name), device, dtype, copies) for f in dataclasses.fields(batch) if f.init
+        }
         return dataclasses.replace(batch, **fields)
     return batch
 

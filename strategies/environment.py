@@ -57,12 +57,16 @@ def detect(environ: Mapping[str, str] = os.environ) -> World | None:
     if chosen == "lockstep":
         return _lockstep(environ)
     if chosen and chosen not in _READERS:
-        raise ValueError(f"LOCKSTEP_LAUNCHER must be one of {', '.join(_READERS)} or none, but it is {chosen!r}: correct it or unset it")
+        raise ValueError(
+            f"LOCKSTEP_LAUNCHER must be one of {', '.join(_READERS)} or none, but it is {chosen!r}: correct it or unset it"
+        )
     if chosen or "TORCHELASTIC_RUN_ID" in environ:
         name = chosen or "torchrun"
         world = _READERS[name](environ)
         if world is None and chosen:
-            raise ValueError(f"LOCKSTEP_LAUNCHER={chosen} needs ranks that {chosen} started, but its variables are not set: unset LOCKSTEP_LAUNCHER")
+            raise ValueError(
+                f"LOCKSTEP_LAUNCHER={chosen} needs ranks that {chosen} started, but its variables are not set: unset LOCKSTEP_LAUNCHER"
+            )
         return world
     worlds = [world for reader in _READERS.values() if (world := reader(environ)) is not None]
     if not worlds:
@@ -89,7 +93,11 @@ def requeue(environ: Mapping[str, str] = os.environ) -> str | None:
         done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
         return f"job {job} could not be requeued: {error}"
-    return f"job {job} was requeued" if done.returncode == 0 else f"job {job} could not be requeued: {(done.stderr or done.stdout).strip()}"
+    return (
+        f"job {job} was requeued"
+        if done.returncode == 0
+        else f"job {job} could not be requeued: {(done.stderr or done.stdout).strip()}"
+    )
 
 
 def expand_hosts(hosts: str) -> list[str]:
@@ -98,10 +106,16 @@ def expand_hosts(hosts: str) -> list[str]:
     for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts):
         expanded = [""]
         for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", item):
-            expanded = [prefix + suffix for prefix in expanded for suffix in ([literal] if literal else _expand_ranges(ranges, hosts))]
+            expanded = [
+                prefix + suffix
+                for prefix in expanded
+                for suffix in ([literal] if literal else _expand_ranges(ranges, hosts))
+            ]
         names += expanded
     if not names or hosts.count("[") != hosts.count("]"):
-        raise ValueError(f"A Slurm node list looks like gpu[01-03,7],login, but it is {hosts!r}: correct SLURM_STEP_NODELIST or SLURM_JOB_NODELIST")
+        raise ValueError(
+            f"A Slurm node list looks like gpu[01-03,7],login, but it is {hosts!r}: correct SLURM_STEP_NODELIST or SLURM_JOB_NODELIST"
+        )
     return names
 
 
@@ -110,7 +124,9 @@ def _expand_ranges(ranges: str, hosts: str) -> list[str]:
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
-            raise ValueError(f"A range in a Slurm node list looks like [01-03,7], but {hosts!r} has [{ranges}]: correct SLURM_JOB_NODELIST")
+            raise ValueError(
+                f"A range in a Slurm node list looks like [01-03,7], but {hosts!r} has [{ranges}]: correct SLURM_JOB_NODELIST"
+            )
         low, high = match[1], match[2] or match[1]
         numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
     return numbers
@@ -131,13 +147,20 @@ def _torchrun(environ: Mapping[str, str]) -> World | None:
     init_method = _init_method(environ, "env://")
     here = world_size == 1 or environ.get("MASTER_ADDR") in _LOOPBACK
     if not here:
-        for name, meaning in (("LOCAL_RANK", "index of the process on its node"), ("LOCAL_WORLD_SIZE", "number of processes on the node")):
+        for name, meaning in (
+            ("LOCAL_RANK", "index of the process on its node"),
+            ("LOCAL_WORLD_SIZE", "number of processes on the node"),
+        ):
             if name not in environ:
-                raise ValueError(f"RANK={rank} and WORLD_SIZE={world_size} are set but {name} is not: set it to the {meaning}, or start with torchrun")
+                raise ValueError(
+                    f"RANK={rank} and WORLD_SIZE={world_size} are set but {name} is not: set it to the {meaning}, or start with torchrun"
+                )
     local_world_size = _integer(environ, "LOCAL_WORLD_SIZE", low=1, high=world_size, default=world_size)
     local_rank = _integer(environ, "LOCAL_RANK", low=0, high=min(local_world_size - 1, rank), default=rank)
     num_nodes = _integer(environ, "GROUP_WORLD_SIZE", low=1, default=-(-world_size // local_world_size))
-    node_rank = _integer(environ, "GROUP_RANK", low=0, high=num_nodes - 1, default=(rank - local_rank) // local_world_size)
+    node_rank = _integer(
+        environ, "GROUP_RANK", low=0, high=num_nodes - 1, default=(rank - local_rank) // local_world_size
+    )
     return World(rank, local_rank, world_size, local_world_size, node_rank, num_nodes, "torchrun", init_method)
 
 
@@ -155,16 +178,31 @@ def _slurm(environ: Mapping[str, str]) -> World | None:
     num_nodes = _integer(environ, "SLURM_STEP_NUM_NODES", low=1, high=world_size, default=len(hosts) or 1)
     node_rank = _integer(environ, "SLURM_NODEID", low=0, high=num_nodes - 1, default=0 if num_nodes == 1 else None)
     tasks = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    local_world_size = tasks[node_rank] if len(tasks) == num_nodes and sum(tasks) == world_size else -(-world_size // num_nodes)
-    local_rank = _integer(environ, "SLURM_LOCALID", low=0, high=local_world_size - 1, default=rank if num_nodes == 1 else None)
+    local_world_size = (
+        tasks[node_rank] if len(tasks) == num_nodes and sum(tasks) == world_size else -(-world_size // num_nodes)
+    )
+    local_rank = _integer(
+        environ, "SLURM_LOCALID", low=0, high=local_world_size - 1, default=rank if num_nodes == 1 else None
+    )
     # Two steps of one job may run side by side, so both numbers choose the port; the range lies below the ephemeral ports.
     step = environ.get("SLURM_STEP_ID", "0")
     job = _integer(environ, "SLURM_JOB_ID", low=0, default=0)
     port = environ.get("MASTER_PORT") or str(10000 + (job + 101 * int(step if step.isdigit() else 0)) % 20000)
     if num_nodes > 1 and not hosts and "MASTER_ADDR" not in environ:
-        raise ValueError(f"SLURM_NODEID={node_rank} of {num_nodes} nodes is set but SLURM_JOB_NODELIST is not: set it, or MASTER_ADDR to the host of rank 0")
+        raise ValueError(
+            f"SLURM_NODEID={node_rank} of {num_nodes} nodes is set but SLURM_JOB_NODELIST is not: set it, or MASTER_ADDR to the host of rank 0"
+        )
     host = environ.get("MASTER_ADDR") or (hosts[0] if hosts else "127.0.0.1")
-    return World(rank, local_rank, world_size, local_world_size, node_rank, num_nodes, "slurm", _init_method(environ, f"tcp://{host}:{port}"))
+    return World(
+        rank,
+        local_rank,
+        world_size,
+        local_world_size,
+        node_rank,
+        num_nodes,
+        "slurm",
+        _init_method(environ, f"tcp://{host}:{port}"),
+    )
 
 
 def _tasks_per_node(text: str) -> list[int]:
@@ -187,7 +225,13 @@ def _mpi(environ: Mapping[str, str]) -> World | None:
     rank_name, size_name, local_rank_name, local_size_name = names
     rank, world_size = _rank_of(environ, rank_name, size_name)
     local_world_size = _integer(environ, local_size_name, low=1, high=world_size, default=world_size)
-    local_rank = _integer(environ, local_rank_name, low=0, high=local_world_size - 1, default=rank if local_world_size == world_size else None)
+    local_rank = _integer(
+        environ,
+        local_rank_name,
+        low=0,
+        high=local_world_size - 1,
+        default=rank if local_world_size == world_size else None,
+    )
     # mpirun tells no node index: right where it fills node after node (`--map-by slot`, the default).
     num_nodes, node_rank = -(-world_size // local_world_size), (rank - local_rank) // local_world_size
     address = environ.get("MASTER_ADDR")
@@ -200,7 +244,9 @@ def _mpi(environ: Mapping[str, str]) -> World | None:
             f"{size_name}={world_size} on {num_nodes} nodes needs MASTER_ADDR, the host of rank 0, which is not set: "
             "mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500 ..."
         )
-    return World(rank, local_rank, world_size, local_world_size, node_rank, num_nodes, "mpi", _init_method(environ, init_method))
+    return World(
+        rank, local_rank, world_size, local_world_size, node_rank, num_nodes, "mpi", _init_method(environ, init_method)
+    )
 
 
 _MPI_NAMES = (
@@ -218,7 +264,11 @@ def _tf_config(environ: Mapping[str, str]) -> World | None:
         config = json.loads(text)
         cluster, task = config.get("cluster") or {}, config.get("task") or {}
         # The chief is rank 0; "master" is its older name.
-        tasks = [(kind, index, host) for kind in ("chief", "master", "worker") for index, host in enumerate(cluster.get(kind, []))]
+        tasks = [
+            (kind, index, host)
+            for kind in ("chief", "master", "worker")
+            for index, host in enumerate(cluster.get(kind, []))
+        ]
         kind, index = task.get("type", "worker"), int(task.get("index", 0))
         addresses = [urlsplit(f"//{host}") for _, _, host in tasks]
         hosts, port = [address.hostname for address in addresses], addresses[0].port if addresses else None
@@ -228,41 +278,62 @@ def _tf_config(environ: Mapping[str, str]) -> World | None:
         return None
     rank = next((rank for rank, found in enumerate(tasks) if found[:2] == (kind, index)), None)
     if rank is None:
-        raise ValueError(f"TF_CONFIG names task {kind} {index}, but ranks are {[f'{kind} {index}' for kind, index, _ in tasks]}: start training on these only")
+        raise ValueError(
+            f"TF_CONFIG names task {kind} {index}, but ranks are {[f'{kind} {index}' for kind, index, _ in tasks]}: start training on these only"
+        )
     nodes = list(dict.fromkeys(hosts))
     if port is None:
         raise ValueError(f"TF_CONFIG gives ranks as host:port, but the first is {tasks[0][2]!r}: add its port")
     local_rank, local_world_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
     init_method = _init_method(environ, f"tcp://{hosts[0]}:{port}")
-    return World(rank, local_rank, len(tasks), local_world_size, nodes.index(hosts[rank]), len(nodes), "tf_config", init_method)
+    return World(
+        rank, local_rank, len(tasks), local_world_size, nodes.index(hosts[rank]), len(nodes), "tf_config", init_method
+    )
 
 
-_READERS: dict[str, Callable[[Mapping[str, str]], World | None]] = {"torchrun": _torchrun, "slurm": _slurm, "mpi": _mpi, "tf_config": _tf_config}
+_READERS: dict[str, Callable[[Mapping[str, str]], World | None]] = {
+    "torchrun": _torchrun,
+    "slurm": _slurm,
+    "mpi": _mpi,
+    "tf_config": _tf_config,
+}
 
 
 # ---- checked reading -----------------------------------------------------------------------------------
 
 
-def _integer(environ: Mapping[str, str], name: str, *, low: int, high: int | None = None, default: int | None = None) -> int:
+def _integer(
+    environ: Mapping[str, str], name: str, *, low: int, high: int | None = None, default: int | None = None
+) -> int:
     text = environ.get(name)
     if text is None:
         if default is None:
-            raise ValueError(f"{name} is not set although the launcher's other variables are: set it, or start again with the launcher")
+            raise ValueError(
+                f"{name} is not set although the launcher's other variables are: set it, or start again with the launcher"
+            )
         return default
     if not re.fullmatch(r"-?\d+", text) or int(text) < low or (high is not None and int(text) > high):
         bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
-        raise ValueError(f"{name} must be an integer {bounds}, but it is {text!r}: correct it, or unset the launcher's variables")
+        raise ValueError(
+            f"{name} must be an integer {bounds}, but it is {text!r}: correct it, or unset the launcher's variables"
+        )
     return int(text)
 
 
 def _rank_of(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
     for name, other in ((rank_name, size_name), (size_name, rank_name)):
         if name not in environ:
-            found = f"{other}={environ[other]} is set but {name} is not" if other in environ else f"{name} and {other} are not set although a launcher is"
+            found = (
+                f"{other}={environ[other]} is set but {name} is not"
+                if other in environ
+                else f"{name} and {other} are not set although a launcher is"
+            )
             raise ValueError(f"{found}: set both, or unset both to run without a launcher")
     world_size = _integer(environ, size_name, low=1)
     if re.fullmatch(r"\d+", environ[rank_name]) and int(environ[rank_name]) >= world_size:
-        raise ValueError(f"{rank_name} must be below {size_name}, but {rank_name}={environ[rank_name]} and {size_name}={world_size}: correct one of them")
+        raise ValueError(
+            f"{rank_name} must be below {size_name}, but {rank_name}={environ[rank_name]} and {size_name}={world_size}: correct one of them"
+        )
     return _integer(environ, rank_name, low=0, high=world_size - 1), world_size
 
 
@@ -273,11 +344,19 @@ def _init_method(environ: Mapping[str, str], default: str | None) -> str | None:
         return None
     try:
         url = urlsplit(method)
-        right = {"env": method == "env://", "tcp": bool(url.hostname and url.port), "file": url.path.startswith("/") and not url.netloc}.get(url.scheme, False)
+        right = {
+            "env": method == "env://",
+            "tcp": bool(url.hostname and url.port),
+            "file": url.path.startswith("/") and not url.netloc,
+        }.get(url.scheme, False)
     except ValueError:  # a port that is no number, or above 65535
         right = False
     if not right:
-        name = "LOCKSTEP_INIT_METHOD" if environ.get("LOCKSTEP_INIT_METHOD") else "The rendezvous (MASTER_ADDR, MASTER_PORT)"
+        name = (
+            "LOCKSTEP_INIT_METHOD"
+            if environ.get("LOCKSTEP_INIT_METHOD")
+            else "The rendezvous (MASTER_ADDR, MASTER_PORT)"
+        )
         raise ValueError(f"{name} must be env://, tcp://host:port or file:///path, but it is {method!r}: correct it")
     if method == "env://":
         if not environ.get("MASTER_ADDR"):

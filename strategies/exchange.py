@@ -118,7 +118,9 @@ class _Memory(Exchange):
         if turn == self._turn and zlib.crc32(message[:-8]) == check:
             return tuple(numbers)
         if turn > self._turn and zlib.crc32(message[:-8]) == check:
-            raise RuntimeError(f"rank {rank} is {RING} messages ahead, so what it said is lost; every rank must take part in each step")
+            raise RuntimeError(
+                f"rank {rank} is {RING} messages ahead, so what it said is lost; every rank must take part in each step"
+            )
         return None
 
     def _wait(self, rank: int) -> tuple[float, ...]:
@@ -140,7 +142,9 @@ class _Memory(Exchange):
         except ProcessLookupError:
             raise RuntimeError(f"rank {rank} has ended: see its own error") from None
         if waited > self._timeout_s:
-            raise RuntimeError(f"rank {rank} did not come to the end of its step within {self._timeout_s:g} s: see its own error, or give a longer timeout_s")
+            raise RuntimeError(
+                f"rank {rank} did not come to the end of its step within {self._timeout_s:g} s: see its own error, or give a longer timeout_s"
+            )
 
 
 _CHECK = struct.Struct("<q")
@@ -159,7 +163,9 @@ class _Gloo(Exchange):
     def post(self, *numbers: float) -> None:
         if self._work is not None:
             self._work.wait()
-        self._work = dist.all_gather(self._all, torch.tensor(numbers, dtype=torch.float64), group=self._group, async_op=True)
+        self._work = dist.all_gather(
+            self._all, torch.tensor(numbers, dtype=torch.float64), group=self._group, async_op=True
+        )
 
     def read(self) -> list[tuple[float, ...]]:
         if self._work is not None:

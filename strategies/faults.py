@@ -186,11 +186,15 @@ def parse(environ: Mapping[str, str]) -> list[Fault]:
             found = json.loads(text)
             entries = found if isinstance(found, list) else [found]
         else:
-            entries = [dict(item.split("=", 1) for item in entry.split(",")) for entry in text.split(";") if entry.strip()]
+            entries = [
+                dict(item.split("=", 1) for item in entry.split(",")) for entry in text.split(";") if entry.strip()
+            ]
         return [_fault({str(key).strip(): value for key, value in entry.items()}) for entry in entries]
     except (ValueError, TypeError, AttributeError) as error:
         example = "rank=1,step=3,point=backward,action=sigkill"
-        raise ValueError(f"{VARIABLE} must hold faults such as {example}, but it is {text!r} ({error}): correct it or unset it") from None
+        raise ValueError(
+            f"{VARIABLE} must hold faults such as {example}, but it is {text!r} ({error}): correct it or unset it"
+        ) from None
 
 
 def _fault(entry: dict[str, Any]) -> Fault:

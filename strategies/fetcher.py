@@ -86,8 +86,13 @@ class Samples:
 
 def _stacked(dataset: Any) -> Sequence[torch.Tensor] | None:
     """The tensors of a dataset whose batches are rows of them, so that indexing gives at once what stacking samples does; else None."""
-    tensors = (dataset,) if type(dataset) is torch.Tensor else dataset.tensors if type(dataset) is TensorDataset else None
-    if tensors is None or not all(type(t) is torch.Tensor and t.layout == torch.strided and t.is_contiguous() and not t.requires_grad for t in tensors):
+    tensors = (
+        (dataset,) if type(dataset) is torch.Tensor else dataset.tensors if type(dataset) is TensorDataset else None
+    )
+    if tensors is None or not all(
+        type(t) is torch.Tensor and t.layout == torch.strided and t.is_contiguous() and not t.requires_grad
+        for t in tensors
+    ):
         return None
     return tensors
 
@@ -102,7 +107,14 @@ class Items:
 
     STATE = ("epoch", "samples", "micro_batches", "dataset", "random")
 
-    def __init__(self, dataset: Any, share: Share, batch_size: int | None, collate_fn: Callable[[Any], Any] | None, drop_last: bool) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        share: Share,
+        batch_size: int | None,
+        collate_fn: Callable[[Any], Any] | None,
+        drop_last: bool,
+    ) -> None:
         self.dataset = dataset
         self.drop_last = drop_last
         self._share = share
@@ -145,7 +157,11 @@ class Items:
     @property
     def has_state(self) -> bool:
         # The state of a stateful DataLoader is its own affair: it may hold what a checkpoint refuses.
-        return not isinstance(self.dataset, DataLoader) and hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
+        return (
+            not isinstance(self.dataset, DataLoader)
+            and hasattr(self.dataset, "state_dict")
+            and hasattr(self.dataset, "load_state_dict")
+        )
 
     def state_dict(self) -> dict[str, Any]:
         if self._run < 0 or not self.has_state:
@@ -247,14 +263,21 @@ class Randomness:
     def state_dict(self) -> dict[str, Any]:
         version, numbers, gauss = self._python
         numpy = self._numpy.state["state"]
-        return {"torch": self._torch, "python": [version, list(numbers), gauss], "numpy": [numpy["key"].tolist(), int(numpy["pos"]), *self._gauss]}
+        return {
+            "torch": self._torch,
+            "python": [version, list(numbers), gauss],
+            "numpy": [numpy["key"].tolist(), int(numpy["pos"]), *self._gauss],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         version, numbers, gauss = state["python"]
         key, position, *numpy_gauss = state["numpy"]
         self._torch = state["torch"].clone()
         self._python = (version, tuple(numbers), gauss)
-        self._numpy.state = {"bit_generator": "MT19937", "state": {"key": np.array(key, dtype=np.uint32), "pos": position}}
+        self._numpy.state = {
+            "bit_generator": "MT19937",
+            "state": {"key": np.array(key, dtype=np.uint32), "pos": position},
+        }
         self._gauss = (numpy_gauss[0], numpy_gauss[1]) if numpy_gauss else (0, 0.0)
 
 
@@ -280,7 +303,9 @@ class Workers:
         self.num_workers = loader.num_workers
         self._share = share
         self._persistent = loader.persistent_workers
-        self._pins = loader.pin_memory and torch.accelerator.is_available()  # else there is nothing to pin for, and torch would warn at every epoch
+        self._pins = (
+            loader.pin_memory and torch.accelerator.is_available()
+        )  # else there is nothing to pin for, and torch would warn at every epoch
         self._options: dict[str, Any] = {"timeout": loader.timeout, "pin_memory_device": loader.pin_memory_device}
         if loader.num_workers:
             self._options |= {
@@ -290,7 +315,10 @@ class Workers:
                 "worker_init_fn": _StartWorker(loader.worker_init_fn),
             }
             if not loader.in_order:
-                warnings.warn("in_order=False is not followed: batches come in order, as the same samples must meet in a window on every run", stacklevel=5)
+                warnings.warn(
+                    "in_order=False is not followed: batches come in order, as the same samples must meet in a window on every run",
+                    stacklevel=5,
+                )
         self._kept: tuple[_Keys, DataLoader[Any]] | None = None
         self._busy = False
 
@@ -375,7 +403,9 @@ class _StartWorker:
         info = torch_worker._worker_info
         assert info is not None
         dataset = info.dataset.dataset  # type: ignore[attr-defined]
-        torch_worker._worker_info = type(info)(id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=dataset)
+        torch_worker._worker_info = type(info)(
+            id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=dataset
+        )
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker_id)
 

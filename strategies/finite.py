@@ -12,7 +12,9 @@ from torch import Tensor, nn
 def found(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """0-dim float32 on `device`: 1 where an element of the gradients (DTensors: of this rank's part) is NaN or infinite, else 0."""
     result = torch.zeros((), dtype=torch.float32, device=device)
-    mine = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]  # a DTensor would ask the other ranks
+    mine = [
+        getattr(gradient, "_local_tensor", gradient) for gradient in gradients
+    ]  # a DTensor would ask the other ranks
     try:  # GradScaler's pass with a scale of one: changes no bit of what is finite
         torch._amp_foreach_non_finite_check_and_unscale_(mine, result, torch.ones_like(result))
         return result

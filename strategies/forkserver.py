@@ -89,7 +89,11 @@ def _own_modules() -> list[str]:
     """What the program has imported of the folder that this package came from: every rank unpickles objects of it."""
     root = str(Path(__file__).resolve().parents[1])
     own = ("trainer", "callbacks", "strategies")
-    return [name for name, module in sys.modules.items() if name.partition(".")[0] in own and str(getattr(module, "__file__", "")).startswith(root)]
+    return [
+        name
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] in own and str(getattr(module, "__file__", "")).startswith(root)
+    ]
 
 
 _idle: Server | None = None

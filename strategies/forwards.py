@@ -12,7 +12,11 @@ from torch import nn
 def within_compiled(model: nn.Module) -> set[nn.Module]:
     """The modules that a compiled forward calls, whose hooks torch takes into its graph."""
     forwards = {module: [vars(cls).get("forward") for cls in type(module).__mro__] for module in model.modules()}
-    compiled = [module for module, found in forwards.items() if any(hasattr(forward, "_torchdynamo_orig_callable") for forward in found)]
+    compiled = [
+        module
+        for module, found in forwards.items()
+        if any(hasattr(forward, "_torchdynamo_orig_callable") for forward in found)
+    ]
     return {inner for module in compiled for inner in module.modules() if inner is not module}
 
 
@@ -28,6 +32,12 @@ def with_forward(cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.M
     made: type[nn.Module] = type(
         cls.__name__,
         (cls,),
-        {"forward": forward, "__reduce_ex__": reduce, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__},
+        {
+            "forward": forward,
+            "__reduce_ex__": reduce,
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+        },
     )
     return made

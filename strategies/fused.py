@@ -21,4 +21,6 @@ def fuse(optimizer: Optimizer) -> None:
 
 def leaves_out(optimizer: Optimizer) -> bool:
     """Whether `optimizer.found_inf` keeps its step from changing anything."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(group.get("fused") for group in optimizer.param_groups)
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
+        group.get("fused") for group in optimizer.param_groups
+    )

@@ -31,18 +31,24 @@ class Indexed(Source):
         sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
         self._batches = loader.batch_sampler is not None and type(sampler) is not BatchSampler
         if self._batches and shuffle is not None:
-            raise ValueError(f"shuffle={shuffle} cannot be forced on {type(sampler).__name__}, which makes its own batches: give the DataLoader a batch_size")
+            raise ValueError(
+                f"shuffle={shuffle} cannot be forced on {type(sampler).__name__}, which makes its own batches: give the DataLoader a batch_size"
+            )
         cut = type(sampler) is BatchSampler
         self.counts_own = not cut and not self._batches
         if self.counts_own and share.split and share.size * share.accumulate > 1:
-            raise ValueError(f"split needs batches that can be cut, but {name_of(loader)} makes its own (batch_size is None)")
+            raise ValueError(
+                f"split needs batches that can be cut, but {name_of(loader)} makes its own (batch_size is None)"
+            )
         self._drop_last: bool
         batch_size, self._drop_last = (sampler.batch_size, sampler.drop_last) if cut else (1, False)
         self.batch_size = batch_size if cut else None
         self._order(sampler.sampler if cut else sampler, loader, shuffle)
         self._unit: int = batch_size if share.split else batch_size * share.ranks
         # A fetched key is a list of samples to collate, a list that the dataset takes whole, or one ready batch.
-        self._fetcher = Samples(loader.dataset, loader.collate_fn, share.seed, one_by_one=loader.batch_sampler is not None)
+        self._fetcher = Samples(
+            loader.dataset, loader.collate_fn, share.seed, one_by_one=loader.batch_sampler is not None
+        )
         self._measure()
 
     def _order(self, sampler: Any, loader: DataLoader[Any], shuffle: bool | None) -> None:
@@ -51,7 +57,11 @@ class Indexed(Source):
         self._shuffled = bool(shuffle)
         if shuffle is not None:
             self._length: int | None = len(loader.dataset)  # type: ignore[arg-type]
-        elif type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        elif (
+            type(sampler) is RandomSampler
+            and not sampler.replacement
+            and sampler.num_samples == len(sampler.data_source)
+        ):
             self._length, self._shuffled = len(sampler.data_source), True
         elif type(sampler) is SequentialSampler:
             self._length = len(sampler.data_source)
@@ -92,7 +102,9 @@ class Indexed(Source):
 
     def check(self, start: int) -> None:
         if self.num_samples is not None and self._length is not None and start > self._length:
-            raise ValueError(f"start is a number of samples of the epoch, which has {self._length}, but start is {start}")
+            raise ValueError(
+                f"start is a number of samples of the epoch, which has {self._length}, but start is {start}"
+            )
 
     def pieces(self, epoch: int, start: int, limit: int | None) -> Iterator[Piece]:
         if start and self.counts_own:
@@ -114,7 +126,9 @@ class Indexed(Source):
     def check_planned(self, start: int) -> None:
         share = self.share
         if share.whole and share.size < share.planned and (self._batches or self.counts_own):
-            raise cannot_share(self._fetcher.dataset, share, "each rank takes whole batches, one a step", [share.planned])
+            raise cannot_share(
+                self._fetcher.dataset, share, "each rank takes whole batches, one a step", [share.planned]
+            )
 
     def _items_before(self, epoch: int, start: int) -> int:
         """How many batches hold the first `start` samples: only reading them tells."""
@@ -138,7 +152,9 @@ class Indexed(Source):
             if self._batches:
                 batches, passed, _ = self._batches_after(epoch, start)
                 return self._deal(batches if stop is None else islice(batches, max(0, stop - passed)), start)
-            return self._indices(epoch, self._cut(self._units(epoch, start, self._unit * share.accumulate, stop), start, share))
+            return self._indices(
+                epoch, self._cut(self._units(epoch, start, self._unit * share.accumulate, stop), start, share)
+            )
         if self._batches:
             batches, passed, done = self._batches_after(epoch, start)
             done = done if share.split else passed // share.size
@@ -197,7 +213,9 @@ class Indexed(Source):
                 for task in block:
                     yield list(task[0]), *task[1:]
                 continue
-            indices = permutation.take(np.concatenate([np.arange(task[0].start, task[0].stop) for task in block])).tolist()
+            indices = permutation.take(
+                np.concatenate([np.arange(task[0].start, task[0].stop) for task in block])
+            ).tolist()
             begin = 0
             for task in block:
                 end = begin + len(task[0])

@@ -26,11 +26,18 @@ def parse(text: str) -> dict[str, int | None]:
         name, equals, size = (piece.strip() for piece in part.partition("="))
         if name not in AXES:
             near = difflib.get_close_matches(name, AXES, n=1)
-            raise ValueError(f"a mesh has the axes {', '.join(AXES)}, but strategy={text!r} names {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise ValueError(
+                f"a mesh has the axes {', '.join(AXES)}, but strategy={text!r} names {name!r}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
         if name in found:
-            raise ValueError(f"a mesh has each axis once, but strategy={text!r} names {name!r} twice; multiply the sizes into one")
+            raise ValueError(
+                f"a mesh has each axis once, but strategy={text!r} names {name!r} twice; multiply the sizes into one"
+            )
         if equals and not (size.isdecimal() and int(size) >= 1):
-            raise ValueError(f"the size of a mesh axis is a whole number of at least 1, but strategy={text!r} has {name}={size or 'nothing'}")
+            raise ValueError(
+                f"the size of a mesh axis is a whole number of at least 1, but strategy={text!r} has {name}={size or 'nothing'}"
+            )
         found[name] = int(size) if equals else None
     free = [name for name, size in found.items() if size is None]
     if len(free) > 1:
@@ -68,7 +75,11 @@ def _nearest(axes: Mapping[str, int | None], world_size: int) -> str:
     """The mesh of the same axes whose sizes are off by the smallest factors."""
 
     def distance(sizes: tuple[int, ...]) -> float:
-        return sum(abs(math.log(size / wanted)) for size, wanted in zip(sizes, axes.values(), strict=True) if wanted is not None)
+        return sum(
+            abs(math.log(size / wanted))
+            for size, wanted in zip(sizes, axes.values(), strict=True)
+            if wanted is not None
+        )
 
     best = min(_factorizations(world_size, len(axes)), key=distance)
     return ",".join(f"{name}={size}" for name, size in zip(axes, best, strict=True))

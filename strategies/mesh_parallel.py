@@ -38,7 +38,9 @@ class MeshParallel(ShardedStrategy):
     ) -> None:
         self._parsed = parse(axes)
         if "pipeline" in self._parsed:
-            raise ValueError(f"MeshParallel has the axes ddp, fsdp and tensor, but axes={axes!r} has pipeline; use strategy='pipeline', or leave the axis out")
+            raise ValueError(
+                f"MeshParallel has the axes ddp, fsdp and tensor, but axes={axes!r} has pipeline; use strategy='pipeline', or leave the axis out"
+            )
         options = Options(
             wrap=wrap,
             reshard_after_forward=reshard_after_forward,
@@ -56,5 +58,12 @@ class MeshParallel(ShardedStrategy):
     def _axes(self) -> Mapping[str, int | None]:
         return self._parsed
 
-    def configure(self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true") -> None:
-        super().configure(devices=devices_of(self._parsed, devices, num_nodes), accelerator=accelerator, num_nodes=num_nodes, precision=precision)
+    def configure(
+        self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
+    ) -> None:
+        super().configure(
+            devices=devices_of(self._parsed, devices, num_nodes),
+            accelerator=accelerator,
+            num_nodes=num_nodes,
+            precision=precision,
+        )

@@ -28,7 +28,9 @@ class ModelParallel(EagerStrategy):
     single_process = True
     max_devices = None
 
-    def __init__(self, *, device_map: Mapping[str, int] | None = None, activation_checkpointing: bool | Rule = False) -> None:
+    def __init__(
+        self, *, device_map: Mapping[str, int] | None = None, activation_checkpointing: bool | Rule = False
+    ) -> None:
         super().__init__(activation_checkpointing=activation_checkpointing)
         self._given = None if device_map is None else dict(device_map)
         self.device_map: dict[str, int] = {}
@@ -46,7 +48,9 @@ class ModelParallel(EagerStrategy):
         for name, index in self.device_map.items():
             layer = model.get_submodule(name)
             layer.to(self._device(index))
-            self._hooks.append(layer.register_forward_pre_hook(_Mover(self._device(index)).inputs, with_kwargs=True, prepend=True))
+            self._hooks.append(
+                layer.register_forward_pre_hook(_Mover(self._device(index)).inputs, with_kwargs=True, prepend=True)
+            )
         for name, buffer in list(model.named_buffers()):
             if not any(name == place or name.startswith(place + ".") for place in self.device_map):
                 owner, _, leaf = name.rpartition(".")
@@ -77,12 +81,22 @@ class ModelParallel(EagerStrategy):
         names = {name for name, _ in model.named_modules()}
         for name, index in device_map.items():
             if name not in names:
-                raise ValueError(f"device_map names {name!r}, which is no submodule; there are {', '.join(sorted(names - {''})[:8])}")
+                raise ValueError(
+                    f"device_map names {name!r}, which is no submodule; there are {', '.join(sorted(names - {''})[:8])}"
+                )
             if not isinstance(index, int) or not 0 <= index < self._num_devices:
-                raise ValueError(f"device_map must give an index below devices={self._num_devices}, but {name!r} has {index!r}")
-        missing = [name for name, _ in model.named_parameters() if not any(name.startswith(place + ".") for place in device_map)]
+                raise ValueError(
+                    f"device_map must give an index below devices={self._num_devices}, but {name!r} has {index!r}"
+                )
+        missing = [
+            name
+            for name, _ in model.named_parameters()
+            if not any(name.startswith(place + ".") for place in device_map)
+        ]
         if missing:
-            raise ValueError(f"device_map must cover every parameter, but {missing[0]!r} lies in no submodule that it names")
+            raise ValueError(
+                f"device_map must cover every parameter, but {missing[0]!r} lies in no submodule that it names"
+            )
         return device_map
 
 
@@ -120,13 +134,18 @@ def _layers(model: nn.Module, count: int) -> list[tuple[str, nn.Module]]:
             (sum(p.numel() for p in layer.parameters()), i)
             for i, (_, layer) in enumerate(layers)
             if isinstance(layer, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or len(layers) < count
-            if next(layer.parameters(recurse=False), None) is None and any(next(child.parameters(), None) is not None for child in layer.children())
+            if next(layer.parameters(recurse=False), None) is None
+            and any(next(child.parameters(), None) is not None for child in layer.children())
         ]
         if not openable:
             break
         _, i = max(openable)
         name, layer = layers[i]
-        layers[i : i + 1] = [(f"{name}.{inner}", child) for inner, child in layer.named_children() if next(child.parameters(), None) is not None]
+        layers[i : i + 1] = [
+            (f"{name}.{inner}", child)
+            for inner, child in layer.named_children()
+            if next(child.parameters(), None) is not None
+        ]
     return layers
 
 

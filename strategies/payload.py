@@ -66,7 +66,9 @@ def dumps(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes
     try:
         _Pickler(file, protocol=5, buffer_callback=None if buffers is None else buffers.append).dump(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise TypeError(f"What goes to the ranks and what comes back must be picklable, but {error}: create it on the rank, or leave it out") from error
+        raise TypeError(
+            f"What goes to the ranks and what comes back must be picklable, but {error}: create it on the rank, or leave it out"
+        ) from error
     return file.getvalue()
 
 
@@ -79,7 +81,9 @@ class _Pickler(cloudpickle.Pickler):
             return _typed_storage, (obj._untyped_storage, obj.dtype)
         if type(obj) is torch.UntypedStorage and obj.device.type == "cpu":
             size = obj.nbytes()
-            return _untyped_storage, (pickle.PickleBuffer((ctypes.c_ubyte * size).from_address(obj.data_ptr())) if size else None,)
+            return _untyped_storage, (
+                pickle.PickleBuffer((ctypes.c_ubyte * size).from_address(obj.data_ptr())) if size else None,
+            )
         # torch cannot pickle the dtypes that it added last (uint16, float8): hand them over as integers of their width.
         if type(obj) is torch.Tensor and obj.dtype in torch.storage._new_dtypes() and obj.device.type == "cpu":
             return _viewed, (obj.detach().view(_INTEGERS[obj.itemsize]), obj.dtype, obj.requires_grad)

@@ -34,7 +34,9 @@ class Permutation:
         self._low_bits = np.uint64(bits // 2)
         self._low_mask = np.uint64((1 << bits // 2) - 1)
         self._high_mask = np.uint64((1 << bits - bits // 2) - 1)
-        self._keys = [np.uint64(mix(seed, epoch, index)) for index in range(_ROUNDS_SMALL if bits <= _SMALL_BITS else _ROUNDS)]
+        self._keys = [
+            np.uint64(mix(seed, epoch, index)) for index in range(_ROUNDS_SMALL if bits <= _SMALL_BITS else _ROUNDS)
+        ]
 
     def __len__(self) -> int:
         return self._n

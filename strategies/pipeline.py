@@ -77,8 +77,12 @@ class Pipeline(EagerStrategy):
                 f"schedule={schedule!r} walks back to inputs and to each weight apart, and activation_checkpointing would compute a block again for each; "
                 "use 'gpipe', '1f1b', 'interleaved_1f1b' or 'looped_bfs'"
             )
-        if num_micro_batches is not None and (isinstance(num_micro_batches, bool) or not isinstance(num_micro_batches, int) or num_micro_batches < 1):
-            raise ValueError(f"num_micro_batches must be a whole number of at least 1, but num_micro_batches={num_micro_batches!r}")
+        if num_micro_batches is not None and (
+            isinstance(num_micro_batches, bool) or not isinstance(num_micro_batches, int) or num_micro_batches < 1
+        ):
+            raise ValueError(
+                f"num_micro_batches must be a whole number of at least 1, but num_micro_batches={num_micro_batches!r}"
+            )
         if split is not None and sample is not None:
             raise ValueError("split says where stages begin, and sample how to balance them; give one of them")
         self.num_micro_batches = num_micro_batches
@@ -87,7 +91,9 @@ class Pipeline(EagerStrategy):
         self._axes = {"pipeline": None} if mesh is None else parse(mesh)
         self.keeps_layout = "fsdp" not in self._axes
         if "pipeline" not in self._axes or set(self._axes) - {"pipeline", "ddp", "fsdp"}:
-            raise ValueError(f"the mesh of a pipeline has the axes pipeline, ddp and fsdp, but mesh={mesh!r}; name pipeline, and leave tensor out")
+            raise ValueError(
+                f"the mesh of a pipeline has the axes pipeline, ddp and fsdp, but mesh={mesh!r}; name pipeline, and leave tensor out"
+            )
         self.num_stage_ranks = 1
         """Ranks of one pipeline, valid after `configure`."""
         self._data_group: dist.ProcessGroup | None = None
@@ -105,24 +111,37 @@ class Pipeline(EagerStrategy):
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 
-    def configure(self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true") -> None:
-        super().configure(devices=devices_of(self._axes, devices, num_nodes), accelerator=accelerator, num_nodes=num_nodes, precision=precision)
+    def configure(
+        self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
+    ) -> None:
+        super().configure(
+            devices=devices_of(self._axes, devices, num_nodes),
+            accelerator=accelerator,
+            num_nodes=num_nodes,
+            precision=precision,
+        )
         world = environment.detect()
         num_ranks = world.world_size if world is not None else self._num_devices
         if num_ranks > 1:
             self.num_stage_ranks = resolve(self._axes, num_ranks)["pipeline"]
             self.schedule.check(self.num_stage_ranks, self.num_parts)
         if self.precision.name == "16-mixed":
-            raise ValueError("precision='16-mixed' scales losses, which stages of a pipeline cannot agree on; use 'bf16-mixed'")
+            raise ValueError(
+                "precision='16-mixed' scales losses, which stages of a pipeline cannot agree on; use 'bf16-mixed'"
+            )
 
     def setup(self) -> None:
         super().setup()
         self._engines = {}
         if self.world_size == 1:
             return
-        sizes = {name: size for name, size in resolve(self._axes, self.world_size).items() if size > 1 or name == "pipeline"}
+        sizes = {
+            name: size for name, size in resolve(self._axes, self.world_size).items() if size > 1 or name == "pipeline"
+        }
         self.num_stage_ranks, self.data_size = sizes["pipeline"], self.world_size // sizes["pipeline"]
-        self._stage_rank, self.data_rank = divmod(self.rank, self.data_size)  # neighbours share layers and differ in samples
+        self._stage_rank, self.data_rank = divmod(
+            self.rank, self.data_size
+        )  # neighbours share layers and differ in samples
         self.reports = self.schedule.rank_of(self.num_stage_ranks)[-1] == self._stage_rank
         self.steps_whole = False
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
@@ -163,7 +182,14 @@ class Pipeline(EagerStrategy):
         if self.sample is not None:  # one rank's times for all
             costs = self.broadcast(pipeline_split.measure(parts, self.sample, self.device) if self.rank == 0 else None)
         rank_of = self.schedule.rank_of(self.num_stage_ranks)
-        staged = Staged(model, parts, pipeline_split.stages(parts, len(rank_of), self.split, costs), rank_of, self._stage_rank, self.device)
+        staged = Staged(
+            model,
+            parts,
+            pipeline_split.stages(parts, len(rank_of), self.split, costs),
+            rank_of,
+            self._stage_rank,
+            self.device,
+        )
         staged.group, staged.splits_backward = self._group, self.schedule.splits_backward
         if self._mesh is not None:
             from strategies.pipeline_shard import Shards
@@ -190,7 +216,9 @@ class Pipeline(EagerStrategy):
                     raise ValueError(
                         f"optimizer {key!r} is LBFGS, which needs all parameters on one rank; a pipeline needs an optimizer that treats them one by one"
                     )
-                self._orders[key] = [[names_of(p, names, key) for p in group["params"]] for group in optimizer.param_groups]
+                self._orders[key] = [
+                    [names_of(p, names, key) for p in group["params"]] for group in optimizer.param_groups
+                ]
                 for group in optimizer.param_groups:
                     here = [id(p) not in absent for p in group["params"]]
                     for parameter, stays in zip(group["params"], here, strict=True):
@@ -203,7 +231,9 @@ class Pipeline(EagerStrategy):
 
     # ---- 2. gradient sync ------------------------------------------------------------------------
 
-    def forward_backward(self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any) -> Agreement:
+    def forward_backward(
+        self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any
+    ) -> Agreement:
         if not isinstance(placed, Staged):
             return super().forward_backward(placed, step_fn, window, **options)
         return self._by_schedule(placed, step_fn, window, **options)
@@ -237,7 +267,8 @@ class Pipeline(EagerStrategy):
             told = note() if note else Note()
             finite = self.device.type != "cpu" or math.isfinite(tally.total)
             total = tally.total * window.num_samples / self.data_size
-            self._control.send(told if self.reports else told._replace(keys=0), window.num_samples, tally.count, finite, total)  # type: ignore[union-attr]
+            said = told if self.reports else told._replace(keys=0)
+            self._control.send(said, window.num_samples, tally.count, finite, total)  # type: ignore[union-attr]
 
         for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
             feeds = runs(micro_batch, self.num_parts)
@@ -302,7 +333,9 @@ class Pipeline(EagerStrategy):
             )
         super().backward(placed, loss, weight)
 
-    def clip_gradients(self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
+    def clip_gradients(
+        self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+    ) -> Tensor | None:
         if algorithm != "norm" or not isinstance(placed, Staged):
             return super().clip_gradients(placed, optimizer, value, algorithm)
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -315,7 +348,9 @@ class Pipeline(EagerStrategy):
         dist.all_reduce(squares, group=self._group)
         norm = squares.sqrt().to(self.precision.dtype)
         if gradients:
-            torch._foreach_mul_([_local(gradient) for gradient in gradients], torch.clamp(value / (norm + 1e-6), max=1.0))
+            torch._foreach_mul_(
+                [_local(gradient) for gradient in gradients], torch.clamp(value / (norm + 1e-6), max=1.0)
+            )
         return norm
 
     def optimizer_step(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
@@ -328,7 +363,9 @@ class Pipeline(EagerStrategy):
 
     # ---- 3. sampler seeding ----------------------------------------------------------------------
 
-    def shard_loader(self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False) -> Any:
+    def shard_loader(
+        self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False
+    ) -> Any:
         if not self._seed:
             self._seed = seed  # equal on all ranks; noise is a function of it
         return super().shard_loader(loader, seed=seed, shuffle=shuffle, accumulate=accumulate, split=split)
@@ -342,15 +379,24 @@ class Pipeline(EagerStrategy):
             state = gather_state(placed.model, optimizers, self._piece)
         own = {name: value for name, value in state.meta["model"].items() if placed.is_here(name)}
         foreign = {f"model/{name}" for name in state.meta["model"].keys() - own}
-        groups = {name for name in state.tensors if name.startswith("optimizer/") and name.count("/") == 2}  # of parameter groups: every rank has them
+        groups = {
+            name for name in state.tensors if name.startswith("optimizer/") and name.count("/") == 2
+        }  # of parameter groups: every rank has them
         dropped = foreign | (groups if self._stage_rank else set())
         state.tensors = {name: shard for name, shard in state.tensors.items() if name not in dropped}
-        pieces = [self.broadcast({"model": own, "optimizers": state.meta["optimizers"]}, rank) for rank in range(0, self.world_size, self.data_size)]
+        pieces = [
+            self.broadcast({"model": own, "optimizers": state.meta["optimizers"]}, rank)
+            for rank in range(0, self.world_size, self.data_size)
+        ]
         state.meta["model"] = {name: value for piece in pieces for name, value in piece["model"].items()}
         for key, saved in state.meta["optimizers"].items():
-            saved["state"] = {name: entry for piece in pieces for name, entry in piece["optimizers"][key]["state"].items()}
+            saved["state"] = {
+                name: entry for piece in pieces for name, entry in piece["optimizers"][key]["state"].items()
+            }
             for i, group in enumerate(saved["param_groups"]):
-                group["params"] = self._order(key, i, [name for piece in pieces for name in piece["optimizers"][key]["param_groups"][i]["params"]])
+                group["params"] = self._order(
+                    key, i, [name for piece in pieces for name in piece["optimizers"][key]["param_groups"][i]["params"]]
+                )
                 if "param_names" in group:
                     group["param_names"] = list(group["params"])
         state.meta["pipeline"] = {"steps_seen": self._steps_seen}
@@ -363,7 +409,9 @@ class Pipeline(EagerStrategy):
         saved = set(state.meta["model"])
         if saved != placed.state_names:
             missing, unexpected = sorted(placed.state_names - saved), sorted(saved - placed.state_names)
-            raise KeyError(f"the checkpoint does not fit the module: it lacks {missing[:5]} and has {unexpected[:5]} besides")
+            raise KeyError(
+                f"the checkpoint does not fit the module: it lacks {missing[:5]} and has {unexpected[:5]} besides"
+            )
         for key in optimizers:
             groups = [group["params"] for group in state.meta["optimizers"].get(key, {}).get("param_groups", ())]
             for i, (there, here) in enumerate(zip(groups, self._orders.get(key, ()), strict=False)):
@@ -412,7 +460,11 @@ class Pipeline(EagerStrategy):
     def _average(self, placed: Staged) -> None:
         """Bring the gradients of the pipelines together, and the statistics of the first to the others. A window without samples here is one of zeros."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        apart = {id(p) for p in placed.model.parameters()} if placed.shards is None else {id(p) for p in placed.shards.whole}
+        apart = (
+            {id(p) for p in placed.model.parameters()}
+            if placed.shards is None
+            else {id(p) for p in placed.shards.whole}
+        )
         for parameter in placed.model.parameters():
             if parameter.requires_grad:
                 if parameter.grad is None:
@@ -425,7 +477,13 @@ class Pipeline(EagerStrategy):
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             dist.all_reduce(flat, group=self._data_group)
             flat /= self.data_size
-            torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)])
+            torch._foreach_copy_(
+                gradients,
+                [
+                    part.view_as(g)
+                    for part, g in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)
+                ],
+            )
         for buffer in placed.statistics:
             dist.broadcast(buffer, group=self._data_group, group_src=0)
 
@@ -460,13 +518,21 @@ class _StageReader:
         self.names, self.shape, self.read = reader.names, reader.shape, reader.read
         self.meta = dict(reader.meta)
         self.meta["model"] = {name: value for name, value in reader.meta["model"].items() if name in model_names}
-        self.meta["optimizers"] = {key: self._mine(saved, model_names) for key, saved in reader.meta.get("optimizers", {}).items()}
+        self.meta["optimizers"] = {
+            key: self._mine(saved, model_names) for key, saved in reader.meta.get("optimizers", {}).items()
+        }
 
     @staticmethod
     def _mine(saved: dict[str, Any], names: set[str]) -> dict[str, Any]:
         lists = ("params", "param_names")
-        groups = [{**group, **{item: [n for n in group[item] if n in names] for item in lists if item in group}} for group in saved["param_groups"]]
-        return {"param_groups": groups, "state": {name: entry for name, entry in saved["state"].items() if name in names}}
+        groups = [
+            {**group, **{item: [n for n in group[item] if n in names] for item in lists if item in group}}
+            for group in saved["param_groups"]
+        ]
+        return {
+            "param_groups": groups,
+            "state": {name: entry for name, entry in saved["state"].items() if name in names},
+        }
 
 
 def _started_by_us() -> bool:

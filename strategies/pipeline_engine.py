@@ -29,7 +29,9 @@ from strategies.precision import Precision
 class Engine:
     """A schedule of torch's, built for one shape and number of parts."""
 
-    def __init__(self, placed: Staged, layout: Layout, schedule: Schedule, num_parts: int, precision: Precision) -> None:
+    def __init__(
+        self, placed: Staged, layout: Layout, schedule: Schedule, num_parts: int, precision: Precision
+    ) -> None:
         self._placed, self._layout, self._precision, self._num_parts = placed, layout, precision, num_parts
         self._loss_shape = (torch.empty((), device="meta", requires_grad=True),)
         kind = OpenStage if placed.shards is None else WindowStage
@@ -82,11 +84,17 @@ class Engine:
         try:
             with self._precision.autocast(placed.device), feed.counted(feed.parts[index].num_samples if last else 0):
                 arrive = functools.partial(open_stage.arrive, index)
-                output, sent = placed.run_stage(stage, received, arrive, self._layout, mix(feed.noise, index), lambda: feed.step(index))
+                output, sent = placed.run_stage(
+                    stage, received, arrive, self._layout, mix(feed.noise, index), lambda: feed.step(index)
+                )
                 arrive()  # where the step has not come to a layer of this stage
             if last:
                 return self._weighed(feed, feed.parts[index].num_samples, output, received)
-            return sent if sent is not None else tuple(_nothing(t, received, placed.device) for t in self._layout.messages[stage].tensors)
+            return (
+                sent
+                if sent is not None
+                else tuple(_nothing(t, received, placed.device) for t in self._layout.messages[stage].tensors)
+            )
         except Exception as error:
             self._error = error
             raise
@@ -126,7 +134,9 @@ class OpenStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         operations = super().get_fwd_recv_ops(fwd_chunk_id)
-        if self.device.type != "cpu" or not operations:  # to wait on an accelerator holds up its stream and not the host
+        if (
+            self.device.type != "cpu" or not operations
+        ):  # to wait on an accelerator holds up its stream and not the host
             return operations
         self.arriving[fwd_chunk_id] = dist.batch_isend_irecv(operations)
         return []
@@ -141,7 +151,9 @@ class WindowStage(OpenStage):
     """A stage of a window that may have several runs of several schedules: each leaves parameters whole and gradients in place."""
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None: ...
-    def _post_metadata_inference_cleanup(self) -> None: ...  # shapes come from a rehearsal, so nothing has run that would leave traces
+    def _post_metadata_inference_cleanup(
+        self,
+    ) -> None: ...  # shapes come from a rehearsal, so nothing has run that would leave traces
 
 
 def _nothing(like: Tensor, received: tuple[Tensor, ...], device: torch.device) -> Tensor:
@@ -149,5 +161,7 @@ def _nothing(like: Tensor, received: tuple[Tensor, ...], device: torch.device) -
     zeros = torch.zeros(like.shape, dtype=like.dtype, device=device)
     if not like.requires_grad:
         return zeros
-    empty = [t.flatten()[:0].sum().to(zeros.dtype) for t in received if t.requires_grad]  # of no element: not even a NaN comes through
+    empty = [
+        t.flatten()[:0].sum().to(zeros.dtype) for t in received if t.requires_grad
+    ]  # of no element: not even a NaN comes through
     return zeros + sum(empty, torch.zeros((), dtype=zeros.dtype, device=device, requires_grad=True))

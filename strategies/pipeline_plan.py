@@ -39,7 +39,9 @@ def plan(strategy: Strategy, model: nn.Module) -> str:
         spent = "" if costs is None else f"  {shares[-1] * 1e3:.2f} ms"
         rows.append((f"stage {stage}", f"rank {rank}", names, f"{sum(sizes[i] for i in mine):,} parameters{spent}"))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    table = "\n".join(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:<{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in rows)
+    table = "\n".join(
+        f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:<{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in rows
+    )
     formula = schedule.formula(num_ranks, num_parts)
     equal, real = schedule.bubble(num_ranks, num_parts), schedule.bubble(num_ranks, num_parts, shares)
     return "\n".join(
@@ -51,7 +53,9 @@ def plan(strategy: Strategy, model: nn.Module) -> str:
             "",
             LEGEND,
             "",
-            f"Bubble: {equal:.1%} of the ranks' time" + (f", {formula}" if formula else "") + ", where stages cost the same.",
+            f"Bubble: {equal:.1%} of the ranks' time"
+            + (f", {formula}" if formula else "")
+            + ", where stages cost the same.",
             f"With stages that cost as above: {real:.1%}.",
         ]
     )

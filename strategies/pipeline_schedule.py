@@ -41,7 +41,10 @@ class Schedule:
             return num_parts >= num_ranks
         if self.name == "dualpipev":
             return num_parts >= 2 * num_ranks
-        return self.name not in ("interleaved_1f1b", "interleaved_zero_bubble") or num_parts % max(1, num_parts // num_ranks) == 0
+        return (
+            self.name not in ("interleaved_1f1b", "interleaved_zero_bubble")
+            or num_parts % max(1, num_parts // num_ranks) == 0
+        )
 
     def check(self, num_ranks: int, num_parts: int) -> None:
         """Raise ValueError where it does not take that number of parts."""
@@ -53,15 +56,23 @@ class Schedule:
 
     def fitting(self, num_ranks: int, num_parts: int) -> Schedule:
         """This schedule, or the one on the same stages that takes this number of parts."""
-        return self if self.fits(num_ranks, num_parts) else replace(SCHEDULES[self.fallback], stages_per_rank=self.stages_per_rank)
+        return (
+            self
+            if self.fits(num_ranks, num_parts)
+            else replace(SCHEDULES[self.fallback], stages_per_rank=self.stages_per_rank)
+        )
 
     def build(self, stages: Sequence[PipelineStage], num_parts: int, loss: Callable[[Any, Any], Any]) -> Any:
         """Torch's schedule over the stages of this rank, for losses that are weighted already."""
         from torch.distributed import pipelining
 
-        return getattr(pipelining, self.engine)(stages[0] if self.stages_per_rank == 1 else stages, num_parts, loss_fn=loss, scale_grads=False)
+        return getattr(pipelining, self.engine)(
+            stages[0] if self.stages_per_rank == 1 else stages, num_parts, loss_fn=loss, scale_grads=False
+        )
 
-    def timeline(self, num_ranks: int, num_parts: int, costs: Sequence[float] | None = None) -> list[list[tuple[float, float, str, int, int]]]:
+    def timeline(
+        self, num_ranks: int, num_parts: int, costs: Sequence[float] | None = None
+    ) -> list[list[tuple[float, float, str, int, int]]]:
         """For each rank (start, end, kind, stage, part) of what it does, from torch's own table of actions and `DURATIONS`.
 
         `costs` are the stages' shares of the work, equal by default. Sending takes no time.
@@ -115,7 +126,9 @@ class Schedule:
             for start, end, kind, stage, part in line:
                 mark = f"{kind.lower() if stage >= num_ranks else kind}{part}"
                 for at in range(int(start), int(end)):
-                    cells[at] = mark.ljust(width) if at == int(start) else (mark[0] + "~" * (len(mark) - 1)).ljust(width)
+                    cells[at] = (
+                        mark.ljust(width) if at == int(start) else (mark[0] + "~" * (len(mark) - 1)).ljust(width)
+                    )
             rows.append(f"rank {rank:<3}{' '.join(cells)}")
         return "\n".join(rows)
 
@@ -149,9 +162,17 @@ SCHEDULES = {
         Schedule("1f1b", "Schedule1F1B", fallback="gpipe"),
         Schedule("looped_bfs", "ScheduleLoopedBFS", stages_per_rank=2),
         Schedule("interleaved_1f1b", "ScheduleInterleaved1F1B", stages_per_rank=2, fallback="looped_bfs"),
-        Schedule("interleaved_zero_bubble", "ScheduleInterleavedZeroBubble", stages_per_rank=2, splits_backward=True, fallback="looped_bfs"),
+        Schedule(
+            "interleaved_zero_bubble",
+            "ScheduleInterleavedZeroBubble",
+            stages_per_rank=2,
+            splits_backward=True,
+            fallback="looped_bfs",
+        ),
         Schedule("zbv", "ScheduleZBVZeroBubble", stages_per_rank=2, v_shaped=True, splits_backward=True),
-        Schedule("dualpipev", "ScheduleDualPipeV", stages_per_rank=2, v_shaped=True, splits_backward=True, fallback="zbv"),
+        Schedule(
+            "dualpipev", "ScheduleDualPipeV", stages_per_rank=2, v_shaped=True, splits_backward=True, fallback="zbv"
+        ),
     )
 }
 
@@ -164,9 +185,13 @@ def schedule(name: str, stages_per_rank: int | None = None) -> Schedule:
     if stages_per_rank is None or stages_per_rank == found.stages_per_rank:
         return found
     if found.stages_per_rank == 1 or found.v_shaped:
-        raise ValueError(f"schedule={name!r} has {found.stages_per_rank} stages a rank, but stages_per_rank={stages_per_rank}; leave it out")
+        raise ValueError(
+            f"schedule={name!r} has {found.stages_per_rank} stages a rank, but stages_per_rank={stages_per_rank}; leave it out"
+        )
     if isinstance(stages_per_rank, bool) or not isinstance(stages_per_rank, int) or stages_per_rank < 2:
-        raise ValueError(f"stages_per_rank of schedule={name!r} must be a whole number of at least 2, but stages_per_rank={stages_per_rank!r}")
+        raise ValueError(
+            f"stages_per_rank of schedule={name!r} must be a whole number of at least 2, but stages_per_rank={stages_per_rank!r}"
+        )
     return replace(found, stages_per_rank=stages_per_rank)
 
 

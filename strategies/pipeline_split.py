@@ -59,7 +59,9 @@ def cut(model: nn.Module, module: str | None = None) -> Cut:
     return Cut(name, net, layers, shells)
 
 
-def stages(parts: Cut, num_stages: int, split: Sequence[str] | None = None, costs: Sequence[float] | None = None) -> list[int]:
+def stages(
+    parts: Cut, num_stages: int, split: Sequence[str] | None = None, costs: Sequence[float] | None = None
+) -> list[int]:
     """The stage of each layer: contiguous, none empty.
 
     `split` names the layers with which stages 1, 2, ... begin; otherwise the most expensive stage is made as
@@ -81,7 +83,12 @@ def stages(parts: Cut, num_stages: int, split: Sequence[str] | None = None, cost
                 f"but split={list(split)}; the layers are {', '.join(names)}"
             )
     else:
-        first = balance([max(1.0, sum(p.numel() for p in layer.module.parameters())) for layer in parts.layers] if costs is None else costs, num_stages)
+        first = balance(
+            [max(1.0, sum(p.numel() for p in layer.module.parameters())) for layer in parts.layers]
+            if costs is None
+            else costs,
+            num_stages,
+        )
     stage_of = [sum(start <= i for start in first) - 1 for i in range(len(names))]
     _refuse_shared(parts, stage_of)
     return stage_of
@@ -94,7 +101,10 @@ def balance(costs: Sequence[float], num_stages: int) -> list[int]:
     for stage in range(1, num_stages):
         grown = [(float("inf"), [0])] * len(best)
         for i in range(stage + 1, len(total)):
-            grown[i] = min(((max(best[k][0], total[i] - total[k]), [*best[k][1], k]) for k in range(stage, i)), key=lambda found: found[0])
+            grown[i] = min(
+                ((max(best[k][0], total[i] - total[k]), [*best[k][1], k]) for k in range(stage, i)),
+                key=lambda found: found[0],
+            )
         best = grown
     return best[-1][1]
 
@@ -106,7 +116,9 @@ def measure(parts: Cut, sample: Any, device: torch.device, repeats: int = 3) -> 
     """
     calls: dict[str, tuple[Any, ...]] = {}
     hooks = [
-        layer.module.register_forward_pre_hook(lambda _, args, kwargs, name=layer.name: calls.setdefault(name, (args, kwargs)) and None, with_kwargs=True)
+        layer.module.register_forward_pre_hook(
+            lambda _, args, kwargs, name=layer.name: calls.setdefault(name, (args, kwargs)) and None, with_kwargs=True
+        )
         for layer in parts.layers
     ]
     modes = [(child, child.training) for child in parts.net.modules()]
@@ -131,14 +143,23 @@ def _named(model: nn.Module, name: str) -> tuple[str, nn.Module]:
         return name, model.get_submodule(name)
     except AttributeError:
         known = ", ".join(child for child, _ in model.named_children())
-        raise ValueError(f"module must name a submodule of {type(model).__name__}, but module={name!r}; it has {known or 'none'}") from None
+        raise ValueError(
+            f"module must name a submodule of {type(model).__name__}, but module={name!r}; it has {known or 'none'}"
+        ) from None
 
 
 def _found(model: nn.Module) -> tuple[str, nn.Module]:
     trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     name, net = "", model
     while True:
-        holder = next(((n, child) for n, child in net.named_children() if trainable.keys() <= {id(p) for p in child.parameters()}), None)
+        holder = next(
+            (
+                (n, child)
+                for n, child in net.named_children()
+                if trainable.keys() <= {id(p) for p in child.parameters()}
+            ),
+            None,
+        )
         if holder is not None:
             name, net = (f"{name}.{holder[0]}" if name else holder[0]), holder[1]
         if _is_callable(net):
@@ -156,7 +177,9 @@ def _is_callable(module: nn.Module) -> bool:
     return not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is not nn.Module.forward
 
 
-def _take_apart(name: str, module: nn.Module, total: int, layers: list[Layer], shells: list[tuple[str, nn.Module]]) -> None:
+def _take_apart(
+    name: str, module: nn.Module, total: int, layers: list[Layer], shells: list[tuple[str, nn.Module]]
+) -> None:
     shells.append((name, module))
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
@@ -164,26 +187,37 @@ def _take_apart(name: str, module: nn.Module, total: int, layers: list[Layer], s
             continue  # it runs wherever it is called
         if isinstance(child, LISTS_OF_PARAMETERS):
             shells.append((path, child))
-        elif isinstance(child, CONTAINERS) or (2 * sum(p.numel() for p in child.parameters()) > total and _has_list(child)):
+        elif isinstance(child, CONTAINERS) or (
+            2 * sum(p.numel() for p in child.parameters()) > total and _has_list(child)
+        ):
             _take_apart(path, child, total, layers, shells)
         else:
             layers.append(Layer(path, child))
 
 
 def _has_list(module: nn.Module) -> bool:
-    return any(isinstance(child, CONTAINERS) and sum(any(True for _ in item.parameters()) for item in child.children()) > 1 for child in module.modules())
+    return any(
+        isinstance(child, CONTAINERS) and sum(any(True for _ in item.parameters()) for item in child.children()) > 1
+        for child in module.modules()
+    )
 
 
 def _index(names: list[str], net: str, wanted: str) -> int:
     for candidate in (wanted, f"{net}.{wanted}"):
         if candidate in names:
             return names.index(candidate)
-    raise ValueError(f"split must name layers that have parameters, but {wanted!r} is none; the layers are {', '.join(names)}")
+    raise ValueError(
+        f"split must name layers that have parameters, but {wanted!r} is none; the layers are {', '.join(names)}"
+    )
 
 
 def _refuse_shared(parts: Cut, stage_of: list[int]) -> None:
     seen: dict[int, tuple[str, int]] = {}
-    own = [(f"{name}.{n}" if name else n, p, 0) for name, shell in parts.shells for n, p in shell.named_parameters(recurse=False)]
+    own = [
+        (f"{name}.{n}" if name else n, p, 0)
+        for name, shell in parts.shells
+        for n, p in shell.named_parameters(recurse=False)
+    ]
     held = [
         (f"{layer.name}.{n}", p, stage)
         for layer, stage in zip(parts.layers, stage_of, strict=True)

@@ -118,11 +118,25 @@ class Staged(nn.Module):
     `strip` removes them.
     """
 
-    def __init__(self, model: nn.Module, parts: Cut, stage_of: Sequence[int], rank_of: Sequence[int], rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Cut,
+        stage_of: Sequence[int],
+        rank_of: Sequence[int],
+        rank: int,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.model = model
         self.name = parts.name or type(parts.net).__name__
-        self.layers, self.stage_of, self.rank_of, self.rank, self.device = parts.layers, list(stage_of), list(rank_of), rank, device
+        self.layers, self.stage_of, self.rank_of, self.rank, self.device = (
+            parts.layers,
+            list(stage_of),
+            list(rank_of),
+            rank,
+            device,
+        )
         self.num_stages = len(rank_of)
         self.here = [stage for stage in range(self.num_stages) if rank_of[stage] == rank]
         self.group: dist.ProcessGroup | None = None
@@ -139,9 +153,15 @@ class Staged(nn.Module):
         self._own = [(shell, name) for shell, name, _ in own]
         self._shadows = [self._shadow(layer.module) for layer in self.layers]
         with self._modes:
-            self._own_shadows = [self._modes.from_tensor(p.detach()).to(device).requires_grad_(p.requires_grad) for _, _, p in own]
-        self._edits_input = [any(getattr(child, "inplace", False) for child in layer.module.modules()) for layer in self.layers]
-        self._absent = [layer.module for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage not in self.here]
+            self._own_shadows = [
+                self._modes.from_tensor(p.detach()).to(device).requires_grad_(p.requires_grad) for _, _, p in own
+            ]
+        self._edits_input = [
+            any(getattr(child, "inplace", False) for child in layer.module.modules()) for layer in self.layers
+        ]
+        self._absent = [
+            layer.module for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage not in self.here
+        ]
         self._placeholders: dict[int, nn.Parameter] = {}
         self._lost: list[_Lost] = []
         self._alive: list[Tensor] = []
@@ -169,15 +189,22 @@ class Staged(nn.Module):
         return {id(parameter) for parameter in self._placeholders.values()}
 
     def _make_plain(self, values: Mapping[str, Tensor]) -> None:
-        whole = {id(p): nn.Parameter(values[name], requires_grad=p.requires_grad) for name, p in self.model.named_parameters()}
+        whole = {
+            id(p): nn.Parameter(values[name], requires_grad=p.requires_grad)
+            for name, p in self.model.named_parameters()
+        }
         for module in self.model.modules():
-            module._parameters.update({name: None if p is None else whole[id(p)] for name, p in module._parameters.items()})
+            module._parameters.update(
+                {name: None if p is None else whole[id(p)] for name, p in module._parameters.items()}
+            )
 
     @property
     def statistics(self) -> list[Tensor]:
         """What BatchNorm layers of this rank have measured."""
         layers = [layer.module for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage in self.here]
-        norms = [child for layer in layers for child in layer.modules() if isinstance(child, nn.modules.batchnorm._BatchNorm)]
+        norms = [
+            child for layer in layers for child in layer.modules() if isinstance(child, nn.modules.batchnorm._BatchNorm)
+        ]
         return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
 
     def strip(self) -> None:
@@ -226,7 +253,13 @@ class Staged(nn.Module):
         return None
 
     def run_stage(
-        self, stage: int, received: tuple[Tensor, ...], arrive: Callable[[], None], layout: Layout, noise: int, step: Callable[[], Any]
+        self,
+        stage: int,
+        received: tuple[Tensor, ...],
+        arrive: Callable[[], None],
+        layout: Layout,
+        noise: int,
+        step: Callable[[], Any],
     ) -> tuple[Any, tuple[Tensor, ...] | None]:
         """Run `step()` as far as this stage goes; `arrive()` waits until `received` is there.
 
@@ -314,7 +347,9 @@ class Staged(nn.Module):
         finally:
             self._run, run.inside = outer, False
         if run.stage < self.num_stages - 1:
-            raise RuntimeError(f"{self.name} returned on stage {run.stage} before a layer of stage {run.stage + 1} was called")
+            raise RuntimeError(
+                f"{self.name} returned on stage {run.stage} before a layer of stage {run.stage + 1} was called"
+            )
         if tree_any(lambda leaf: isinstance(leaf, FakeTensor), result):
             raise RuntimeError(
                 f"{self.name} returns a value that layers of an earlier stage have computed; only what the next layer is called with travels between stages"
@@ -328,7 +363,9 @@ class Staged(nn.Module):
             if stage and self.rank_of[stage - 1] != self.rank:
                 carried = self._receive(layout.messages[stage - 1], self.rank_of[stage - 1])
             try:
-                return True, self._enter(_Run(stage=stage, received=carried, layout=layout, noise=noise, entered=True), args, kwargs)
+                return True, self._enter(
+                    _Run(stage=stage, received=carried, layout=layout, noise=noise, entered=True), args, kwargs
+                )
             except Leave as left:
                 carried = left.tensors
                 if self.rank_of[stage + 1] != self.rank:
@@ -344,7 +381,9 @@ class Staged(nn.Module):
         source = self.rank_of[-1]
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                leaves[i] = leaf.contiguous() if is_last else torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
+                leaves[i] = (
+                    leaf.contiguous() if is_last else torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
+                )
                 dist.broadcast(leaves[i], group=self.group, group_src=source)
         return tree_unflatten(leaves, spec)
 
@@ -365,7 +404,9 @@ class Staged(nn.Module):
         run, stage = self._run, self.stage_of[index]
         if run is None or not run.inside:  # called by itself, or again in the backward of a checkpointed layer
             if stage not in self.here:
-                raise RuntimeError(f"{self.layers[index].name} lies on another rank of the pipeline, so it cannot be called outside of {self.name}")
+                raise RuntimeError(
+                    f"{self.layers[index].name} lies on another rank of the pipeline, so it cannot be called outside of {self.name}"
+                )
             if stage and tree_any(lambda leaf: hasattr(leaf, "received"), (args, kwargs)):
                 args, kwargs = self._real_arguments(index, args, kwargs)
             return self._calls[index](*args, **kwargs)
@@ -465,9 +506,16 @@ class Staged(nn.Module):
             leaves = tree_leaves((args, kwargs))
             places = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves))) if isinstance(leaf, FakeTensor)}
             if not places:
-                raise ValueError(f"{name} begins stage {stage} but takes nothing that the layers before it have computed; give split")
+                raise ValueError(
+                    f"{name} begins stage {stage} but takes nothing that the layers before it have computed; give split"
+                )
             chosen = tuple(sorted(places.values()))
-            tensors = tuple(torch.empty(leaves[i].shape, dtype=leaves[i].dtype, device="meta", requires_grad=leaves[i].requires_grad) for i in chosen)
+            tensors = tuple(
+                torch.empty(
+                    leaves[i].shape, dtype=leaves[i].dtype, device="meta", requires_grad=leaves[i].requires_grad
+                )
+                for i in chosen
+            )
             run.messages.append(Message(chosen, tensors))
             run.stage = stage
         with self._modes:
@@ -508,7 +556,11 @@ class Staged(nn.Module):
                         if tensor is not None and tensor.device != self.device:
                             if id(tensor) not in moved:
                                 there = tensor.detach().to(self.device)
-                                moved[id(tensor)] = nn.Parameter(there, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
+                                moved[id(tensor)] = (
+                                    nn.Parameter(there, requires_grad=tensor.requires_grad)
+                                    if isinstance(tensor, nn.Parameter)
+                                    else there
+                                )
                             holder[name] = moved[id(tensor)]  # type: ignore[assignment]
         return shadow
 
@@ -521,29 +573,57 @@ class Staged(nn.Module):
         """The stage that answers for each name of the model's state; what lies outside of the module is the last one's, whose step ends."""
         stage_by_id: dict[int, int] = {}
         for _, shell in parts.shells:
-            stage_by_id.update((id(t), 0) for t in (*shell._parameters.values(), *shell._buffers.values()) if t is not None)
+            stage_by_id.update(
+                (id(t), 0) for t in (*shell._parameters.values(), *shell._buffers.values()) if t is not None
+            )
         for layer, stage in zip(self.layers, self.stage_of, strict=True):
             stage_by_id.update((id(t), stage) for t in (*layer.module.parameters(), *layer.module.buffers()))
         owners = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
-            by_name = next((s for layer, s in zip(self.layers, self.stage_of, strict=True) if name.startswith(f"{layer.name}.")), self.num_stages - 1)
+            by_name = next(
+                (s for layer, s in zip(self.layers, self.stage_of, strict=True) if name.startswith(f"{layer.name}.")),
+                self.num_stages - 1,
+            )
             owners[name] = stage_by_id.get(id(value), by_name)
         return owners
 
     def _replace_absent(self) -> None:
         """Give up what other ranks hold and move the rest to the device; leave placeholders that take no memory."""
-        places = [(child, name, True) for module in self._absent for child in module.modules() for name, p in child._parameters.items() if p is not None]
+        places = [
+            (child, name, True)
+            for module in self._absent
+            for child in module.modules()
+            for name, p in child._parameters.items()
+            if p is not None
+        ]
         places += [] if 0 in self.here else [(shell, name, True) for shell, name in self._own]
-        places += [(child, name, False) for module in self._absent for child in module.modules() for name, b in child._buffers.items() if b is not None]
+        places += [
+            (child, name, False)
+            for module in self._absent
+            for child in module.modules()
+            for name, b in child._buffers.items()
+            if b is not None
+        ]
         paths = {module: path for path, module in self.model.named_modules()}
         for module, name, is_parameter in places:
             holder = module._parameters if is_parameter else module._buffers
             value = holder[name]
             assert value is not None
-            placeholder = torch.zeros((), dtype=value.dtype, device=self.device).expand(value.shape) if is_parameter else None
+            placeholder = (
+                torch.zeros((), dtype=value.dtype, device=self.device).expand(value.shape) if is_parameter else None
+            )
             kept = value if name in module._non_persistent_buffers_set else None
             self._lost.append(
-                _Lost(module, name, f"{paths[module]}.{name}" if paths[module] else name, is_parameter, value.requires_grad, id(value), kept, placeholder)
+                _Lost(
+                    module,
+                    name,
+                    f"{paths[module]}.{name}" if paths[module] else name,
+                    is_parameter,
+                    value.requires_grad,
+                    id(value),
+                    kept,
+                    placeholder,
+                )
             )
             self._alive.append(value)  # until all are listed, so that ids are told apart
             holder[name] = None
@@ -565,7 +645,9 @@ class Staged(nn.Module):
         for lost in self._lost:
             if lost.is_parameter and (lost.module, lost.name) in own:
                 lost.module._parameters.pop(lost.name, None)
-                lost.module.__dict__[lost.name] = own[lost.module, lost.name].detach()  # it is used by name, not by a call
+                lost.module.__dict__[lost.name] = own[
+                    lost.module, lost.name
+                ].detach()  # it is used by name, not by a call
             elif lost.is_parameter:
                 lost.module._parameters[lost.name] = None
 
@@ -628,7 +710,11 @@ def _looks(net: nn.Module, args: Any, kwargs: Any) -> Any:
     """What a rehearsal depends on, to compare and to look up."""
     leaves, spec = tree_flatten((args, kwargs))
     kinds = tuple(
-        (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
+        (leaf.shape, leaf.dtype)
+        if isinstance(leaf, Tensor)
+        else leaf
+        if isinstance(leaf, (bool, int, float, str, type(None)))
+        else type(leaf)
         for leaf in leaves
     )
     return str(spec), kinds, net.training, torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")

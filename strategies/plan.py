@@ -34,10 +34,36 @@ ATTENTION = (
     {"o", "wo", "o_proj", "out_proj", "out", "proj", "to_out", "out_lin", "dense"},
 )
 """Names that the four projections of an attention layer go by."""
-UP = {"up", "up_proj", "gate", "gate_proj", "fc1", "w1", "w3", "c_fc", "linear1", "lin1", "wi", "wi_0", "wi_1", "dense_h_to_4h"}
+UP = {
+    "up",
+    "up_proj",
+    "gate",
+    "gate_proj",
+    "fc1",
+    "w1",
+    "w3",
+    "c_fc",
+    "linear1",
+    "lin1",
+    "wi",
+    "wi_0",
+    "wi_1",
+    "dense_h_to_4h",
+}
 DOWN = {"down", "down_proj", "fc2", "w2", "c_proj", "linear2", "lin2", "dense_4h_to_h", "wo"}
 """Names of the linear layers before and after the activation of a perceptron."""
-HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+HEAD_COUNTS = (
+    "num_heads",
+    "n_heads",
+    "n_head",
+    "nhead",
+    "heads",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+    "n_kv_head",
+)
 HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "d_head", "attention_head_size")
 ELEMENTWISE = tuple(
     getattr(nn, name)
@@ -99,7 +125,11 @@ def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> No
                 yield name, relative, unit.get_submodule(relative)
 
     todo = {relative: plan.styles[name] for name, relative, module in inside(plan.styles) if not _is_cut(module)}
-    modules = [module for name, _, module in inside(plan.checked) if any(not _is_cut(layer) for _, _, layer in inside(plan.checked[name]))]
+    modules = [
+        module
+        for name, _, module in inside(plan.checked)
+        if any(not _is_cut(layer) for _, _, layer in inside(plan.checked[name]))
+    ]
     names = [name for name, _, module in inside(plan.checked) if module in modules]
     expected = [_computed(module) for module in modules]
     ties = [[(module, leaf) for module, leaf in places] for places in shared(unit).values()]
@@ -185,7 +215,9 @@ def _given(model: nn.Module, options: Options) -> dict[str, Any] | None:
     if isinstance(options.plan, Mapping):
         sources = [("", options.plan, "plan")]
     elif options.plan != "auto":
-        raise ValueError(f"plan must be 'auto' or a dict of layer names and how they are cut, but plan={options.plan!r}")
+        raise ValueError(
+            f"plan must be 'auto' or a dict of layer names and how they are cut, but plan={options.plan!r}"
+        )
     else:
         sources = [
             (name + "." if name else "", module.tensor_plan(), f"{type(module).__name__}.tensor_plan()")
@@ -196,10 +228,14 @@ def _given(model: nn.Module, options: Options) -> dict[str, Any] | None:
     for prefix, plan, where in sources:
         for pattern, style in plan.items():
             if not isinstance(style, ParallelStyle) and style not in STYLES:
-                raise ValueError(f"{where} must say one of {', '.join(STYLES)} or a ParallelStyle of torch, but {pattern!r} has {style!r}")
+                raise ValueError(
+                    f"{where} must say one of {', '.join(STYLES)} or a ParallelStyle of torch, but {pattern!r} has {style!r}"
+                )
             found = [name for name in named if fnmatch.fnmatchcase(name, prefix + pattern)]
             if not found:
-                raise ValueError(f"{where} names {pattern!r}, which is no submodule; there are {', '.join(name for name in named if name)[:200]}")
+                raise ValueError(
+                    f"{where} names {pattern!r}, which is no submodule; there are {', '.join(name for name in named if name)[:200]}"
+                )
             styles |= dict.fromkeys(found, style)
     return styles if sources else None
 
@@ -210,12 +246,20 @@ def _find(model: nn.Module, size: int, plan: Plan) -> None:
     named = {name: module for name, module in model.named_modules() if id(module) not in tied}
     for name, module in named.items():
         dot = name + "." if name else ""
-        linear = {child: layer for child, layer in module.named_children() if type(layer) is nn.Linear and id(layer) not in tied}
+        linear = {
+            child: layer
+            for child, layer in module.named_children()
+            if type(layer) is nn.Linear and id(layer) not in tied
+        }
         if isinstance(module, nn.Sequential):
             _find_pairs(dot, module, tied, plan)
             continue
         attention = [[child for child in linear if child in names] for names in ATTENTION]
-        heads = _heads(dot, module, linear, [names[0] for names in attention], size) if all(len(names) == 1 for names in attention) else None
+        heads = (
+            _heads(dot, module, linear, [names[0] for names in attention], size)
+            if all(len(names) == 1 for names in attention)
+            else None
+        )
         if heads is not None:
             q, k, v, o = (names[0] for names in attention)
             plan.styles |= {dot + q: "column", dot + k: "column", dot + v: "column", dot + o: "row"}
@@ -254,7 +298,9 @@ def _find_pairs(dot: str, sequence: nn.Sequential, tied: set[int], plan: Plan) -
             between.append(dot + child)
 
 
-def _heads(dot: str, module: nn.Module, linear: Mapping[str, nn.Linear], names: list[str], size: int) -> dict[str, int] | None:
+def _heads(
+    dot: str, module: nn.Module, linear: Mapping[str, nn.Linear], names: list[str], size: int
+) -> dict[str, int] | None:
     """The attributes that count heads, as one rank has them; None where the module does not say how it makes heads.
 
     Without them a reshape could make narrower heads out of a slice, which computes something else.
@@ -289,13 +335,19 @@ def _cut_classes(model: nn.Module, plan: Plan) -> None:
     heads = [name for name, style in plan.styles.items() if style == "classes"]
     heads = heads or [name for name, _ in linear[-1:] if plan.styles.get(name, "gather") in ("gather", "scatter")]
     if not heads:
-        raise ValueError("loss_parallel=True cuts the last linear layer by classes, but the plan uses it otherwise; name the layer in the plan with 'classes'")
+        raise ValueError(
+            "loss_parallel=True cuts the last linear layer by classes, but the plan uses it otherwise; name the layer in the plan with 'classes'"
+        )
     for name in heads:
         plan.styles[name] = "classes"
         for places in shared(model).values():  # the embedding that shares its weight
             holders = [module for module, _ in places]
             if model.get_submodule(name) in holders:
-                plan.styles |= {other: "embedding" for other, module in model.named_modules() if isinstance(module, nn.Embedding) and module in holders}
+                plan.styles |= {
+                    other: "embedding"
+                    for other, module in model.named_modules()
+                    if isinstance(module, nn.Embedding) and module in holders
+                }
 
 
 def _check_sizes(model: nn.Module, size: int, plan: Plan) -> None:
@@ -307,8 +359,12 @@ def _check_sizes(model: nn.Module, size: int, plan: Plan) -> None:
             continue
         wanted = nn.Embedding if style == "embedding" else nn.Linear
         if not isinstance(layer, wanted):
-            raise ValueError(f"the plan cuts {name} by {style!r}, which is for {wanted.__name__}, but it is {type(layer).__name__}")
-        attribute = {"row": "in_features", "scatter": "in_features", "embedding": "num_embeddings"}.get(style, "out_features")
+            raise ValueError(
+                f"the plan cuts {name} by {style!r}, which is for {wanted.__name__}, but it is {type(layer).__name__}"
+            )
+        attribute = {"row": "in_features", "scatter": "in_features", "embedding": "num_embeddings"}.get(
+            style, "out_features"
+        )
         if getattr(layer, attribute) % size:
             raise ValueError(
                 f"strategy tensor cuts {name} by {attribute}={getattr(layer, attribute)}, which is not divisible by the {size} ranks of a tensor group; "
@@ -329,7 +385,9 @@ def _computed(module: nn.Module) -> Tensor | None:
     first = next((layer for layer in module.modules() if isinstance(layer, nn.Linear)), None)
     if first is None:
         return None
-    x = torch.randn(2, 8, first.in_features, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(first.weight)
+    x = torch.randn(2, 8, first.in_features, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(
+        first.weight
+    )
     modes = [(child, child.training) for child in module.modules()]
     with traceless(module), torch.compiler.set_stance("force_eager"):
         try:
@@ -357,6 +415,8 @@ def _tie(places: list[tuple[nn.Module, str]], prefix: str, unit: nn.Module) -> N
     if len(kinds) > 1:
         names = {id(module): name for name, module in unit.named_modules()}
         shown = " and ".join(".".join(filter(None, (prefix, names[id(module)], leaf))) for module, leaf in places)
-        raise ValueError(f"{shown} are one parameter, but the plan cuts them in different ways; name both layers in the plan, cut alike, or neither")
+        raise ValueError(
+            f"{shown} are one parameter, but the plan cuts them in different ways; name both layers in the plan, cut alike, or neither"
+        )
     for module, leaf in places:
         module._parameters[leaf] = parameters[0]

@@ -33,9 +33,15 @@ from strategies.rendezvous import destroy_process_group, init_process_group
 
 T = TypeVar("T")
 
-_SETTLE_S = 0.2  # after a failure: others that failed at the same moment may still report, and the earliest is the one to name
-_SETTLE_SECONDARY_S = 1.5  # while only consequences (a peer closed the connection) are known, the cause may be on its way out
-_TERMINATE_S = 2.0  # from SIGTERM to SIGKILL for what is left; with the line above everything is gone within 4 s of a failure
+_SETTLE_S = (
+    0.2  # after a failure: others that failed at the same moment may still report, and the earliest is the one to name
+)
+_SETTLE_SECONDARY_S = (
+    1.5  # while only consequences (a peer closed the connection) are known, the cause may be on its way out
+)
+_TERMINATE_S = (
+    2.0  # from SIGTERM to SIGKILL for what is left; with the line above everything is gone within 4 s of a failure
+)
 
 
 class RankFailure(RuntimeError):
@@ -99,7 +105,9 @@ def launch(fn: Callable[..., T], args: tuple[Any, ...], num_ranks: int, *, grace
     a third signal kills them. Raises TypeError for what cannot be pickled, ValueError for `num_ranks` out of 1 to 200.
     """
     if not 1 <= num_ranks <= forkserver.MAX_RANKS:
-        raise ValueError(f"The number of ranks on a node must be from 1 to {forkserver.MAX_RANKS}, but it is {num_ranks}: give another number of devices")
+        raise ValueError(
+            f"The number of ranks on a node must be from 1 to {forkserver.MAX_RANKS}, but it is {num_ranks}: give another number of devices"
+        )
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # as in some daemons
             stream.flush()
@@ -142,7 +150,9 @@ class _Ranks:
         null = os.open(os.devnull, os.O_WRONLY)
         try:
             outputs = [fd if _is_open(fd) else null for fd in (1, 2)]
-            server.start(folder, [pairs[0][1].fileno(), *outputs, program, work, *(theirs.fileno() for _, theirs in pairs[1:])])
+            server.start(
+                folder, [pairs[0][1].fileno(), *outputs, program, work, *(theirs.fileno() for _, theirs in pairs[1:])]
+            )
         except OSError as error:
             self.close()
             raise RankFailure(_server_died(server)) from error
@@ -161,8 +171,12 @@ class _Ranks:
                         self.sent.append(cleanup)
                         self._send(cleanup)
                 self._look_for_hangs(grace_s)
-                timeout = min(at - now for at in (now + self.watchdog.interval_s, self.terminate_at, self.kill_at) if at > now)
-                ready: list[Any] = select.select([self.control, *(self.channels[rank] for rank in self.open)], [], [], timeout)[0]
+                timeout = min(
+                    at - now for at in (now + self.watchdog.interval_s, self.terminate_at, self.kill_at) if at > now
+                )
+                ready: list[Any] = select.select(
+                    [self.control, *(self.channels[rank] for rank in self.open)], [], [], timeout
+                )[0]
                 for rank in [rank for rank in self.open if self.channels[rank] in ready]:
                     self._hear(rank, grace_s)
                 if self.control in ready:
@@ -248,7 +262,9 @@ class _Ranks:
         place = f" ({place})" if place else ""
         failure = Failure(rank, time.monotonic(), step, phase, "", exitcode=exitcode)
         if -exitcode in self.sent:
-            failure.message = f"rank {rank} had not ended {grace_s:g} s after {_name(self.passed_on[0])} and was killed{place}"
+            failure.message = (
+                f"rank {rank} had not ended {grace_s:g} s after {_name(self.passed_on[0])} and was killed{place}"
+            )
         elif -exitcode in self.passed_on:  # it has no handler, which is a way to end
             failure.stop = True
             failure.error = dumps(KeyboardInterrupt() if -exitcode == signal.SIGINT else SystemExit(128 - exitcode))
@@ -307,7 +323,11 @@ def _raise(failure: Failure, stopping: bool) -> NoReturn:
         )
     with suppress(Exception):  # where its class allows attributes
         error._lockstep_place = Place(failure.rank, failure.step, failure.phase, stopping)  # type: ignore[attr-defined]
-    raise error from (RankTraceback(f"{watchdog.where(failure.rank, failure.step, failure.phase)}\n{failure.text}") if failure.text else None)
+    raise error from (
+        RankTraceback(f"{watchdog.where(failure.rank, failure.step, failure.phase)}\n{failure.text}")
+        if failure.text
+        else None
+    )
 
 
 def _server_died(server: forkserver.Server) -> str:
@@ -331,4 +351,13 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-__all__ = ["RankFailure", "RankTraceback", "destroy_process_group", "guard", "init_process_group", "launch", "place_of", "set_phase"]
+__all__ = [
+    "RankFailure",
+    "RankTraceback",
+    "destroy_process_group",
+    "guard",
+    "init_process_group",
+    "launch",
+    "place_of",
+    "set_phase",
+]

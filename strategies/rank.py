@@ -121,7 +121,10 @@ def library_state() -> dict[str, Any]:
         "numpy": numpy.random.get_state(),
         "torch": torch.get_rng_state(),
         "dtype": torch.get_default_dtype(),
-        "deterministic": (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
         "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
         "matmul": precision,
         "precisions": [owner.fp32_precision for owner in _precisions()],
@@ -132,7 +135,15 @@ def library_state() -> dict[str, Any]:
 
 def _precisions() -> list[Any]:
     backends: Any = torch.backends
-    return [backends, backends.cuda.matmul, backends.cudnn, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn, backends.mkldnn.matmul]
+    return [
+        backends,
+        backends.cuda.matmul,
+        backends.cudnn,
+        backends.cudnn.conv,
+        backends.cudnn.rnn,
+        backends.mkldnn,
+        backends.mkldnn.matmul,
+    ]
 
 
 def _take_over_program(state: dict[str, Any]) -> None:
@@ -206,7 +217,9 @@ def run(rank: int, num_ranks: int, folder: str, program_fd: int, work_fd: int, c
     with open(Path(folder, f"{rank}.board"), "r+b") as file:
         open_board(file.fileno(), answers, watchdog.STARTING)
     faulthandler.enable(fatal, all_threads=False)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start programs with `&`; what the launcher passes on must reach the rank
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # as shells start programs with `&`; what the launcher passes on must reach the rank
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -250,7 +263,9 @@ def _describe(rank: int, error: BaseException) -> Failure:
         text=cut("".join(traceback.format_exception(type(error), error, start))),
         error=_pickle_error(error),
         stop=isinstance(error, SystemExit | KeyboardInterrupt),
-        secondary=any(isinstance(link, RuntimeError | OSError) and _CONSEQUENCE.search(str(link)) is not None for link in chain),
+        secondary=any(
+            isinstance(link, RuntimeError | OSError) and _CONSEQUENCE.search(str(link)) is not None for link in chain
+        ),
     )
 
 
@@ -283,7 +298,10 @@ def _rebuild(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[
 
 def cut(text: str) -> str:
     """The text with its middle left out where it is long."""
-    lines = [line if len(line) <= _MAX_LINE_LENGTH else line[:_MAX_LINE_LENGTH] + " ..." for line in text.rstrip().splitlines()]
+    lines = [
+        line if len(line) <= _MAX_LINE_LENGTH else line[:_MAX_LINE_LENGTH] + " ..."
+        for line in text.rstrip().splitlines()
+    ]
     if len(lines) > _MAX_TRACEBACK_LINES:
         lines = [line for line in lines if line.strip(" ^~")]  # the markers under the code go first
     if len(lines) > _MAX_TRACEBACK_LINES:

@@ -70,7 +70,15 @@ def _recomputed(cls: type[nn.Module]) -> type[nn.Module]:
             return cls.forward(self, *args, **kwargs)
         again = _Again(self)
         # As plain arguments, so that torch looks for devices whose random state matters in all of them.
-        output = checkpoint(_call, functools.partial(cls.forward, self), again.devices, args, kwargs, use_reentrant=False, context_fn=again.contexts)
+        output = checkpoint(
+            _call,
+            functools.partial(cls.forward, self),
+            again.devices,
+            args,
+            kwargs,
+            use_reentrant=False,
+            context_fn=again.contexts,
+        )
         again.forward_is_over()
         return output
 
@@ -97,7 +105,11 @@ class _Again:
         self._on = self._sequence is not None and self._sequence.on
         self._there: list[tuple[nn.Module, str, Tensor | None]] = []
         self._there_on = False
-        self.devices = [torch.empty(0, device=device) for device in {p.device for p in block.parameters()} if device.type not in ("cpu", "meta")]
+        self.devices = [
+            torch.empty(0, device=device)
+            for device in {p.device for p in block.parameters()}
+            if device.type not in ("cpu", "meta")
+        ]
 
     def contexts(self) -> tuple[Any, Any]:
         """What torch enters around the first and around the second run."""
@@ -105,7 +117,11 @@ class _Again:
 
     def forward_is_over(self) -> None:
         """Keep the buffers of modules that changed any. BatchNorm's kernels count no version of its statistics, but its counter has one."""
-        changed = {module for module, name, buffer, _, version in self._buffers if module._buffers.get(name) is not buffer or buffer._version != version}
+        changed = {
+            module
+            for module, name, buffer, _, version in self._buffers
+            if module._buffers.get(name) is not buffer or buffer._version != version
+        }
         self._buffers = [kept for kept in self._buffers if kept[0] in changed]
 
     def __enter__(self) -> None:

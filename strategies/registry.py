@@ -73,7 +73,11 @@ def build(
 
 def names() -> list[str]:
     """Every strategy name that `build` takes, those of other distributions included; it takes meshes such as "fsdp=2,tensor=2" too."""
-    return ["auto", *STRATEGIES, *sorted(point.name for point in entry_points(group=ENTRY_POINTS) if point.name not in STRATEGIES)]
+    return [
+        "auto",
+        *STRATEGIES,
+        *sorted(point.name for point in entry_points(group=ENTRY_POINTS) if point.name not in STRATEGIES),
+    ]
 
 
 def training_bytes(model: nn.Module) -> int:
@@ -112,12 +116,21 @@ def _find(name: str) -> Callable[[], Strategy]:
     if name in STRATEGIES:
         return STRATEGIES[name]
     if "=" in name or "," in name:
-        return functools.partial(Pipeline, mesh=name) if "pipeline" in parse(name) else functools.partial(MeshParallel, name)
+        return (
+            functools.partial(Pipeline, mesh=name)
+            if "pipeline" in parse(name)
+            else functools.partial(MeshParallel, name)
+        )
     for point in entry_points(group=ENTRY_POINTS):
         if point.name == name:
             found = point.load()
             if not (isinstance(found, type) and issubclass(found, Strategy)):
-                raise TypeError(f"the entry point {ENTRY_POINTS}: {name} must name a Strategy class, but {point.value} is {found!r}")
+                raise TypeError(
+                    f"the entry point {ENTRY_POINTS}: {name} must name a Strategy class, but {point.value} is {found!r}"
+                )
             return found
     near = difflib.get_close_matches(name, names(), n=1)
-    raise ValueError(f"strategy must be one of {', '.join(names())}, but strategy={name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    raise ValueError(
+        f"strategy must be one of {', '.join(names())}, but strategy={name!r}"
+        + (f"; did you mean {near[0]!r}?" if near else "")
+    )

@@ -47,7 +47,9 @@ def init_process_group(world: World, backend: str | None = None, timeout_s: floa
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=_store(world, timeout), rank=world.rank, world_size=world.world_size, timeout=timeout)
+    dist.init_process_group(
+        backend, store=_store(world, timeout), rank=world.rank, world_size=world.world_size, timeout=timeout
+    )
     _drop_kept()
     _kept.append(dist.group.WORLD)
 
@@ -132,14 +134,18 @@ def _open_store(world: World, timeout: timedelta) -> dist.Store:
         return dist.FileStore(url.path, world.world_size)
     host, port = _host_and_port(world)
     if url.scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return _of_this_start(dist.TCPStore(host, port, world.world_size, is_master=False, timeout=timeout), world, timeout)
+        return _of_this_start(
+            dist.TCPStore(host, port, world.world_size, is_master=False, timeout=timeout), world, timeout
+        )
     if world.num_nodes > 1:
         return dist.TCPStore(host, port, world.world_size, is_master=world.rank == 0, timeout=timeout)
     if world.rank != 0:
         return dist.TCPStore("127.0.0.1", port, world.world_size, is_master=False, timeout=timeout)
     # TCPStore would listen on every interface; a socket that listens already keeps it to the loopback.
     with socket.create_server(("127.0.0.1", port)) as listener:
-        return dist.TCPStore("127.0.0.1", port, world.world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+        return dist.TCPStore(
+            "127.0.0.1", port, world.world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach()
+        )
 
 
 def _of_this_start(store: dist.Store, world: World, timeout: timedelta) -> dist.Store:
@@ -149,10 +155,16 @@ def _of_this_start(store: dist.Store, world: World, timeout: timedelta) -> dist.
     every start and equal on all nodes, so rank 0 calls the roll: it gives a name, each rank answers under it with a name of its own,
     and the list of these tells them that they were counted. Who finds a list without itself has met an earlier start, and looks again.
     """
-    roll, mine = f"lockstep/roll-of-{world.world_size}", secrets.token_hex(8)  # not from `random`, which training draws from
+    roll, mine = (
+        f"lockstep/roll-of-{world.world_size}",
+        secrets.token_hex(8),
+    )  # not from `random`, which training draws from
     if world.rank == 0:
         store.set(roll, mine)
-        store.set(f"lockstep/{mine}/all", ",".join(store.get(f"lockstep/{mine}/{rank}").decode() for rank in range(1, world.world_size)))
+        store.set(
+            f"lockstep/{mine}/all",
+            ",".join(store.get(f"lockstep/{mine}/{rank}").decode() for rank in range(1, world.world_size)),
+        )
         return dist.PrefixStore(f"lockstep/{mine}", store)
     end = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < end:
@@ -165,7 +177,9 @@ def _of_this_start(store: dist.Store, world: World, timeout: timedelta) -> dist.
                 break
             time.sleep(0.01)
         time.sleep(0.01)
-    raise RuntimeError(f"rank {world.rank} was not counted by rank 0 within {timeout.total_seconds():g} s: see why rank 0 has not started")
+    raise RuntimeError(
+        f"rank {world.rank} was not counted by rank 0 within {timeout.total_seconds():g} s: see why rank 0 has not started"
+    )
 
 
 def _host_and_port(world: World) -> tuple[str, int]:
@@ -178,7 +192,10 @@ def _host_and_port(world: World) -> tuple[str, int]:
 
 def _interface_to(host: str) -> str | None:
     """The network interface that leads from this node to `host`; None where that cannot be told."""
-    for target in (host, "192.0.2.1"):  # the second is nobody's: on rank 0's own node its name may mean loopback, so look where others are reached
+    for target in (
+        host,
+        "192.0.2.1",
+    ):  # the second is nobody's: on rank 0's own node its name may mean loopback, so look where others are reached
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))  # sends nothing
             address = probe.getsockname()[0]
@@ -198,7 +215,11 @@ def _mpi_file() -> str:
 
     Open MPI tells every rank the address of its own server, new with every run; elsewhere the parent process is mpirun's.
     """
-    run = [value for name, value in sorted(os.environ.items()) if name.startswith(("PMIX_NAMESPACE", "PMIX_SERVER_URI", "OMPI_MCA_orte_local_daemon_uri"))]
+    run = [
+        value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("PMIX_NAMESPACE", "PMIX_SERVER_URI", "OMPI_MCA_orte_local_daemon_uri"))
+    ]
     if not run:
         with suppress(OSError):  # /proc is Linux's
             run = [Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]]  # when it started
@@ -207,7 +228,9 @@ def _mpi_file() -> str:
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
-        raise RuntimeError(f"Ranks of mpirun meet in {folder}, which must be a folder that only this user may enter: remove it, or set MASTER_ADDR")
+        raise RuntimeError(
+            f"Ranks of mpirun meet in {folder}, which must be a folder that only this user may enter: remove it, or set MASTER_ADDR"
+        )
     return str(folder / hashlib.sha256(json.dumps(run).encode()).hexdigest()[:32])
 
 

@@ -32,7 +32,8 @@ def keep_going(attempt: Callable[[int], T], max_restarts: int, *, name: Callable
             kind = (type(error), getattr(error, "signal", None), getattr(error, "exitcode", None), at)
             if kind == before:
                 _add_note(
-                    error, f"the run was not restarted again: the same failure came twice {at}, so it would come again (restart {restart} of {max_restarts})"
+                    error,
+                    f"the run was not restarted again: the same failure came twice {at}, so it would come again (restart {restart} of {max_restarts})",
                 )
                 raise
             if restart == max_restarts:
@@ -40,8 +41,14 @@ def keep_going(attempt: Callable[[int], T], max_restarts: int, *, name: Callable
                     _add_note(error, f"the run was not restarted again: all of max_restarts={max_restarts} are used up")
                 raise
             before = kind
-            what = str(error).partition(";")[0] if isinstance(error, RankFailure) else f"{type(error).__name__} {at}: {error}".splitlines()[0]
-            print(f"{what}: restart {restart + 1} of {max_restarts} from {name(restart + 1)}", file=sys.stderr, flush=True)
+            what = (
+                str(error).partition(";")[0]
+                if isinstance(error, RankFailure)
+                else f"{type(error).__name__} {at}: {error}".splitlines()[0]
+            )
+            print(
+                f"{what}: restart {restart + 1} of {max_restarts} from {name(restart + 1)}", file=sys.stderr, flush=True
+            )
     raise AssertionError("unreachable")
 
 

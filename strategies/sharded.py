@@ -45,7 +45,9 @@ class ShardedStrategy(EagerStrategy):
     cuts_gradients = True
 
     def __init__(self, options: Options, timeout_s: float, activation_checkpointing: bool | Rule = False) -> None:
-        super().__init__(activation_checkpointing=options.wrap if activation_checkpointing is True else activation_checkpointing)
+        super().__init__(
+            activation_checkpointing=options.wrap if activation_checkpointing is True else activation_checkpointing
+        )
         self.options = options
         self.timeout_s = timeout_s
         self._sizes: dict[str, int] = {}
@@ -63,13 +65,17 @@ class ShardedStrategy(EagerStrategy):
     def _axes(self) -> Mapping[str, int | None]:
         """The axes of the mesh, outermost first; None for the one that takes the ranks that are left."""
 
-    def configure(self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true") -> None:
+    def configure(
+        self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
+    ) -> None:
         super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
         world = environment.detect()
         sizes = resolve(self._axes, world.world_size if world is not None else self._num_devices)
         self._sizes = {name: size for name, size in sizes.items() if size > 1}
         self.keeps_layout = not self._sizes
-        self.dynamic_shapes = "tensor" not in self._sizes  # on torch 2.13 a size that is a symbol refers to itself where a DTensor is cut
+        self.dynamic_shapes = (
+            "tensor" not in self._sizes
+        )  # on torch 2.13 a size that is a symbol refers to itself where a DTensor is cut
 
     def setup(self) -> None:
         super().setup()
@@ -84,7 +90,11 @@ class ShardedStrategy(EagerStrategy):
         if "ddp" in self._sizes or "fsdp" in self._sizes:
             self._steps = Steps(self.rank, self.world_size, self.timeout_s)
         tensor = self._sizes.get("tensor", 1)
-        self.data_rank, self.data_size, self.reports = self.rank // tensor, self.world_size // tensor, self.rank % tensor == 0
+        self.data_rank, self.data_size, self.reports = (
+            self.rank // tensor,
+            self.world_size // tensor,
+            self.rank % tensor == 0,
+        )
         if self.precision.scaler is not None:
             self.precision.scaler = dtensors.ShardedScaler(self.device.type)
 
@@ -99,7 +109,9 @@ class ShardedStrategy(EagerStrategy):
         model = super().place(model)
         if self._mesh is None:
             return model.to(self.device)
-        compute_dtype = self.precision.autocast_dtype if self.options.low_precision_gather and "fsdp" in self._sizes else None
+        compute_dtype = (
+            self.precision.autocast_dtype if self.options.low_precision_gather and "fsdp" in self._sizes else None
+        )
         from strategies.axes import apply_axes
 
         placed = apply_axes(model, self._mesh, self.options, compute_dtype)
@@ -110,9 +122,13 @@ class ShardedStrategy(EagerStrategy):
         if self._mesh is not None:
             placed.close()  # type: ignore[operator]
             world = environment.detect()
-            keeps = self.rank == 0 or (world is not None and world.launcher != "lockstep")  # else this process ends with the run
+            keeps = self.rank == 0 or (
+                world is not None and world.launcher != "lockstep"
+            )  # else this process ends with the run
             pieces = {name: self._piece(parameter) for name, parameter in self._user_model(placed).named_parameters()}
-            whole = gather_whole(self, State({name: piece for name, piece in pieces.items() if piece is not None}), keep=keeps)
+            whole = gather_whole(
+                self, State({name: piece for name, piece in pieces.items() if piece is not None}), keep=keeps
+            )
             if keeps:
                 placed.restore(whole.tensors)  # type: ignore[operator]
         super().release(placed)
@@ -120,21 +136,30 @@ class ShardedStrategy(EagerStrategy):
     def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         for optimizer in optimizers.values():
             if self._mesh is not None and isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Rprop)):
-                raise ValueError(f"{type(optimizer).__name__} does not step parameters that are cut over ranks; use another optimizer, or strategy='ddp'")
+                raise ValueError(
+                    f"{type(optimizer).__name__} does not step parameters that are cut over ranks; use another optimizer, or strategy='ddp'"
+                )
         attached = super().attach(placed, optimizers)
-        self._named, self._buffered = self._cut_by_name(placed), [module for module in placed.modules() if module._buffers]
+        self._named, self._buffered = (
+            self._cut_by_name(placed),
+            [module for module in placed.modules() if module._buffers],
+        )
         return attached
 
     # ---- 2. gradient sync ------------------------------------------------------------------------
 
-    def forward_backward(self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any) -> Agreement:
+    def forward_backward(
+        self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any
+    ) -> Agreement:
         if self._mesh is None:
             return super().forward_backward(placed, step_fn, window, **options)
         parameters, automatic = options.get("parameters"), options.get("automatic", True)
         self._part = options.get("part")
         self._sync_each = self.options.sync_every_micro_batch or bool(parameters)
         if parameters:
-            step_fn, changed = _one_optimizer_each(placed, step_fn, parameters, options.get("before_backward"), options.get("after_backward"))
+            step_fn, changed = _one_optimizer_each(
+                placed, step_fn, parameters, options.get("before_backward"), options.get("after_backward")
+            )
             options |= changed
         try:
             with self._losses(), nullcontext() if automatic else placed.open():  # type: ignore[operator]
@@ -178,7 +203,9 @@ class ShardedStrategy(EagerStrategy):
         if placed.depth:
             placed.gather()  # type: ignore[operator]
 
-    def clip_gradients(self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
+    def clip_gradients(
+        self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+    ) -> Tensor | None:
         if self._mesh is None:
             return super().clip_gradients(placed, optimizer, value, algorithm)
         from strategies import dtensors
@@ -187,7 +214,11 @@ class ShardedStrategy(EagerStrategy):
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return dtensors.clip_by_norm(parameters, value) if algorithm == "norm" else dtensors.clip_by_value(parameters, value)
+        return (
+            dtensors.clip_by_norm(parameters, value)
+            if algorithm == "norm"
+            else dtensors.clip_by_value(parameters, value)
+        )
 
     def optimizer_step(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         if self._mesh is None:
@@ -234,7 +265,9 @@ class ShardedStrategy(EagerStrategy):
         def without_weight(batch: Any, batch_idx: int) -> Any:
             with traceless(placed), nullcontext() if self._part is None else self._part(0):
                 output = placed(step_fn, batch, batch_idx)
-            if isinstance(output, Mapping) and "loss" not in output:  # a loss for each optimizer, weighted by no samples
+            if (
+                isinstance(output, Mapping) and "loss" not in output
+            ):  # a loss for each optimizer, weighted by no samples
                 return output
             value = split_loss(output, 0)[0]
             return None if value is None else Loss(value * 0, 0)
@@ -247,7 +280,11 @@ class ShardedStrategy(EagerStrategy):
         from strategies import dtensors
 
         with torch.no_grad():  # else torch makes a view that can be walked back through
-            return [dtensors.local(gradient) for p in self._watched or placed.parameters() if (gradient := p.grad) is not None]
+            return [
+                dtensors.local(gradient)
+                for p in self._watched or placed.parameters()
+                if (gradient := p.grad) is not None
+            ]
 
     def _sync_gradients(self, placed: nn.Module, on: bool) -> None:
         if self._mesh is not None:
@@ -337,7 +374,11 @@ class ShardedStrategy(EagerStrategy):
             if axis in self._sizes:
                 dist.all_reduce(flat, group=self._mesh.get_group(axis))  # type: ignore[union-attr]
         for parameter, found, piece, mean in zip(
-            parameters, flat[: len(has)].tolist(), pieces, (flat[len(has) :] / self.data_size).split([piece.numel() for piece in pieces]), strict=True
+            parameters,
+            flat[: len(has)].tolist(),
+            pieces,
+            (flat[len(has) :] / self.data_size).split([piece.numel() for piece in pieces]),
+            strict=True,
         ):
             if found:
                 if parameter.grad is None:
@@ -419,4 +460,8 @@ def _one_optimizer_each(
         if after is not None:
             after()
 
-    return step, {"parameters": dict.fromkeys(parameters), "before_backward": before_backward, "after_backward": after_backward}
+    return step, {
+        "parameters": dict.fromkeys(parameters),
+        "before_backward": before_backward,
+        "after_backward": after_backward,
+    }

@@ -57,5 +57,12 @@ def _rows(batch: Any, num_rows: int, start: int, stop: int) -> Any:
         items = [_rows(item, num_rows, start, stop) for item in batch]
         return items if isinstance(batch, list) else type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return dataclasses.replace(batch, **{f.name: _rows(getattr(batch, f.name), num_rows, start, stop) for f in dataclasses.fields(batch) if f.init})
+        return dataclasses.replace(
+            batch,
+            **{
+                f.name: _rows(getattr(batch, f.name), num_rows, start, stop)
+                for f in dataclasses.fields(batch)
+                if f.init
+            },
+        )
     return batch

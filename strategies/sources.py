@@ -20,15 +20,25 @@ from strategies.streamed import Streamed
 def source_of(loader: Any, share: Share, shuffle: bool | None) -> Source:
     if isinstance(loader, CombinedLoader):
         return Combined(loader, share, shuffle)
-    if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and type(loader)._get_iterator is DataLoader._get_iterator:
-        return Streamed(loader.dataset, share, shuffle, loader) if isinstance(loader.dataset, IterableDataset) else Indexed(loader, share, shuffle)
+    if (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and type(loader)._get_iterator is DataLoader._get_iterator
+    ):
+        return (
+            Streamed(loader.dataset, share, shuffle, loader)
+            if isinstance(loader.dataset, IterableDataset)
+            else Indexed(loader, share, shuffle)
+        )
     if hasattr(loader, "__iter__"):
         return Streamed(loader, share, shuffle)
     if hasattr(loader, "__getitem__") and hasattr(loader, "__len__"):
         return Indexed(DataLoader(loader, batch_size=None, collate_fn=keep), share, shuffle)
     if callable(loader):
         return Streamed(Factory(loader), share, shuffle)
-    raise TypeError(f"a loader is a DataLoader, an iterable of batches or a function that returns one, but it is {type(loader).__name__}")
+    raise TypeError(
+        f"a loader is a DataLoader, an iterable of batches or a function that returns one, but it is {type(loader).__name__}"
+    )
 
 
 class Combined(Source):
@@ -36,16 +46,21 @@ class Combined(Source):
 
     def __init__(self, combined: CombinedLoader, share: Share, shuffle: bool | None) -> None:
         if share.split and share.size * share.accumulate > 1:
-            raise ValueError("split needs batches that can be cut, but those of several loaders are not: leave split_batches out")
+            raise ValueError(
+                "split needs batches that can be cut, but those of several loaders are not: leave split_batches out"
+            )
         self.share = share
         self.window_micro_batches = share.accumulate
         self._combined = combined
         self._sources = {
-            name: source_of(loader, Share(0, 1, mix(share.seed, i), 1, False), shuffle) for i, (name, loader) in enumerate(combined.named().items())
+            name: source_of(loader, Share(0, 1, mix(share.seed, i), 1, False), shuffle)
+            for i, (name, loader) in enumerate(combined.named().items())
         }
         for name, source in self._sources.items():
             if source.shards_itself:
-                raise ValueError(f"a dataset that shards itself cannot be combined with others, as ranks may have other numbers of batches, but {name!r} does")
+                raise ValueError(
+                    f"a dataset that shards itself cannot be combined with others, as ranks may have other numbers of batches, but {name!r} does"
+                )
         self._length = combined.length([source.num_micro_batches for source in self._sources.values()])
         if any(source.num_micro_batches == 0 for source in self._sources.values()):
             self._length = 0
@@ -56,7 +71,11 @@ class Combined(Source):
             self.window_samples = sum(size or 0 for size in sizes) * share.ranks * share.accumulate
 
     def describe(self) -> str:
-        return "; ".join(f"{name!r}: {source.describe()}" for name, source in self._sources.items() if source.num_micro_batches in (0, None))
+        return "; ".join(
+            f"{name!r}: {source.describe()}"
+            for name, source in self._sources.items()
+            if source.num_micro_batches in (0, None)
+        )
 
     def check(self, start: int) -> None:
         for source in self._sources.values():
@@ -83,12 +102,16 @@ class Combined(Source):
 
         def is_mine(unit: int) -> bool:
             _, rank, num_ranks = place(unit)
-            pads = (rank == 0 and share.rank >= num_ranks) or (self._length is None and unit == first)  # a rank without one needs another's
+            pads = (rank == 0 and share.rank >= num_ranks) or (
+                self._length is None and unit == first
+            )  # a rank without one needs another's
             return unit >= first and (rank == share.rank or pads)
 
         mine, num_samples, all_samples = None, 0, 0
         inside, open_ = 0, False
-        for unit, (batch, its_samples) in enumerate(islice(self._units(epoch, end, is_mine), first, end if end is None else max(first, end)), first):
+        for unit, (batch, its_samples) in enumerate(
+            islice(self._units(epoch, end, is_mine), first, end if end is None else max(first, end)), first
+        ):
             inside, rank, num_ranks = place(unit)
             all_samples += its_samples
             if is_mine(unit):
@@ -140,13 +163,17 @@ class Combined(Source):
                         running[name] = _numbered(self._sources[name], epoch + (cycles[name] << 32), unit, end, is_mine)
                         item = next(running[name], None)
                         if item is None:
-                            raise ValueError(f"the loader {name!r} yielded no batch in epoch {epoch}: {self._sources[name].describe()}")
+                            raise ValueError(
+                                f"the loader {name!r} yielded no batch in epoch {epoch}: {self._sources[name].describe()}"
+                            )
                 batches[name] = item[0]
                 total += item[1]
             yield combined.together(batches), total
 
 
-def _numbered(source: Source, epoch: int, first: int, end: int | None, is_mine: Callable[[int], bool]) -> Iterator[tuple[Any, int]]:
+def _numbered(
+    source: Source, epoch: int, first: int, end: int | None, is_mine: Callable[[int], bool]
+) -> Iterator[tuple[Any, int]]:
     """(batch, samples) of an epoch of a loader on one process, the first of which has the number `first`; None where it is not to be fetched."""
     if not isinstance(source, Indexed) or source.counts_own:
         yield from ((batch, num_samples) for batch, num_samples, *_ in source.pieces(epoch, 0, None))

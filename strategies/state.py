@@ -64,7 +64,9 @@ class Reader(Protocol):
         """The whole tensor, or the rectangle of `shape` that begins at `offsets`, on CPU."""
 
 
-def pack(value: Any, name: str, tensors: dict[str, Shard], piece: Callable[[Tensor], Shard | None] = Shard.whole) -> Any:
+def pack(
+    value: Any, name: str, tensors: dict[str, Shard], piece: Callable[[Tensor], Shard | None] = Shard.whole
+) -> Any:
     """Turn a nested structure into JSON data, moving its tensors into `tensors` under `name`.
 
     Tuples and dicts with keys that are not strings are kept as what they are; everything else that
@@ -85,8 +87,15 @@ def pack(value: Any, name: str, tensors: dict[str, Shard], piece: Callable[[Tens
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: pack(item, f"{name}.{key}", tensors, piece) for key, item in value.items()}
         pairs = enumerate(value.items())
-        return {"$items": [[pack(key, f"{name}.{i}.key", tensors, piece), pack(item, f"{name}.{i}", tensors, piece)] for i, (key, item) in pairs]}
-    raise TypeError(f"state must be tensors, numbers, strings, lists, tuples and dicts, but {name} is {type(value).__module__}.{type(value).__qualname__}")
+        return {
+            "$items": [
+                [pack(key, f"{name}.{i}.key", tensors, piece), pack(item, f"{name}.{i}", tensors, piece)]
+                for i, (key, item) in pairs
+            ]
+        }
+    raise TypeError(
+        f"state must be tensors, numbers, strings, lists, tuples and dicts, but {name} is {type(value).__module__}.{type(value).__qualname__}"
+    )
 
 
 def unpack(value: Any, read: Callable[[str], Tensor]) -> Any:
@@ -104,11 +113,15 @@ def unpack(value: Any, read: Callable[[str], Tensor]) -> Any:
     return {key: unpack(item, read) for key, item in value.items()}
 
 
-def gather_state(model: nn.Module, optimizers: dict[str, Optimizer], piece: Callable[[Tensor], Shard | None] = Shard.whole) -> State:
+def gather_state(
+    model: nn.Module, optimizers: dict[str, Optimizer], piece: Callable[[Tensor], Shard | None] = Shard.whole
+) -> State:
     """The state of a model and its optimizers; `piece` is what this rank writes of a tensor, None where another rank does."""
     state = State()
     values = {name: pack(value, f"model/{name}", state.tensors, piece) for name, value in model.state_dict().items()}
-    state.meta["model"] = {name: None if value == {"$tensor": f"model/{name}"} else value for name, value in values.items()}
+    state.meta["model"] = {
+        name: None if value == {"$tensor": f"model/{name}"} else value for name, value in values.items()
+    }
     names = parameter_names(model)
     state.meta["optimizers"] = {}
     for key, optimizer in optimizers.items():
@@ -116,11 +129,19 @@ def gather_state(model: nn.Module, optimizers: dict[str, Optimizer], piece: Call
         order = [names_of(parameter, names, key) for group in optimizer.param_groups for parameter in group["params"]]
         state.meta["optimizers"][key] = {
             "param_groups": [
-                pack({k: v if k != "params" else [order[i] for i in v] for k, v in group.items()}, f"optimizer/{key}/group{i}", state.tensors, piece)
+                pack(
+                    {k: v if k != "params" else [order[i] for i in v] for k, v in group.items()},
+                    f"optimizer/{key}/group{i}",
+                    state.tensors,
+                    piece,
+                )
                 for i, group in enumerate(saved["param_groups"])
             ],
             "state": {
-                order[i]: {k: pack(v, f"optimizer/{key}/{order[i]}/{k}", state.tensors, piece) for k, v in entry.items()} for i, entry in saved["state"].items()
+                order[i]: {
+                    k: pack(v, f"optimizer/{key}/{order[i]}/{k}", state.tensors, piece) for k, v in entry.items()
+                }
+                for i, entry in saved["state"].items()
             },
         }
     return state
@@ -156,10 +177,14 @@ def restore_state(model: nn.Module, optimizers: dict[str, Optimizer], reader: Re
         optimizer.load_state_dict(
             {
                 "state": {
-                    index[name]: {k: unpack(v, functools.partial(take, reader, like=parameters[name])) for k, v in entry.items()}
+                    index[name]: {
+                        k: unpack(v, functools.partial(take, reader, like=parameters[name])) for k, v in entry.items()
+                    }
                     for name, entry in saved["state"].items()
                 },
-                "param_groups": [_taken(key, group, now) for group, now in zip(groups, current["param_groups"], strict=True)],
+                "param_groups": [
+                    _taken(key, group, now) for group, now in zip(groups, current["param_groups"], strict=True)
+                ],
             }
         )
 
@@ -189,7 +214,9 @@ def check_names(own: Iterable[str], reader: Reader) -> None:
     have, saved = set(own), set(reader.meta["model"])
     if have != saved:
         missing, unexpected = sorted(have - saved), sorted(saved - have)
-        raise KeyError(f"the checkpoint does not fit the module: it lacks {missing[:5]} and has {unexpected[:5]} besides")
+        raise KeyError(
+            f"the checkpoint does not fit the module: it lacks {missing[:5]} and has {unexpected[:5]} besides"
+        )
 
 
 def check_shape(name: str, shape: Iterable[int], reader: Reader) -> None:
@@ -211,7 +238,9 @@ def saved_groups(reader: Reader, key: str, have: list[list[str]]) -> list[dict[s
     groups = [unpack(group, reader.read) for group in reader.meta["optimizers"][key]["param_groups"]]
     saved = [group["params"] for group in groups]
     if saved != have:
-        raise ValueError(f"optimizer {key!r} holds other parameters or groups than the one that was saved: {_first_difference(saved, have)}")
+        raise ValueError(
+            f"optimizer {key!r} holds other parameters or groups than the one that was saved: {_first_difference(saved, have)}"
+        )
     return groups
 
 
@@ -257,17 +286,28 @@ def gather_whole(strategy: Strategy, state: State, keep: bool = True) -> Whole:
     whole = Whole({}, state.meta)
     for source in range(strategy.world_size):
         mine = dict(sorted(state.tensors.items())) if source == strategy.rank else {}
-        described = [[name, str(s.tensor.dtype)[6:], list(s.tensor.shape), list(s.offsets), list(s.global_shape)] for name, s in mine.items()]
+        described = [
+            [name, str(s.tensor.dtype)[6:], list(s.tensor.shape), list(s.offsets), list(s.global_shape)]
+            for name, s in mine.items()
+        ]
         layout = strategy.broadcast(described, source)
         for kind in sorted({row[1] for row in layout}):
             rows = [row for row in layout if row[1] == kind]
             dtype = getattr(torch, kind)
             sizes = [math.prod(row[2]) for row in rows]
-            flat = torch.cat([mine[row[0]].tensor.detach().cpu().reshape(-1) for row in rows]) if mine else torch.empty(sum(sizes), dtype=dtype)
+            flat = (
+                torch.cat([mine[row[0]].tensor.detach().cpu().reshape(-1) for row in rows])
+                if mine
+                else torch.empty(sum(sizes), dtype=dtype)
+            )
             flat = strategy.broadcast(flat, source)
-            for (name, _, shape, offsets, global_shape), part in zip(rows, flat.split(sizes) if keep else (), strict=keep):
+            for (name, _, shape, offsets, global_shape), part in zip(
+                rows, flat.split(sizes) if keep else (), strict=keep
+            ):
                 target = whole.tensors.setdefault(name, torch.empty(global_shape, dtype=dtype))
-                target[tuple(slice(start, start + length) for start, length in zip(offsets, shape, strict=True))] = part.view(shape)
+                target[tuple(slice(start, start + length) for start, length in zip(offsets, shape, strict=True))] = (
+                    part.view(shape)
+                )
     return whole
 
 

@@ -15,7 +15,9 @@ from strategies.source import Piece, Source, cannot_share, divisors, length_of, 
 class Streamed(Source):
     """An iterable dataset, or any iterable of batches: every rank iterates all of it and keeps its share."""
 
-    def __init__(self, iterable: Any, share: Share, shuffle: bool | None, loader: DataLoader[Any] | None = None) -> None:
+    def __init__(
+        self, iterable: Any, share: Share, shuffle: bool | None, loader: DataLoader[Any] | None = None
+    ) -> None:
         name = name_of(iterable)
         if shuffle:
             raise ValueError(f"shuffle=True needs a dataset with indices, but {name} can only be iterated")
@@ -35,7 +37,13 @@ class Streamed(Source):
                     f"and they are {share.size} * {share.accumulate}"
                 )
             batch_size //= share.size * share.accumulate
-        self._fetcher = Items(iterable, share, batch_size, None if loader is None else loader.collate_fn, loader is not None and loader.drop_last)
+        self._fetcher = Items(
+            iterable,
+            share,
+            batch_size,
+            None if loader is None else loader.collate_fn,
+            loader is not None and loader.drop_last,
+        )
         self._runs = count()
         self._read = False
         self._live: Items | None = None
@@ -53,22 +61,36 @@ class Streamed(Source):
     def check_planned(self, start: int) -> None:
         share, name = self.share, self._iterable
         if self.shards_itself and start:
-            raise cannot_share(name, share, "which shards itself, other ranks would see other samples before the epoch ends", [share.planned])
+            raise cannot_share(
+                name,
+                share,
+                "which shards itself, other ranks would see other samples before the epoch ends",
+                [share.planned],
+            )
         if self._fetcher.drop_last:
             raise cannot_share(name, share, "drop_last drops by the number of ranks", [share.planned])
         if share.whole or share.planned * share.accumulate % share.size:
-            raise cannot_share(name, share, "each rank takes whole batches", divisors(share.planned * share.accumulate, share))
+            raise cannot_share(
+                name, share, "each rank takes whole batches", divisors(share.planned * share.accumulate, share)
+            )
 
     def limit_here(self, limit: int | None) -> int | None:
         share = self.share
         if limit is None or not share.planned:
             return limit
         if limit * share.planned % share.size:
-            raise cannot_share(self._iterable, share, f"each rank takes whole batches of the {limit * share.planned} of an epoch", [share.planned])
+            raise cannot_share(
+                self._iterable,
+                share,
+                f"each rank takes whole batches of the {limit * share.planned} of an epoch",
+                [share.planned],
+            )
         return limit * share.planned // share.size
 
     def describe(self) -> str:
-        return f"{name_of(self._iterable)} gives no item" + (" or drop_last drops all" if self._fetcher.drop_last else "")
+        return f"{name_of(self._iterable)} gives no item" + (
+            " or drop_last drops all" if self._fetcher.drop_last else ""
+        )
 
     def check(self, start: int) -> None:
         # A length that an iterable reports is an estimate, so `start` is not checked against it.
@@ -113,12 +135,18 @@ class Streamed(Source):
         elif not self._fetcher.has_state or (self._workers is not None and self._workers.num_workers):
             super().load_state_dict(state)
         elif set(state) != set(Items.STATE):
-            raise ValueError(f"the state of an iterable dataset has the keys {sorted(Items.STATE)}, but it has {sorted(state)}")
+            raise ValueError(
+                f"the state of an iterable dataset has the keys {sorted(Items.STATE)}, but it has {sorted(state)}"
+            )
         else:
             self._loaded = state
 
     def resumed(self, epoch: int, start: int) -> tuple[int, int]:
-        return (self._loaded["samples"], self._loaded["micro_batches"]) if self._loaded is not None and self._fits(epoch, start) else (0, 0)
+        return (
+            (self._loaded["samples"], self._loaded["micro_batches"])
+            if self._loaded is not None and self._fits(epoch, start)
+            else (0, 0)
+        )
 
     def _fits(self, epoch: int, start: int) -> bool:
         return self._loaded is not None and self._loaded["epoch"] == epoch and self._loaded["samples"] <= start

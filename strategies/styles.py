@@ -69,15 +69,26 @@ class Sequence:
             if index or not isinstance(x, Tensor) or x.dim() < 3 or x.shape[1] % self._size:
                 return None
             self.on = True
-            return (DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(1)]).to_local(), *args[1:])
+            return (
+                DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+                .redistribute(placements=[Shard(1)])
+                .to_local(),
+                *args[1:],
+            )
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             if not self.on:
                 return None
             self.on = False
             if not isinstance(output, Tensor):
-                raise ValueError(f"sequence_parallel=True needs blocks that return one tensor, but {type(module).__name__} returned {type(output).__name__}")
-            return DTensor.from_local(output, mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()]).to_local()
+                raise ValueError(
+                    f"sequence_parallel=True needs blocks that return one tensor, but {type(module).__name__} returned {type(output).__name__}"
+                )
+            return (
+                DTensor.from_local(output, mesh, [Shard(1)], run_check=False)
+                .redistribute(placements=[Replicate()])
+                .to_local()
+            )
 
         for row in self._rows:
             for index, block in enumerate(row):
@@ -104,9 +115,13 @@ class Column(ColwiseParallel):
         self._given: tuple[Tensor, int] | None = None
         self._whole: Any = None
 
-    def _prepare_input_fn(self, input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> Any:  # type: ignore[override]
+    def _prepare_input_fn(  # type: ignore[override]
+        self, input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
         layouts = self.sequence.layouts() if self.sequence else input_layouts
-        gather = functools.partial(ColwiseParallel._prepare_input_fn, layouts, desired_input_layouts, mod, inputs, device_mesh)
+        gather = functools.partial(
+            ColwiseParallel._prepare_input_fn, layouts, desired_input_layouts, mod, inputs, device_mesh
+        )
         if torch.compiler.is_compiling():
             return gather()
         x = inputs[0]
@@ -124,7 +139,9 @@ class Row(RowwiseParallel):
         super().__init__()
         self.sequence = sequence
 
-    def _prepare_output_fn(self, output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh) -> Any:  # type: ignore[override]
+    def _prepare_output_fn(  # type: ignore[override]
+        self, output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
         layouts = self.sequence.layouts() if self.sequence else output_layouts
         return RowwiseParallel._prepare_output_fn(layouts, use_local_output, mod, outputs, device_mesh)
 
@@ -151,7 +168,9 @@ class Classes(ColwiseParallel):
     """A head cut by classes: in training its logits stay cut, for the loss; otherwise they are gathered."""
 
     @staticmethod
-    def _prepare_output_fn(output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh) -> Any:
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
         if mod.training and is_grad_enabled():
             return outputs
         return outputs.redistribute(placements=[Replicate()]).to_local()

@@ -19,7 +19,10 @@ def traceless(model: nn.Module) -> Iterator[None]:
     were; parameters and their gradients are not touched. Reaches into attributes that are lists, dicts, tuples
     and tensors, not into other objects, which may belong to somebody else.
     """
-    before = [(module, {key: _copy(value) for key, value in vars(module).items() if _is_state(key)}, dict(module._buffers)) for module in model.modules()]
+    before = [
+        (module, {key: _copy(value) for key, value in vars(module).items() if _is_state(key)}, dict(module._buffers))
+        for module in model.modules()
+    ]
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:

@@ -35,7 +35,9 @@ STACKS = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 STARTING, SETTING_UP = "starting", "setting up"
 """Phases without a step in which time counts."""
 
-_WAITS = re.compile(r'File ".*(torch/distributed/|torch/autograd/graph\.py|strategies/(control|exchange|rendezvous)\.py)')
+_WAITS = re.compile(
+    r'File ".*(torch/distributed/|torch/autograd/graph\.py|strategies/(control|exchange|rendezvous)\.py)'
+)
 """Innermost frames of a rank that waits for the others: it is not the one that hangs."""
 _PREPARES = re.compile(r" in prepare_data$", re.MULTILINE)
 """A frame of a rank that may take any time."""
@@ -62,7 +64,9 @@ def limit_s() -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < 1e9:
-        raise ValueError(f"{VARIABLE} must be a number of seconds, or 0 for no watchdog, but it is {text!r}: correct it or unset it")
+        raise ValueError(
+            f"{VARIABLE} must be a number of seconds, or 0 for no watchdog, but it is {text!r}: correct it or unset it"
+        )
     return seconds or float("inf")
 
 
@@ -141,7 +145,9 @@ def _cpu_s(pid: int) -> float:
 
 
 def _children(pid: int) -> list[int]:
-    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
 
 
 class Report(NamedTuple):
@@ -162,7 +168,9 @@ class Report(NamedTuple):
     @property
     def waits(self) -> bool:
         """Whether it waits for other ranks, or is gone."""
-        frames = [line for line in self.stacks.splitlines()[1:] if "/torch/_ops.py" not in line]  # under functional collectives
+        frames = [
+            line for line in self.stacks.splitlines()[1:] if "/torch/_ops.py" not in line
+        ]  # under functional collectives
         return bool(frames and _WAITS.search(frames[0])) or self.state in ("gone", "dead")
 
     def headline(self, limit_s: float) -> str:
@@ -171,7 +179,11 @@ class Report(NamedTuple):
 
     def text(self, num_lines: int) -> str:
         lines = [f"{where(self.rank, self.sign.step, self.sign.phase)}: {self.state}", *self.stacks.splitlines()]
-        return "\n".join(lines if len(lines) <= num_lines else [*lines[: num_lines - 1], f"  ... {len(lines) - num_lines + 1} lines cut ..."])
+        return "\n".join(
+            lines
+            if len(lines) <= num_lines
+            else [*lines[: num_lines - 1], f"  ... {len(lines) - num_lines + 1} lines cut ..."]
+        )
 
 
 def examine(boards: Mapping[int, Path | str], answers: Mapping[int, Path | str]) -> list[Report]:
@@ -210,7 +222,9 @@ def _ask(pid: int) -> bool:
 
 def _status(pid: int) -> dict[str, str]:
     with suppress(OSError):
-        return dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
+        return dict(
+            line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line
+        )
     return {}
 
 
@@ -225,7 +239,14 @@ def _handles(status: dict[str, str]) -> bool:
 
 def _state(pid: int) -> str:
     state = _status(pid).get("State", "gone")[:1]
-    words = {"T": "stopped by a signal (SIGSTOP)", "t": "stopped by a debugger", "R": "computing", "S": "waiting", "D": "waiting in the kernel", "Z": "dead"}
+    words = {
+        "T": "stopped by a signal (SIGSTOP)",
+        "t": "stopped by a debugger",
+        "R": "computing",
+        "S": "waiting",
+        "D": "waiting in the kernel",
+        "Z": "dead",
+    }
     with suppress(OSError):
         place = Path(f"/proc/{pid}/wchan").read_text().strip()
         if state in "SD" and place not in ("", "0"):
@@ -264,12 +285,26 @@ class Beside:
         self.path = _SHARED / f"lockstep-{os.getuid()}-{job}-{rank}"
         _remove(self.path)
         _remove_dead(_SHARED)
-        self.files = [os.open(self.path.with_suffix(suffix), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600) for suffix in (".board", ".stacks")]
+        self.files = [
+            os.open(self.path.with_suffix(suffix), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            for suffix in (".board", ".stacks")
+        ]
         os.truncate(self.files[0], BOARD.size)
         fcntl.lockf(self.files[0], fcntl.LOCK_EX)  # its holder is the process on it, alive
-        command = [sys.executable, "-I", "-S", __file__, str(self.path.parent), self.path.name, str(num_local), str(num_nodes)]
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            __file__,
+            str(self.path.parent),
+            self.path.name,
+            str(num_local),
+            str(num_nodes),
+        ]
         # A session of its own: what torchrun sends to the rank's process group would end it before it has tidied up.
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+        )
 
     def end(self) -> None:
         self.process.kill()
@@ -292,7 +327,9 @@ def _remove_dead(folder: Path) -> None:
     """What ranks have left that were killed together with their watchers."""
     for path in folder.glob(f"lockstep-{os.getuid()}-*.board"):
         with suppress(OSError), open(path, "rb", buffering=0) as file:
-            if holder(file.fileno()) is None and time.time() - path.stat().st_mtime > 60:  # one that is just made has no holder yet
+            if (
+                holder(file.fileno()) is None and time.time() - path.stat().st_mtime > 60
+            ):  # one that is just made has no holder yet
                 _remove(path.with_suffix(""))
 
 
@@ -319,10 +356,14 @@ def main(folder: Path, name: str, num_local: int, num_nodes: int) -> None:
     The watcher of the first rank does so for all; another one only kills its own rank, later, where nobody has ended what is left.
     """
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(signum, signal.SIG_IGN)  # to all processes of a job: the rank goes on until it is at the end of its step
+        signal.signal(
+            signum, signal.SIG_IGN
+        )  # to all processes of a job: the rank goes on until it is at the end of its step
     job, _, number = name.rpartition("-")
     rank, parent, watchdog = int(number), os.getppid(), Watchdog()
-    elsewhere_s = 0.0 if num_nodes == 1 else watchdog.limit_s  # more for what cannot be seen: ranks of other machines that work
+    elsewhere_s = (
+        0.0 if num_nodes == 1 else watchdog.limit_s
+    )  # more for what cannot be seen: ranks of other machines that work
     act_at, has_waited = 0.0, False
     while os.getppid() == parent:
         time.sleep(watchdog.interval_s)
@@ -366,7 +407,9 @@ def _told(reports: list[Report], limit_s: float, num_missing: int, num_local: in
     first, *others = reports
     lines = [first.headline(limit_s)]
     if num_missing:
-        lines.append(f"{num_missing} of the {num_local} ranks that were started with it had not come to the set-up of their strategy, or have ended")
+        lines.append(
+            f"{num_missing} of the {num_local} ranks that were started with it had not come to the set-up of their strategy, or have ended"
+        )
     return "\n".join([*lines, first.text(30), *(f"beside it {report.text(10)}" for report in others[:1])])
 
 

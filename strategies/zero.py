@@ -47,7 +47,14 @@ class ZeroStep(nn.Module):
         self.ran = False
         """Whether the running step has called a submodule."""
 
-    def attach(self, optimizer: Optimizer, config: dict[str, Any], trained: list[nn.Parameter], device: torch.device, local_rank: int) -> None:
+    def attach(
+        self,
+        optimizer: Optimizer,
+        config: dict[str, Any],
+        trained: list[nn.Parameter],
+        device: torch.device,
+        local_rank: int,
+    ) -> None:
         """Build the engine. Every rank calls it."""
         self.local_rank = local_rank
         self.before = [(owner, set(vars(owner))) for owner in (*self.model.modules(), *self.model.parameters())]
@@ -61,16 +68,24 @@ class ZeroStep(nn.Module):
             # operators could be compiled tries the compiler, so the answer is put in its place.
             vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
             with contextlib.redirect_stdout(io.StringIO()):
-                engine, *_ = deepspeed.initialize(model=self, optimizer=optimizer, config=config, dist_init_required=False)
+                engine, *_ = deepspeed.initialize(
+                    model=self, optimizer=optimizer, config=config, dist_init_required=False
+                )
         self.__dict__["engine"] = engine  # no child: the engine holds this module
         self.stage = int(engine.zero_optimization_stage())
         self.trained = trained
         self.offloads = engine.zero_cpu_offload()
         self.kept = [flat.grad for flat in self.flats()]
         self.used = _Used(trained)
-        self.hooks = [child.register_forward_pre_hook(self._note_run) for child in self.model.modules()] if self.stage == 3 else []
+        self.hooks = (
+            [child.register_forward_pre_hook(self._note_run) for child in self.model.modules()]
+            if self.stage == 3
+            else []
+        )
         if engine.optimizer.optimizer is not optimizer:
-            raise ValueError(f"DeepSpeed replaces {type(optimizer).__name__} by an optimizer of its own, which schedulers do not reach; use another optimizer")
+            raise ValueError(
+                f"DeepSpeed replaces {type(optimizer).__name__} by an optimizer of its own, which schedulers do not reach; use another optimizer"
+            )
 
     def release(self, keep: bool) -> None:
         """Take the engine off; with `keep` the model holds its weights, whole. Every rank calls it."""
@@ -107,7 +122,9 @@ class ZeroStep(nn.Module):
             optimizer.grad_partitions_flat_buffer.zero_()  # a parameter without gradient would be stepped by its last one
         elif self.offloads:
             for flat, gradient in zip(self.flats(), self.kept, strict=True):
-                flat.grad = gradient  # the optimizer's own zero_grad has dropped the buffers that the engine copies into
+                flat.grad = (
+                    gradient  # the optimizer's own zero_grad has dropped the buffers that the engine copies into
+                )
 
     def each(self, window: Window, micro_batches: Iterable[MicroBatch] | None) -> Iterator[MicroBatch]:
         """The micro-batches, telling the engine which one ends the window: it must not count them itself."""
@@ -273,7 +290,10 @@ class ZeroStep(nn.Module):
         if mapping is None:
             return _Piece(self.flats()[0][:0], 0)
         at, numel = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
-        return _Piece((self.flats()[mapping.param_group_index] if state is None else state)[at : at + numel], mapping.lp_fragment_address.start)
+        return _Piece(
+            (self.flats()[mapping.param_group_index] if state is None else state)[at : at + numel],
+            mapping.lp_fragment_address.start,
+        )
 
 
 class _Piece(NamedTuple):
@@ -289,7 +309,9 @@ class _Used:
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.seen: set[int] = set()
         self.closed = False
-        self._hooks = [parameter.register_post_accumulate_grad_hook(lambda p: self.seen.add(id(p))) for parameter in parameters]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda p: self.seen.add(id(p))) for parameter in parameters
+        ]
 
     def close(self) -> None:
         self.closed = True

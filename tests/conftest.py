@@ -17,7 +17,20 @@ import torch
 from hypothesis import settings
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
-LAUNCHER_PREFIXES = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TF_CONFIG")
+LAUNCHER_PREFIXES = (
+    "RANK",
+    "LOCAL_",
+    "WORLD_SIZE",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "TF_CONFIG",
+)
 
 torch.set_num_threads(1)
 settings.load_profile("ci")  # the same examples every time, and no deadline: the cores are shared

@@ -26,7 +26,17 @@ MAX_CALLBACK_HOOKS = 37
 MAX_TRAINER_ARGUMENTS = 32
 
 PUBLIC = {
-    "trainer": {"Trainer", "Module", "DataModule", "CombinedLoader", "Loss", "seed_everything", "CheckpointError", "ConfigError", "RankFailure"},
+    "trainer": {
+        "Trainer",
+        "Module",
+        "DataModule",
+        "CombinedLoader",
+        "Loss",
+        "seed_everything",
+        "CheckpointError",
+        "ConfigError",
+        "RankFailure",
+    },
     "callbacks": {
         "Callback",
         "CSVLogger",
@@ -85,7 +95,9 @@ def imports(path: Path, *, type_checking: bool) -> Iterator[str]:
 
 
 def package_modules(package: str) -> list[ModuleType]:
-    return [importlib.import_module(f"{package}.{path.stem}") for path in sorted((REPO_ROOT / package).glob("[a-z]*.py"))]
+    return [
+        importlib.import_module(f"{package}.{path.stem}") for path in sorted((REPO_ROOT / package).glob("[a-z]*.py"))
+    ]
 
 
 def ids(path: Path) -> str:
@@ -94,12 +106,18 @@ def ids(path: Path) -> str:
 
 @pytest.mark.parametrize("path", FILES, ids=ids)
 def test_imports_point_one_way(path: Path) -> None:
-    foreign = {"trainer": {"tests", "examples", "benchmarks"}, "callbacks": {"strategies"}, "strategies": {"callbacks", "trainer"}}
+    foreign = {
+        "trainer": {"tests", "examples", "benchmarks"},
+        "callbacks": {"strategies"},
+        "strategies": {"callbacks", "trainer"},
+    }
     forbidden = {"tests", "examples", "benchmarks"} | foreign[path.parent.name]
     everything = {name.split(".")[0] for name in imports(path, type_checking=True)}
     assert not everything & forbidden
     if path.parent.name == "callbacks":
-        assert "trainer" not in {name.split(".")[0] for name in imports(path, type_checking=False)}, "callbacks name the Trainer under TYPE_CHECKING only"
+        assert "trainer" not in {name.split(".")[0] for name in imports(path, type_checking=False)}, (
+            "callbacks name the Trainer under TYPE_CHECKING only"
+        )
 
 
 @pytest.mark.parametrize("path", FILES, ids=ids)
@@ -129,13 +147,23 @@ def test_no_import_cycles() -> None:
 def test_nobody_asks_which_strategy_it_has(folder: str) -> None:
     """A caller that would ask means that the contract lacks a question."""
     classes = {
-        name for module in package_modules("strategies") for name, value in vars(module).items() if inspect.isclass(value) and value in strategy_classes()
+        name
+        for module in package_modules("strategies")
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and value in strategy_classes()
     }
     assert {"Strategy"} < classes
     for path in (REPO_ROOT / folder).glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(), str(path))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass"):
-                asked = {name.split(".")[-1] for name in ast.unparse(node.args[1]).strip("()").replace("|", ",").replace(" ", "").split(",")}
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("isinstance", "issubclass")
+            ):
+                asked = {
+                    name.split(".")[-1]
+                    for name in ast.unparse(node.args[1]).strip("()").replace("|", ",").replace(" ", "").split(",")
+                }
                 assert not asked & (classes - {"Strategy"}), f"{path}:{node.lineno}"
 
 
@@ -153,7 +181,9 @@ def test_a_class_of_strategies_is_abstract_or_has_no_subclass() -> None:
     package_modules("strategies")
     for cls in strategy_classes():
         children = [child for child in cls.__subclasses__() if child in strategy_classes()]
-        assert inspect.isabstract(cls) or not children, f"{cls.__name__} is concrete and {[child.__name__ for child in children]} derive from it"
+        assert inspect.isabstract(cls) or not children, (
+            f"{cls.__name__} is concrete and {[child.__name__ for child in children]} derive from it"
+        )
 
 
 def test_the_strategy_contract_does_not_grow() -> None:
@@ -192,7 +222,9 @@ def test_public_names(package: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_package_roots_only_re_export(package: str) -> None:
     statements = ast.parse((REPO_ROOT / package / "__init__.py").read_text()).body
-    uncollected = [outer for outer in statements if isinstance(outer, ast.With) and ast.unparse(outer.items[0]) == "uncollected()"]
+    uncollected = [
+        outer for outer in statements if isinstance(outer, ast.With) and ast.unparse(outer.items[0]) == "uncollected()"
+    ]
     for node in [inner for outer in statements for inner in (outer.body if outer in uncollected else [outer])]:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         names = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
@@ -222,9 +254,15 @@ print(json.dumps({"before": before, "after": after, "added": sorted(added), "tor
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_importing_starts_nothing_and_costs_torch_and_little_more() -> None:
-    result = subprocess.run([sys.executable, "-c", IMPORT_COST], cwd=REPO_ROOT, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORT_COST], cwd=REPO_ROOT, capture_output=True, text=True, timeout=100
+    )
     assert result.returncode == 0, result.stderr
     seen = json.loads(result.stdout)
     assert seen["after"] == seen["before"], "threads, child processes, sockets and pipes"
     assert set(seen["added"]) - {"torch"} <= {*PACKAGES, "cloudpickle", "isal", "numpy", "safetensors"}
-    assert not [name for name in seen["torch"] if name.startswith(("torch.utils.tensorboard", "torch._dynamo", "torch.distributed.tensor"))]
+    assert not [
+        name
+        for name in seen["torch"]
+        if name.startswith(("torch.utils.tensorboard", "torch._dynamo", "torch.distributed.tensor"))
+    ]

@@ -57,7 +57,11 @@ def name(page: Path) -> str:
 
 
 def pages_with(*languages: str) -> list[Any]:
-    return [pytest.param(page, id=name(page)) for page in PAGES if any(block.language in languages for block in blocks(page))]
+    return [
+        pytest.param(page, id=name(page))
+        for page in PAGES
+        if any(block.language in languages for block in blocks(page))
+    ]
 
 
 def run(block: Block, page: Path, namespace: dict[str, Any]) -> None:
@@ -66,7 +70,9 @@ def run(block: Block, page: Path, namespace: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python_blocks_run(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    namespace: dict[str, Any] = {"__name__": "__main__"}  # as in a user's script: what it defines goes to the ranks by value
+    namespace: dict[str, Any] = {
+        "__name__": "__main__"
+    }  # as in a user's script: what it defines goes to the ranks by value
     if page not in (GETTING_STARTED, REPO_ROOT / "README.md"):
         run(next(block for block in blocks(GETTING_STARTED) if block.language == "python"), GETTING_STARTED, namespace)
     for block, expected in with_output(page, ("python",), "text"):
@@ -75,7 +81,9 @@ def test_python_blocks_run(page: Path, capfd: pytest.CaptureFixture[str]) -> Non
         printed = capfd.readouterr().out
         if expected is not None:
             flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-            assert doctest.OutputChecker().check_output(expected, printed, flags), f"{name(page)}:{block.line} prints:\n{printed}"
+            assert doctest.OutputChecker().check_output(expected, printed, flags), (
+                f"{name(page)}:{block.line} prints:\n{printed}"
+            )
 
 
 def commands(text: str) -> Iterator[list[str]]:
@@ -103,7 +111,9 @@ def check_config(files: list[str], overrides: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", pages_with(*SHELLS))
-def test_commands_lead_somewhere(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_lead_somewhere(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(REPO_ROOT)
     targets = set(re.findall(r"^([a-z-]+):", (REPO_ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for block, expected in with_output(page, SHELLS, "yaml"):
@@ -155,7 +165,10 @@ def test_links_lead_somewhere(page: Path) -> None:
         path = (page.parent / file).resolve() if file else page
         assert path.exists(), f"{name(page)} links to {target}"
         if anchor:
-            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)}
+            anchors = {
+                re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+                for title in re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            }
             assert anchor in anchors, f"{name(page)} links to {target}"
 
 

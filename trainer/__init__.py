@@ -13,4 +13,14 @@ with uncollected():
     from trainer.seeding import seed_everything
     from trainer.trainer import Trainer
 
-__all__ = ["CheckpointError", "CombinedLoader", "ConfigError", "DataModule", "Loss", "Module", "RankFailure", "Trainer", "seed_everything"]
+__all__ = [
+    "CheckpointError",
+    "CombinedLoader",
+    "ConfigError",
+    "DataModule",
+    "Loss",
+    "Module",
+    "RankFailure",
+    "Trainer",
+    "seed_everything",
+]

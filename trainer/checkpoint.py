@@ -153,7 +153,10 @@ def clean(folder: str | os.PathLike[str]) -> list[Path]:
             else:
                 shutil.rmtree(entry)
         except OSError as error:
-            warnings.warn(f"{entry} was left by an interrupted save and cannot be cleaned up ({reason(error)}): remove it by hand", stacklevel=2)
+            warnings.warn(
+                f"{entry} was left by an interrupted save and cannot be cleaned up ({reason(error)}): remove it by hand",
+                stacklevel=2,
+            )
         else:
             done.append(entry)
     return done
@@ -161,4 +164,6 @@ def clean(folder: str | os.PathLike[str]) -> list[Path]:
 
 def _check_meeting(world_size: int, barrier: Any, broadcast: Any) -> None:
     if world_size > 1 and (barrier is None or broadcast is None):
-        raise ValueError(f"save needs barrier and broadcast where world_size is {world_size}: pass those of the strategy")
+        raise ValueError(
+            f"save needs barrier and broadcast where world_size is {world_size}: pass those of the strategy"
+        )

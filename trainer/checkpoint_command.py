@@ -49,36 +49,65 @@ def main(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = arg
         print(f"{target}: {len(checkpoint.names('model/'))} tensors, {_bytes(target.stat().st_size)}")
     else:
         weights = interchange.import_weights(given.source, given.target, trust_pickle=given.trust_pickle)
-        print(f"{given.target.absolute()}: {len(weights.values)} tensors, step {weights.global_step}, {len(weights.hyperparameters)} hyperparameters")
+        print(
+            f"{given.target.absolute()}: {len(weights.values)} tensors, step {weights.global_step}, {len(weights.hyperparameters)} hyperparameters"
+        )
         if weights.left_out:
             print(f"left out: {', '.join(weights.left_out)}", file=sys.stderr)
     return 0
 
 
-def parse(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> argparse.Namespace:
+def parse(
+    words: Sequence[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser
+) -> argparse.Namespace:
     """The command and its arguments. Raises what `parser_class` raises for a wrong one."""
-    parser = parser_class(prog="lockstep checkpoint", usage=USAGE, description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_class(
+        prog="lockstep checkpoint",
+        usage=USAGE,
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     show_parser = commands.add_parser("show", usage="lockstep checkpoint show PATH", help="what a checkpoint holds")
-    verify_parser = commands.add_parser("verify", usage="lockstep checkpoint verify PATH", help="compare every byte with its checksum")
+    verify_parser = commands.add_parser(
+        "verify", usage="lockstep checkpoint verify PATH", help="compare every byte with its checksum"
+    )
     diff_parser = commands.add_parser(
         "diff",
         usage="lockstep checkpoint diff ONE OTHER [--tolerance T]",
         help="which tensors and state differ between two checkpoints; exit code 1 where any do",
     )
-    export_parser = commands.add_parser("export", usage="lockstep checkpoint export PATH [TARGET]", help="write the weights as one safetensors file")
+    export_parser = commands.add_parser(
+        "export", usage="lockstep checkpoint export PATH [TARGET]", help="write the weights as one safetensors file"
+    )
     import_parser = commands.add_parser(
-        "import", usage="lockstep checkpoint import [--trust-pickle] SOURCE TARGET", help="make a checkpoint of weights from elsewhere"
+        "import",
+        usage="lockstep checkpoint import [--trust-pickle] SOURCE TARGET",
+        help="make a checkpoint of weights from elsewhere",
     )
     for each in (show_parser, verify_parser, export_parser):
         each.add_argument("path", type=Path, help="a checkpoint")
     diff_parser.add_argument("one", type=Path, help="a checkpoint")
     diff_parser.add_argument("other", type=Path, help="a checkpoint")
-    diff_parser.add_argument("--tolerance", type=float, default=0.0, help="difference of a tensor, relative to its largest element, to let pass (default: 0)")
-    export_parser.add_argument("target", type=Path, nargs="?", default=Path("model.safetensors"), help="the file (default: model.safetensors)")
-    import_parser.add_argument("source", type=Path, help="a safetensors file, a Lightning checkpoint or a state dict of torch")
+    diff_parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        help="difference of a tensor, relative to its largest element, to let pass (default: 0)",
+    )
+    export_parser.add_argument(
+        "target", type=Path, nargs="?", default=Path("model.safetensors"), help="the file (default: model.safetensors)"
+    )
+    import_parser.add_argument(
+        "source", type=Path, help="a safetensors file, a Lightning checkpoint or a state dict of torch"
+    )
     import_parser.add_argument("target", type=Path, help="the checkpoint to make")
-    import_parser.add_argument("--trust-pickle", action="store_true", help="unpickle the source, which may run any code that its maker put there")
+    import_parser.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="unpickle the source, which may run any code that its maker put there",
+    )
     return parser.parse_args(words)
 
 
@@ -124,7 +153,11 @@ def differences(one: Checkpoint, other: Checkpoint, tolerance: float = 0.0) -> l
     A tensor is in tolerance where no element differs by more than `tolerance` times its largest finite one. Holds one
     tensor of each in memory.
     """
-    lines = [f"tensor {name}: only in {here.path}" for here, there in ((one, other), (other, one)) for name in sorted(set(here.names()) - set(there.names()))]
+    lines = [
+        f"tensor {name}: only in {here.path}"
+        for here, there in ((one, other), (other, one))
+        for name in sorted(set(here.names()) - set(there.names()))
+    ]
     far: list[tuple[float, str]] = []
     for name in sorted(set(one.names()) & set(other.names())):
         if (one.dtype(name), one.shape(name)) != (other.dtype(name), other.shape(name)):
@@ -139,7 +172,9 @@ def differences(one: Checkpoint, other: Checkpoint, tolerance: float = 0.0) -> l
     changed = list(_tree_differences("", {"state": one.state}, {"state": other.state}))
     if one.world_size == other.world_size:
         for rank in range(one.world_size):
-            changed += _tree_differences("", {f"rank {rank}": one.rank_state(rank)}, {f"rank {rank}": other.rank_state(rank)})
+            changed += _tree_differences(
+                "", {f"rank {rank}": one.rank_state(rank)}, {f"rank {rank}": other.rank_state(rank)}
+            )
     else:
         lines.append(f"ranks: {one.world_size} and {other.world_size}")
     return lines + _cut(changed, "places of the state")
@@ -147,7 +182,9 @@ def differences(one: Checkpoint, other: Checkpoint, tolerance: float = 0.0) -> l
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float, int]:
     """Largest difference, the same relative to the largest finite element, and the number of elements whose bits differ."""
-    unequal = one.resolve_conj().reshape(-1, 1).view(torch.uint8) != other.resolve_conj().reshape(-1, 1).view(torch.uint8)
+    unequal = one.resolve_conj().reshape(-1, 1).view(torch.uint8) != other.resolve_conj().reshape(-1, 1).view(
+        torch.uint8
+    )
     count = int(unequal.reshape(one.numel(), -1).any(1).sum()) if one.numel() else 0
     if not count:
         return 0.0, 0.0, 0

@@ -25,11 +25,17 @@ def check_tensor(path: Path, name: str, shard: Shard) -> None:
         raise refusal(path, repr(name), fault, "rename it")
     tensor = shard.tensor
     if tensor.layout != torch.strided or tensor.device.type == "meta" or hasattr(tensor, "__tensor_flatten__"):
-        raise refusal(path, name, f"<type {type(tensor).__name__}, layout {tensor.layout}, device {tensor.device}>", "pass a dense tensor with data")
+        raise refusal(
+            path,
+            name,
+            f"<type {type(tensor).__name__}, layout {tensor.layout}, device {tensor.device}>",
+            "pass a dense tensor with data",
+        )
     if tensor.dtype not in CODES:
         raise refusal(path, name, f"<dtype {tensor.dtype}>", "convert it first")
     if not tensor.dim() == len(shard.offsets) == len(shard.global_shape) or any(
-        first < 0 or first + size > whole for first, size, whole in zip(shard.offsets, tensor.shape, shard.global_shape, strict=True)
+        first < 0 or first + size > whole
+        for first, size, whole in zip(shard.offsets, tensor.shape, shard.global_shape, strict=True)
     ):
         raise refusal(
             path,
@@ -45,9 +51,19 @@ def check_json(path: Path, where: str, value: Any, depth: int = 0) -> None:
         return
     if isinstance(value, int):
         if value.bit_length() > _MAX_INT_BITS:
-            raise refusal(path, where, f"<int of {value.bit_length()} bits>", f"keep integers below {_MAX_INT_BITS} bits or save a string")
+            raise refusal(
+                path,
+                where,
+                f"<int of {value.bit_length()} bits>",
+                f"keep integers below {_MAX_INT_BITS} bits or save a string",
+            )
     elif depth > _MAX_DEPTH:
-        raise refusal(path, where[:200] + "...", f"<nested deeper than {_MAX_DEPTH}>", "flatten it, or look for a container that holds itself")
+        raise refusal(
+            path,
+            where[:200] + "...",
+            f"<nested deeper than {_MAX_DEPTH}>",
+            "flatten it, or look for a container that holds itself",
+        )
     elif isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -57,9 +73,16 @@ def check_json(path: Path, where: str, value: Any, depth: int = 0) -> None:
         for position, inner in enumerate(value):
             check_json(path, f"{where}[{position}]", inner, depth + 1)
     elif isinstance(value, Tensor):
-        raise refusal(path, where, f"<type {type(value).__name__}>", "put tensors among the tensors, or save tensor.item() or tensor.tolist()")
+        raise refusal(
+            path,
+            where,
+            f"<type {type(value).__name__}>",
+            "put tensors among the tensors, or save tensor.item() or tensor.tolist()",
+        )
     else:
-        raise refusal(path, where, f"<type {type(value).__name__}>", "save only dict, list, str, int, float, bool and None")
+        raise refusal(
+            path, where, f"<type {type(value).__name__}>", "save only dict, list, str, int, float, bool and None"
+        )
 
 
 def check_finite(path: Path, tensors: Mapping[str, Shard], finite: Container[str], whose: str) -> None:
@@ -68,11 +91,21 @@ def check_finite(path: Path, tensors: Mapping[str, Shard], finite: Container[str
     A sum is finite only if all are; one that is not may have overflowed, so that tensor is looked at again.
     One synchronisation for each device that holds tensors.
     """
-    names = [name for name, s in tensors.items() if name in finite and (s.tensor.is_floating_point() or s.tensor.is_complex())]
+    names = [
+        name
+        for name, s in tensors.items()
+        if name in finite and (s.tensor.is_floating_point() or s.tensor.is_complex())
+    ]
     sums: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name in names:
         tensor = tensors[name].tensor.detach()
-        tensor = tensor.float() if tensor.element_size() == 1 else torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        tensor = (
+            tensor.float()
+            if tensor.element_size() == 1
+            else torch.view_as_real(tensor.resolve_conj())
+            if tensor.is_complex()
+            else tensor
+        )
         sums.setdefault(tensor.device, []).append((name, tensor.sum().to(torch.float64)))
     for found in sums.values():
         for (name, _), fine in zip(found, torch.stack([total for _, total in found]).isfinite().tolist(), strict=True):

@@ -33,11 +33,17 @@ def folders(folder: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise CheckpointError(f"cannot look for checkpoints in {folder}: {reason(error)}; give a folder that can be read") from error
+        raise CheckpointError(
+            f"cannot look for checkpoints in {folder}: {reason(error)}; give a folder that can be read"
+        ) from error
 
 
 def asides(final: Path) -> list[Path]:
-    return [entry for entry in folders(final.parent) if (match := LEFTOVER.fullmatch(entry.name)) and match["kind"] == "old" and match["name"] == final.name]
+    return [
+        entry
+        for entry in folders(final.parent)
+        if (match := LEFTOVER.fullmatch(entry.name)) and match["kind"] == "old" and match["name"] == final.name
+    ]
 
 
 def lock(folder: Path) -> int:
@@ -91,7 +97,10 @@ def exchange(one: Path, other: Path) -> bool:
     """Swap two folders in one step (Linux); False where kernel, C library or file system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     at_working_folder, swap = -100, 2
-    return rename is not None and rename(at_working_folder, os.fsencode(one), at_working_folder, os.fsencode(other), swap) == 0
+    return (
+        rename is not None
+        and rename(at_working_folder, os.fsencode(one), at_working_folder, os.fsencode(other), swap) == 0
+    )
 
 
 def refuse_foreign(path: Path, verb: str) -> None:
@@ -99,7 +108,9 @@ def refuse_foreign(path: Path, verb: str) -> None:
     mode = os.lstat(path).st_mode
     if not stat.S_ISDIR(mode) or (not os.path.lexists(path / MANIFEST) and os.listdir(path)):
         kind = "a link" if stat.S_ISLNK(mode) else "no checkpoint"
-        raise CheckpointError(f"{path} exists and is {kind}, so it is not {verb}: choose another path, or remove it by hand")
+        raise CheckpointError(
+            f"{path} exists and is {kind}, so it is not {verb}: choose another path, or remove it by hand"
+        )
 
 
 def make_folders(folder: Path) -> None:

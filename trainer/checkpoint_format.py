@@ -98,7 +98,11 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= 64 and all(type(size) is int and 0 <= size < 1 << 62 for size in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= 64
+        and all(type(size) is int and 0 <= size < 1 << 62 for size in value)
+    )
 
 
 def tiling_fault(shape: Sequence[int], pieces: Sequence[dict[str, Any]]) -> str | None:
@@ -121,7 +125,11 @@ def tiling_fault(shape: Sequence[int], pieces: Sequence[dict[str, Any]]) -> str 
     active: list[dict[str, Any]] = []
     for piece in sorted(pieces, key=lambda piece: piece["offsets"][sweep]) if sweep is not None else pieces:
         if _volume(piece["shape"]):
-            active = [other for other in active if sweep is None or other["offsets"][sweep] + other["shape"][sweep] > piece["offsets"][sweep]]
+            active = [
+                other
+                for other in active
+                if sweep is None or other["offsets"][sweep] + other["shape"][sweep] > piece["offsets"][sweep]
+            ]
             if any(_overlap(piece, other) for other in active):
                 return f"the piece of shape {tuple(piece['shape'])} at {tuple(piece['offsets'])} overlaps another"
             active.append(piece)
@@ -129,7 +137,10 @@ def tiling_fault(shape: Sequence[int], pieces: Sequence[dict[str, Any]]) -> str 
 
 
 def _overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(a < b + m and b < a + n for a, n, b, m in zip(one["offsets"], one["shape"], other["offsets"], other["shape"], strict=True))
+    return all(
+        a < b + m and b < a + n
+        for a, n, b, m in zip(one["offsets"], one["shape"], other["offsets"], other["shape"], strict=True)
+    )
 
 
 def _volume(shape: Sequence[int]) -> int:
@@ -140,7 +151,9 @@ def _volume(shape: Sequence[int]) -> int:
 
 
 def unusable(folder: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"checkpoint {folder} cannot be used: {what}; otherwise load another one (ckpt_path='auto' finds the newest that is whole)")
+    return CheckpointError(
+        f"checkpoint {folder} cannot be used: {what}; otherwise load another one (ckpt_path='auto' finds the newest that is whole)"
+    )
 
 
 def reason(error: Exception) -> str:

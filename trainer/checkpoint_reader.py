@@ -18,7 +18,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer.checkpoint_folder import asides
-from trainer.checkpoint_format import FORMAT, MANIFEST, MAX_JSON_BYTES, STATE, CheckpointError, manifest_fault, reason, split_name, unusable
+from trainer.checkpoint_format import (
+    FORMAT,
+    MANIFEST,
+    MAX_JSON_BYTES,
+    STATE,
+    CheckpointError,
+    manifest_fault,
+    reason,
+    split_name,
+    unusable,
+)
 from trainer.crc import crc32
 from trainer.safetensors_file import CODES, DTYPES, PAIRS
 
@@ -112,15 +122,23 @@ class Checkpoint:
         """
         whole, dtype = self.shape(name), self.dtype(name)
         start = (0,) * len(whole) if offsets is None else tuple(offsets)
-        extent = tuple(size - first for size, first in zip(whole, start, strict=False)) if shape is None else tuple(shape)
-        if not len(whole) == len(start) == len(extent) or any(f < 0 or n < 0 or f + n > size for size, f, n in zip(whole, start, extent, strict=True)):
-            raise ValueError(f"{name} has shape {whole}, so a rectangle of shape {extent} at {start} does not lie in it: pass one that does")
+        extent = (
+            tuple(size - first for size, first in zip(whole, start, strict=False)) if shape is None else tuple(shape)
+        )
+        if not len(whole) == len(start) == len(extent) or any(
+            f < 0 or n < 0 or f + n > size for size, f, n in zip(whole, start, extent, strict=True)
+        ):
+            raise ValueError(
+                f"{name} has shape {whole}, so a rectangle of shape {extent} at {start} does not lie in it: pass one that does"
+            )
         result = torch.empty(extent, dtype=dtype)
         target = torch.view_as_real(result) if dtype in PAIRS else result
         key = split_name(name)[1]
         for piece in self._entry(name)["pieces"]:
             first = [max(a, b) for a, b in zip(start, piece["offsets"], strict=True)]
-            stop = [min(a + n, b + m) for a, n, b, m in zip(start, extent, piece["offsets"], piece["shape"], strict=True)]
+            stop = [
+                min(a + n, b + m) for a, n, b, m in zip(start, extent, piece["offsets"], piece["shape"], strict=True)
+            ]
             if any(a >= b for a, b in zip(first, stop, strict=True)):
                 continue
             source = self._file(piece["file"])
@@ -151,7 +169,10 @@ class Checkpoint:
                 found = opened.get_slice(key)
                 stored = [*shape, 2] if dtype in PAIRS else shape
                 if found.get_dtype() != CODES[dtype] or found.get_shape() != stored:
-                    raise unusable(self.path, f"{name} holds {tensor} as {found.get_dtype()} {found.get_shape()}, the manifest as {CODES[dtype]} {stored}")
+                    raise unusable(
+                        self.path,
+                        f"{name} holds {tensor} as {found.get_dtype()} {found.get_shape()}, the manifest as {CODES[dtype]} {stored}",
+                    )
         except (OSError, SafetensorError) as error:
             raise unusable(self.path, f"{name} is no safetensors file ({error})") from error
         self._opened[name] = opened
@@ -179,7 +200,9 @@ def _locate(path: Path) -> Path:
                 return aside
         raise CheckpointError(f"there is no checkpoint at {path}: give the path of an existing one") from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint {path} cannot be opened: {reason(error)}; give a path that can be read") from error
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be opened: {reason(error)}; give a path that can be read"
+        ) from error
     if not stat.S_ISDIR(mode):
         raise CheckpointError(
             f"{path} is no folder, and a checkpoint is a folder with a {MANIFEST}: give the path of one, or make one with `lockstep checkpoint import`"
@@ -192,7 +215,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     manifest = _read_json(folder, MANIFEST, None)
     version = manifest.get("format")
     if type(version) is int and version > FORMAT:
-        raise unusable(folder, f"it has format {version} and this version of lockstep reads up to {FORMAT}, so upgrade lockstep")
+        raise unusable(
+            folder, f"it has format {version} and this version of lockstep reads up to {FORMAT}, so upgrade lockstep"
+        )
 
     fault = manifest_fault(manifest)
     if fault:
@@ -207,7 +232,10 @@ def check_files(folder: Path, files: dict[str, Any], *, checksums: bool) -> None
             if size != entry["size"]:
                 pointer = file.read(len(_LFS)) == _LFS
                 raise unusable(
-                    folder, f"{name} is a git-lfs pointer, so run `git lfs pull`" if pointer else f"{name} has {size} bytes instead of {entry['size']}"
+                    folder,
+                    f"{name} is a git-lfs pointer, so run `git lfs pull`"
+                    if pointer
+                    else f"{name} has {size} bytes instead of {entry['size']}",
                 )
             if not checksums:
                 continue
@@ -219,7 +247,9 @@ def check_files(folder: Path, files: dict[str, Any], *, checksums: bool) -> None
             except OSError as error:
                 raise unusable(folder, f"{name} cannot be read ({reason(error)})") from error
             if f"{checksum:08x}" != entry["crc32"]:
-                raise unusable(folder, f"{name} has changed: its checksum is {checksum:08x} instead of {entry['crc32']}")
+                raise unusable(
+                    folder, f"{name} has changed: its checksum is {checksum:08x} instead of {entry['crc32']}"
+                )
 
 
 def _read_json(folder: Path, name: str, entry: dict[str, Any] | None) -> dict[str, Any]:

@@ -100,12 +100,21 @@ class Saving:
             self._state = self._encode(STATE, state)
             self._rank_state = None if rank_state is None else self._encode(_rank_file(self.rank), rank_state)
             self._global_step = _global_step(state)
-            self._tensors = {name: Shard(_host_copy(s.tensor), s.global_shape, s.offsets) for name, s in tensors.items()} if copy else tensors
+            self._tensors = (
+                {name: Shard(_host_copy(s.tensor), s.global_shape, s.offsets) for name, s in tensors.items()}
+                if copy
+                else tensors
+            )
             if self.rank == 0:
                 self._create()
         except Exception as error:
             self.failure = self._explain(error)
-        told: dict[str, Any] = {"final": str(self.final), "temporary": str(self.temporary), "prunes": self._prunes, "error": self._told()}
+        told: dict[str, Any] = {
+            "final": str(self.final),
+            "temporary": str(self.temporary),
+            "prunes": self._prunes,
+            "error": self._told(),
+        }
         if broadcast is not None:
             told = broadcast(told)
         if told["error"]:
@@ -210,11 +219,15 @@ class Saving:
 
     # ---- the work of a stage -----------------------------------------------------------------------------
 
-    def _check(self, tensors: Mapping[str, Shard], state: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
+    def _check(
+        self, tensors: Mapping[str, Shard], state: Mapping[str, Any], rank_state: Mapping[str, Any] | None
+    ) -> None:
         """Refuse what cannot be stored. Touches no file."""
         for path in (self.final, *self._also):
             if not path.name or path.name.startswith("."):
-                raise CheckpointError(f"cannot save a checkpoint at {path}: its name must not be empty or begin with a dot; choose another name")
+                raise CheckpointError(
+                    f"cannot save a checkpoint at {path}: its name must not be empty or begin with a dot; choose another name"
+                )
         for where, value in (("state", state), ("rank_state", rank_state)):
             if value is not None and not isinstance(value, dict):
                 raise refusal(self.final, where, f"<type {type(value).__name__}>", "pass a dict")
@@ -250,16 +263,26 @@ class Saving:
         groups: dict[str, dict[str, Tensor]] = {}
         for name, shard in self._tensors.items():
             group, key = split_name(name)
-            file = f"{group}-{self.rank:05d}-of-{self.world_size:05d}.safetensors" if self.world_size > 1 else f"{group}.safetensors"
+            file = (
+                f"{group}-{self.rank:05d}-of-{self.world_size:05d}.safetensors"
+                if self.world_size > 1
+                else f"{group}.safetensors"
+            )
             piece = {"file": file, "offsets": list(shard.offsets), "shape": list(shard.tensor.shape)}
-            index[name] = {"dtype": str(shard.tensor.dtype).removeprefix("torch."), "shape": list(shard.global_shape), "pieces": []}
+            index[name] = {
+                "dtype": str(shard.tensor.dtype).removeprefix("torch."),
+                "shape": list(shard.global_shape),
+                "pieces": [],
+            }
             # An empty piece of a tensor that has elements says nothing; one of an empty tensor stands for it.
             if shard.tensor.numel() or 0 in shard.global_shape:
                 index[name]["pieces"].append(piece)
                 groups.setdefault(file, {})[key] = shard.tensor
         for file, group_tensors in groups.items():
             layout = {key: (tensor.dtype, tensor.shape) for key, tensor in group_tensors.items()}
-            files[file] = self._write_file(self.temporary / file, safetensors_file.content(layout, group_tensors.__getitem__, {}))
+            files[file] = self._write_file(
+                self.temporary / file, safetensors_file.content(layout, group_tensors.__getitem__, {})
+            )
         if self._rank_state is not None:
             name = _rank_file(self.rank)
             files[name] = self._write_file(self.temporary / name, iter((memoryview(self._rank_state),)))
@@ -296,7 +319,11 @@ class Saving:
         for name in files:
             if name.endswith(".safetensors"):
                 writers.setdefault(re.split("[-.]", name)[0], []).append(name)
-        plain = {names[0]: f"{group}.safetensors" for group, names in writers.items() if len(names) == 1 and self.world_size > 1}
+        plain = {
+            names[0]: f"{group}.safetensors"
+            for group, names in writers.items()
+            if len(names) == 1 and self.world_size > 1
+        }
         for old, new in plain.items():
             os.rename(self.temporary / old, self.temporary / new)
         for entry in tensors.values():
@@ -359,13 +386,20 @@ class Saving:
         for name, entry in merged.items():
             fault = tiling_fault(entry["shape"], entry["pieces"])
             if fault:
-                raise refusal(self.final, name, f"over all ranks {fault}", "let each element be saved by exactly one rank")
+                raise refusal(
+                    self.final, name, f"over all ranks {fault}", "let each element be saved by exactly one rank"
+                )
         return merged
 
     def _encode(self, name: str, value: Any) -> bytes:
         content = json.dumps(value).encode("ascii")
         if len(content) > MAX_JSON_BYTES:
-            raise refusal(self.final, name, f"<{len(content)} bytes of JSON>", f"keep it below {MAX_JSON_BYTES} bytes and save large data as tensors")
+            raise refusal(
+                self.final,
+                name,
+                f"<{len(content)} bytes of JSON>",
+                f"keep it below {MAX_JSON_BYTES} bytes and save large data as tensors",
+            )
         return content
 
     def _write_file(self, path: Path, content: Iterator[memoryview]) -> dict[str, Any]:
@@ -378,7 +412,9 @@ class Saving:
                     fault("save.write")
                     checksum = crc32(chunk, checksum)
                     file.write(chunk)
-                    with suppress(OSError, AttributeError):  # Linux starts to write these pages to the disk, which it would leave to the fsync otherwise
+                    with suppress(
+                        OSError, AttributeError
+                    ):  # Linux starts to write these pages to the disk, which it would leave to the fsync otherwise
                         os.posix_fadvise(file.fileno(), size, len(chunk), os.POSIX_FADV_DONTNEED)
                     size += len(chunk)
                     self._written_bytes += len(chunk)
@@ -410,9 +446,13 @@ class Saving:
     def _read_back(self, files: dict[str, Any] | None, *, checksums: bool) -> None:
         """Raise CheckpointError where these files, by default those of the manifest, are not on the disk as they were written."""
         try:
-            check_files(self.temporary, read_manifest(self.temporary)["files"] if files is None else files, checksums=checksums)
+            check_files(
+                self.temporary, read_manifest(self.temporary)["files"] if files is None else files, checksums=checksums
+            )
         except CheckpointError as error:
-            raise self._stopped(f"what was written cannot be read back ({str(error).split(': ', 1)[-1].split(';')[0]})", None) from error
+            raise self._stopped(
+                f"what was written cannot be read back ({str(error).split(': ', 1)[-1].split(';')[0]})", None
+            ) from error
 
     def _told(self) -> dict[str, str] | None:
         """What the other ranks are told of a failure: an exception of theirs to raise, as JSON."""

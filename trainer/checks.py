@@ -59,15 +59,21 @@ def arguments(
         val_check_interval=val_check_interval,
     )
     if limit_train_batches == 0 or val_check_interval == 0:
-        raise ValueError("limit_train_batches and val_check_interval must be above 0; to turn validation off set limit_val_batches=0")
+        raise ValueError(
+            "limit_train_batches and val_check_interval must be above 0; to turn validation off set limit_val_batches=0"
+        )
     if check_val_every_n_epoch is None and not isinstance(val_check_interval, int):
         raise ValueError(
             f"check_val_every_n_epoch=None counts batches across epochs, so val_check_interval must be a whole number, but it is {val_check_interval!r}"
         )
     if gradient_clip_algorithm not in ("norm", "value"):
-        raise ValueError(f"gradient_clip_algorithm must be 'norm' or 'value', but gradient_clip_algorithm={gradient_clip_algorithm!r}")
+        raise ValueError(
+            f"gradient_clip_algorithm must be 'norm' or 'value', but gradient_clip_algorithm={gradient_clip_algorithm!r}"
+        )
     if gradient_clip_val is not None and gradient_clip_val <= 0:
-        raise ValueError(f"gradient_clip_val must be above 0, or None for no clipping, but gradient_clip_val={gradient_clip_val}")
+        raise ValueError(
+            f"gradient_clip_val must be above 0, or None for no clipping, but gradient_clip_val={gradient_clip_val}"
+        )
     if max_epochs is not None and min_epochs is not None and min_epochs > max_epochs:
         raise ValueError(f"min_epochs={min_epochs} is more than max_epochs={max_epochs}; lower it")
     if seed is not None and not 0 <= seed < 2**63:
@@ -90,8 +96,14 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             raise TypeError(f"{name} needs the method {method}; define it")
     if trainer.max_epochs is None and trainer.max_steps is None and not trainer._limited:
         raise ValueError("fit needs an end: give the Trainer max_epochs, max_steps or max_time")
-    if not any(p.requires_grad for p in module.parameters()) and not overrides(module, "configure_model", Module) and not overrides(module, "setup", Module):
-        raise ValueError(f"{name} has no trainable parameter; give it layers, or set requires_grad on what is to be trained")
+    if (
+        not any(p.requires_grad for p in module.parameters())
+        and not overrides(module, "configure_model", Module)
+        and not overrides(module, "setup", Module)
+    ):
+        raise ValueError(
+            f"{name} has no trainable parameter; give it layers, or set requires_grad on what is to be trained"
+        )
     if not module.automatic_optimization:
         if trainer.accumulate_grad_batches > 1:
             raise ValueError(
@@ -109,7 +121,9 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
         and not overrides(module, "train_dataloader", Module)
         and (sources.datamodule is None or not overrides(sources.datamodule, "train_dataloader", DataModule))
     ):
-        raise ValueError("fit needs training data: give train_dataloaders, or a DataModule or Module with train_dataloader")
+        raise ValueError(
+            "fit needs training data: give train_dataloaders, or a DataModule or Module with train_dataloader"
+        )
     if train is not None and not loaders_of(train):
         raise ValueError("train_dataloaders is an empty list or dict; give a loader")
     loaders(sources)
@@ -117,7 +131,9 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
         savable(module)
     savers = [item for item in trainer.callbacks if isinstance(item, own.ModelCheckpoint)]
     root = trainer.default_root_dir
-    for folder in {str(item.save_dir or root) for item in trainer.loggers} | {str(item.dirpath or root) for item in savers}:
+    for folder in {str(item.save_dir or root) for item in trainer.loggers} | {
+        str(item.dirpath or root) for item in savers
+    }:
         writable(folder)
 
 
@@ -126,7 +142,9 @@ def not_done(trainer: Trainer) -> None:
     for name, done in (("max_epochs", trainer.current_epoch), ("max_steps", trainer.global_step)):
         limit = getattr(trainer, name)
         if limit is not None and done >= limit:
-            raise ValueError(f"this Trainer has trained its {name}={limit} already; set trainer.{name} higher to train on, or make a new Trainer")
+            raise ValueError(
+                f"this Trainer has trained its {name}={limit} already; set trainer.{name} higher to train on, or make a new Trainer"
+            )
 
 
 def unique(callbacks: list[Callback]) -> None:
@@ -134,7 +152,9 @@ def unique(callbacks: list[Callback]) -> None:
     keys = [item.state_key for item in callbacks if overrides(item, "state_dict", Callback)]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
-        raise ValueError(f"two callbacks have the same state_key {twice!r}, so one would load the other's state; give one another state_key")
+        raise ValueError(
+            f"two callbacks have the same state_key {twice!r}, so one would load the other's state; give one another state_key"
+        )
 
 
 def loaders(sources: Sources) -> None:
@@ -146,7 +166,9 @@ def loaders(sources: Sources) -> None:
             except (TypeError, NotImplementedError):
                 continue
             if empty:
-                name = {"train": "train_dataloaders", "val": "a loader for validation"}.get(kind, f"a loader for {kind}")
+                name = {"train": "train_dataloaders", "val": "a loader for validation"}.get(
+                    kind, f"a loader for {kind}"
+                )
                 raise ValueError(f"{name} is empty: its dataset has no sample, or drop_last drops its only batch")
 
 
@@ -156,7 +178,9 @@ def savable(module: Module) -> None:
         try:
             pack(value, name, {})
         except TypeError as error:
-            raise TypeError(f"hyperparameter {name!r} cannot be saved: {error}; leave it out with save_hyperparameters(ignore=[{name!r}])") from None
+            raise TypeError(
+                f"hyperparameter {name!r} cannot be saved: {error}; leave it out with save_hyperparameters(ignore=[{name!r}])"
+            ) from None
 
 
 def writable(folder: str) -> None:
@@ -184,5 +208,12 @@ def _share(**values: Any) -> None:
     for name, value in values.items():
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or (isinstance(value, float) and value > 1.0):
-            raise ValueError(f"{name} must be a whole number of batches or a fraction in [0.0, 1.0], but {name}={value!r}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or value < 0
+            or (isinstance(value, float) and value > 1.0)
+        ):
+            raise ValueError(
+                f"{name} must be a whole number of batches or a fraction in [0.0, 1.0], but {name}={value!r}"
+            )

@@ -111,7 +111,9 @@ def _fit(run: Run) -> None:
 def _evaluate(run: Run, command: str) -> None:
     verb = run.trainer.validate if command == "validate" else run.trainer.test
     verb(run.module, datamodule=run.datamodule, ckpt_path=run.ckpt_path, verbose=False)
-    _print_block(run.trainer, f"{command}: {run.ckpt_path or 'initial weights'}", _metric_rows(run.trainer.callback_metrics))
+    _print_block(
+        run.trainer, f"{command}: {run.ckpt_path or 'initial weights'}", _metric_rows(run.trainer.callback_metrics)
+    )
 
 
 def _predict(run: Run, output: str | None) -> None:
@@ -136,12 +138,28 @@ def _parse_compare(words: Sequence[str]) -> argparse.Namespace:
 
     parser = _Parser(prog="lockstep compare", usage="lockstep compare CONFIG... [key=value...] [options]")
     parser.add_argument("words", nargs="+", metavar="CONFIG | key=value", help="a YAML file, or an override of one key")
-    parser.add_argument("--strategies", default="single,ddp", help="names with commas between; a mesh as in ddp=2+tensor=2 (default: single,ddp)")
-    parser.add_argument("--devices", type=int, default=2, help="devices of every strategy but single and meshes (default: 2)")
+    parser.add_argument(
+        "--strategies",
+        default="single,ddp",
+        help="names with commas between; a mesh as in ddp=2+tensor=2 (default: single,ddp)",
+    )
+    parser.add_argument(
+        "--devices", type=int, default=2, help="devices of every strategy but single and meshes (default: 2)"
+    )
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
-    parser.add_argument("--precision", default="64-true", help="the Trainer's precision; deepspeed takes 32-true in place of 64-true (default: 64-true)")
-    parser.add_argument("--tolerance", type=float, help="relative difference that is let pass (default: 1e-12 in 64-true, 1e-5 in 32-true)")
-    parser.add_argument("--ignore", default=compare.IGNORED_METRICS, help="pattern of metric names to leave out (default: %(default)s)")
+    parser.add_argument(
+        "--precision",
+        default="64-true",
+        help="the Trainer's precision; deepspeed takes 32-true in place of 64-true (default: 64-true)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        help="relative difference that is let pass (default: 1e-12 in 64-true, 1e-5 in 32-true)",
+    )
+    parser.add_argument(
+        "--ignore", default=compare.IGNORED_METRICS, help="pattern of metric names to leave out (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every difference by name")
     given = parser.parse_intermixed_args(words)  # overrides may follow options
     given.strategies = [name.replace("+", ",") for name in given.strategies.split(",")]
@@ -172,8 +190,14 @@ def _compare(words: Sequence[str]) -> int:
 
     def resolve(**layout: Any) -> Resolved:
         layout["strategy"] = f"'{layout['strategy']}'"
-        resolved = config.resolve(given.files, [*given.overrides, *(f"trainer.{name}={value}" for name, value in {**fixed, **layout}.items())])
-        kept = [item for item in resolved.values["trainer"].get("callbacks") or [] if not str(_class_of(item)).endswith(("ModelCheckpoint", "Logger"))]
+        resolved = config.resolve(
+            given.files, [*given.overrides, *(f"trainer.{name}={value}" for name, value in {**fixed, **layout}.items())]
+        )
+        kept = [
+            item
+            for item in resolved.values["trainer"].get("callbacks") or []
+            if not str(_class_of(item)).endswith(("ModelCheckpoint", "Logger"))
+        ]
         resolved.values["trainer"]["callbacks"] = kept
         return resolved
 
@@ -217,7 +241,9 @@ def _plan(run: Run) -> None:
 
 def _refuse_untrained(command: str, resolved: Resolved) -> None:
     if command != "fit" and "ckpt_path" not in resolved.values:
-        raise ConfigError(f"ckpt_path: missing; {command} needs ckpt_path=CHECKPOINT, or ckpt_path=null to run on the initial weights")
+        raise ConfigError(
+            f"ckpt_path: missing; {command} needs ckpt_path=CHECKPOINT, or ckpt_path=null to run on the initial weights"
+        )
 
 
 # ---- output ------------------------------------------------------------------------------------------
@@ -290,8 +316,13 @@ def _version() -> str:
         return "(not installed)"
 
 
-LIBRARIES = tuple({os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen"})
-FRAMEWORK = tuple(str(Path(__file__).resolve().parent.parent / name) + os.sep for name in ("trainer", "strategies", "callbacks"))
+LIBRARIES = tuple(
+    {os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {"<frozen"}
+)
+FRAMEWORK = tuple(
+    str(Path(__file__).resolve().parent.parent / name) + os.sep for name in ("trainer", "strategies", "callbacks")
+)
 
 
 def _is_framework_error(error: Exception) -> bool:

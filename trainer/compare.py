@@ -57,7 +57,11 @@ def record(
         Path(folder) / f"step-{step:06d}",
         rank=strategy.rank,
         world_size=strategy.world_size,
-        tensors={name: shard for name, shard in strategy.state_dict(placed, optimizers).tensors.items() if name.startswith("model/")},
+        tensors={
+            name: shard
+            for name, shard in strategy.state_dict(placed, optimizers).tensors.items()
+            if name.startswith("model/")
+        },
         state={"progress": {"global_step": step}, "loss": loss, "norms": list(norms), "metrics": dict(metrics or {})},
         barrier=strategy.barrier,
         broadcast=strategy.broadcast,
@@ -79,7 +83,16 @@ class Recorder(Callback):
         if trainer.window_is_open:
             return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        record(self.folder, trainer.global_step, trainer.strategy, trainer.placed, trainer.named_optimizers, trainer.last_loss, self._norms, metrics)
+        record(
+            self.folder,
+            trainer.global_step,
+            trainer.strategy,
+            trainer.placed,
+            trainer.named_optimizers,
+            trainer.last_loss,
+            self._norms,
+            metrics,
+        )
         self._norms = []
 
 
@@ -109,7 +122,9 @@ class Difference:
         return self.first_step is None and self.error is None
 
 
-def differences(reference: str | Path, other: str | Path, tolerance: float, ignore: str = IGNORED_METRICS) -> Difference:
+def differences(
+    reference: str | Path, other: str | Path, tolerance: float, ignore: str = IGNORED_METRICS
+) -> Difference:
     """Compare two recordings step by step, without the metrics whose name `ignore` (a pattern) is found in.
 
     Raises ValueError where they hold no step, or not the same steps or names."""
@@ -118,14 +133,21 @@ def differences(reference: str | Path, other: str | Path, tolerance: float, igno
     if not steps:
         raise ValueError("no optimizer step was recorded, so there is nothing to compare: train for at least one")
     if steps != others:
-        raise ValueError(f"the runs took different steps: {len(steps)} (last {steps[-1:] or 'none'}) against {len(others)} (last {others[-1:] or 'none'})")
+        raise ValueError(
+            f"the runs took different steps: {len(steps)} (last {steps[-1:] or 'none'}) against {len(others)} (last {others[-1:] or 'none'})"
+        )
     for step in steps:
-        one, two = Checkpoint.open(Path(reference) / step, verify=False), Checkpoint.open(Path(other) / step, verify=False)
+        one, two = (
+            Checkpoint.open(Path(reference) / step, verify=False),
+            Checkpoint.open(Path(other) / step, verify=False),
+        )
         if one.names() != two.names():
             missing = sorted(set(one.names()) ^ set(two.names()))
             raise ValueError(f"the runs hold different weights: {', '.join(missing[:5])}")
         if len(one.state["norms"]) != len(two.state["norms"]):
-            raise ValueError(f"the runs stepped different numbers of optimizers: {len(one.state['norms'])} against {len(two.state['norms'])}")
+            raise ValueError(
+                f"the runs stepped different numbers of optimizers: {len(one.state['norms'])} against {len(two.state['norms'])}"
+            )
         parameters: dict[str, float] = {}
         for name in one.names():
             parameters[name.removeprefix("model/")] = relative(two.read(name), one.read(name))
@@ -198,14 +220,18 @@ def compare(
             except Exception as error:
                 if i == 0:
                     raise
-                results[name] = Difference(error=f"{type(error).__name__}: {str(error).strip()}".splitlines()[0], tolerance=limit)
+                results[name] = Difference(
+                    error=f"{type(error).__name__}: {str(error).strip()}".splitlines()[0], tolerance=limit
+                )
             results[name].precision = used
             if place not in references.values():
                 shutil.rmtree(place, ignore_errors=True)
     return results
 
 
-def layouts(strategies: Sequence[str | Strategy], devices: int, precision: str, accelerator: str) -> list[dict[str, Any]]:
+def layouts(
+    strategies: Sequence[str | Strategy], devices: int, precision: str, accelerator: str
+) -> list[dict[str, Any]]:
     """Of each strategy the Trainer's arguments. Raises ValueError for what cannot be compared or built; starts nothing."""
     if len(strategies) < 2:
         raise ValueError(f"a comparison needs two strategies or more, but strategies={list(strategies)!r}")
@@ -213,7 +239,11 @@ def layouts(strategies: Sequence[str | Strategy], devices: int, precision: str, 
     found: list[dict[str, Any]] = []
     for strategy in strategies:
         sized = isinstance(strategy, str) and all("=" in axis for axis in strategy.split(","))
-        layout: dict[str, Any] = {"strategy": strategy, "devices": 1 if strategy == "single" else "auto" if sized else devices, "accelerator": accelerator}
+        layout: dict[str, Any] = {
+            "strategy": strategy,
+            "devices": 1 if strategy == "single" else "auto" if sized else devices,
+            "accelerator": accelerator,
+        }
         used = precision
         try:
             registry.build(**layout, precision=used)
@@ -231,7 +261,13 @@ def without_noise(module: nn.Module) -> int:
     """Set every dropout of `module` to 0, as noise differs between ranks by design; return how many there were."""
     count = 0
     for layer in module.modules():
-        name = "p" if isinstance(layer, nn.modules.dropout._DropoutNd) else "dropout" if isinstance(layer, nn.MultiheadAttention | nn.RNNBase) else None
+        name = (
+            "p"
+            if isinstance(layer, nn.modules.dropout._DropoutNd)
+            else "dropout"
+            if isinstance(layer, nn.MultiheadAttention | nn.RNNBase)
+            else None
+        )
         if name is not None and getattr(layer, name) > 0:
             setattr(layer, name, 0.0)
             count += 1
@@ -245,11 +281,16 @@ def table(results: dict[str, Difference]) -> str:
     """
     first = next(iter(results.values()))
     ran = {name: found for name, found in list(results.items())[1:] if found.error is None}
-    by_name = {name: [(found.metrics | found.parameters)[name] for found in ran.values()] for name in first.metrics | first.parameters}
+    by_name = {
+        name: [(found.metrics | found.parameters)[name] for found in ran.values()]
+        for name in first.metrics | first.parameters
+    }
     shown = sorted(by_name, key=lambda name: max(by_name[name], default=0.0), reverse=True)[:MAX_ROWS]
     lines: list[str] = []
     if ran and shown:
-        lines += _aligned([("", *ran), *((name, *map(_number, values)) for name, values in by_name.items() if name in shown)])
+        lines += _aligned(
+            [("", *ran), *((name, *map(_number, values)) for name, values in by_name.items() if name in shown)]
+        )
         lines += [f"and {len(by_name) - len(shown)} more with smaller differences"] * (len(shown) < len(by_name)) + [""]
 
     rows: list[tuple[str, ...]] = [("strategy", "steps", "loss", "grad norm", "metrics", "parameters", "")]
@@ -266,11 +307,19 @@ def table(results: dict[str, Difference]) -> str:
             if found.same
             else f"differs: step {found.first_step}, {found.first_name}"
         )
-        verdict += "" if found.precision == first.precision else f" (in {found.precision}, tolerance {found.tolerance:.0e})"
+        verdict += (
+            "" if found.precision == first.precision else f" (in {found.precision}, tolerance {found.tolerance:.0e})"
+        )
         worst = (max(values.values(), default=0.0) for values in (found.metrics, found.parameters))
         rows.append((name, str(found.steps), *map(_number, (found.loss, found.grad_norm, *worst)), verdict))
     in_precision = f" in {first.precision}" if first.precision else ""
-    return "\n".join([*lines, *_aligned(rows), f"largest relative differences from {next(iter(results))}{in_precision}; tolerance {first.tolerance:.0e}"])
+    return "\n".join(
+        [
+            *lines,
+            *_aligned(rows),
+            f"largest relative differences from {next(iter(results))}{in_precision}; tolerance {first.tolerance:.0e}",
+        ]
+    )
 
 
 def to_json(results: dict[str, Difference]) -> str:
@@ -281,7 +330,11 @@ def to_json(results: dict[str, Difference]) -> str:
             return {name: finite(item) for name, item in value.items()}
         return None if value == math.inf else value
 
-    return json.dumps({name: finite({**asdict(found), "same": found.same}) for name, found in results.items()}, indent=2, allow_nan=False)
+    return json.dumps(
+        {name: finite({**asdict(found), "same": found.same}) for name, found in results.items()},
+        indent=2,
+        allow_nan=False,
+    )
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

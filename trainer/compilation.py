@@ -26,7 +26,9 @@ def check(compile: bool | Mapping[str, Any], strategy: Strategy) -> dict[str, An
     options = {} if compile is True else dict(compile)
     unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
-        raise ValueError(f"compile takes {', '.join(OPTIONS)}, as torch.compile does, but compile has {', '.join(map(str, unknown))}")
+        raise ValueError(
+            f"compile takes {', '.join(OPTIONS)}, as torch.compile does, but compile has {', '.join(map(str, unknown))}"
+        )
     if strategy.dynamic_shapes:
         return options
     if options.get("dynamic"):
@@ -85,7 +87,9 @@ def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     # What lies in torch itself is compiled only where it is called from elsewhere.
     plain = forward if isinstance(forward, FunctionType) and not forward.__module__.startswith("torch.") else call
-    own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
+    own = FunctionType(
+        plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
+    )
     own.__kwdefaults__ = plain.__kwdefaults__
     own.__dict__.update(plain.__dict__)  # such as that torch is not to compile it
     return own

@@ -115,7 +115,9 @@ def resolve(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Resol
         _check_top_level(key[0], "command line")
         key = _prefix(key[0]) + key
         _assign(values, key, value, "command line")
-        origins = {known: origin for known, origin in origins.items() if known[: len(key)] != key} | {key: "command line"}
+        origins = {known: origin for known, origin in origins.items() if known[: len(key)] != key} | {
+            key: "command line"
+        }
     return Resolved(_interpolate(Resolved(values, origins)), origins)
 
 
@@ -151,11 +153,15 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[Key, str]]:
         raise ConfigError(f"cannot read config file '{file}': {getattr(error, 'strerror', None) or error}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        raise ConfigError(f"{file}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+        raise ConfigError(
+            f"{file}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {getattr(error, 'problem', None) or error}"
+        ) from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{file}: {_first_line(error)}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{file}: a config is a mapping of sections ({', '.join(SECTIONS)}), not a {type(tree).__name__}")
+        raise ConfigError(
+            f"{file}: a config is a mapping of sections ({', '.join(SECTIONS)}), not a {type(tree).__name__}"
+        )
     return _string_keys(tree), lines
 
 
@@ -186,7 +192,11 @@ def _canonical(tree: dict[str, Any], lines: dict[Key, str]) -> tuple[dict[str, A
         elif not section:
             result[name] = tree[name]
         elif isinstance(given := result.get(section[0]), dict) and name in given:
-            raise _error((name,), origin, f"is short for {section[0]}.{name}, which the same file sets as well ({lines[(*section, name)]}); keep one of them")
+            raise _error(
+                (name,),
+                origin,
+                f"is short for {section[0]}.{name}, which the same file sets as well ({lines[(*section, name)]}); keep one of them",
+            )
         else:
             _assign(result, (*section, name), tree[name], origin)
     return result, {_prefix(key[0]) + key: origin for key, origin in lines.items()}
@@ -202,7 +212,11 @@ def _prefix(name: str) -> Key:
 def _check_top_level(name: str, origin: str) -> None:
     known = [*SECTIONS, *_trainer_arguments()]
     if name not in known:
-        raise _error((name,), origin, f"no such key{_nearest(name, known)}; sections are {', '.join(SECTIONS)}, or any argument of the Trainer")
+        raise _error(
+            (name,),
+            origin,
+            f"no such key{_nearest(name, known)}; sections are {', '.join(SECTIONS)}, or any argument of the Trainer",
+        )
 
 
 @functools.cache
@@ -221,7 +235,11 @@ def _parse_override(text: str) -> tuple[Key, Any]:
     try:
         tree = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
     except yaml.YAMLError as error:
-        raise _error(tuple(name.split(".")), "command line", f"'{value}' is not valid YAML: {getattr(error, 'problem', None) or error}") from error
+        raise _error(
+            tuple(name.split(".")),
+            "command line",
+            f"'{value}' is not valid YAML: {getattr(error, 'problem', None) or error}",
+        ) from error
     return tuple(name.split(".")), _string_keys(tree)["value"]
 
 
@@ -261,7 +279,9 @@ def _interpolate(raw: Resolved) -> dict[str, Any]:
         return OmegaConf.to_container(OmegaConf.create(raw.values), resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         name = re.sub(r"\[(\d+)\]", r".\1", getattr(error, "full_key", None) or "")
-        message = "missing: it is '???', give it a value" if isinstance(error, MissingMandatoryValue) else _first_line(error)
+        message = (
+            "missing: it is '???', give it a value" if isinstance(error, MissingMandatoryValue) else _first_line(error)
+        )
         raise raw.error(tuple(name.split(".")), message) from error
 
 
@@ -302,7 +322,9 @@ def _plan_run(resolved: Resolved) -> _Plan:
             raise resolved.error((name,), f"must be a string or null, but it is {values[name]!r}")
     settings = values.get("trainer") or {}
     return _Plan(
-        trainer=_Call(Trainer, _fit_arguments(resolved, ("trainer",), "Trainer", settings, _trainer_arguments(), open_ended=False)),
+        trainer=_Call(
+            Trainer, _fit_arguments(resolved, ("trainer",), "Trainer", settings, _trainer_arguments(), open_ended=False)
+        ),
         module=_plan_class(resolved, ("module",), values["module"], Module),
         data=_plan_class(resolved, ("data",), values["data"], DataModule) if values.get("data") else None,
         ckpt_path=values.get("ckpt_path"),
@@ -310,7 +332,9 @@ def _plan_run(resolved: Resolved) -> _Plan:
     )
 
 
-def _plan_class(resolved: Resolved, key: Key, given: dict[str, Any] | str, base: type, as_factory: bool = False) -> _Call:
+def _plan_class(
+    resolved: Resolved, key: Key, given: dict[str, Any] | str, base: type, as_factory: bool = False
+) -> _Call:
     """Find the class that `given` names, a subclass of `base`, and check its arguments."""
     given = {"class": given} if isinstance(given, str) else given
     if "class" not in given:
@@ -334,7 +358,9 @@ def _import(resolved: Resolved, key: Key, path: Any, base: type) -> type:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise resolved.error(key, f"cannot import {module_name}: {type(error).__name__}: {_first_line(error)}{_raised_at(error)}") from error
+        raise resolved.error(
+            key, f"cannot import {module_name}: {type(error).__name__}: {_first_line(error)}{_raised_at(error)}"
+        ) from error
     target = getattr(module, name, None)
     if target is None:
         classes = [n for n, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)]
@@ -366,7 +392,9 @@ def _arguments(target: type, base: type) -> tuple[dict[str, tuple[inspect.Parame
             return arguments, True
         for parameter in parameters:
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                arguments.setdefault(parameter.name, (parameter, _annotation(parameter, getattr(init, "__globals__", {}))))
+                arguments.setdefault(
+                    parameter.name, (parameter, _annotation(parameter, getattr(init, "__globals__", {})))
+                )
         open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         if not open_ended:
             break
@@ -386,21 +414,30 @@ def _annotation(parameter: inspect.Parameter, scope: dict[str, Any]) -> Any:
 
 
 def _fit_arguments(
-    resolved: Resolved, key: Key, owner: str, values: dict[str, Any], arguments: dict[str, tuple[inspect.Parameter, Any]], open_ended: bool
+    resolved: Resolved,
+    key: Key,
+    owner: str,
+    values: dict[str, Any],
+    arguments: dict[str, tuple[inspect.Parameter, Any]],
+    open_ended: bool,
 ) -> dict[str, Any]:
     planned = {}
     for name, value in values.items():
         if name not in arguments:
             if not open_ended:
                 takes = f"; it takes {', '.join(arguments)}" if 0 < len(arguments) <= 12 else ""
-                raise resolved.error((*key, name), f"{owner} has no argument '{name}'{_nearest(name, arguments) or takes}")
+                raise resolved.error(
+                    (*key, name), f"{owner} has no argument '{name}'{_nearest(name, arguments) or takes}"
+                )
             planned[name] = value
             continue
         annotation = arguments[name][1]
         try:
             planned[name] = _fit(resolved, (*key, name), value, annotation)
         except _Mismatch:
-            raise resolved.error((*key, name), f"must be {_describe(annotation).rstrip(',')}, but it is {value!r}") from None
+            raise resolved.error(
+                (*key, name), f"must be {_describe(annotation).rstrip(',')}, but it is {value!r}"
+            ) from None
     for name, (parameter, annotation) in arguments.items():
         if parameter.default is parameter.empty and name not in planned:
             raise resolved.error((*key, name), f"missing; {owner} needs it ({_describe(annotation)})")
@@ -452,15 +489,21 @@ def _fit(resolved: Resolved, key: Key, value: Any, annotation: Any) -> Any:
     if issubclass(kind, tuple) and isinstance(value, list):
         each = parts[:1] * len(value) if len(parts) == 2 and parts[1] is ... else parts or (Any,) * len(value)
         _accept(value, len(each) == len(value))
-        return tuple(_fit(resolved, (*key, str(i)), v, part) for i, (v, part) in enumerate(zip(value, each, strict=True)))
+        return tuple(
+            _fit(resolved, (*key, str(i)), v, part) for i, (v, part) in enumerate(zip(value, each, strict=True))
+        )
     if isinstance(value, list) and issubclass(list, kind):
         return [_fit(resolved, (*key, str(i)), v, parts[0] if parts else Any) for i, v in enumerate(value)]
     if isinstance(value, list) and issubclass(kind, set | frozenset):
         return kind(value)
     if isinstance(value, dict) and issubclass(dict, kind):
-        return {name: _fit(resolved, (*key, name), v, parts[1] if len(parts) == 2 else Any) for name, v in value.items()}
+        return {
+            name: _fit(resolved, (*key, name), v, parts[1] if len(parts) == 2 else Any) for name, v in value.items()
+        }
     try:
-        return _accept(value, isinstance(value, kind) and kind not in (collections.abc.Sequence, collections.abc.Iterable))
+        return _accept(
+            value, isinstance(value, kind) and kind not in (collections.abc.Sequence, collections.abc.Iterable)
+        )
     except TypeError:  # a Protocol that cannot be asked
         return value
 
@@ -517,7 +560,11 @@ def _describe(annotation: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(repr, parts))}"
     if origin is collections.abc.Callable:
-        return f"a mapping with the class of a {parts[-1].__name__}" if parts and _is_slot(parts[-1]) else "a callable, which a config cannot give"
+        return (
+            f"a mapping with the class of a {parts[-1].__name__}"
+            if parts and _is_slot(parts[-1])
+            else "a callable, which a config cannot give"
+        )
     kind = origin or annotation
     if _is_slot(kind):
         return f"a mapping with the class of a {kind.__name__}"
@@ -527,8 +574,18 @@ def _describe(annotation: Any) -> str:
     }  # fmt: skip
     if kind in scalars:
         return scalars[kind]
-    if isinstance(kind, type) and kind is not str and (issubclass(kind, list | tuple | set) or kind in (collections.abc.Sequence, collections.abc.Iterable)):
-        return f"a list, each {_describe(parts[0])}," if len(parts) == 1 or parts[1:] == (...,) else f"a list of {len(parts)} values" if parts else "a list"
+    if (
+        isinstance(kind, type)
+        and kind is not str
+        and (issubclass(kind, list | tuple | set) or kind in (collections.abc.Sequence, collections.abc.Iterable))
+    ):
+        return (
+            f"a list, each {_describe(parts[0])},"
+            if len(parts) == 1 or parts[1:] == (...,)
+            else f"a list of {len(parts)} values"
+            if parts
+            else "a list"
+        )
     if isinstance(kind, type) and issubclass(Path, kind):
         return "a path"
     return f"a {getattr(kind, '__name__', kind)}"
@@ -544,4 +601,8 @@ def _raised_at(error: Exception) -> str:
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     file = traceback.tb_frame.f_code.co_filename if traceback else ""
-    return "" if traceback is None or file.startswith("<frozen") or isinstance(error, SyntaxError) else f" ({file}, line {traceback.tb_lineno})"
+    return (
+        ""
+        if traceback is None or file.startswith("<frozen") or isinstance(error, SyntaxError)
+        else f" ({file}, line {traceback.tb_lineno})"
+    )

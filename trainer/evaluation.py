@@ -43,7 +43,9 @@ def run(trainer: Trainer, module: Module, sources: Sources, stage: str) -> Any:
     outputs = evaluate(trainer, module, loaders, stage)
     if stage != "predict":
         shown = {key: float(value) for key, value in trainer.callback_metrics.items()}
-        return [{key: value for key, value in shown.items() if _belongs(key, i, len(loaders))} for i in range(len(loaders))]
+        return [
+            {key: value for key, value in shown.items() if _belongs(key, i, len(loaders))} for i in range(len(loaders))
+        ]
     ordered = [in_dataset_order(trainer, part) for part in outputs]
     return ordered[0] if len(ordered) == 1 else ordered
 
@@ -60,9 +62,14 @@ def validate_in_fit(trainer: Trainer, module: Module, loaders: list[ShardedLoade
 
 def sanity_check(trainer: Trainer, module: Module, loaders: list[ShardedLoader]) -> None:
     """A few batches of validation before training, to find errors early; leaves no trace."""
-    limits, shown = trainer.evaluation_limits["val"], (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
+    limits, shown = (
+        trainer.evaluation_limits["val"],
+        (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics),
+    )
     steps = trainer.num_sanity_val_steps
-    trainer.evaluation_limits["val"] = [None if steps < 0 else steps if limit is None else min(limit, steps) for limit in limits]
+    trainer.evaluation_limits["val"] = [
+        None if steps < 0 else steps if limit is None else min(limit, steps) for limit in limits
+    ]
     trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
     trainer.sanity_checking = True
     for hook in trainer.hooks.on_sanity_check_start:
@@ -84,7 +91,8 @@ def evaluate(trainer: Trainer, module: Module, loaders: list[ShardedLoader], sta
     name, kind = KINDS[stage]
     hooks, strategy = trainer.hooks, trainer.strategy
     start, end, epoch_start, epoch_end, batch_start, batch_end = (
-        getattr(hooks, f"on_{name}_{moment}") for moment in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
+        getattr(hooks, f"on_{name}_{moment}")
+        for moment in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
     )
     several = len(loaders) > 1
     step = step_function(getattr(module, f"{name}_step"), 3 if several else 2)
@@ -103,13 +111,23 @@ def evaluate(trainer: Trainer, module: Module, loaders: list[ShardedLoader], sta
                 (micro_batch,) = window.micro_batches
                 set_phase(trainer.global_step, f"{name} batch {batch_idx}")
                 batch = micro_batch.batch
-                batch = module.transfer_batch_to_device(batch, strategy.device, index) if own_transfer else strategy.to_device(batch)
+                batch = (
+                    module.transfer_batch_to_device(batch, strategy.device, index)
+                    if own_transfer
+                    else strategy.to_device(batch)
+                )
                 micro_batch.batch = batch
                 metrics.weight, metrics.in_batch = micro_batch.num_samples, True
                 real = micro_batch.num_samples > 0
                 for hook in batch_start if real else ():
                     hook(batch, batch_idx, index)
-                output = strategy.evaluate(trainer.placed, step, micro_batch, *((batch_idx, index) if several else (batch_idx,)), part=metrics.part)
+                output = strategy.evaluate(
+                    trainer.placed,
+                    step,
+                    micro_batch,
+                    *((batch_idx, index) if several else (batch_idx,)),
+                    part=metrics.part,
+                )
                 for hook in batch_end if real else ():
                     hook(output, batch, batch_idx, index)
                 metrics.in_batch = False
@@ -136,7 +154,9 @@ def in_dataset_order(trainer: Trainer, outputs: list[Any]) -> list[Any]:
     try:
         layout = pack(outputs, "predictions", pieces)
     except TypeError as error:
-        raise TypeError(f"predict_step on several ranks must return tensors, numbers, strings, or lists, tuples and dicts of them: {error}") from None
+        raise TypeError(
+            f"predict_step on several ranks must return tensors, numbers, strings, or lists, tuples and dicts of them: {error}"
+        ) from None
     parts = [json.loads(text) for text in _gather_bytes(strategy, json.dumps(layout).encode())]
     tensors = _gather_tensors(strategy, {name: shard.tensor for name, shard in pieces.items()})
     unpacked = [unpack(part, read.__getitem__) for part, read in zip(parts, tensors, strict=True)]

@@ -46,7 +46,9 @@ class Guards:
 
         Raises FloatingPointError where the run is not to go on.
         """
-        if agreement.later is not None and not self.remembers:  # read once the next step is under way, so that the host does not wait
+        if (
+            agreement.later is not None and not self.remembers
+        ):  # read once the next step is under way, so that the host does not wait
             bad, self._later = self._later() if self._later is not None else None, agreement.later
             if bad is not None:
                 raise self._error(bad, self.trainer.global_step - 1)
@@ -63,7 +65,9 @@ class Guards:
             path = trainer.newest_checkpoint()
             if path is None:
                 error = self._error(bad, step)
-                error.args = (f"{error}; Guard(non_finite='roll_back') has no checkpoint to go back to yet: let ModelCheckpoint save by steps",)
+                error.args = (
+                    f"{error}; Guard(non_finite='roll_back') has no checkpoint to go back to yet: let ModelCheckpoint save by steps",
+                )
                 raise error
             snapshot.rewind(trainer, self.module, path)
             options.left_out, options.in_a_row = left_out, in_a_row
@@ -90,7 +94,13 @@ class Guards:
             self._before = None  # nothing is to move
             return False
         self._before = fingerprints(optimizers)
-        gradients = [p.grad for optimizer in optimizers for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            p.grad
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         return any(bool(getattr(gradient, "_local_tensor", gradient).any()) for gradient in gradients)
 
     def after_step(self, optimizers: Sequence[Optimizer], moving: bool) -> None:
@@ -107,10 +117,14 @@ class Guards:
             )
         elif not moving and not self._warned:
             self._warned = True
-            warnings.warn("every gradient of the first step is zero, so nothing was learned from it", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                "every gradient of the first step is zero, so nothing was learned from it", RuntimeWarning, stacklevel=2
+            )
 
     def _error(self, bad: str, step: int) -> FloatingPointError:
-        return FloatingPointError(f"{bad} is NaN or infinite in step {step} of epoch {self.trainer.current_epoch}; no parameter was changed by it")
+        return FloatingPointError(
+            f"{bad} is NaN or infinite in step {step} of epoch {self.trainer.current_epoch}; no parameter was changed by it"
+        )
 
 
 def fingerprints(optimizers: Sequence[Optimizer]) -> list[int]:
@@ -135,4 +149,6 @@ def check_ownership(module: Module, optimizers: Mapping[str, Optimizer]) -> None
     left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in owned]
     if left:
         shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-        raise ValueError(f"no optimizer steps {shown}, so training would leave them as they are; give them to one, or freeze them (requires_grad_(False))")
+        raise ValueError(
+            f"no optimizer steps {shown}, so training would leave them as they are; give them to one, or freeze them (requires_grad_(False))"
+        )

@@ -33,9 +33,13 @@ class Hooks:
             if overrides(module, name, Module):
                 found.append(accept(getattr(module, name)))
             for callback in trainer.callbacks:
-                if overrides(callback, name, Callback) and not (isinstance(callback, Logger) and getattr(type(callback), name) is getattr(Logger, name)):
+                if overrides(callback, name, Callback) and not (
+                    isinstance(callback, Logger) and getattr(type(callback), name) is getattr(Logger, name)
+                ):
                     call = functools.partial(getattr(callback, name), trainer, module)
-                    found.append(functools.partial(trainer.guarded, callback, call) if isinstance(callback, Logger) else call)
+                    found.append(
+                        functools.partial(trainer.guarded, callback, call) if isinstance(callback, Logger) else call
+                    )
             if name == "on_train_epoch_end":
                 own = int(overrides(module, name, Module))
                 self.module_epoch_end, found = tuple(found[:own]), found[own:]
@@ -76,18 +80,24 @@ def step_function(fn: Callable, num_args: int) -> Callable:
     parameters = inspect.signature(fn).parameters
     kinds = inspect.Parameter
     by_name = "dataloader_idx" in parameters and parameters["dataloader_idx"].kind is kinds.KEYWORD_ONLY
-    if num_args == 3 and (by_name or (takes is not None and takes < 3 and any(p.kind is kinds.VAR_KEYWORD for p in parameters.values()))):
+    if num_args == 3 and (
+        by_name or (takes is not None and takes < 3 and any(p.kind is kinds.VAR_KEYWORD for p in parameters.values()))
+    ):
         return Adapted(fn, 2 if takes is None else takes, "dataloader_idx")
     if takes is None or takes == num_args:
         return fn
     if takes == 0:
-        raise TypeError(f"{getattr(fn, '__qualname__', fn)} must take the batch as its first argument, but it takes none")
+        raise TypeError(
+            f"{getattr(fn, '__qualname__', fn)} must take the batch as its first argument, but it takes none"
+        )
     if takes < num_args:
         return Adapted(fn, takes)
     required = [p for p in list(parameters.values())[num_args:takes] if p.default is inspect.Parameter.empty]
     if required:
         given = "(batch, batch_idx, dataloader_idx)" if num_args == 3 else "(batch, batch_idx)"
-        raise TypeError(f"{getattr(fn, '__qualname__', fn)} has the argument {required[0].name!r}, which the loop does not give; it gives {given}")
+        raise TypeError(
+            f"{getattr(fn, '__qualname__', fn)} has the argument {required[0].name!r}, which the loop does not give; it gives {given}"
+        )
     return fn
 
 
@@ -96,4 +106,6 @@ def positional(fn: Callable) -> int | None:
     parameters = inspect.signature(fn).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return None
-    return sum(p.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in parameters)
+    return sum(
+        p.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in parameters
+    )

@@ -46,7 +46,9 @@ class HyperParameters:
         """The argument of `__init__` that was given to `save_hyperparameters` as a whole, where one was."""
         return self.__dict__.get("_hparams_name")
 
-    def save_hyperparameters(self, *names: Any, ignore: str | list[str] | tuple[str, ...] | None = None, logger: bool = True) -> None:
+    def save_hyperparameters(
+        self, *names: Any, ignore: str | list[str] | tuple[str, ...] | None = None, logger: bool = True
+    ) -> None:
         """Keep the arguments that `__init__` was called with, or those in `names`; call it in `__init__`.
 
         A dict (or an object with a `__dict__`) given in place of a name is kept entry by entry. What is
@@ -61,7 +63,9 @@ class HyperParameters:
             for value in names:
                 values.update(_plain(value) if isinstance(value, Mapping) else vars(value))
             given = _init_arguments(self, caller)
-            self.__dict__["_hparams_name"] = next((name for name, value in given.items() if len(names) == 1 and value is names[0]), None)
+            self.__dict__["_hparams_name"] = next(
+                (name for name, value in given.items() if len(names) == 1 and value is names[0]), None
+            )
         else:
             values = _init_arguments(self, caller)
             unknown = [name for name in names if name not in values]
@@ -77,7 +81,11 @@ class HyperParameters:
 def _plain(value: Mapping[str, Any]) -> Mapping[str, Any]:
     """`value` without the containers of omegaconf, which a checkpoint does not take."""
     omegaconf = sys.modules.get("omegaconf")
-    return omegaconf.OmegaConf.to_container(value, resolve=True) if omegaconf is not None and omegaconf.OmegaConf.is_config(value) else value
+    return (
+        omegaconf.OmegaConf.to_container(value, resolve=True)
+        if omegaconf is not None and omegaconf.OmegaConf.is_config(value)
+        else value
+    )
 
 
 def _init_arguments(owner: Any, frame: FrameType | None) -> dict[str, Any]:
@@ -85,7 +93,10 @@ def _init_arguments(owner: Any, frame: FrameType | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     while frame is not None:
         code, local = frame.f_code, frame.f_locals
-        if code.co_name == "__init__" and local.get("self", local.get(code.co_varnames[0] if code.co_varnames else "")) is owner:
+        if (
+            code.co_name == "__init__"
+            and local.get("self", local.get(code.co_varnames[0] if code.co_varnames else "")) is owner
+        ):
             info = inspect.getargvalues(frame)
             for name in info.args[1:] + _keyword_only(code):
                 found[name] = local[name]

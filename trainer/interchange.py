@@ -50,12 +50,18 @@ def export_weights(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> Pa
     if not names:
         raise CheckpointError(f"checkpoint {checkpoint.path} holds no weights; export one that a fit has saved")
     if target.is_dir():
-        raise CheckpointError(f"cannot export to {target}: it is a folder; give the path of a file, such as {target / 'model.safetensors'}")
+        raise CheckpointError(
+            f"cannot export to {target}: it is a folder; give the path of a file, such as {target / 'model.safetensors'}"
+        )
     state = checkpoint.state
     note = {
         "model": {name: value for name, value in checkpoint.meta.get("model", {}).items() if value is not None},
         "complex128": [name.removeprefix("model/") for name in names if checkpoint.dtype(name) in PAIRS],
-        "hyperparameters": {name: value for name, value in state.get("hyperparameters", {}).items() if '"$tensor"' not in json.dumps(value)},
+        "hyperparameters": {
+            name: value
+            for name, value in state.get("hyperparameters", {}).items()
+            if '"$tensor"' not in json.dumps(value)
+        },
         "hyperparameters_name": state.get("hyperparameters_name"),
         "progress": _progress(state.get("progress")),
     }
@@ -64,7 +70,9 @@ def export_weights(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> Pa
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "xb") as file:
-            for data in safetensors_file.content(layout, lambda key: checkpoint.read(f"model/{key}"), {_NOTE: json.dumps(note)}):
+            for data in safetensors_file.content(
+                layout, lambda key: checkpoint.read(f"model/{key}"), {_NOTE: json.dumps(note)}
+            ):
                 file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -76,7 +84,9 @@ def export_weights(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> Pa
     return target
 
 
-def import_weights(source: str | os.PathLike[str], target: str | os.PathLike[str], *, trust_pickle: bool = False) -> Weights:
+def import_weights(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], *, trust_pickle: bool = False
+) -> Weights:
     """Make a checkpoint of the weights in `source`; return what was found.
 
     `source` is a safetensors file, or, with `trust_pickle`, a Lightning checkpoint or a state dict of torch, which is first
@@ -88,7 +98,9 @@ def import_weights(source: str | os.PathLike[str], target: str | os.PathLike[str
     if os.path.lexists(target):
         raise CheckpointError(f"cannot import to {target}: it exists; choose another path")
     if not source.is_file():
-        raise CheckpointError(f"cannot import {source}: it is no file; give a safetensors file, a Lightning checkpoint or a state dict of torch")
+        raise CheckpointError(
+            f"cannot import {source}: it is no file; give a safetensors file, a Lightning checkpoint or a state dict of torch"
+        )
     try:
         with open(source, "rb") as file:
             head = file.read(9)
@@ -151,7 +163,9 @@ def _read_safetensors(source: Path) -> Weights:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot import {source}: it is no safetensors file ({error}); fetch it again") from error
     except (ValueError, TypeError, AttributeError, LookupError, RuntimeError, RecursionError) as error:
-        raise CheckpointError(f"cannot import {source}: what its metadata {_NOTE!r} says does not fit its tensors ({error}); export it again") from error
+        raise CheckpointError(
+            f"cannot import {source}: what its metadata {_NOTE!r} says does not fit its tensors ({error}); export it again"
+        ) from error
 
 
 def _read_pickle(source: Path) -> Weights:
@@ -161,12 +175,18 @@ def _read_pickle(source: Path) -> Weights:
         except pickle.UnpicklingError:
             loaded = torch.load(source, map_location="cpu", weights_only=False)
     except Exception as error:  # whatever the pickled program does
-        raise CheckpointError(f"cannot import {source}: torch cannot load it ({type(error).__name__}: {str(error)[:200]}); fetch it again") from error
+        raise CheckpointError(
+            f"cannot import {source}: torch cannot load it ({type(error).__name__}: {str(error)[:200]}); fetch it again"
+        ) from error
     if isinstance(loaded, torch.nn.Module):
         loaded = loaded.state_dict()
     if not isinstance(loaded, Mapping):
-        raise CheckpointError(f"cannot import {source}: it holds {type(loaded).__name__}, no state dict; save module.state_dict() instead")
-    nested = next((key for key in ("state_dict", "model_state_dict", "model") if isinstance(loaded.get(key), Mapping)), None)
+        raise CheckpointError(
+            f"cannot import {source}: it holds {type(loaded).__name__}, no state dict; save module.state_dict() instead"
+        )
+    nested = next(
+        (key for key in ("state_dict", "model_state_dict", "model") if isinstance(loaded.get(key), Mapping)), None
+    )
     values = loaded if nested is None else loaded[nested]
     found = Weights({})
     for name, value in values.items():

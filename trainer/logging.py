@@ -46,7 +46,16 @@ class Entry:
         "total",
     )
 
-    def __init__(self, name: str, reduce_fx: str, on_step: bool, on_epoch: bool, prog_bar: bool, logger: bool, rank_zero_only: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        reduce_fx: str,
+        on_step: bool,
+        on_epoch: bool,
+        prog_bar: bool,
+        logger: bool,
+        rank_zero_only: bool,
+    ) -> None:
         self.name, self.reduce_fx, self.on_step, self.on_epoch = name, reduce_fx, on_step, on_epoch
         self.prog_bar, self.logger, self.rank_zero_only = prog_bar, logger, rank_zero_only
         self.start = 0.0 if reduce_fx in ("mean", "sum") else -float("inf") if reduce_fx == "max" else float("inf")
@@ -113,7 +122,20 @@ class MetricStore:
     ) -> None:
         if self._parts and (part := getattr(self._thread, "part", None)) is not None:
             value = value.detach() if isinstance(value, Tensor) else value
-            part.calls.append((name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx, rank_zero_only))
+            part.calls.append(
+                (
+                    name,
+                    value,
+                    prog_bar,
+                    logger,
+                    on_step,
+                    on_epoch,
+                    reduce_fx,
+                    batch_size,
+                    add_dataloader_idx,
+                    rank_zero_only,
+                )
+            )
             return
         if self.suffix and add_dataloader_idx:
             name += self.suffix
@@ -130,7 +152,9 @@ class MetricStore:
                 return
         weight = (self.weight if batch_size is None else batch_size) if entry.reduce_fx == "mean" else 1.0
         if isinstance(value, Tensor):
-            if type(value) is not Tensor and hasattr(value, "full_tensor"):  # cut over ranks, such as the norm of a gradient: all of them log it
+            if type(value) is not Tensor and hasattr(
+                value, "full_tensor"
+            ):  # cut over ranks, such as the norm of a gradient: all of them log it
                 value = value.detach().full_tensor()  # type: ignore[attr-defined]
             if value.numel() != 1:
                 raise ValueError(
@@ -141,7 +165,9 @@ class MetricStore:
                 return
             value = value.item()
         elif not isinstance(value, (float, int, Number)):
-            raise TypeError(f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got {type(value).__name__}")
+            raise TypeError(
+                f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got {type(value).__name__}"
+            )
         if entry.reduce_fx in ("mean", "sum"):
             if weight:  # padding must not bring in its NaN
                 entry.number += float(value) * weight
@@ -154,7 +180,9 @@ class MetricStore:
         if entry.total is None or entry.total.device != value.device:
             self._settle(entry)
             start = entry.number if entry.reduce_fx in ("max", "min") else 0.0
-            entry.total = torch.full((), start, dtype=torch.float64 if value.device.type != "mps" else torch.float32, device=value.device)
+            entry.total = torch.full(
+                (), start, dtype=torch.float64 if value.device.type != "mps" else torch.float32, device=value.device
+            )
         if entry.reduce_fx in ("mean", "sum"):
             if weight:  # padding must not bring in its NaN
                 entry.total.add_(value, alpha=weight)
@@ -188,7 +216,9 @@ class MetricStore:
 
     def mark(self) -> list[tuple[Entry, float, Tensor | None, float, float]]:
         """What has been logged so far, for `back_to`."""
-        return [(e, e.number, None if e.total is None else e.total.clone(), e.count, e.seen) for e in self.entries.values()]
+        return [
+            (e, e.number, None if e.total is None else e.total.clone(), e.count, e.seen) for e in self.entries.values()
+        ]
 
     def back_to(self, mark: list[tuple[Entry, float, Tensor | None, float, float]]) -> None:
         """Forget what was logged since `mark`; names stay."""
@@ -223,7 +253,9 @@ class MetricStore:
                     entry.epoch_count = 1.0
                 if entry.metric is not None and entry.epoch_count:
                     shown_metrics[id(entry.metric)] = entry.metric
-                self._reduce_entry(entry, [row[3 * i] for row in values], [row[3 * i + 1] for row in values], shown, epoch_end, reset)
+                self._reduce_entry(
+                    entry, [row[3 * i] for row in values], [row[3 * i + 1] for row in values], shown, epoch_end, reset
+                )
         if epoch_end and reset:
             for metric in shown_metrics.values():  # now that it is computed under every name that it has
                 metric.reset()
@@ -231,7 +263,9 @@ class MetricStore:
 
     def _agree_on_names(self, strategy: Strategy) -> None:
         """Raise RuntimeError where ranks have logged different names; a rank without a sample, or that does not report, takes the others'."""
-        hashes = strategy.all_gather(torch.tensor([self.keys_hash, len(self.entries) if strategy.reports else 0])).tolist()
+        hashes = strategy.all_gather(
+            torch.tensor([self.keys_hash, len(self.entries) if strategy.reports else 0])
+        ).tolist()
         told = [row[0] for row in hashes if row[1]]
         if len(set(told)) > 1:
             usual = max(set(told), key=told.count)
@@ -243,7 +277,9 @@ class MetricStore:
         names: set[str] = set()
         if len(told) < len(hashes) and told:
             source = next(rank for rank, row in enumerate(hashes) if row[1])
-            for name, *flags, metric in strategy.broadcast([[e.name, *e.flags(), self._path(e.metric)] for e in self.entries.values()], source):
+            for name, *flags, metric in strategy.broadcast(
+                [[e.name, *e.flags(), self._path(e.metric)] for e in self.entries.values()], source
+            ):
                 names.add(name)
                 if name not in self.entries:
                     entry = self._new(name, *flags)
@@ -251,7 +287,9 @@ class MetricStore:
                         entry.metric = self.module.get_submodule(metric)  # type: ignore[union-attr]
 
         if not strategy.reports:
-            self.entries = {name: entry for name, entry in self.entries.items() if name in names or entry.rank_zero_only}
+            self.entries = {
+                name: entry for name, entry in self.entries.items() if name in names or entry.rank_zero_only
+            }
 
     def _path(self, metric: Any) -> str | None:
         if metric is None or self.module is None:
@@ -262,11 +300,26 @@ class MetricStore:
         """JSON data: the running sums of this rank and the epoch's values."""
         for entry in self.entries.values():
             self._settle(entry)
-        return {e.name: [*e.flags(), self._path(e.metric), e.number, e.count, e.epoch_value, e.epoch_count or e.seen] for e in self.entries.values()}
+        return {
+            e.name: [*e.flags(), self._path(e.metric), e.number, e.count, e.epoch_value, e.epoch_count or e.seen]
+            for e in self.entries.values()
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back `state_dict`; a number that is None is that of a name for which this rank has none."""
-        for name, (reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only, metric, number, count, epoch_value, epoch_count) in state.items():
+        for name, (
+            reduce_fx,
+            on_step,
+            on_epoch,
+            prog_bar,
+            logger,
+            rank_zero_only,
+            metric,
+            number,
+            count,
+            epoch_value,
+            epoch_count,
+        ) in state.items():
             entry = self._new(name, reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only)
             entry.epoch_value, entry.epoch_count = epoch_value, epoch_count
             if metric is not None:
@@ -277,30 +330,55 @@ class MetricStore:
     # ---- helpers -----------------------------------------------------------------------------------
 
     def _add(
-        self, name: str, value: Any, prog_bar: bool, logger: bool, on_step: bool | None, on_epoch: bool | None, reduce_fx: Any, rank_zero_only: bool
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool,
+        logger: bool,
+        on_step: bool | None,
+        on_epoch: bool | None,
+        reduce_fx: Any,
+        rank_zero_only: bool,
     ) -> Entry:
         is_metric = hasattr(value, "compute") and hasattr(value, "reset")
         if not is_metric and not isinstance(value, (Tensor, Number)):
-            raise TypeError(f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got {type(value).__name__}")
+            raise TypeError(
+                f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got {type(value).__name__}"
+            )
         reduction = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
         if reduction not in COMBINE:
-            raise ValueError(f"reduce_fx of self.log({name!r}) must be 'mean', 'sum', 'max' or 'min', but reduce_fx={reduce_fx!r}")
+            raise ValueError(
+                f"reduce_fx of self.log({name!r}) must be 'mean', 'sum', 'max' or 'min', but reduce_fx={reduce_fx!r}"
+            )
         if on_step is None:
             on_step = self.in_batch and self.training
         if on_epoch is None:
             on_epoch = not (self.in_batch and self.training)
         if is_metric and self.module is not None and self._path(value) is None:
-            raise ValueError(f"the metric logged as {name!r} is no attribute of {type(self.module).__name__}, so it is neither moved nor saved; make it one")
+            raise ValueError(
+                f"the metric logged as {name!r} is no attribute of {type(self.module).__name__}, so it is neither moved nor saved; make it one"
+            )
         if is_metric:
             twin = next((e.name for e in self.entries.values() if e.metric is value), None)
             if twin is not None and "/dataloader_idx_" in twin and self.suffix and not twin.endswith(self.suffix):
-                raise ValueError(f"the metric logged as {name!r} is logged as {twin!r} too and would be computed over both loaders; make one for each")
+                raise ValueError(
+                    f"the metric logged as {name!r} is logged as {twin!r} too and would be computed over both loaders; make one for each"
+                )
         entry = self._new(name, reduction, on_step, on_epoch, prog_bar, logger, rank_zero_only)
         if is_metric:
             entry.metric = value
         return entry
 
-    def _new(self, name: str, reduce_fx: str, on_step: bool, on_epoch: bool, prog_bar: bool, logger: bool, rank_zero_only: bool) -> Entry:
+    def _new(
+        self,
+        name: str,
+        reduce_fx: str,
+        on_step: bool,
+        on_epoch: bool,
+        prog_bar: bool,
+        logger: bool,
+        rank_zero_only: bool,
+    ) -> Entry:
         entry = self.entries[name] = Entry(name, reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only)
         if not rank_zero_only:
             self.keys_hash ^= (zlib.crc32(name.encode()) << 20) | (zlib.adler32(name.encode()) & 0xFFFFF)
@@ -325,7 +403,15 @@ class MetricStore:
                     entry.total = None
         return torch.tensor([x for e in entries for x in (e.number, e.count, e.seen)], dtype=torch.float64)
 
-    def _reduce_entry(self, entry: Entry, values: list[float], counts: list[float], shown: dict[str, float], epoch_end: bool, reset: bool) -> None:
+    def _reduce_entry(
+        self,
+        entry: Entry,
+        values: list[float],
+        counts: list[float],
+        shown: dict[str, float],
+        epoch_end: bool,
+        reset: bool,
+    ) -> None:
         count = sum(counts)
         combine = COMBINE[entry.reduce_fx]
         value = combine(values)
@@ -333,7 +419,9 @@ class MetricStore:
         both = entry.on_step and entry.on_epoch
         if count:
             if entry.on_step and not epoch_end:
-                shown[entry.name + "_step" if both else entry.name] = value / count if entry.reduce_fx == "mean" else value
+                shown[entry.name + "_step" if both else entry.name] = (
+                    value / count if entry.reduce_fx == "mean" else value
+                )
             if entry.metric is None:
                 entry.epoch_value = combine([entry.epoch_value, value])
                 entry.epoch_count += count
@@ -347,7 +435,9 @@ class MetricStore:
                 elif entry.metric is not None:
                     shown.update(_metric_values(name, entry.metric))
                 else:
-                    shown[name] = entry.epoch_value / entry.epoch_count if entry.reduce_fx == "mean" else entry.epoch_value
+                    shown[name] = (
+                        entry.epoch_value / entry.epoch_count if entry.reduce_fx == "mean" else entry.epoch_value
+                    )
             elif entry.on_step and count:
                 shown[entry.name] = value / count if entry.reduce_fx == "mean" else value
             if reset:
@@ -368,5 +458,7 @@ def _metric_values(name: str, metric: Any) -> dict[str, float]:
     if isinstance(value, dict):
         return {f"{name}/{key}" if not key.startswith(name) else key: float(item) for key, item in value.items()}
     if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"the metric logged as {name!r} computes a tensor of shape {list(value.shape)}; log its elements under names of their own")
+        raise ValueError(
+            f"the metric logged as {name!r} computes a tensor of shape {list(value.shape)}; log its elements under names of their own"
+        )
     return {name: float(value)}

@@ -32,7 +32,13 @@ SAVE_FAILED = 1000
 def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
     """Train `module`; every rank calls it, in its own process."""
     run = setup.fit(trainer, module, sources)
-    strategy, placed, progress, hooks, metrics = trainer.strategy, trainer.placed, trainer.progress, trainer.hooks, trainer.metrics
+    strategy, placed, progress, hooks, metrics = (
+        trainer.strategy,
+        trainer.placed,
+        trainer.progress,
+        trainer.hooks,
+        trainer.metrics,
+    )
     optimizers, schedulers = list(run.optimizers.values()), trainer.lr_scheduler_configs
     clip, log_every, guards, noted = run.clip, trainer.log_every_n_steps, run.guards, partial(note, trainer)
 
@@ -50,7 +56,9 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             for hook in hooks.on_train_epoch_start:
                 hook()
         steps_before, batches_before, stop = progress.global_step, progress.batches_seen, trainer.agree_to_stop()
-        if run.val_every is not None and _validation_is_due(run, trainer):  # the checkpoint that this run came from was saved just before it
+        if run.val_every is not None and _validation_is_due(
+            run, trainer
+        ):  # the checkpoint that this run came from was saved just before it
             _validate(trainer, module, run)
 
         windows = run.train_loader.windows(progress.current_epoch, progress.samples_seen, run.limit)
@@ -74,7 +82,9 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                 before_backward=run.before_backward,
                 after_backward=run.after_backward,
             )
-            left_out = (agreement.non_finite is not None or agreement.later is not None) and guards.passes_over(agreement)
+            left_out = (agreement.non_finite is not None or agreement.later is not None) and guards.passes_over(
+                agreement
+            )
             trainer.last_loss = agreement.loss
             stepped = trainer.manually_stepped
             if module.automatic_optimization and agreement.count and not left_out:
@@ -85,7 +95,11 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                         hook(optimizer)
                     if clip is not None:
                         clip(optimizer)
-                    stepped |= strategy.optimizer_step(placed, optimizer) if run.own_step is None else run.own_step(optimizer, window)
+                    stepped |= (
+                        strategy.optimizer_step(placed, optimizer)
+                        if run.own_step is None
+                        else run.own_step(optimizer, window)
+                    )
                 if guards.watches and stepped:
                     guards.after_step(optimizers, moving)
                 if stepped and schedulers:
@@ -114,13 +128,17 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             if run.val_every is not None and _validation_is_due(run, trainer):
                 _validate(trainer, module, run)
                 stop = trainer.agree_to_stop()
-            stop = stop or agreement.stop or (trainer.max_steps is not None and progress.global_step >= trainer.max_steps)
+            stop = (
+                stop or agreement.stop or (trainer.max_steps is not None and progress.global_step >= trainer.max_steps)
+            )
             if agreement.stop > 1:  # a signal's number, or a save beside the training that failed
                 raise trainer.interrupted()
 
         resumed_at_its_end = 0 < batches_before == progress.batches_seen
         if progress.global_step == steps_before and trainer.max_epochs is None and not stop and not resumed_at_its_end:
-            raise ValueError(f"no batch of epoch {progress.current_epoch} led to an optimizer step, so the run would not end; let training_step return a loss")
+            raise ValueError(
+                f"no batch of epoch {progress.current_epoch} led to an optimizer step, so the run would not end; let training_step return a loss"
+            )
         if stop and not run.epoch_is_over(progress):
             _finish_early(trainer, module, run)
             break
@@ -198,7 +216,9 @@ def _validation_is_due(run: setup.FitRun, trainer: Trainer) -> bool:
 def _validate(trainer: Trainer, module: Module, run: setup.FitRun) -> None:
     progress = trainer.progress
     if run.val_every is not None:
-        progress.validations = (progress.total_batches if trainer.check_val_every_n_epoch is None else progress.batches_seen) // run.val_every
+        progress.validations = (
+            progress.total_batches if trainer.check_val_every_n_epoch is None else progress.batches_seen
+        ) // run.val_every
     run.validated_at = progress.global_step
     evaluation.validate_in_fit(trainer, module, run.val_loaders)
 
@@ -214,7 +234,9 @@ def _close_epoch(trainer: Trainer, module: Module, run: setup.FitRun) -> None:
     if not progress.epoch_closed:
         for hook in hooks.module_epoch_end:
             hook()
-        trainer.publish(metrics.reduce(trainer.strategy, epoch_end=True))  # the callbacks decide by what the module logged
+        trainer.publish(
+            metrics.reduce(trainer.strategy, epoch_end=True)
+        )  # the callbacks decide by what the module logged
         progress.epoch_closed = True
         for hook in hooks.on_train_epoch_end:
             hook()

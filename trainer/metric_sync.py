@@ -14,7 +14,18 @@ from trainer.snapshot import torchmetrics_of
 if TYPE_CHECKING:
     from strategies import Strategy
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
 MAX_DIMS = 8
 
 
@@ -25,7 +36,11 @@ def synced_metrics(module: nn.Module, strategy: Strategy) -> Iterator[None]:
     torchmetrics' own gathering ends the process (an assertion in gloo) where one rank has seen no sample
     and a metric keeps samples, and counts those twice that several ranks share.
     """
-    metrics = [metric for metric in torchmetrics_of(module).values() if metric.dist_sync_fn is None] if strategy.world_size > 1 else []
+    metrics = (
+        [metric for metric in torchmetrics_of(module).values() if metric.dist_sync_fn is None]
+        if strategy.world_size > 1
+        else []
+    )
     for metric in metrics:
         metric.dist_sync_fn, metric._sync_dist = Gather(strategy), EvenLists(metric, strategy)
     try:
@@ -45,7 +60,9 @@ class Gather:
     def __call__(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         """`group` is torchmetrics' and not used. Shapes and dtypes may differ; up to 8 dimensions."""
         strategy = self._strategy
-        data = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)  # one element may have any stride
+        data = (
+            tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+        )  # one element may have any stride
         header = [int(strategy.reports), DTYPES.index(tensor.dtype), data.numel(), tensor.dim(), *tensor.shape]
         headers = strategy.all_gather(torch.tensor(header + [0] * (MAX_DIMS + 4 - len(header)))).tolist()
         longest = -(-max(row[2] for row in headers) // 16) * 16  # so that every row is aligned for its dtype
@@ -75,9 +92,15 @@ class EvenLists:
 
     def __call__(self, *args: Any, **options: Any) -> None:
         metric = self._metric
-        names = [name for name, reduction in metric._reductions.items() if reduction is None and isinstance(getattr(metric, name), list)]
+        names = [
+            name
+            for name, reduction in metric._reductions.items()
+            if reduction is None and isinstance(getattr(metric, name), list)
+        ]
         if names:
-            lengths = self._strategy.all_gather(torch.tensor([len(getattr(metric, name)) for name in names])).amax(0).tolist()
+            lengths = (
+                self._strategy.all_gather(torch.tensor([len(getattr(metric, name)) for name in names])).amax(0).tolist()
+            )
             for name, length in zip(names, lengths, strict=True):
                 mine = getattr(metric, name)
                 setattr(metric, name, mine + [torch.empty(0, device=metric.device)] * (length - len(mine)))

@@ -66,11 +66,15 @@ class Module(HyperParameters, nn.Module):
         """Return an optimizer; a list of them; (optimizers, schedulers); a dict with "optimizer" and "lr_scheduler"; or a dict of these by name."""
         raise NotImplementedError
 
-    def configure_gradient_clipping(self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None) -> None:
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
         """Clip before a step. The default clips by the Trainer's arguments."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
         """Step `optimizer`, whose gradients are ready; the closure returns the loss and computes nothing."""
         optimizer.step(optimizer_closure)
 
@@ -167,7 +171,9 @@ class Module(HyperParameters, nn.Module):
         """
         if self._trainer is None:
             raise RuntimeError(f"self.log({name!r}) was called outside of a run; call it in a step or hook")
-        self._trainer.metrics.log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx, rank_zero_only)
+        self._trainer.metrics.log(
+            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx, rank_zero_only
+        )
 
     def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
         """`log` for each entry of a dict or MetricCollection."""
@@ -192,13 +198,17 @@ class Module(HyperParameters, nn.Module):
         """Walk back from `loss`, the mean over this batch; for `automatic_optimization = False`."""
         self._running().manual_backward(loss)
 
-    def clip_gradients(self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None) -> Tensor | None:
+    def clip_gradients(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> Tensor | None:
         """Clip what `optimizer` will apply; return the norm of the global gradient, or None for "value"."""
         if gradient_clip_val is None:
             return None
         optimizer = getattr(optimizer, "optimizer", optimizer)
         trainer = self._running()
-        return trainer.strategy.clip_gradients(trainer.placed, optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
+        return trainer.strategy.clip_gradients(
+            trainer.placed, optimizer, gradient_clip_val, gradient_clip_algorithm or "norm"
+        )
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let gradients flow into the parameters of `optimizer` only, until `untoggle_optimizer`."""
@@ -294,7 +304,9 @@ class Module(HyperParameters, nn.Module):
         return self._trainer.loggers if self._trainer is not None else []
 
     @classmethod
-    def load_from_checkpoint(cls: type[M], path: str | Path, map_location: Any = None, strict: bool = True, **overrides: Any) -> M:
+    def load_from_checkpoint(
+        cls: type[M], path: str | Path, map_location: Any = None, strict: bool = True, **overrides: Any
+    ) -> M:
         """Build the module from the hyperparameters in a checkpoint and load its weights.
 
         `overrides` replace or complete the saved hyperparameters. `map_location` is a device. Raises
@@ -313,7 +325,9 @@ class Module(HyperParameters, nn.Module):
     def _running(self) -> Trainer:
         trainer = self.__dict__.get("_trainer")
         if trainer is None:
-            raise RuntimeError(f"this {type(self).__name__} is not attached to a Trainer; it is while fit, validate, test or predict runs")
+            raise RuntimeError(
+                f"this {type(self).__name__} is not attached to a Trainer; it is while fit, validate, test or predict runs"
+            )
         return trainer
 
     def __getstate__(self) -> dict[str, Any]:

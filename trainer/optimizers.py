@@ -47,7 +47,9 @@ def parse(configured: Any) -> tuple[dict[str, Optimizer], list[SchedulerConfig]]
     elif isinstance(configured, (list, tuple)) and len(configured) == 2 and isinstance(configured[0], (list, tuple)):
         optimizers, schedulers = configured
         schedulers = schedulers if isinstance(schedulers, (list, tuple)) else [schedulers]
-        return {str(i): _optimizer(o) for i, o in enumerate(optimizers)}, [_scheduler(s, None) for s in schedulers if s is not None]
+        return {str(i): _optimizer(o) for i, o in enumerate(optimizers)}, [
+            _scheduler(s, None) for s in schedulers if s is not None
+        ]
     elif isinstance(configured, (list, tuple)):
         named = {}
         for i, item in enumerate(configured):
@@ -59,7 +61,9 @@ def parse(configured: Any) -> tuple[dict[str, Optimizer], list[SchedulerConfig]]
         if isinstance(item, Mapping):
             unknown = set(item) - {"optimizer", "lr_scheduler", "monitor", "name", "frequency"}
             if unknown or "optimizer" not in item:
-                raise ValueError(f"configure_optimizers may return {FORMS}, but {name!r} has the keys {sorted(map(str, item))}")
+                raise ValueError(
+                    f"configure_optimizers may return {FORMS}, but {name!r} has the keys {sorted(map(str, item))}"
+                )
             optimizers[name] = _optimizer(item["optimizer"])
             if item.get("lr_scheduler") is not None:
                 schedulers.append(_scheduler(item["lr_scheduler"], item.get("monitor")))
@@ -70,27 +74,43 @@ def parse(configured: Any) -> tuple[dict[str, Optimizer], list[SchedulerConfig]]
 
 def _optimizer(value: Any) -> Optimizer:
     if not isinstance(value, Optimizer):
-        raise TypeError(f"configure_optimizers may return {FORMS}, but it returned {type(value).__name__} where an optimizer belongs")
+        raise TypeError(
+            f"configure_optimizers may return {FORMS}, but it returned {type(value).__name__} where an optimizer belongs"
+        )
     return value
 
 
 def _scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
     if isinstance(value, Mapping):
         if "scheduler" not in value:
-            raise ValueError(f"an lr_scheduler given as a dict needs the key 'scheduler', but it has {sorted(map(str, value))}")
-        unknown = sorted(set(value) - {"scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau"})
+            raise ValueError(
+                f"an lr_scheduler given as a dict needs the key 'scheduler', but it has {sorted(map(str, value))}"
+            )
+        unknown = sorted(
+            set(value) - {"scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau"}
+        )
         if unknown:
-            raise ValueError(f"an lr_scheduler dict may hold scheduler, interval, frequency, monitor, name and strict, but it has {', '.join(unknown)}")
+            raise ValueError(
+                f"an lr_scheduler dict may hold scheduler, interval, frequency, monitor, name and strict, but it has {', '.join(unknown)}"
+            )
         config = SchedulerConfig(**{"monitor": monitor, **value})
     else:
         config = SchedulerConfig(value, monitor=monitor)
     if config.interval not in ("epoch", "step"):
         raise ValueError(f"interval of an lr_scheduler must be 'epoch' or 'step', but interval={config.interval!r}")
     if not isinstance(config.frequency, int) or config.frequency < 1:
-        raise ValueError(f"frequency of an lr_scheduler must be a whole number of at least 1, but frequency={config.frequency!r}")
-    missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(config.scheduler, name, None))]
+        raise ValueError(
+            f"frequency of an lr_scheduler must be a whole number of at least 1, but frequency={config.frequency!r}"
+        )
+    missing = [
+        name for name in ("state_dict", "load_state_dict") if not callable(getattr(config.scheduler, name, None))
+    ]
     if missing:
-        raise TypeError(f"a scheduler is saved with every checkpoint, but {type(config.scheduler).__name__} has no {missing[0]}; define it")
+        raise TypeError(
+            f"a scheduler is saved with every checkpoint, but {type(config.scheduler).__name__} has no {missing[0]}; define it"
+        )
     if config.reduce_on_plateau and config.monitor is None:
-        raise ValueError(f"{type(config.scheduler).__name__} needs the name of a metric: return {{'scheduler': …, 'monitor': 'val/loss'}}")
+        raise ValueError(
+            f"{type(config.scheduler).__name__} needs the name of a metric: return {{'scheduler': …, 'monitor': 'val/loss'}}"
+        )
     return config

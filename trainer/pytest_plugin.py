@@ -42,11 +42,21 @@ def assert_same_run() -> Callable[..., Any]:
         accelerator = options.pop("accelerator", "auto")
 
         def fit(recorder: Any, **layout: Any) -> None:
-            quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "split_batches": True, "log_every_n_steps": 1}
+            quiet = {
+                "logger": False,
+                "enable_checkpointing": False,
+                "enable_progress_bar": False,
+                "split_batches": True,
+                "log_every_n_steps": 1,
+            }
             callbacks = [*copy.deepcopy(own), recorder]
-            Trainer(**quiet | options, **layout, max_steps=steps, seed=seed, callbacks=callbacks).fit(copy.deepcopy(first), make_loader())
+            Trainer(**quiet | options, **layout, max_steps=steps, seed=seed, callbacks=callbacks).fit(
+                copy.deepcopy(first), make_loader()
+            )
 
-        results = compare.compare(fit, strategies, devices=devices, precision=precision, tolerance=tolerance, accelerator=accelerator)
+        results = compare.compare(
+            fit, strategies, devices=devices, precision=precision, tolerance=tolerance, accelerator=accelerator
+        )
         if not all(found.same for found in results.values()):
             raise AssertionError("the strategy changes the numbers:\n" + compare.table(results))
         return results

@@ -87,7 +87,11 @@ class RunFolder:
         if trainer.config is not None:
             config = trainer.config
         else:
-            given = {"trainer": trainer.given, "module": f"{type(module).__module__}.{type(module).__qualname__}", "hyperparameters": dict(module.hparams)}
+            given = {
+                "trainer": trainer.given,
+                "module": f"{type(module).__module__}.{type(module).__qualname__}",
+                "hyperparameters": dict(module.hparams),
+            }
             config = json.dumps(given, indent=2, default=repr) + "\n"  # YAML, as all JSON is
         versions = {"python": platform.python_version(), "platform": platform.platform(), "cuda": torch.version.cuda}
         for name in PACKAGES:
@@ -98,7 +102,9 @@ class RunFolder:
             _write(self.path / "versions.json", json.dumps(versions, indent=2) + "\n")
             self._write_summary(trainer, _RUNNING)
         except OSError as error:  # as for loggers: it costs a warning, never the training
-            warnings.warn(f"{self.path} gets no account of the run, training goes on: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"{self.path} gets no account of the run, training goes on: {error}", RuntimeWarning, stacklevel=2
+            )
 
     def end(self, trainer: Trainer, error: BaseException | None) -> None:
         """Write how it ended and let the folder go."""
@@ -133,7 +139,9 @@ def read_summary(folder: Path) -> dict[str, Any]:
     Its "exit" is "running" only while the process lives that writes, where the file system has locks, else "killed".
     """
     found = _load(folder)
-    return found | {"exit": _KILLED} if found.get("exit") == _RUNNING and not _is_written(folder / "run.lock") else found
+    return (
+        found | {"exit": _KILLED} if found.get("exit") == _RUNNING and not _is_written(folder / "run.lock") else found
+    )
 
 
 def _load(folder: Path) -> dict[str, Any]:

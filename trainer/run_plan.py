@@ -32,7 +32,9 @@ def plan(trainer: Trainer, ckpt_path: str | None) -> dict[str, Any]:
     try:
         writes = bool(trainer.loggers) or (trainer._stage == "fit" and trainer.checkpoint_callback is not None)
         first = trainer.logger
-        base = Path((first.save_dir if first else None) or trainer.default_root_dir) / ((first.name if first else None) or type(trainer._module).__name__)
+        base = Path((first.save_dir if first else None) or trainer.default_root_dir) / (
+            (first.name if first else None) or type(trainer._module).__name__
+        )
         version, checkpoint = first.version if first else None, None
         if trainer.log_dir is not None:  # this Trainer goes on in its folder
             version = Path(trainer.log_dir).name
@@ -41,9 +43,14 @@ def plan(trainer: Trainer, ckpt_path: str | None) -> dict[str, Any]:
             if found is not None:
                 version, checkpoint = found
             if ckpt_path == "last" and checkpoint is None:
-                raise CheckpointError(f"ckpt_path='last' finds no valid checkpoint below {base.absolute()}; give a path, or 'auto' to start afresh")
+                raise CheckpointError(
+                    f"ckpt_path='last' finds no valid checkpoint below {base.absolute()}; give a path, or 'auto' to start afresh"
+                )
             if ckpt_path == "auto":
-                print(f"ckpt_path='auto': {f'resuming {checkpoint}' if checkpoint else f'no valid checkpoint below {base}, starting afresh'}", file=sys.stderr)
+                print(
+                    f"ckpt_path='auto': {f'resuming {checkpoint}' if checkpoint else f'no valid checkpoint below {base}, starting afresh'}",
+                    file=sys.stderr,
+                )
         elif ckpt_path == "best":
             checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", None)
             if not checkpoint:
@@ -63,7 +70,11 @@ def plan(trainer: Trainer, ckpt_path: str | None) -> dict[str, Any]:
         for logger in trainer.loggers:
             root = Path(logger.save_dir or trainer.default_root_dir) / (logger.name or type(trainer._module).__name__)
             folders.append(str(root / folder.name))  # type: ignore[union-attr]
-        return {"log_dir": str(folder) if folder else None, "loggers": folders, "checkpoint": None if checkpoint is None else str(checkpoint)}
+        return {
+            "log_dir": str(folder) if folder else None,
+            "loggers": folders,
+            "checkpoint": None if checkpoint is None else str(checkpoint),
+        }
     except CheckpointError as error:
         return {"error": str(error), "kind": "CheckpointError"}
     except (ValueError, OSError) as error:
@@ -83,7 +94,11 @@ def _newest(trainer: Trainer, base: Path, version: str | int | None) -> tuple[st
     if callback is not None and callback.dirpath:
         found = files.newest(callback.dirpath)
         return None if found is None else (None if version is None else _version(version), str(found))
-    candidates = [base / _version(version)] if version is not None else sorted(base.glob("version_*"), key=_version_number, reverse=True)
+    candidates = (
+        [base / _version(version)]
+        if version is not None
+        else sorted(base.glob("version_*"), key=_version_number, reverse=True)
+    )
     for folder in candidates:
         found = files.newest(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
         if found is not None:

@@ -40,7 +40,9 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 PAIRS = {torch.complex128}
 
 
-def content(layout: Mapping[str, tuple[torch.dtype, Sequence[int]]], read: Callable[[str], Tensor], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+def content(
+    layout: Mapping[str, tuple[torch.dtype, Sequence[int]]], read: Callable[[str], Tensor], metadata: Mapping[str, str]
+) -> Iterator[memoryview]:
     """The bytes of a safetensors file, one tensor at a time, so that only one is copied to the host at once.
 
     `layout` gives dtype and shape of each key and `read(key)` its tensor. Larger elements come first, so that every
@@ -52,7 +54,11 @@ def content(layout: Mapping[str, tuple[torch.dtype, Sequence[int]]], read: Calla
     for key in order:
         dtype, shape = layout[key]
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[key] = {"dtype": CODES[dtype], "shape": [*shape, 2] if dtype in PAIRS else [*shape], "data_offsets": [begin, end]}
+        header[key] = {
+            "dtype": CODES[dtype],
+            "shape": [*shape, 2] if dtype in PAIRS else [*shape],
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)

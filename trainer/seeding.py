@@ -56,10 +56,14 @@ def derive(seed: int, *stream: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def named_stream(streams: dict[str, torch.Generator], name: str, device: str | torch.device, seed: int, data_rank: int) -> torch.Generator:
+def named_stream(
+    streams: dict[str, torch.Generator], name: str, device: str | torch.device, seed: int, data_rank: int
+) -> torch.Generator:
     """The generator `name` among `streams`; made, as a function of seed, name and data rank, where it is first asked for."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-        raise ValueError(f"the name of a random stream must be of letters, digits, '_', '.' and '-', but it is {name!r}")
+        raise ValueError(
+            f"the name of a random stream must be of letters, digits, '_', '.' and '-', but it is {name!r}"
+        )
     kind = torch.device(device).type
     key = name if kind == "cpu" else f"{name}@{kind}"
     if key not in streams:
@@ -69,7 +73,9 @@ def named_stream(streams: dict[str, torch.Generator], name: str, device: str | t
 
 def rng_state(streams: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
     """The state of every generator of this process, and of named `streams`, as tensors and JSON data."""
-    kind, keys, position, has_gauss, cached = cast("tuple[str, np.ndarray, int, int, float]", np.random.get_state(legacy=True))
+    kind, keys, position, has_gauss, cached = cast(
+        "tuple[str, np.ndarray, int, int, float]", np.random.get_state(legacy=True)
+    )
     state = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),

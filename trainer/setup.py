@@ -140,7 +140,9 @@ def attached(trainer: Trainer, module: Module, sources: Sources, stage: str, ckp
             try:
                 hook(error)
             except Exception as later:  # the first error is the one to show
-                error.add_note(f"on_exception failed too: {type(later).__name__}: {later}") if hasattr(error, "add_note") else None
+                error.add_note(f"on_exception failed too: {type(later).__name__}: {later}") if hasattr(
+                    error, "add_note"
+                ) else None
         trainer.end_run("interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed", error)
         raise
     finally:
@@ -163,44 +165,65 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
     overfit = trainer.overfit_batches
     source = combined(sources.get(module, "train"))
     if source is None:
-        raise ValueError("fit needs training data: give train_dataloaders, or a DataModule or Module with train_dataloader")
+        raise ValueError(
+            "fit needs training data: give train_dataloaders, or a DataModule or Module with train_dataloader"
+        )
     train_loader = strategy.shard_loader(
-        source, seed=derive(seed, "train"), shuffle=False if overfit else None, accumulate=trainer.accumulate_grad_batches, split=trainer.split_batches
+        source,
+        seed=derive(seed, "train"),
+        shuffle=False if overfit else None,
+        accumulate=trainer.accumulate_grad_batches,
+        split=trainer.split_batches,
     )
     trainer.train_dataloader = train_loader
     if checkpoint is not None:
         progress = checkpoint.state["progress"]
-        done = train_loader.resume_windows(checkpoint.state["windows"], progress["samples_seen"], whole=not module.automatic_optimization)
+        done = train_loader.resume_windows(
+            checkpoint.state["windows"], progress["samples_seen"], whole=not module.automatic_optimization
+        )
         if done is not None and trainer.is_global_zero:
             print(done, file=sys.stderr)
     total = _length(train_loader)
-    limit = limit_of(overfit or trainer.limit_train_batches, total, "overfit_batches" if overfit else "limit_train_batches")
+    limit = limit_of(
+        overfit or trainer.limit_train_batches, total, "overfit_batches" if overfit else "limit_train_batches"
+    )
     num_batches = total if limit is None else limit if total is None else min(limit, total)
     if num_batches == 0:
         raise ValueError("the training loader has no batch: its dataset is empty, or drop_last drops its only batch")
     trainer.num_training_batches = math.inf if num_batches is None else num_batches
     has_step = overrides(module, "validation_step", Module)
-    val_sources = (source if overfit else sources.get(module, "val")) if has_step and trainer.limit_val_batches != 0 else None
+    val_sources = (
+        (source if overfit else sources.get(module, "val")) if has_step and trainer.limit_val_batches != 0 else None
+    )
     val_loaders = evaluation_loaders(trainer, val_sources, "val", overfit)
     trainer.val_dataloaders = val_loaders
     windows = train_loader.num_windows(limit)
     trainer.windows_per_epoch = windows
 
     if not any(p.requires_grad for p in module.parameters()):
-        raise ValueError(f"{type(module).__name__} has no trainable parameter; give it layers, or set requires_grad on what is to be trained")
+        raise ValueError(
+            f"{type(module).__name__} has no trainable parameter; give it layers, or set requires_grad on what is to be trained"
+        )
     trainer.placed = strategy.place(module)
     named, schedulers = configured.parse(module.configure_optimizers())
     if module.automatic_optimization and not named:
-        raise ValueError(f"{type(module).__name__}.configure_optimizers returned no optimizer; return one, or set automatic_optimization = False")
+        raise ValueError(
+            f"{type(module).__name__}.configure_optimizers returned no optimizer; return one, or set automatic_optimization = False"
+        )
     for config in schedulers:
         if not callable(getattr(config.scheduler, "step", None)) and not overrides(module, "lr_scheduler_step", Module):
             name, scheduler = type(module).__name__, type(config.scheduler).__name__
-            raise TypeError(f"{scheduler} is no scheduler of torch: it has no step, so {name} needs lr_scheduler_step; define it")
+            raise TypeError(
+                f"{scheduler} is no scheduler of torch: it has no step, so {name} needs lr_scheduler_step; define it"
+            )
     if module.automatic_optimization:
         check_ownership(module, named)
     named = strategy.attach(trainer.placed, named)
     trainer.named_optimizers, trainer.lr_scheduler_configs = named, schedulers
-    trainer.user_optimizers = [(AutomaticOptimizer if module.automatic_optimization else ManualOptimizer)(optimizer, trainer) for optimizer in named.values()]
+    trainer.user_optimizers = [
+        (AutomaticOptimizer if module.automatic_optimization else ManualOptimizer)(optimizer, trainer)
+        for optimizer in named.values()
+    ]
     trainer.metrics = MetricStore(module)
     if strategy.data_rank > 0:  # noise of its own; data rank 0 goes on with the process's stream
         seed_everything(derive(seed, "noise", strategy.data_rank))
@@ -213,8 +236,12 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
 
     hooks, parameters = trainer.hooks, None
     if len(named) > 1 and module.automatic_optimization:
-        parameters = {name: [p for group in optimizer.param_groups for p in group["params"]] for name, optimizer in named.items()}
-    reevaluates = overrides(module, "optimizer_step", Module) or any(isinstance(optimizer, LBFGS) for optimizer in named.values())
+        parameters = {
+            name: [p for group in optimizer.param_groups for p in group["params"]] for name, optimizer in named.items()
+        }
+    reevaluates = overrides(module, "optimizer_step", Module) or any(
+        isinstance(optimizer, LBFGS) for optimizer in named.values()
+    )
     training_step = step_function(module.training_step, 2)
     return FitRun(
         train_loader=train_loader,
@@ -234,7 +261,9 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
         before_backward=_all_of(hooks.on_before_backward),
         after_backward=_all_of(hooks.on_after_backward),
         reevaluates=reevaluates,
-        guards=Guards(trainer, module, watches=module.automatic_optimization and not overrides(module, "optimizer_step", Module)),
+        guards=Guards(
+            trainer, module, watches=module.automatic_optimization and not overrides(module, "optimizer_step", Module)
+        ),
     )
 
 
@@ -242,13 +271,22 @@ def evaluation_loaders(trainer: Trainer, sources: Any, kind: str, overfit: float
     """The sharded loaders of an evaluation, in order; sets the Trainer's number of batches of each."""
     loaders = loaders_of(sources)
     sharded = [
-        trainer.strategy.shard_loader(loader, seed=derive(trainer.run_seed, kind, i), shuffle=False if overfit else None) for i, loader in enumerate(loaders)
+        trainer.strategy.shard_loader(
+            loader, seed=derive(trainer.run_seed, kind, i), shuffle=False if overfit else None
+        )
+        for i, loader in enumerate(loaders)
     ]
-    limits = {"val": trainer.limit_val_batches, "test": trainer.limit_test_batches, "predict": trainer.fast_dev_run or None}
+    limits = {
+        "val": trainer.limit_val_batches,
+        "test": trainer.limit_test_batches,
+        "predict": trainer.fast_dev_run or None,
+    }
     wanted = overfit or limits[kind]
     trainer.evaluation_limits[kind] = [limit_of(wanted, _length(loader), f"limit_{kind}_batches") for loader in sharded]
     counts = [math.inf if (n := _length(loader)) is None else n for loader in sharded]
-    trainer.evaluation_batches[kind] = [n if limit is None else min(n, limit) for n, limit in zip(counts, trainer.evaluation_limits[kind], strict=True)]
+    trainer.evaluation_batches[kind] = [
+        n if limit is None else min(n, limit) for n, limit in zip(counts, trainer.evaluation_limits[kind], strict=True)
+    ]
     return sharded
 
 
@@ -263,7 +301,9 @@ def loaders_of(source: Any) -> list[Any]:
 
 def combined(source: Any) -> Any:
     """A dict or list of training loaders as one loader; anything else as it is."""
-    several = isinstance(source, Mapping) or (isinstance(source, (list, tuple)) and bool(source) and all(_is_loader(item) for item in source))
+    several = isinstance(source, Mapping) or (
+        isinstance(source, (list, tuple)) and bool(source) and all(_is_loader(item) for item in source)
+    )
     return CombinedLoader(source) if several else source
 
 
@@ -274,10 +314,14 @@ def limit_of(wanted: float | int | None, total: int | None, name: str) -> int | 
     if isinstance(wanted, int):
         return wanted
     if total is None:
-        raise ValueError(f"{name}={wanted} is a fraction, which needs a loader of known length; give a number of batches")
+        raise ValueError(
+            f"{name}={wanted} is a fraction, which needs a loader of known length; give a number of batches"
+        )
     limit = int(total * wanted)
     if limit == 0 and wanted > 0:
-        raise ValueError(f"{name}={wanted} of {total} batches is less than one; give at least {1 / total:.4f} or a number of batches")
+        raise ValueError(
+            f"{name}={wanted} of {total} batches is less than one; give at least {1 / total:.4f} or a number of batches"
+        )
     return limit
 
 
@@ -293,14 +337,18 @@ def _validation_interval(trainer: Trainer, num_batches: int | None) -> int | Non
             )
         return wanted
     if num_batches is None:
-        raise ValueError(f"val_check_interval={wanted} is a fraction, which needs a training loader of known length; give a number of batches")
+        raise ValueError(
+            f"val_check_interval={wanted} is a fraction, which needs a training loader of known length; give a number of batches"
+        )
     return max(1, int(num_batches * wanted))
 
 
 def _clip(trainer: Trainer, module: Module) -> Callable[[Optimizer], Any] | None:
     value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
     if overrides(module, "configure_gradient_clipping", Module):
-        return functools.partial(module.configure_gradient_clipping, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
+        return functools.partial(
+            module.configure_gradient_clipping, gradient_clip_val=value, gradient_clip_algorithm=algorithm
+        )
     if value is None:
         return None
     strategy, placed = trainer.strategy, trainer.placed
@@ -332,7 +380,9 @@ def _own_step(trainer: Trainer, module: Module, training_step: Callable) -> Call
             return window_loss(trainer, window, training_step, names[id(optimizer)], again=calls > 1 or gone)
 
         if own:
-            module.optimizer_step(trainer.current_epoch, window.micro_batches[-1].batch_idx, handles[id(optimizer)], closure)
+            module.optimizer_step(
+                trainer.current_epoch, window.micro_batches[-1].batch_idx, handles[id(optimizer)], closure
+            )
             return trainer.manually_stepped
         return strategy.optimizer_step(placed, optimizer, closure if isinstance(optimizer, LBFGS) else None)
 
@@ -383,4 +433,6 @@ def _length(loader: ShardedLoader) -> int | None:
 
 def _is_loader(item: Any) -> bool:
     """Whether a list's item is a loader rather than a batch."""
-    return isinstance(item, torch.utils.data.DataLoader) or (hasattr(item, "__iter__") and not isinstance(item, (torch.Tensor, tuple, list, dict, str)))
+    return isinstance(item, torch.utils.data.DataLoader) or (
+        hasattr(item, "__iter__") and not isinstance(item, (torch.Tensor, tuple, list, dict, str))
+    )

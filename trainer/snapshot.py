@@ -30,7 +30,13 @@ if TYPE_CHECKING:
 
 
 def save(
-    trainer: Trainer, module: Module, path: str | Path, *, wait: bool = True, also: Sequence[str | Path] = (), outdated: Sequence[str | Path] = ()
+    trainer: Trainer,
+    module: Module,
+    path: str | Path,
+    *,
+    wait: bool = True,
+    also: Sequence[str | Path] = (),
+    outdated: Sequence[str | Path] = (),
 ) -> files.Saving | None:
     """Write a checkpoint of the run at `path`; without `wait` return once it is copied. Every rank calls it, at the same place."""
     strategy = trainer.strategy
@@ -47,9 +53,17 @@ def save(
             "seed": trainer.run_seed,
             "strategy_name": type(strategy).__name__,
             "strategy": gathered.meta,
-            "schedulers": [pack(config.scheduler.state_dict(), f"schedulers/{i}", kept) for i, config in enumerate(trainer.lr_scheduler_configs)],
-            "callbacks": {callback.state_key: pack(callback.state_dict(), f"callbacks/{callback.state_key}", kept) for callback in trainer.callbacks},
-            "datamodule": pack(trainer.datamodule.state_dict(), "datamodule/state", kept) if trainer.datamodule is not None else {},
+            "schedulers": [
+                pack(config.scheduler.state_dict(), f"schedulers/{i}", kept)
+                for i, config in enumerate(trainer.lr_scheduler_configs)
+            ],
+            "callbacks": {
+                callback.state_key: pack(callback.state_dict(), f"callbacks/{callback.state_key}", kept)
+                for callback in trainer.callbacks
+            },
+            "datamodule": pack(trainer.datamodule.state_dict(), "datamodule/state", kept)
+            if trainer.datamodule is not None
+            else {},
             "module": pack(extra, "module/extra", kept),
             "hyperparameters": pack(dict(module.hparams), "module/hparams", kept),
             "hyperparameters_name": module.hparams_name,
@@ -65,11 +79,20 @@ def save(
             "sums": trainer.metrics.state_dict(),
             "loader": pack(trainer.train_dataloader.state_dict(), f"ranks/{strategy.rank}/loader", tensors),
             "torchmetrics": {
-                name: pack({"state": metric.metric_state, "count": metric._update_count}, f"ranks/{strategy.rank}/metrics/{name}", tensors)
+                name: pack(
+                    {"state": metric.metric_state, "count": metric._update_count},
+                    f"ranks/{strategy.rank}/metrics/{name}",
+                    tensors,
+                )
                 for name, metric in metrics.items()
             },
         }
-    trained = {f"model/{name}" for entry in gathered.meta["optimizers"].values() for group in entry["param_groups"] for name in group["params"]}
+    trained = {
+        f"model/{name}"
+        for entry in gathered.meta["optimizers"].values()
+        for group in entry["param_groups"]
+        for name in group["params"]
+    }
     options: dict[str, Any] = {
         "rank": strategy.rank,
         "world_size": strategy.world_size,
@@ -77,7 +100,8 @@ def save(
         "state": state,
         "rank_state": rank_state,
         "broadcast": strategy.broadcast,
-        "finite": trained | {name for name in tensors if name.startswith("optimizer/")},  # not buffers: a mask may hold -inf
+        "finite": trained
+        | {name for name in tensors if name.startswith("optimizer/")},  # not buffers: a mask may hold -inf
         "also": also,
         "outdated": outdated,
     }
@@ -94,7 +118,9 @@ def restore(trainer: Trainer, module: Module, checkpoint: Checkpoint) -> None:
     with refused(checkpoint.path):
         progress, loader = trainer.progress, trainer.train_dataloader
         progress.load_state_dict(state["progress"])
-        if loader.plan != state["windows"] and loader.batch_size is not None:  # other batches, as the user wants: count them so
+        if (
+            loader.plan != state["windows"] and loader.batch_size is not None
+        ):  # other batches, as the user wants: count them so
             progress.batches_seen = -(-progress.samples_seen * loader.num_micro_batches // loader.batch_size)
         if trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(unpack(state["datamodule"], read))
@@ -102,7 +128,11 @@ def restore(trainer: Trainer, module: Module, checkpoint: Checkpoint) -> None:
 
         saved = [checkpoint.rank_state(rank) or {} for rank in range(checkpoint.world_size)]
         mine = saved[strategy.rank] if strategy.rank < len(saved) else {}
-        if checkpoint.world_size == strategy.world_size and _place(mine) == (strategy.data_rank, strategy.data_size, strategy.reports):
+        if checkpoint.world_size == strategy.world_size and _place(mine) == (
+            strategy.data_rank,
+            strategy.data_size,
+            strategy.reports,
+        ):
             trainer.train_dataloader.load_state_dict(unpack(mine["loader"], read))
             trainer.metrics.load_state_dict(mine["sums"])
             _restore_torchmetrics(module, [mine], read)
@@ -135,7 +165,9 @@ def _restore_training(trainer: Trainer, checkpoint: Checkpoint) -> None:
     with refused(checkpoint.path):
         trainer.strategy.load_state_dict(trainer.placed, trainer.named_optimizers, checkpoint)
         if len(state["schedulers"]) != len(trainer.lr_scheduler_configs):
-            raise ValueError(f"it holds {len(state['schedulers'])} schedulers, but this run has {len(trainer.lr_scheduler_configs)}")
+            raise ValueError(
+                f"it holds {len(state['schedulers'])} schedulers, but this run has {len(trainer.lr_scheduler_configs)}"
+            )
         for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
             config.scheduler.load_state_dict(unpack(saved, read))
         for callback in trainer.callbacks:
@@ -153,16 +185,29 @@ def check_resumable(checkpoint: Checkpoint) -> None:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} holds weights alone, so there is nothing to resume: load them with load_from_checkpoint, and fit without ckpt_path"
         )
-    kinds = {"progress": dict, "strategy": dict, "schedulers": list, "callbacks": dict, "metrics": dict, "windows": dict}
+    kinds = {
+        "progress": dict,
+        "strategy": dict,
+        "schedulers": list,
+        "callbacks": dict,
+        "metrics": dict,
+        "windows": dict,
+    }
     wrong = [name for name, kind in kinds.items() if type(state.get(name)) is not kind]
     if type(state["seed"]) is not int or not 0 <= state["seed"] < 2**63:
         wrong.append("seed")
     if "windows" not in wrong:
         counts = [state["windows"].get(name) for name in ("ranks", "accumulate", "batch_size")]
-        if type(state["windows"].get("split")) is not bool or any(type(n) is not int or n < 1 for n in counts[:2]) or type(counts[2]) not in (int, type(None)):
+        if (
+            type(state["windows"].get("split")) is not bool
+            or any(type(n) is not int or n < 1 for n in counts[:2])
+            or type(counts[2]) not in (int, type(None))
+        ):
             wrong.append("windows")
     if wrong:
-        raise CheckpointError(f"checkpoint {checkpoint.path} cannot be resumed: state.json has no valid {wrong[0]}; load another one")
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} cannot be resumed: state.json has no valid {wrong[0]}; load another one"
+        )
     with refused(checkpoint.path):
         Progress().load_state_dict(state["progress"])
 
@@ -170,9 +215,14 @@ def check_resumable(checkpoint: Checkpoint) -> None:
 def load_module(cls: Any, path: str | Path, map_location: Any, strict: bool, overrides: dict[str, Any]) -> Any:
     """`Module.load_from_checkpoint`."""
     checkpoint = Checkpoint.open(path)
-    hparams, name = unpack(checkpoint.state.get("hyperparameters", {}), checkpoint.read), checkpoint.state.get("hyperparameters_name")
+    hparams, name = (
+        unpack(checkpoint.state.get("hyperparameters", {}), checkpoint.read),
+        checkpoint.state.get("hyperparameters_name"),
+    )
     if not isinstance(hparams, dict) or not isinstance(name, str | None):
-        raise CheckpointError(f"checkpoint {path} cannot be used: state.json has no valid hyperparameters; load another one")
+        raise CheckpointError(
+            f"checkpoint {path} cannot be used: state.json has no valid hyperparameters; load another one"
+        )
     saved = {name: hparams} if name is not None else hparams
     takes = inspect.signature(cls).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):  # a base class may have been given more
@@ -186,7 +236,11 @@ def load_module(cls: Any, path: str | Path, map_location: Any, strict: bool, ove
 
 def torchmetrics_of(module: nn.Module) -> dict[str, Any]:
     """The torchmetrics objects of a module by name; their sums are state of one rank."""
-    return {name: child for name, child in module.named_modules() if hasattr(child, "metric_state") and hasattr(child, "_update_count")}
+    return {
+        name: child
+        for name, child in module.named_modules()
+        if hasattr(child, "metric_state") and hasattr(child, "_update_count")
+    }
 
 
 def _place(rank_state: dict[str, Any]) -> tuple[Any, ...]:
@@ -198,7 +252,9 @@ def _shared_sums(saved: list[dict[str, Any]], strategy: Strategy) -> dict[str, A
     sums: dict[str, Any] = {}
     for rank, state in enumerate(saved):
         for name, (reduce_fx, *flags, rank_zero_only, metric, number, count, epoch_value, epoch_count) in state.items():
-            own = sums.setdefault(name, [reduce_fx, *flags, rank_zero_only, metric, None, 0.0, epoch_value, epoch_count])
+            own = sums.setdefault(
+                name, [reduce_fx, *flags, rank_zero_only, metric, None, 0.0, epoch_value, epoch_count]
+            )
             if rank == 0 if rank_zero_only else rank % strategy.data_size == strategy.data_rank:
                 own[-4] = number if own[-4] is None else COMBINE[reduce_fx]([own[-4], number])
                 own[-3] += count
@@ -216,8 +272,12 @@ def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Cal
             if not entry["count"]:
                 continue
             own = metric.metric_state
-            if entry["state"].keys() != own.keys() or not all(isinstance(entry["state"][key], (Tensor, list)) for key in own):
-                raise ValueError(f"torchmetric {name} has the state {sorted(own)}, of tensors and lists, but the checkpoint has another")
+            if entry["state"].keys() != own.keys() or not all(
+                isinstance(entry["state"][key], (Tensor, list)) for key in own
+            ):
+                raise ValueError(
+                    f"torchmetric {name} has the state {sorted(own)}, of tensors and lists, but the checkpoint has another"
+                )
             if metric._update_count:
                 metric.merge_state(entry["state"])
             else:

@@ -139,7 +139,12 @@ class Trainer:
             seed=seed,
             max_restarts=max_restarts,
         )
-        self._layout: dict[str, Any] = {"devices": devices, "accelerator": accelerator, "num_nodes": num_nodes, "precision": str(precision)}
+        self._layout: dict[str, Any] = {
+            "devices": devices,
+            "accelerator": accelerator,
+            "num_nodes": num_nodes,
+            "precision": str(precision),
+        }
         self._chooses = strategy == "auto"
         self.strategy, reason = strategies.build(strategy, **self._layout)
         self._chosen = f"strategy {type(self.strategy).__name__}: {reason}" if self._chooses else None
@@ -151,7 +156,11 @@ class Trainer:
         self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val, gradient_clip_algorithm
         self.val_check_interval, self.check_val_every_n_epoch = val_check_interval, check_val_every_n_epoch
         self.num_sanity_val_steps = num_sanity_val_steps
-        self.limit_train_batches, self.limit_val_batches, self.limit_test_batches = limit_train_batches, limit_val_batches, limit_test_batches
+        self.limit_train_batches, self.limit_val_batches, self.limit_test_batches = (
+            limit_train_batches,
+            limit_val_batches,
+            limit_test_batches,
+        )
         self.overfit_batches = overfit_batches
         self.fast_dev_run = int(fast_dev_run)
         self.log_every_n_steps = log_every_n_steps
@@ -166,7 +175,9 @@ class Trainer:
             self.max_epochs, self.max_steps, self.val_check_interval, self.check_val_every_n_epoch = 1, None, None, 1
             self.num_sanity_val_steps, self.log_every_n_steps, logger, enable_checkpointing = 0, 1, False, False
             given = [item for item in given if not isinstance(item, (Logger, own.ModelCheckpoint))]
-        self.callbacks: list[Callback] = _all_callbacks(given, logger, enable_progress_bar, enable_checkpointing, max_time, profiler)
+        self.callbacks: list[Callback] = _all_callbacks(
+            given, logger, enable_progress_bar, enable_checkpointing, max_time, profiler
+        )
         checks.unique(self.callbacks)
         self._limited = max_time is not None or any(isinstance(item, own.Timer) for item in given)
 
@@ -254,18 +265,34 @@ class Trainer:
             loop.fit(self, module, sources)
 
     def validate(
-        self, module: Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None, verbose: bool = True
+        self,
+        module: Module,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
     ) -> list[dict[str, float]]:
         """Run `validation_step` over the validation data; return the metrics, a dict for each loader."""
         return self._evaluate("validate", module, dataloaders, datamodule, ckpt_path, verbose)
 
     def test(
-        self, module: Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None, verbose: bool = True
+        self,
+        module: Module,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
     ) -> list[dict[str, float]]:
         """Run `test_step` over the test data; return the metrics, a dict for each loader."""
         return self._evaluate("test", module, dataloaders, datamodule, ckpt_path, verbose)
 
-    def predict(self, module: Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None) -> list[Any]:
+    def predict(
+        self,
+        module: Module,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+    ) -> list[Any]:
         """Return what `predict_step` returned for each batch, in the loader's order, each sample once.
 
         A list for each loader where there are several. On several ranks the last batches may be cut
@@ -273,7 +300,9 @@ class Trainer:
         """
         return self._evaluate("predict", module, dataloaders, datamodule, ckpt_path, False)
 
-    def save_checkpoint(self, path: str | Path, *, wait: bool = True, also: Sequence[str] = (), outdated: Sequence[str] = ()) -> None:
+    def save_checkpoint(
+        self, path: str | Path, *, wait: bool = True, also: Sequence[str] = (), outdated: Sequence[str] = ()
+    ) -> None:
         """Write a checkpoint folder at `path`, replacing one that is there. Every rank calls it, while `fit` runs.
 
         With `wait` False it returns once the state is copied to host memory, and the files are written beside the training.
@@ -283,7 +312,9 @@ class Trainer:
         or the state of an optimizer is NaN or infinite, RuntimeError inside an accumulation window.
         """
         if not self.running or self._module is None or not self.named_optimizers:
-            raise RuntimeError("save_checkpoint was called outside of fit; call it in a hook, or give ModelCheckpoint to callbacks")
+            raise RuntimeError(
+                "save_checkpoint was called outside of fit; call it in a hook, or give ModelCheckpoint to callbacks"
+            )
         if self.window_is_open:
             raise RuntimeError(
                 "save_checkpoint was called inside an accumulation window, whose gradients are not whole; "
@@ -291,7 +322,9 @@ class Trainer:
             )
         self.finish_saving()
         began = time.perf_counter()
-        self.saving = snapshot.save(self, self._module, path, wait=wait, also=also, outdated=[*outdated, *self._superseded(path)])
+        self.saving = snapshot.save(
+            self, self._module, path, wait=wait, also=also, outdated=[*outdated, *self._superseded(path)]
+        )
         self.saving_s += time.perf_counter() - began
 
     def finish_saving(self) -> None:
@@ -383,7 +416,11 @@ class Trainer:
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Optimizer steps of the whole run, where the loader's length and an end are known, else infinity."""
-        by_epochs = float("inf") if self.max_epochs is None or self.windows_per_epoch is None else self.max_epochs * self.windows_per_epoch
+        by_epochs = (
+            float("inf")
+            if self.max_epochs is None or self.windows_per_epoch is None
+            else self.max_epochs * self.windows_per_epoch
+        )
         return by_epochs if self.max_steps is None else min(by_epochs, self.max_steps)
 
     # ---- what the loop uses --------------------------------------------------------------------------
@@ -396,7 +433,9 @@ class Trainer:
         self.streams.clear()
         if self.seed is not None:
             seed_everything(self.seed)
-        self.run_seed = int(self.strategy.broadcast(self.seed if self.seed is not None else torch.initial_seed() % 2**63))
+        self.run_seed = int(
+            self.strategy.broadcast(self.seed if self.seed is not None else torch.initial_seed() % 2**63)
+        )
         if self.deterministic:
             self._undeterministic = deterministic()
         if self._chosen is not None and self.is_global_zero:
@@ -432,7 +471,9 @@ class Trainer:
             return
         self.show({name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()})
         if self.is_global_zero and not self.sanity_checking:
-            logged = {name: value for name, value in values.items() if (entry := self._entry(name)) is None or entry.logger}
+            logged = {
+                name: value for name, value in values.items() if (entry := self._entry(name)) is None or entry.logger
+            }
             if logged:
                 self.log_metrics({"epoch": self.current_epoch, **logged})
 
@@ -456,12 +497,17 @@ class Trainer:
             return
         params = dict(module.hparams) if module.logs_hparams else {}
         if self.datamodule is not None and self.datamodule.logs_hparams:
-            params |= {(name if name not in params else f"data.{name}"): value for name, value in self.datamodule.hparams.items()}
+            params |= {
+                (name if name not in params else f"data.{name}"): value
+                for name, value in self.datamodule.hparams.items()
+            }
         for logger in self.loggers:
             if params:
                 self.guarded(logger, logger.log_hyperparams, params)
             if self.config is not None:
-                self.guarded(logger, logger.log_text, "config", f"```yaml\n{self.config.rstrip()}\n```", self.global_step)
+                self.guarded(
+                    logger, logger.log_text, "config", f"```yaml\n{self.config.rstrip()}\n```", self.global_step
+                )
             if module.example_input_array is not None:
                 self.guarded(logger, logger.log_graph, module, module.example_input_array)
 
@@ -473,7 +519,9 @@ class Trainer:
             method(*args)
         except OSError as error:
             logger._failed = True  # type: ignore[attr-defined]
-            warnings.warn(f"{type(logger).__name__} stops logging, training goes on: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"{type(logger).__name__} stops logging, training goes on: {error}", RuntimeWarning, stacklevel=2
+            )
 
     def manual_backward(self, loss: Tensor) -> None:
         """`Module.manual_backward`."""
@@ -501,7 +549,8 @@ class Trainer:
             self.save_checkpoint(path)
         if self.is_global_zero:
             print(
-                f"stopped by {signal.Signals(number).name} after step {self.global_step}" + (f"; resume with ckpt_path='{path}' or 'auto'" if path else ""),
+                f"stopped by {signal.Signals(number).name} after step {self.global_step}"
+                + (f"; resume with ckpt_path='{path}' or 'auto'" if path else ""),
                 file=sys.stderr,
             )
         if number == signal.SIGUSR1 and path and self.is_global_zero and (said := environment.requeue()):
@@ -511,7 +560,11 @@ class Trainer:
     def newest_checkpoint(self) -> str | None:
         """The newest valid checkpoint that this run has saved. Every rank calls it."""
         self.finish_saving()
-        found = files.newest(self.checkpoint_dir()) if self.is_global_zero and self.checkpoint_callback is not None else None
+        found = (
+            files.newest(self.checkpoint_dir())
+            if self.is_global_zero and self.checkpoint_callback is not None
+            else None
+        )
         return self.strategy.broadcast(None if found is None else str(found))
 
     def settle_saving(self, error: BaseException) -> None:
@@ -540,7 +593,15 @@ class Trainer:
 
     # ---- helpers -------------------------------------------------------------------------------------
 
-    def _evaluate(self, stage: str, module: Module, dataloaders: Any, datamodule: DataModule | None, ckpt_path: str | Path | None, verbose: bool) -> Any:
+    def _evaluate(
+        self,
+        stage: str,
+        module: Module,
+        dataloaders: Any,
+        datamodule: DataModule | None,
+        ckpt_path: str | Path | None,
+        verbose: bool,
+    ) -> Any:
         if not isinstance(module, Module):
             raise TypeError(f"{stage} takes a trainer.Module, but module is {type(module).__name__}; subclass Module")
         if isinstance(dataloaders, DataModule):
@@ -558,7 +619,10 @@ class Trainer:
                 returned = evaluation.run(self, module, sources, stage)
         if verbose and self.is_global_zero:
             for i, metrics in enumerate(returned):
-                print(f"{stage}{f' loader {i}' if len(returned) > 1 else ''}: " + ", ".join(f"{name}={value:.6g}" for name, value in metrics.items()))
+                print(
+                    f"{stage}{f' loader {i}' if len(returned) > 1 else ''}: "
+                    + ", ".join(f"{name}={value:.6g}" for name, value in metrics.items())
+                )
         return returned
 
     def _superseded(self, path: str | Path) -> list[Path]:
@@ -576,20 +640,30 @@ class Trainer:
         self.log_dir, first = plan["log_dir"], plan["checkpoint"]
 
         def newest(restart: int) -> str | None:
-            found = files.newest(self.checkpoint_dir(), begun) if restart and self.log_dir and self.checkpoint_callback is not None else None
+            found = (
+                files.newest(self.checkpoint_dir(), begun)
+                if restart and self.log_dir and self.checkpoint_callback is not None
+                else None
+            )
             return str(found) if found else first
 
         def attempt(restart: int) -> dict[str, Any]:
             work = (self, "fit", module, sources, newest(restart), streams)
             try:
-                return self.strategy.launch(_on_rank, *work) if self.strategy.starts_ranks else processes.launch(_on_rank, work, 1)
+                return (
+                    self.strategy.launch(_on_rank, *work)
+                    if self.strategy.starts_ranks
+                    else processes.launch(_on_rank, work, 1)
+                )
             except BaseException as error:
                 if self.log_dir:
                     conclude(Path(self.log_dir), error)
                 raise
 
         try:
-            return restarts.keep_going(attempt, self.max_restarts, name=lambda restart: newest(restart) or "the beginning")
+            return restarts.keep_going(
+                attempt, self.max_restarts, name=lambda restart: newest(restart) or "the beginning"
+            )
         except BaseException:
             self.log_dir = before
             raise
@@ -616,7 +690,10 @@ class Trainer:
         module = self._module
         return {
             "returned": returned,
-            "weights": {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in module.state_dict().items()},  # type: ignore[union-attr]
+            "weights": {
+                name: value.detach().cpu() if isinstance(value, Tensor) else value
+                for name, value in module.state_dict().items()  # type: ignore[union-attr]
+            },
             "progress": self.progress.state_dict(),
             "callbacks": [item.state_dict() for item in self.callbacks],
             "log_dirs": [item.log_dir for item in self.loggers],
@@ -643,8 +720,17 @@ class Trainer:
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to the ranks: the arguments and results, not what belongs to a running fit."""
-        empty: dict[str, Any] = dict.fromkeys(("placed", "resumed", "saving", "_module", "datamodule", "train_dataloader"))
-        empty |= {"streams": {}, "val_dataloaders": [], "lr_scheduler_configs": [], "user_optimizers": [], "named_optimizers": {}, "_handlers": {}}
+        empty: dict[str, Any] = dict.fromkeys(
+            ("placed", "resumed", "saving", "_module", "datamodule", "train_dataloader")
+        )
+        empty |= {
+            "streams": {},
+            "val_dataloaders": [],
+            "lr_scheduler_configs": [],
+            "user_optimizers": [],
+            "named_optimizers": {},
+            "_handlers": {},
+        }
         empty["_folder"] = None
         return {**{name: value for name, value in self.__dict__.items() if name not in ("hooks", "metrics")}, **empty}
 
@@ -666,7 +752,14 @@ class _Silent(Logger):
         return lambda *args, **options: None
 
 
-def _on_rank(trainer: Trainer, stage: str, module: Module, sources: Sources, ckpt_path: str | None, random_streams: dict[str, Any]) -> dict[str, Any]:
+def _on_rank(
+    trainer: Trainer,
+    stage: str,
+    module: Module,
+    sources: Sources,
+    ckpt_path: str | None,
+    random_streams: dict[str, Any],
+) -> dict[str, Any]:
     """What a started rank does; only rank 0's result is brought back."""
     set_rng_state(random_streams)
     returned = None
@@ -679,7 +772,9 @@ def _on_rank(trainer: Trainer, stage: str, module: Module, sources: Sources, ckp
     return trainer._result(returned) if rank == 0 else {}
 
 
-def _all_callbacks(given: list[Callback], logger: Any, progress_bar: bool, checkpointing: bool, max_time: Any, profiler: str | None) -> list[Callback]:
+def _all_callbacks(
+    given: list[Callback], logger: Any, progress_bar: bool, checkpointing: bool, max_time: Any, profiler: str | None
+) -> list[Callback]:
     """The run's callbacks in the order in which they are called: loggers first, ModelCheckpoint last."""
     loggers: list[Callback] = [item for item in given if isinstance(item, Logger)]
     if logger is True:
@@ -694,7 +789,9 @@ def _all_callbacks(given: list[Callback], logger: Any, progress_bar: bool, check
         raise TypeError(f"logger must be True, False, a Logger or a list of them, but one is {wrong!r}")
     savers = [item for item in given if isinstance(item, own.ModelCheckpoint)]
     if savers and not checkpointing:
-        raise ValueError("enable_checkpointing=False contradicts a ModelCheckpoint among the callbacks; drop one of them")
+        raise ValueError(
+            "enable_checkpointing=False contradicts a ModelCheckpoint among the callbacks; drop one of them"
+        )
     if checkpointing and not savers:
         savers = [own.ModelCheckpoint()]
     rest = [item for item in given if not isinstance(item, (Logger, own.ModelCheckpoint))]

@@ -64,18 +64,29 @@ def test_step_overhead(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("match", ["fsdp", pytest.param("", marks=pytest.mark.slow)])
 def test_engines(match: str, run: Run, tmp_path: Path) -> None:
     size = ("--width", "64", "--depth", "2", "--batch", "2")
-    output, numbers = run("engines", "--rounds", "1", "--steps", "2", "--match", match, *size, file=tmp_path / "numbers.json")
+    output, numbers = run(
+        "engines", "--rounds", "1", "--steps", "2", "--match", match, *size, file=tmp_path / "numbers.json"
+    )
     results = numbers["results"]
-    assert set(results) == {f"{name}, {who}" for name in ("ddp", "fsdp", "tensor", "pipeline") if match in name for who in ("by hand", "lockstep")}
+    assert set(results) == {
+        f"{name}, {who}"
+        for name in ("ddp", "fsdp", "tensor", "pipeline")
+        if match in name
+        for who in ("by hand", "lockstep")
+    }
     sane(results, "ms", output, 1, least=0.01, most=1e5)
     size_bytes = 4 * numbers["model"]["parameters"]
     for name, row in results.items():
-        held = 4 * size_bytes if "ddp" in name else 2 * size_bytes  # parameters, gradients, two moments; elsewhere half of most of it
+        held = (
+            4 * size_bytes if "ddp" in name else 2 * size_bytes
+        )  # parameters, gradients, two moments; elsewhere half of most of it
         assert held < row["peak_bytes"] < 20 * size_bytes, name
 
 
 def test_scaling(run: Run, tmp_path: Path) -> None:
-    output, numbers = run("scaling", "--rounds", "2", "--effort", "0.01", "--ranks", "2", file=tmp_path / "numbers.json")
+    output, numbers = run(
+        "scaling", "--rounds", "2", "--effort", "0.01", "--ranks", "2", file=tmp_path / "numbers.json"
+    )
     results = numbers["results"]
     for part in ("tensors", "values", "callbacks", "ranks"):
         sane(results[part], "us", output, 2, least=1, most=1e8)
@@ -91,21 +102,27 @@ def test_scaling(run: Run, tmp_path: Path) -> None:
 
 def test_data(run: Run, tmp_path: Path) -> None:
     output, numbers = run("data", "--rounds", "2", "--batches", "5", file=tmp_path / "numbers.json")
-    assert {f"{kind}, {who}" for kind in ("no workers", "2 workers") for who in ("bare loop", "lockstep")} <= set(numbers["results"])
+    assert {f"{kind}, {who}" for kind in ("no workers", "2 workers") for who in ("bare loop", "lockstep")} <= set(
+        numbers["results"]
+    )
     sane(numbers["results"], "per_s", output, 2, least=1, most=1e7)
 
 
 @pytest.mark.parametrize("match", ["fused", "accumulate", pytest.param("", marks=pytest.mark.slow)])
 def test_additions(match: str, run: Run, tmp_path: Path) -> None:
     size = ("--width", "32", "--depth", "2", "--batch", "1")
-    output, numbers = run("additions", "--rounds", "1", "--steps", "4", "--match", match, *size, file=tmp_path / "numbers.json")
+    output, numbers = run(
+        "additions", "--rounds", "1", "--steps", "4", "--match", match, *size, file=tmp_path / "numbers.json"
+    )
     results = numbers["results"]
     assert len(results) == {"fused": 4, "accumulate": 3, "": 19 + 2 * torch.cuda.is_available()}[match]
     assert all(match in name for name in results)
     sane(results, "ms", output, 1, least=0.01, most=1e5)
     for name, row in results.items():
         without = results[name.rpartition(", ")[0] + ", off"] if name.endswith(", on") else row
-        assert row.get("loss") == pytest.approx(without.get("loss"), abs=1e-3), "what makes a step faster trains the same"
+        assert row.get("loss") == pytest.approx(without.get("loss"), abs=1e-3), (
+            "what makes a step faster trains the same"
+        )
         if "graphs" in row:
             assert (row["graphs"] > 0) == (not name.endswith(", off")) and row["first_s"] > 0
     if match in ("accumulate", ""):
@@ -118,9 +135,17 @@ def test_additions(match: str, run: Run, tmp_path: Path) -> None:
 
 
 def test_checkpoint(run: Run, tmp_path: Path) -> None:
-    output, numbers = run("checkpoint", "--megabytes", "2", "--rounds", "2", "--folder", str(tmp_path), file=tmp_path / "numbers.json")
+    output, numbers = run(
+        "checkpoint", "--megabytes", "2", "--rounds", "2", "--folder", str(tmp_path), file=tmp_path / "numbers.json"
+    )
     results = numbers["results"]
-    assert {"memory copy of the state", "raw write and fsync", "save", "save, no checksums", "save beside the training"} <= set(results)
+    assert {
+        "memory copy of the state",
+        "raw write and fsync",
+        "save",
+        "save, no checksums",
+        "save beside the training",
+    } <= set(results)
     sane(results, "ms", output, 2, least=0.001, most=1e5)
     assert all(0 < row["blocked_ms"] <= row["median_ms"] for row in results.values())
     assert 1.99e6 < numbers["num_bytes"] < 2.01e6 and numbers["checksum_share"] < 1
@@ -179,7 +204,9 @@ def test_memory(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("match", ["everything", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_step_profile(match: str, run: Run, tmp_path: Path) -> None:
-    output, numbers = run("step_profile", "--rounds", "2", "--steps", "50", "--match", match, file=tmp_path / "numbers.json")
+    output, numbers = run(
+        "step_profile", "--rounds", "2", "--steps", "50", "--match", match, file=tmp_path / "numbers.json"
+    )
     ((name, rows),) = numbers["results"].items()
     assert match in name and f"{name} " in output
     whole = rows.pop("all")
@@ -188,14 +215,26 @@ def test_step_profile(match: str, run: Run, tmp_path: Path) -> None:
         assert sum(row[who] or 0 for row in rows.values()) == pytest.approx(whole[who], rel=0.3), "medians of the parts"
     assert rows["torch, the model, the loop by hand"]["by_hand_us"] == pytest.approx(whole["by_hand_us"], rel=0.1)
     own = {file: row["lockstep_us"] for file, row in rows.items() if file.endswith(".py")}
-    assert {"strategies/eager.py", "trainer/loop.py"} & set(own) and all(row["by_hand_us"] is None for file, row in rows.items() if file in own)
+    assert {"strategies/eager.py", "trainer/loop.py"} & set(own) and all(
+        row["by_hand_us"] is None for file, row in rows.items() if file in own
+    )
 
 
 def test_page() -> None:
     """What a benchmark writes lands between its marks on the page, and nowhere else."""
     text = _page.PAGE.read_text()
     marks = re.findall(r"<!-- (\w+) -->\n", text)
-    assert set(marks) == {"step_overhead", "step_profile", "start", "engines", "scaling", "data", "additions", "checkpoint", "gpu"}
+    assert set(marks) == {
+        "step_overhead",
+        "step_profile",
+        "start",
+        "engines",
+        "scaling",
+        "data",
+        "additions",
+        "checkpoint",
+        "gpu",
+    }
     row = {"median_us": 1.25, "ratio": None}
     columns = {"us a step": ["median_us", ".1f"], "ratio": ["ratio", ".2f"]}
     numbers = {"machine": {"torch": "2.13"}, "rounds": 3, "columns": columns, "results": {"a loop": row}}
@@ -203,11 +242,15 @@ def test_page() -> None:
     assert before.endswith("<!-- data -->\n") and text.startswith(before)
     assert after.startswith("\n|  | us a step | ratio |\n|---|---|---|\n| a loop | 1.2 |  |\n<!-- /data -->\n")
     parts = {**numbers, "columns": {"ranks": columns}, "results": {"ranks": {"2 ranks": row}}}
-    assert "| ranks | us a step | ratio |\n|---|---|---|\n| 2 ranks | 1.2 |  |\n<!-- /scaling -->" in _page.filled(text, "scaling", parts)
+    assert "| ranks | us a step | ratio |\n|---|---|---|\n| 2 ranks | 1.2 |  |\n<!-- /scaling -->" in _page.filled(
+        text, "scaling", parts
+    )
 
 
 def test_control_message(run: Run, tmp_path: Path) -> None:
-    output, numbers = run("control_message", "--steps", "8", "--width", "32", "--collectives", "1", file=tmp_path / "numbers.json")
+    output, numbers = run(
+        "control_message", "--steps", "8", "--width", "32", "--collectives", "1", file=tmp_path / "numbers.json"
+    )
     row = numbers["results"]
     assert 0 < row["without_ms"] < 1000 and 0 < row["with_ms"] < 1000 and abs(row["over_ms"]) < 1000
     assert "with the message" in output

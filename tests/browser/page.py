@@ -121,7 +121,9 @@ def open_tensorboard(log_dir: Path) -> Iterator[str]:
 def _process(command: list[str], ready: str, timeout_s: float = 60) -> Iterator[str]:
     """Run `command` until the block is left; yields the first group of `ready` as found in its output."""
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             yield _wait_for_output(process, output, ready, timeout_s)
         finally:
@@ -149,5 +151,7 @@ def _wait_for_output(process: subprocess.Popen, output: TextIO, ready: str, time
 def _request(method: str, url: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback is never behind a proxy
-    with opener.open(urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method), timeout=60) as response:
+    with opener.open(
+        urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method), timeout=60
+    ) as response:
         return json.load(response)["value"]

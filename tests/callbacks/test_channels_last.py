@@ -20,7 +20,9 @@ class Pixels(Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        )
         self.layouts: set[bool] = set()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -37,7 +39,9 @@ class Pixels(Module):
 
 def pixels() -> DataLoader:
     generator = torch.Generator().manual_seed(0)
-    return DataLoader(TensorDataset(torch.randn(16, 3, 8, 8, generator=generator), torch.randint(0, 4, (16,), generator=generator)), 4)
+    return DataLoader(
+        TensorDataset(torch.randn(16, 3, 8, 8, generator=generator), torch.randint(0, 4, (16,), generator=generator)), 4
+    )
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -53,13 +57,23 @@ def test_convolutions_compute_in_the_layout_and_numbers_stay(devices: int) -> No
 
 
 def test_a_module_without_convolutions() -> None:
-    with pytest.raises(ValueError, match="ChannelsLast lays out parameters of 4 dimensions, as convolutions have, but Net has none"):
+    with pytest.raises(
+        ValueError, match="ChannelsLast lays out parameters of 4 dimensions, as convolutions have, but Net has none"
+    ):
         quiet(callbacks=[ChannelsLast()]).fit(net(), loader())
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensor", "deepspeed", "fsdp=2,pipeline=2"))])
+@pytest.mark.parametrize(
+    "strategy",
+    ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensor", "deepspeed", "fsdp=2,pipeline=2"))],
+)
 def test_a_strategy_that_lays_parameters_out_itself(strategy: str) -> None:
-    with pytest.raises(ValueError, match="ChannelsLast does nothing under strategy .*, which lays parameters out itself; leave it out, or use strategy='ddp'"):
-        quiet(strategy=strategy, devices=4 if "pipeline" in strategy else 2, callbacks=[ChannelsLast()]).fit(Pixels(), pixels())
+    with pytest.raises(
+        ValueError,
+        match="ChannelsLast does nothing under strategy .*, which lays parameters out itself; leave it out, or use strategy='ddp'",
+    ):
+        quiet(strategy=strategy, devices=4 if "pipeline" in strategy else 2, callbacks=[ChannelsLast()]).fit(
+            Pixels(), pixels()
+        )
     if strategy == "fsdp":
         quiet(strategy=strategy, devices=1, callbacks=[ChannelsLast()]).fit(Pixels(), pixels())

@@ -53,7 +53,9 @@ class Profiled(CommunicationLedger):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._steps == self.first_step and not trainer.window_is_open:
             self.profile.stop()
-            self.by_gloo = sum(event.name().startswith("gloo:") for event in self.profile.profiler.kineto_results.events())
+            self.by_gloo = sum(
+                event.name().startswith("gloo:") for event in self.profile.profiler.kineto_results.events()
+            )
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,7 +75,15 @@ def quiet_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def counted(strategy: str | Strategy, devices: int = RANKS, **options: Any) -> dict[str, tuple[float, float]]:
     """Calls and bytes a step on rank 0 of two micro-batches; that none is missed and the ranks' sum are checked."""
     ledger = Profiled(num_steps=2)
-    run = quiet(strategy=strategy, devices=devices, accelerator="cpu", callbacks=[ledger], accumulate_grad_batches=2, max_steps=4, **options)
+    run = quiet(
+        strategy=strategy,
+        devices=devices,
+        accelerator="cpu",
+        callbacks=[ledger],
+        accumulate_grad_batches=2,
+        max_steps=4,
+        **options,
+    )
     run.fit(Deep(), loader(2 * BATCH * RANKS * 5, batch_size=BATCH))
     report = ledger.report
     assert report is not None
@@ -90,7 +100,10 @@ def test_ddp_exchanges_each_gradient_once_a_step() -> None:
 
 
 def test_fsdp_gathers_blocks_twice_and_the_rest_once_a_micro_batch() -> None:
-    assert counted("fsdp") == {"all-gather float32": (2 * (3 + 1 + 3), 2 * (WHOLE + BLOCKS)), "reduce-scatter float32": (4, WHOLE)}
+    assert counted("fsdp") == {
+        "all-gather float32": (2 * (3 + 1 + 3), 2 * (WHOLE + BLOCKS)),
+        "reduce-scatter float32": (4, WHOLE),
+    }
 
 
 def test_tensor_exchanges_activations_for_each_pair_of_layers() -> None:
@@ -112,7 +125,9 @@ def test_the_table_is_shown_at_the_end(capfd: pytest.CaptureFixture[str]) -> Non
     quiet(devices=2, callbacks=[CommunicationLedger()]).fit(net(), loader(128))
     shown = capfd.readouterr().out
     assert "communication in a step, over 3 steps on 2 ranks" in shown
-    assert any(line.split() == ["all-reduce", "float32", "1.00", "0.0007", "2.00", "0.0015"] for line in shown.splitlines())
+    assert any(
+        line.split() == ["all-reduce", "float32", "1.00", "0.0007", "2.00", "0.0015"] for line in shown.splitlines()
+    )
 
 
 def test_a_run_that_is_too_short_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,12 @@ def test_a_resumed_run_has_each_step_once_even_after_a_torn_line(tmp_path: Path)
     resumed = begun(tmp_path, global_step=20)
     for step in (30, 40):
         resumed.log_metrics({"loss": 2.0}, step=step)
-    assert [(row["step"], row["loss"]) for row in table(tmp_path)] == [("10", "1.0"), ("20", "1.0"), ("30", "2.0"), ("40", "2.0")]
+    assert [(row["step"], row["loss"]) for row in table(tmp_path)] == [
+        ("10", "1.0"),
+        ("20", "1.0"),
+        ("30", "2.0"),
+        ("40", "2.0"),
+    ]
 
 
 def test_rows_wait_for_flush_every_and_none_is_lost(tmp_path: Path) -> None:
@@ -75,7 +80,12 @@ def test_hyperparameters_given_before_the_run_reach_its_folder(tmp_path: Path) -
     logger.setup(SimpleNamespace(is_global_zero=True), nn.Identity(), "fit")  # type: ignore[arg-type]
     logger.log_hyperparams({"seed": 3})
     logger.log_metrics({"loss": 1.0}, step=1)
-    assert yaml.safe_load((tmp_path / "hparams.yaml").read_text()) == {"lr": 1e-5, "net": {"width": 8}, "act": str(nn.ReLU), "seed": 3}
+    assert yaml.safe_load((tmp_path / "hparams.yaml").read_text()) == {
+        "lr": 1e-5,
+        "net": {"width": 8},
+        "act": str(nn.ReLU),
+        "seed": 3,
+    }
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:

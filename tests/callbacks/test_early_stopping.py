@@ -93,7 +93,9 @@ def test_a_resumed_run_stops_at_the_same_check() -> None:
         assert second.state_dict() == whole.state_dict() | {"stopped_epoch": 6 - cut}
 
 
-def test_a_run_that_is_resumed_where_it_had_stopped_stops_unless_more_is_allowed_now(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_resumed_where_it_had_stopped_stops_unless_more_is_allowed_now(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     first = EarlyStopping("val/loss", patience=2)
     assert checks(first, start(first), 1.0, 1.0, 1.0) == 3
     capsys.readouterr()
@@ -111,7 +113,9 @@ def test_a_second_run_with_the_same_callback_starts_anew() -> None:
     callback = EarlyStopping("val/loss", patience=1)
     assert checks(callback, start(callback), 1.0, 1.0) == 2
     assert checks(callback, start(callback), 3.0, 2.0, 2.0) == 3
-    assert moments(callback, start(callback), "ev") == [0, 0], "no validation of this run is overdue after its first epoch"
+    assert moments(callback, start(callback), "ev") == [0, 0], (
+        "no validation of this run is overdue after its first epoch"
+    )
 
 
 def test_state_of_another_shape_is_refused() -> None:
@@ -159,7 +163,9 @@ def moments(callback: EarlyStopping, trainer: Any, epochs: str) -> list[int]:
         ("val/loss", True, "vvevve", [0, 0, 0, 0, 0, 1]),
     ],
 )
-def test_the_metric_is_looked_at_when_it_is_fresh(monitor: str, option: bool | None, epochs: str, counts: list[int]) -> None:
+def test_the_metric_is_looked_at_when_it_is_fresh(
+    monitor: str, option: bool | None, epochs: str, counts: list[int]
+) -> None:
     callback = EarlyStopping(monitor, patience=100, check_on_train_epoch_end=option)
     assert moments(callback, start(callback), epochs) == counts
 
@@ -178,7 +184,9 @@ def test_a_metric_that_nothing_logs_is_an_error_once_it_should_be_there() -> Non
     callback = EarlyStopping("val/los")
     trainer = start(callback)
     moments(callback, trainer, "v")
-    with pytest.raises(ValueError, match=r"EarlyStopping monitors 'val/los', which nothing has logged by now: .*: train/loss, val/loss"):
+    with pytest.raises(
+        ValueError, match=r"EarlyStopping monitors 'val/los', which nothing has logged by now: .*: train/loss, val/loss"
+    ):
         moments(callback, trainer, "e")
     callback = EarlyStopping("val/los", check_on_train_epoch_end=False)
     with pytest.raises(ValueError, match="val/loss"):
@@ -213,7 +221,9 @@ def test_verbose_prints_improvements_where_asked(capsys: pytest.CaptureFixture[s
 
 
 def test_state_keys_differ_by_metric_and_mode() -> None:
-    assert len({EarlyStopping("a").state_key, EarlyStopping("b").state_key, EarlyStopping("a", mode="max").state_key}) == 3
+    assert (
+        len({EarlyStopping("a").state_key, EarlyStopping("b").state_key, EarlyStopping("a", mode="max").state_key}) == 3
+    )
 
 
 @pytest.mark.parametrize("options", [{"mode": "auto"}, {"patience": -1}])

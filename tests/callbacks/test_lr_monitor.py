@@ -21,10 +21,19 @@ def parameter() -> nn.Parameter:
     return nn.Parameter(torch.zeros(1))
 
 
-def run(monitor: LearningRateMonitor, optimizers: list[Any], schedulers: list[Any] = [], *, num_steps: int = 4, every: int = 1) -> dict[int, dict[str, float]]:  # noqa: B006
+def run(
+    monitor: LearningRateMonitor,
+    optimizers: list[Any],
+    schedulers: list[Any] = [],  # noqa: B006 - read only
+    *,
+    num_steps: int = 4,
+    every: int = 1,
+) -> dict[int, dict[str, float]]:
     """Two epochs of `num_steps` optimizer steps in the order of the Callback contract; what was logged, by step."""
     logged: dict[int, dict[str, float]] = {}
-    trainer: Any = SimpleNamespace(global_step=0, log_every_n_steps=every, optimizers=optimizers, lr_scheduler_configs=schedulers)
+    trainer: Any = SimpleNamespace(
+        global_step=0, log_every_n_steps=every, optimizers=optimizers, lr_scheduler_configs=schedulers
+    )
     trainer.log_metrics = lambda metrics: logged.setdefault(trainer.global_step, {}).update(metrics)
     for _ in range(2):
         monitor.on_train_epoch_start(trainer, MODULE)
@@ -62,7 +71,13 @@ def test_by_epoch_it_follows_the_scheduler() -> None:
 
 
 def test_names_of_groups_and_of_several_optimizers() -> None:
-    groups = AdamW([{"params": [parameter()], "lr": 0.1}, {"params": [parameter()], "lr": 0.2}, {"params": [parameter()], "lr": 0.3, "name": "head"}])
+    groups = AdamW(
+        [
+            {"params": [parameter()], "lr": 0.1},
+            {"params": [parameter()], "lr": 0.2},
+            {"params": [parameter()], "lr": 0.3, "name": "head"},
+        ]
+    )
     optimizers = [groups, AdamW([parameter()], lr=0.4), SGD([parameter()], lr=0.5, momentum=0.9, weight_decay=0.01)]
     logged = run(LearningRateMonitor("step", log_momentum=True, log_weight_decay=True), optimizers, num_steps=1)
     assert {name: value for name, value in logged[1].items() if name.count("-") == 1 or name.endswith("-1")} == {
@@ -72,7 +87,11 @@ def test_names_of_groups_and_of_several_optimizers() -> None:
         "lr-AdamW-1": 0.4,
         "lr-SGD": 0.5,
     }
-    assert (logged[1]["lr-SGD-momentum"], logged[1]["lr-SGD-weight_decay"], logged[1]["lr-AdamW/pg1-momentum"]) == (0.9, 0.01, 0.9)
+    assert (logged[1]["lr-SGD-momentum"], logged[1]["lr-SGD-weight_decay"], logged[1]["lr-AdamW/pg1-momentum"]) == (
+        0.9,
+        0.01,
+        0.9,
+    )
 
 
 def test_warmup_shows() -> None:

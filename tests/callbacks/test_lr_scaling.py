@@ -51,7 +51,10 @@ def test_rank_0_prints_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> Non
     start(LRScaling(64), trainer(sgd(0.001), rank=1))
     assert capsys.readouterr().out == ""
     start(LRScaling(2**19, rule="sqrt", global_batch_size=2**21), trainer(sgd(0.001), batch_size=None))
-    assert capsys.readouterr().out == "LRScaling: global batch 2097152, as given; sqrt rule against 524288: factor 2; lr 0.001 → 0.002\n"
+    assert (
+        capsys.readouterr().out
+        == "LRScaling: global batch 2097152, as given; sqrt rule against 524288: factor 2; lr 0.001 → 0.002\n"
+    )
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0)])
@@ -99,7 +102,12 @@ def test_an_unknown_global_batch_must_be_given() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"reference_batch_size": 0}, {"reference_batch_size": 1, "rule": "cubic"}, {"reference_batch_size": 1, "global_batch_size": math.inf}]
+    "arguments",
+    [
+        {"reference_batch_size": 0},
+        {"reference_batch_size": 1, "rule": "cubic"},
+        {"reference_batch_size": 1, "global_batch_size": math.inf},
+    ],
 )
 def test_wrong_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="LRScaling"):

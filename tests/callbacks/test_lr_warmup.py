@@ -25,7 +25,9 @@ def linear(t: int, steps: int = 5, start: float = 0.0) -> float:
 class Run:
     """A training of one number, in the loop's order; `effective` are the rates that moved it, `shown` those in the group."""
 
-    def __init__(self, scheduler: Callable[[torch.optim.Optimizer], Any] | None, *callbacks: LRWarmup, accumulate: int = 1) -> None:
+    def __init__(
+        self, scheduler: Callable[[torch.optim.Optimizer], Any] | None, *callbacks: LRWarmup, accumulate: int = 1
+    ) -> None:
         self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.optimizer = torch.optim.SGD([self.weight], lr=BASE)
         self.scheduler = scheduler(self.optimizer) if scheduler else None
@@ -70,10 +72,18 @@ SCHEDULERS: dict[str, tuple[Callable[[torch.optim.Optimizer], Any] | None, Calla
     "exponential": (lambda o: lr_scheduler.ExponentialLR(o, 0.9), lambda t: BASE * 0.9**t),
     "lambda": (lambda o: lr_scheduler.LambdaLR(o, lambda t: 1 / (1 + t)), lambda t: BASE / (1 + t)),
     "cosine": (lambda o: lr_scheduler.CosineAnnealingLR(o, 20), lambda t: BASE * (1 + math.cos(math.pi * t / 20)) / 2),
-    "onecycle": (lambda o: lr_scheduler.OneCycleLR(o, 1.0, total_steps=11, pct_start=0.4, anneal_strategy="linear", cycle_momentum=False), one_cycle),
+    "onecycle": (
+        lambda o: lr_scheduler.OneCycleLR(
+            o, 1.0, total_steps=11, pct_start=0.4, anneal_strategy="linear", cycle_momentum=False
+        ),
+        one_cycle,
+    ),
     "step": (lambda o: lr_scheduler.StepLR(o, 4, 0.5), lambda t: BASE * 0.5 ** (t // 4)),
     # The first call sets the best; every second one after it without improvement halves.
-    "plateau": (lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=1), lambda t: BASE * 0.5 ** max(0, (t - 1) // 2)),
+    "plateau": (
+        lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=1),
+        lambda t: BASE * 0.5 ** max(0, (t - 1) // 2),
+    ),
 }
 
 
@@ -114,7 +124,9 @@ def test_the_shapes_and_the_start() -> None:
     run = Run(None, LRWarmup(steps=3, start_factor=0.2)).start().steps(4)
     assert run.effective == pytest.approx([BASE * f for f in (0.4, 0.6, 0.8, 1.0)], abs=1e-15)
     run = Run(None, LRWarmup(steps=3, shape="cosine")).start().steps(4)
-    assert run.effective == pytest.approx([BASE * f for f in ((1 - math.sqrt(0.5)) / 2, 0.5, (1 + math.sqrt(0.5)) / 2, 1.0)], abs=1e-15)
+    assert run.effective == pytest.approx(
+        [BASE * f for f in ((1 - math.sqrt(0.5)) / 2, 0.5, (1 + math.sqrt(0.5)) / 2, 1.0)], abs=1e-15
+    )
     assert Run(None, LRWarmup(steps=0)).start().steps(2).effective == [BASE, BASE]
 
 

@@ -54,7 +54,9 @@ class Run:
     def __call__(self, hook: str, *args: Any) -> None:
         getattr(self.callback, hook)(self, None, *args)
 
-    def save_checkpoint(self, path: str, wait: bool = True, also: Sequence[str] = (), outdated: Sequence[str] = ()) -> None:
+    def save_checkpoint(
+        self, path: str, wait: bool = True, also: Sequence[str] = (), outdated: Sequence[str] = ()
+    ) -> None:
         assert wait
         self.events.append(f"save {os.path.basename(path)}")
         tensors = {"model/step": Shard.whole(torch.tensor(self.global_step))}
@@ -71,7 +73,10 @@ class Run:
             also=also,
             outdated=outdated if self.removes else (),
         )
-        self.events += [*(f"save {os.path.basename(name)}" for name in also), *(f"remove {os.path.basename(name)}" for name in outdated)]
+        self.events += [
+            *(f"save {os.path.basename(name)}" for name in also),
+            *(f"remove {os.path.basename(name)}" for name in outdated),
+        ]
 
     def is_checkpoint(self, path: str) -> bool:
         return is_checkpoint(path)
@@ -118,7 +123,13 @@ def test_by_default_the_latest_state_after_each_validation_is_kept(run: Callable
     r.epoch()
     assert r.found() == {"epoch=0-step=10": 10}
     r.train(5).validate().train(5).validate().end_epoch()
-    assert r.events == ["save epoch=0-step=10", "save epoch=1-step=15", "remove epoch=0-step=10", "save epoch=1-step=20", "remove epoch=1-step=15"]
+    assert r.events == [
+        "save epoch=0-step=10",
+        "save epoch=1-step=15",
+        "remove epoch=0-step=10",
+        "save epoch=1-step=20",
+        "remove epoch=1-step=15",
+    ]
     assert r.callback.dirpath == str(tmp_path / "run" / "checkpoints")
     assert r.callback.best_model_path == str(tmp_path / "run" / "checkpoints" / "epoch=1-step=20")
     assert r.callback.best_model_score is None
@@ -138,7 +149,9 @@ def test_the_moment_can_be_chosen(run: Callable[..., Run], at_epoch_end: bool | 
     assert set(r.found().values()) == steps
 
 
-def test_nothing_is_saved_in_sanity_check_outside_fit_in_fast_dev_run_and_before_the_first_step(run: Callable[..., Run], tmp_path: Path) -> None:
+def test_nothing_is_saved_in_sanity_check_outside_fit_in_fast_dev_run_and_before_the_first_step(
+    run: Callable[..., Run], tmp_path: Path
+) -> None:
     r = run(save_last=True)
     r.validate().end_epoch()
     r.train(1)
@@ -219,7 +232,11 @@ def _on_a_rank(folder: Path) -> list[list[int]]:
     module.time = SimpleNamespace(monotonic=lambda: now)  # type: ignore[assignment]
     saved = []
     for _ in range(2):  # the second finds the names taken
-        run = Run(ModelCheckpoint(folder, "{epoch}", train_time_interval=timedelta(minutes=1), save_last=True), folder, start=False)
+        run = Run(
+            ModelCheckpoint(folder, "{epoch}", train_time_interval=timedelta(minutes=1), save_last=True),
+            folder,
+            start=False,
+        )
         run.strategy, run.is_global_zero = strategy, strategy.rank == 0
         run.start()
         for _ in range(300):
@@ -233,7 +250,9 @@ def _on_a_rank(folder: Path) -> list[list[int]]:
     return steps
 
 
-def test_ranks_with_other_clocks_save_at_the_same_steps_under_the_same_names(tmp_path: Path, run_ranks: Callable[..., Any]) -> None:
+def test_ranks_with_other_clocks_save_at_the_same_steps_under_the_same_names(
+    tmp_path: Path, run_ranks: Callable[..., Any]
+) -> None:
     steps = [step for step in (100, 200, 300) for _ in ("epoch=0", "last")]
     both_fits = [*steps, False, False, *steps, True, True]
     assert run_ranks(_on_a_rank, 2, tmp_path) == [both_fits, both_fits]
@@ -244,7 +263,9 @@ def test_ranks_with_other_clocks_save_at_the_same_steps_under_the_same_names(tmp
 # ---- which -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "kept", "best", "worst"), [("min", {20: 0.5, 40: 0.25}, 40, 20), ("max", {10: 2.0, 30: 1.0}, 10, 30)])
+@pytest.mark.parametrize(
+    ("mode", "kept", "best", "worst"), [("min", {20: 0.5, 40: 0.25}, 40, 20), ("max", {10: 2.0, 30: 1.0}, 10, 30)]
+)
 def test_the_best_k_are_kept(run: Callable[..., Run], mode: str, kept: dict[int, float], best: int, worst: int) -> None:
     r = run(monitor="val/loss", mode=mode, save_top_k=2)
     for value in (2.0, 0.5, 1.0, 0.25, 0.5):
@@ -265,7 +286,11 @@ def test_the_best_k_are_kept(run: Callable[..., Run], mode: str, kept: dict[int,
 def test_all_or_none_are_kept(run: Callable[..., Run]) -> None:
     everything, nothing, last = (
         run(dirpath=name, monitor="val/loss", **options)
-        for name, options in (("a", {"save_top_k": -1}), ("n", {"save_top_k": 0}), ("l", {"save_top_k": 0, "save_last": True}))
+        for name, options in (
+            ("a", {"save_top_k": -1}),
+            ("n", {"save_top_k": 0}),
+            ("l", {"save_top_k": 0, "save_last": True}),
+        )
     )
     for r in (everything, nothing, last):
         for value in (1.0, 2.0, 3.0):
@@ -317,7 +342,9 @@ def test_a_step_before_the_first_validation_is_kept_until_something_ranks(run: C
 def test_a_metric_that_nothing_logs_is_an_error_once_it_should_be_there(run: Callable[..., Run]) -> None:
     r = run(monitor="val/los")
     r.train(10).validate(val_loss=1.0, val_acc=0.5)
-    with pytest.raises(ValueError, match=r"ModelCheckpoint monitors 'val/los', which nothing has logged by now: .*: val/acc, val/loss"):
+    with pytest.raises(
+        ValueError, match=r"ModelCheckpoint monitors 'val/los', which nothing has logged by now: .*: val/acc, val/loss"
+    ):
         r.end_epoch()
     r = run(dirpath="b", monitor="train/los")
     r.val_dataloaders = []
@@ -390,7 +417,9 @@ def test_a_constant_name_is_replaced_in_place(run: Callable[..., Run]) -> None:
 # ---- failure and resume ------------------------------------------------------------------------------
 
 
-def test_a_save_that_fails_comes_out_and_leaves_the_older_checkpoint(run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_comes_out_and_leaves_the_older_checkpoint(
+    run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     r = run()
     r.epoch()
 
@@ -453,7 +482,9 @@ def test_a_kill_between_commit_and_removal_is_made_good_by_the_next_save(tmp_pat
 def test_checkpoints_of_another_folder_rank_but_are_never_removed(tmp_path: Path) -> None:
     first = Run(ModelCheckpoint(monitor="val/loss", save_last=True), tmp_path / "one")
     first.epoch(val_loss=1.0)
-    second = Run(ModelCheckpoint(monitor="val/loss", save_last=True), tmp_path / "two", resume=first.callback.best_model_path)
+    second = Run(
+        ModelCheckpoint(monitor="val/loss", save_last=True), tmp_path / "two", resume=first.callback.best_model_path
+    )
     second.epoch(val_loss=2.0)
     assert second.callback.best_model_path == first.callback.best_model_path
     second.epoch(val_loss=0.5)
@@ -465,7 +496,11 @@ def test_checkpoints_that_are_gone_are_forgotten(tmp_path: Path) -> None:
     first = Run(ModelCheckpoint(monitor="val/loss", save_top_k=2), tmp_path / "run")
     first.epoch(val_loss=1.0).epoch(val_loss=2.0)
     shutil.rmtree(first.callback.best_model_path)
-    second = Run(ModelCheckpoint(monitor="val/loss", save_top_k=2), tmp_path / "run", resume=str(tmp_path / "run" / "checkpoints" / "epoch=1-step=20"))
+    second = Run(
+        ModelCheckpoint(monitor="val/loss", save_top_k=2),
+        tmp_path / "run",
+        resume=str(tmp_path / "run" / "checkpoints" / "epoch=1-step=20"),
+    )
     assert [score.item() for score in second.callback.best_k_models.values()] == [2.0]
     second.epoch(val_loss=3.0)
     assert sorted(second.found().values()) == [20, 30]
@@ -511,7 +546,10 @@ def test_state_keys_differ_by_what_is_decided() -> None:
 def test_verbose_says_what_was_saved(run: Callable[..., Run], capsys: pytest.CaptureFixture[str]) -> None:
     r = run(monitor="val/loss", verbose=True)
     r.epoch(val_loss=0.5)
-    assert capsys.readouterr().out == f"ModelCheckpoint: epoch 0, step 10: val/loss = 0.5, saved {r.callback.best_model_path}\n"
+    assert (
+        capsys.readouterr().out
+        == f"ModelCheckpoint: epoch 0, step 10: val/loss = 0.5, saved {r.callback.best_model_path}\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,10 @@ def test_layers_totals_and_flops() -> None:
     assert "20.4 KiB in parameters, 72 B in buffers" in summary
     conv, linear = 2 * 4 * 8 * 9 * 64, 2 * 4 * 512 * 10
     # The example needs no gradient, so backward of the first layer computes the gradient of its weight only.
-    assert f"{(conv + linear) / 1000:.1f} kFLOPs forward, {(2 * conv + 3 * linear) / 1000:.1f} kFLOPs forward and backward, for a batch of 4" in summary
+    assert (
+        f"{(conv + linear) / 1000:.1f} kFLOPs forward, {(2 * conv + 3 * linear) / 1000:.1f} kFLOPs forward and backward, for a batch of 4"
+        in summary
+    )
 
 
 def test_frozen_layers_cost_no_backward() -> None:
@@ -75,7 +78,15 @@ def test_it_leaves_no_trace() -> None:
 
 def test_depth_and_dtype() -> None:
     net = Net().to(torch.bfloat16)
-    assert [line.split(" ")[0] for line in summarize(net, max_depth=2).splitlines()[2:9]] == ["stem", "stem.0", "stem.1", "stem.2", "stem.3", "head", "(own)"]
+    assert [line.split(" ")[0] for line in summarize(net, max_depth=2).splitlines()[2:9]] == [
+        "stem",
+        "stem.0",
+        "stem.1",
+        "stem.2",
+        "stem.3",
+        "head",
+        "(own)",
+    ]
     assert "10.2 KiB in parameters" in summarize(net, max_depth=0)
     assert "|" not in summarize(net, max_depth=0)
     with pytest.raises(ValueError, match="max_depth must be"):

@@ -49,7 +49,10 @@ def test_an_argument_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
 def test_torch_writes_a_trace_of_the_steps_asked_for(devices: int, capfd: pytest.CaptureFixture[str]) -> None:
     quiet(devices=devices, callbacks=[Profiler("torch", first_step=2, num_steps=2)]).fit(Net(), loader(64))
     for rank in range(devices):
-        names = [event.get("name", "") for event in json.loads(Path(f"runs/profile/rank-{rank}.json").read_text())["traceEvents"]]
+        names = [
+            event.get("name", "")
+            for event in json.loads(Path(f"runs/profile/rank-{rank}.json").read_text())["traceEvents"]
+        ]
         assert sum(name.startswith("ProfilerStep#") for name in set(names)) == 2
         assert any("addmm" in name for name in names)
     assert "profile: runs/profile/rank-0.json" in capfd.readouterr().out

@@ -134,7 +134,13 @@ def make_trainer(**facts: Any) -> Any:
 
 
 def fit(
-    bar: ProgressBar, trainer: Any, clock: Clock, *, batch_s: float = 0.1, first_batch: int = 0, each_batch: Callable[[int], None] = lambda n: None
+    bar: ProgressBar,
+    trainer: Any,
+    clock: Clock,
+    *,
+    batch_s: float = 0.1,
+    first_batch: int = 0,
+    each_batch: Callable[[int], None] = lambda n: None,
 ) -> None:
     """The hooks of a run in their order, 2 seconds of validation and 1 of checkpoint an epoch; `each_batch` hears the number of batches done."""
     bar.setup(trainer, MODULE, "fit")
@@ -193,7 +199,9 @@ def test_it_is_redrawn_ten_times_a_second_at_most(open_terminal: Callable[..., T
     fit(ProgressBar(), make_trainer(num_training_batches=10_000, max_epochs=1), clock, batch_s=0.001)
     assert 50 <= terminal.read().count("\rEpoch") <= 101
     before = terminal.read().count("\r")
-    fit(ProgressBar(refresh_per_second=1), make_trainer(num_training_batches=10_000, max_epochs=1), clock, batch_s=0.001)
+    fit(
+        ProgressBar(refresh_per_second=1), make_trainer(num_training_batches=10_000, max_epochs=1), clock, batch_s=0.001
+    )
     assert terminal.read().count("\r") - before <= 15
 
 
@@ -287,7 +295,9 @@ def test_the_time_left_follows_a_change_of_speed(open_terminal: Callable[..., Te
     assert re.search(r"\rEpoch 1/1  [█░]+  560/600  1\.0 it/s  1:49 ETA 0:40", terminal.read())
 
 
-def test_a_run_that_is_resumed_within_an_epoch_shows_the_true_rate(open_terminal: Callable[..., Terminal], clock: Clock) -> None:
+def test_a_run_that_is_resumed_within_an_epoch_shows_the_true_rate(
+    open_terminal: Callable[..., Terminal], clock: Clock
+) -> None:
     terminal = open_terminal()
     fit(ProgressBar(), make_trainer(max_epochs=1), clock, batch_s=2.0, first_batch=90)
     assert re.search(r"\rEpoch 1/1  [█░]+  91/100  2\.0 s/it  0:02 ETA 0:18", terminal.read())
@@ -301,7 +311,9 @@ def test_an_epoch_shorter_than_the_interval_has_a_rate(clock: Clock, monkeypatch
 
 def test_limits_by_steps_and_loaders_without_length(open_terminal: Callable[..., Terminal], clock: Clock) -> None:
     terminal = open_terminal()
-    trainer = make_trainer(num_training_batches=math.inf, max_epochs=None, max_steps=200, accumulate_grad_batches=2, num_val_batches=[5])
+    trainer = make_trainer(
+        num_training_batches=math.inf, max_epochs=None, max_steps=200, accumulate_grad_batches=2, num_val_batches=[5]
+    )
     fit(ProgressBar(), trainer, clock)
     assert re.search(r"\rEpoch 1  10/\?  10\.0 it/s  0:01 \(run 0:38\)", terminal.read())
 

@@ -74,8 +74,12 @@ def test_scalars_that_are_held_keep_their_step_and_time_and_come_in_time(tmp_pat
         times.append(time.time())
     logger.on_save_checkpoint(trainer, module, {})
     events = read(tmp_path).Scalars("loss")
-    assert [(event.step, event.value) for event in events] == [(step, pytest.approx(1.0 / (step + 1))) for step in range(30)]
-    assert all(before <= event.wall_time <= after for event, before, after in zip(events, times, times[1:], strict=False))
+    assert [(event.step, event.value) for event in events] == [
+        (step, pytest.approx(1.0 / (step + 1))) for step in range(30)
+    ]
+    assert all(
+        before <= event.wall_time <= after for event, before, after in zip(events, times, times[1:], strict=False)
+    )
     assert len(points(tmp_path, "acc")) == 30
 
     logger.log_metrics({"loss": 3.0}, step=30)
@@ -85,8 +89,14 @@ def test_scalars_that_are_held_keep_their_step_and_time_and_come_in_time(tmp_pat
     assert logger._writer is not None
     logger._writer.flush()
     assert points(tmp_path, "loss")[30:] == [(30, 3.0), (31, 4.0)]
-    order = [(event.step, event.summary.value[0].tag) for event in EventFileLoader(next(map(str, tmp_path.glob("events*")))).Load() if event.summary.value]
-    assert order[-3:] == [(30, "loss"), (30, "note/text_summary"), (31, "loss")], "in the order in which they were logged"
+    order = [
+        (event.step, event.summary.value[0].tag)
+        for event in EventFileLoader(next(map(str, tmp_path.glob("events*")))).Load()
+        if event.summary.value
+    ]
+    assert order[-3:] == [(30, "loss"), (30, "note/text_summary"), (31, "loss")], (
+        "in the order in which they were logged"
+    )
 
     logger.log_metrics({"loss": 5.0}, step=32)
     logger.on_train_epoch_end(trainer, module)
@@ -131,13 +141,21 @@ def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
 
 def test_the_hparams_page_compares_runs_by_all_their_values(tmp_path: Path) -> None:
     """Runs may differ in which hyperparameters they have, and no metric has to be announced."""
-    for index, params in enumerate(({"lr": 0.1, "net": {"width": 8, "bias": True}}, {"lr": 0.2, "seed": 7, "path": Path("data"), "none": None})):
+    for index, params in enumerate(
+        ({"lr": 0.1, "net": {"width": 8, "bias": True}}, {"lr": 0.2, "seed": 7, "path": Path("data"), "none": None})
+    ):
         logger, _ = begun(tmp_path / f"version_{index}")
         logger.log_hyperparams(params)
         logger.log_hyperparams({"extra": [1, 2]})  # the user's, beside the module's
         logger.log_metrics({"acc": 0.25 * (index + 1)}, step=5)
         logger.finalize("success" if index == 0 else "failed")
-    assert yaml.safe_load((tmp_path / "version_1" / "hparams.yaml").read_text()) == {"lr": 0.2, "seed": 7, "path": "data", "none": None, "extra": [1, 2]}
+    assert yaml.safe_load((tmp_path / "version_1" / "hparams.yaml").read_text()) == {
+        "lr": 0.2,
+        "seed": 7,
+        "path": "data",
+        "none": None,
+        "extra": [1, 2],
+    }
 
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
     context = Context(TBContext(data_provider=MultiplexerDataProvider(multiplexer, str(tmp_path))))
@@ -146,7 +164,8 @@ def test_the_hparams_page_compares_runs_by_all_their_values(tmp_path: Path) -> N
     groups = {group.name: group for group in Handler(RequestContext(), context, "", request).run().session_groups}
     assert sorted(groups) == ["version_0", "version_1"]
     values = {
-        name: {key: value.string_value or value.number_value for key, value in group.hparams.items()} | {m.name.tag: m.value for m in group.metric_values}
+        name: {key: value.string_value or value.number_value for key, value in group.hparams.items()}
+        | {m.name.tag: m.value for m in group.metric_values}
         for name, group in groups.items()
     }
     assert values["version_0"] == {"lr": 0.1, "net/width": 8, "net/bias": "True", "extra": "[1, 2]", "acc": 0.25}
@@ -231,10 +250,20 @@ print("trained")
 
 def test_a_file_that_cannot_grow_costs_one_warning(tmp_path: Path, repo_root: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", FULL_DISK], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(repo_root)}, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", FULL_DISK],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(repo_root)},
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert (result.returncode, result.stdout) == (0, "trained\n"), result.stderr
-    assert result.stderr.count("RuntimeWarning: TensorBoardLogger stops logging, training goes on: [Errno 27] File too large") == 1
+    assert (
+        result.stderr.count(
+            "RuntimeWarning: TensorBoardLogger stops logging, training goes on: [Errno 27] File too large"
+        )
+        == 1
+    )
     assert len(result.stderr.splitlines()) == 2, "the warning and the line it came from"
     assert points(tmp_path / "run", "loss")[0] == (1, 1.0)
 

@@ -33,18 +33,28 @@ class Padded(Net):
         return super().training_step((x[:, :8], y), batch_idx)
 
 
-@pytest.mark.parametrize(("strategy", "data_size"), [("single", 1), ("dp", 1), ("ddp", 2), ("fsdp", 2), ("tensor", 1), ("pipeline", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "data_size"), [("single", 1), ("dp", 1), ("ddp", 2), ("fsdp", 2), ("tensor", 1), ("pipeline", 1)]
+)
 def test_counts_what_all_ranks_do_once(strategy: str, data_size: int) -> None:
     """The run's numbers, free of the clock, as ratios: samples a step, FLOPs a sample."""
     monitor = ThroughputMonitor(0, peak_flops_per_s=1e6)
-    run = quiet(strategy=strategy, devices=1 if strategy == "single" else 2, accelerator="cpu", accumulate_grad_batches=2, log_every_n_steps=3)
+    run = quiet(
+        strategy=strategy,
+        devices=1 if strategy == "single" else 2,
+        accelerator="cpu",
+        accumulate_grad_batches=2,
+        log_every_n_steps=3,
+    )
     run.callbacks.append(monitor)
     run.fit(net(), loader(8 * 2 * data_size * 6))
     found = {name.removeprefix("throughput/"): value for name, value in monitor.values.items()}
     assert found["samples_per_s"] / found["steps_per_s"] == pytest.approx(8 * 2 * data_size)
     assert found["tokens_per_s"] / found["samples_per_s"] == pytest.approx(8)
     assert found["flops_per_s"] / found["samples_per_s"] == pytest.approx(FLOPS) == monitor.measured_flops_per_sample
-    assert found["mfu"] == pytest.approx(found["flops_per_s"] / (1e6 * run.world_size if strategy in ("single", "dp") else 2e6))
+    assert found["mfu"] == pytest.approx(
+        found["flops_per_s"] / (1e6 * run.world_size if strategy in ("single", "dp") else 2e6)
+    )
     assert sum(value for name, value in found.items() if name.startswith("share_")) == pytest.approx(1)
 
 
@@ -54,7 +64,10 @@ class Tokens(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         monitor = next(item for item in trainer.callbacks if isinstance(item, ThroughputMonitor))
         if trainer.is_global_zero and monitor.values:
-            print(f"at {trainer.global_step}: {monitor.values['throughput/tokens_per_s'] / monitor.values['throughput/steps_per_s']:.6f} a step", flush=True)
+            print(
+                f"at {trainer.global_step}: {monitor.values['throughput/tokens_per_s'] / monitor.values['throughput/steps_per_s']:.6f} a step",
+                flush=True,
+            )
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -91,7 +104,9 @@ def test_a_resumed_run_counts_only_its_own_tokens() -> None:
     quiet(callbacks=[ThroughputMonitor(0), kept], **options).fit(net(), loader(128), ckpt_path="auto")
     assert min(kept.by_step) == 6
     assert "throughput/tokens_per_s" not in kept.by_step[8]
-    assert kept.by_step[12]["throughput/tokens_per_s"] / kept.by_step[12]["throughput/samples_per_s"] == pytest.approx(8)
+    assert kept.by_step[12]["throughput/tokens_per_s"] / kept.by_step[12]["throughput/samples_per_s"] == pytest.approx(
+        8
+    )
 
 
 class Slow(Net):
@@ -113,7 +128,13 @@ def test_rates_and_shares_are_those_of_the_clock() -> None:
     monitor = ThroughputMonitor()
     saver = ModelCheckpoint(every_n_train_steps=4)
     train = DataLoader(data(48), batch_size=8, collate_fn=slowly)
-    run = quiet(callbacks=[monitor, saver], enable_checkpointing=True, logger=CSVLogger(), log_every_n_steps=6, val_check_interval=2)
+    run = quiet(
+        callbacks=[monitor, saver],
+        enable_checkpointing=True,
+        logger=CSVLogger(),
+        log_every_n_steps=6,
+        val_check_interval=2,
+    )
     run.fit(Slow(), train, loader(8))
     found = {name.removeprefix("throughput/"): value for name, value in monitor.values.items()}
     seconds = 4 / found["steps_per_s"]
@@ -124,8 +145,14 @@ def test_rates_and_shares_are_those_of_the_clock() -> None:
     assert 0 < found["share_saving"] * seconds <= run.saving_s
     assert found["share_optimizer"] > 0
     assert "mfu" not in found
-    rows = [row for row in csv.DictReader(Path(str(run.log_dir), "metrics.csv").read_text().splitlines()) if row["throughput/steps_per_s"]]
-    assert [(row["step"], float(row["throughput/steps_per_s"])) for row in rows] == [("6", pytest.approx(found["steps_per_s"], rel=1e-5))]
+    rows = [
+        row
+        for row in csv.DictReader(Path(str(run.log_dir), "metrics.csv").read_text().splitlines())
+        if row["throughput/steps_per_s"]
+    ]
+    assert [(row["step"], float(row["throughput/steps_per_s"])) for row in rows] == [
+        ("6", pytest.approx(found["steps_per_s"], rel=1e-5))
+    ]
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -220,7 +247,11 @@ def test_no_peak_is_made_up() -> None:
     assert known_peak(torch.device("cpu"), "32-true") is None
     assert peak_of("NVIDIA L40", "bf16-mixed") is None, "which is neither an L4 nor an L40S"
     assert peak_of("NVIDIA H100 80GB HBM3", "64-true") is None
-    assert [peak_of("NVIDIA H100 PCIe", precision) for precision in ("16-mixed", "tf32-true", "32-true")] == [756.5e12, 378e12, 51e12]
+    assert [peak_of("NVIDIA H100 PCIe", precision) for precision in ("16-mixed", "tf32-true", "32-true")] == [
+        756.5e12,
+        378e12,
+        51e12,
+    ]
     assert peak_of("NVIDIA A100-SXM4-80GB", "bf16-true") == 312e12
 
 
@@ -228,6 +259,8 @@ def test_no_peak_is_made_up() -> None:
 def test_mfu_on_a_gpu() -> None:
     peak = known_peak(torch.device("cuda", 0), "bf16-mixed")
     monitor = ThroughputMonitor(0, peak_flops_per_s=peak or 1e15)
-    quiet(accelerator="gpu", devices=1, precision="bf16-mixed", callbacks=[monitor], log_every_n_steps=4).fit(net(), loader(64))
+    quiet(accelerator="gpu", devices=1, precision="bf16-mixed", callbacks=[monitor], log_every_n_steps=4).fit(
+        net(), loader(64)
+    )
     assert 0 < monitor.values["throughput/mfu"] < 1
     assert monitor.measured_flops_per_sample == FLOPS

@@ -20,7 +20,14 @@ def run(*arguments: str, root: Path, timeout_s: float = 110) -> str:
     """Run a command from the repository's root with its runs below `root`; return what it printed."""
     environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "OMP_NUM_THREADS": "1"}
     overrides = [f"default_root_dir={root}", "accelerator=cpu"]
-    result = subprocess.run([sys.executable, *arguments, *overrides], cwd=REPO_ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    result = subprocess.run(
+        [sys.executable, *arguments, *overrides],
+        cwd=REPO_ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -65,7 +72,14 @@ def test_digits_as_a_script(tmp_path: Path) -> None:
 def test_gpt_learns_and_writes_text(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("def add(left, right):\n    return left + right\n\n\n" * 1000)
-    small = ["module.width=32", "module.depth=2", "module.context=32", "data.max_bytes=50_000", "module.head_width=16", "trainer.max_steps=60"]
+    small = [
+        "module.width=32",
+        "module.depth=2",
+        "module.context=32",
+        "data.max_bytes=50_000",
+        "module.head_width=16",
+        "trainer.max_steps=60",
+    ]
     output = run("examples/gpt.py", "--text", str(text), *small, "log_every_n_steps=5", CSV, root=tmp_path)
     losses = column(tmp_path, "train/loss")
     assert losses[0] > 4

@@ -17,16 +17,42 @@ FLOAT32 = ["deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 MESHES = ["ddp=2+tensor=2", "fsdp=2+tensor=2", "ddp=2+fsdp=2", "fsdp=2+pipeline=2", "ddp=2+pipeline=2"]
 
 # Batches that no number of ranks divides, and gradients that are clipped at every step.
-DIGITS = ["examples/digits.yaml", "module.width=8", "data.batch_size=15", "trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.1"]
-GPT = ["examples/gpt.yaml", "module.width=32", "module.depth=2", "module.head_width=16", "module.context=32", "data.text=trainer/loop.py"]
+DIGITS = [
+    "examples/digits.yaml",
+    "module.width=8",
+    "data.batch_size=15",
+    "trainer.accumulate_grad_batches=2",
+    "trainer.gradient_clip_val=0.1",
+]
+GPT = [
+    "examples/gpt.yaml",
+    "module.width=32",
+    "module.depth=2",
+    "module.head_width=16",
+    "module.context=32",
+    "data.text=trainer/loop.py",
+]
 GPT += ["data.batch_size=6", "trainer.gradient_clip_val=0.5", "module.sample_bytes=0"]
 EXAMPLES = pytest.mark.parametrize("example", [DIGITS, GPT], ids=["digits", "gpt"])
 
 
 def compare(example: list[str], strategies: list[str], folder: Path, steps: int, expected: int = 0) -> dict[str, Any]:
     """What `lockstep compare` writes about `strategies` on 2 devices, meshes on 4."""
-    options = ["--strategies", ",".join(strategies), "--devices", "2", "--steps", str(steps), "--precision", "64-true", "--json", str(folder / "found.json")]
-    code = main(["compare", *example, *options, "accelerator=cpu", "trainer.limit_val_batches=0", f"default_root_dir={folder}"])
+    options = [
+        "--strategies",
+        ",".join(strategies),
+        "--devices",
+        "2",
+        "--steps",
+        str(steps),
+        "--precision",
+        "64-true",
+        "--json",
+        str(folder / "found.json"),
+    ]
+    code = main(
+        ["compare", *example, *options, "accelerator=cpu", "trainer.limit_val_batches=0", f"default_root_dir={folder}"]
+    )
     found = json.loads((folder / "found.json").read_text())
     assert code == expected, found
     assert list(found) == [name.replace("+", ",") for name in strategies]
@@ -50,7 +76,9 @@ def root(isolate: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("example", "strategies"), [(DIGITS, FLOAT64), (GPT, ["single", "ddp", "fsdp", "tensor", "pipeline", "deepspeed_stage_3"])], ids=["digits", "gpt"]
+    ("example", "strategies"),
+    [(DIGITS, FLOAT64), (GPT, ["single", "ddp", "fsdp", "tensor", "pipeline", "deepspeed_stage_3"])],
+    ids=["digits", "gpt"],
 )
 def test_strategies_on_two_devices(example: list[str], strategies: list[str], tmp_path: Path) -> None:
     """Some of them here; the slow run has all of them in both examples."""
@@ -66,7 +94,9 @@ class Wrong(DDP):
         return agreement
 
 
-def test_a_strategy_that_is_off_by_a_billionth_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_strategy_that_is_off_by_a_billionth_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(registry.STRATEGIES, "wrong", Wrong)
     found = compare(DIGITS, ["single", "wrong"], tmp_path, steps=2, expected=1)
     assert not found["wrong"]["same"] and found["wrong"]["first_step"] == 1
@@ -75,7 +105,9 @@ def test_a_strategy_that_is_off_by_a_billionth_is_found(tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")  # a stage that ends with Flatten; nothing is changed in place
+@pytest.mark.filterwarnings(
+    "ignore:FSDP2-wrapped module .* returned a view tensor"
+)  # a stage that ends with Flatten; nothing is changed in place
 @EXAMPLES
 @pytest.mark.parametrize("strategies", [FLOAT64 + FLOAT32, ["single", *MESHES]], ids=["two", "meshes"])
 def test_twenty_steps(example: list[str], strategies: list[str], tmp_path: Path) -> None:

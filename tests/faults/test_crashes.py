@@ -30,7 +30,13 @@ SAVE_POINTS = ("save.snapshot", "save.open", "save.write", "save.fsync", "save.m
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[subprocess.Popen]:
     environ = {**os.environ, "PYTHONPATH": str(REPO_ROOT)}
-    with subprocess.Popen([sys.executable, "-m", "tests.faults.nursery"], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.nursery"],
+        env=environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
         yield process
         process.kill()
 
@@ -124,7 +130,9 @@ def planned(kills: int, strategy: str, steps: int, folder: Path, chance: random.
     return ";".join(entries)
 
 
-def crash(nursery: subprocess.Popen, tmp_path: Path, strategy: str, kills: int, steps: int, seed: int) -> tuple[Training, int]:
+def crash(
+    nursery: subprocess.Popen, tmp_path: Path, strategy: str, kills: int, steps: int, seed: int
+) -> tuple[Training, int]:
     """Train `strategy` for `steps` under `kills` kills, three of five at points of the product; return it and how many there were."""
     chance = random.Random(f"{strategy}-{seed}")
     at_random = 2 * kills // 5
@@ -188,7 +196,9 @@ def survive(nursery: subprocess.Popen, tmp_path: Path, strategy: str, kills: int
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_five_kills(nursery: subprocess.Popen, tmp_path: Path, strategy: str) -> None:
-    assert survive(nursery, tmp_path, strategy, kills=5, steps=12, seeds=1) >= 4, "a kill may fall into a moment without ranks"
+    assert survive(nursery, tmp_path, strategy, kills=5, steps=12, seeds=1) >= 4, (
+        "a kill may fall into a moment without ranks"
+    )
 
 
 @pytest.mark.slow

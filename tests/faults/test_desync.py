@@ -77,7 +77,9 @@ class Watched(Net):
     def on_exception(self, exception: BaseException) -> None:
         rank, size = self.global_rank, self.trainer.world_size
         now = zip(self.before, self.parts(), strict=True)  # FSDP has gathered them, where the forward did not end
-        same = all(torch.equal(part, value if value.shape == part.shape else value.chunk(size)[rank]) for part, value in now)
+        same = all(
+            torch.equal(part, value if value.shape == part.shape else value.chunk(size)[rank]) for part, value in now
+        )
         Path(f"failed{self.global_rank}").write_text(f"{self.global_step} {same}")
 
 
@@ -120,12 +122,16 @@ class OddLast(OddLater):
 
 def failure(strategy: str, ranks: int, module: Net, batches: Any) -> Exception:
     """What a fit raises that must not go on to its end, after a look at what it has left."""
-    trainer = quiet(strategy={"ddp": DDP, "fsdp": FSDP}[strategy](timeout_s=TIMEOUT_S), devices=ranks, accelerator="cpu")
+    trainer = quiet(
+        strategy={"ddp": DDP, "fsdp": FSDP}[strategy](timeout_s=TIMEOUT_S), devices=ranks, accelerator="cpu"
+    )
     begin = time.time()
     with pytest.raises((RuntimeError, RankFailure)) as caught:
         trainer.fit(module, batches)
     last_step = max((path.stat().st_mtime for path in Path().glob("stepped*")), default=begin)
-    assert time.time() - last_step < TIMEOUT_S + 12, "the timeout, 4 s to clean up and, before the first step, the start of the ranks"
+    assert time.time() - last_step < TIMEOUT_S + 12, (
+        "the timeout, 4 s to clean up and, before the first step, the start of the ranks"
+    )
     for path in Path().glob("failed*"):
         assert path.read_text().endswith("True"), "a parameter has changed in the step that failed"
     return caught.value
@@ -179,10 +185,17 @@ def test_every_rank_that_differs_is_stopped(strategy: str, ranks: int, case: str
     ("strategy", "ranks", "case"),
     [
         ("ddp", 3, "another reduction"),
-        *(pytest.param(strategy, ranks, case, marks=pytest.mark.slow) for strategy in ("ddp", "fsdp") for ranks in (2, 3) for case in NAMED),
+        *(
+            pytest.param(strategy, ranks, case, marks=pytest.mark.slow)
+            for strategy in ("ddp", "fsdp")
+            for ranks in (2, 3)
+            for case in NAMED
+        ),
     ],
 )
-def test_a_rank_that_differs_after_the_backward_is_stopped(strategy: str, ranks: int, case: str, module: type[Odd]) -> None:
+def test_a_rank_that_differs_after_the_backward_is_stopped(
+    strategy: str, ranks: int, case: str, module: type[Odd]
+) -> None:
     check_collectives(strategy, ranks, case, module)
 
 
@@ -197,7 +210,12 @@ class MayDiffer(Net):
             dist.all_reduce(torch.ones(3), group=self.alone)
         dist.gather(torch.ones(4), [torch.empty(4) for _ in range(size)] if rank == 0 else None)
         dist.scatter(torch.empty(4), [torch.ones(4) for _ in range(size)] if rank == 0 else None)
-        dist.all_to_all_single(torch.empty(size * (rank + 1)), torch.ones(sum(range(1, size + 1))), [rank + 1] * size, list(range(1, size + 1)))
+        dist.all_to_all_single(
+            torch.empty(size * (rank + 1)),
+            torch.ones(sum(range(1, size + 1))),
+            [rank + 1] * size,
+            list(range(1, size + 1)),
+        )
         dist.all_reduce(torch.ones(4, 1) if rank == 0 else torch.ones(4))
         dist.broadcast(torch.ones(5), 0) if rank == 0 else dist.broadcast(torch.empty(5), 0)
         return super().training_step(batch, batch_idx)
@@ -226,10 +244,14 @@ class Own(IterableDataset):
         return (self.samples[i] for i in range(rank * 20, rank * 20 + self.COUNTS[rank]))
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 3), pytest.param("fsdp", 3, marks=pytest.mark.slow), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("ddp", 3), pytest.param("fsdp", 3, marks=pytest.mark.slow), ("fsdp", 2)]
+)
 def test_uneven_shards_give_the_mean_over_all_samples(strategy: str, ranks: int) -> None:
     module = net()
-    quiet(strategy=strategy, devices=ranks, accelerator="cpu", precision="64-true").fit(module, DataLoader(Own(), batch_size=4))
+    quiet(strategy=strategy, devices=ranks, accelerator="cpu", precision="64-true").fit(
+        module, DataLoader(Own(), batch_size=4)
+    )
     hand, samples = net().double(), data(60)
     optimizer = hand.configure_optimizers()
     for step in range(5):
@@ -269,7 +291,16 @@ def check_lengths(strategy: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("check", [check_sizes, check_lengths])
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("ddp", 3), *(pytest.param(strategy, ranks, marks=pytest.mark.slow) for strategy, ranks in [("ddp", 2), ("fsdp", 2), ("fsdp", 3)])]
+    ("strategy", "ranks"),
+    [
+        ("ddp", 3),
+        *(
+            pytest.param(strategy, ranks, marks=pytest.mark.slow)
+            for strategy, ranks in [("ddp", 2), ("fsdp", 2), ("fsdp", 3)]
+        ),
+    ],
 )
-def test_loaders_that_give_the_ranks_other_batches_are_stopped(check: Callable[[str, int], None], strategy: str, ranks: int) -> None:
+def test_loaders_that_give_the_ranks_other_batches_are_stopped(
+    check: Callable[[str, int], None], strategy: str, ranks: int
+) -> None:
     check(strategy, ranks)

@@ -33,7 +33,11 @@ def start() -> Iterator[Callable[..., subprocess.Popen]]:
         folder.mkdir(exist_ok=True)
         with open(folder / "log", "ab") as log:
             env = {**os.environ, "PYTHONPATH": str(REPO_ROOT), **environ}
-            agents.append(subprocess.Popen([*TORCHRUN, *arguments, SCRIPT], env=env, cwd=folder, stdout=log, stderr=log, start_new_session=True))
+            agents.append(
+                subprocess.Popen(
+                    [*TORCHRUN, *arguments, SCRIPT], env=env, cwd=folder, stdout=log, stderr=log, start_new_session=True
+                )
+            )
         return agents[-1]
 
     yield run
@@ -52,7 +56,11 @@ def finished(folder: Path) -> tuple[list[dict[str, str]], dict[str, Any], dict[s
     assert path is not None
     checkpoint = Checkpoint.open(path)
     assert checkpoint.global_step == STEPS
-    return rows, {name: checkpoint.read(name) for name in checkpoint.names("model/")}, json.loads((run / "summary.json").read_text())
+    return (
+        rows,
+        {name: checkpoint.read(name) for name in checkpoint.names("model/")},
+        json.loads((run / "summary.json").read_text()),
+    )
 
 
 def same(folder: Path, undisturbed: Path) -> dict[str, Any]:
@@ -61,7 +69,10 @@ def same(folder: Path, undisturbed: Path) -> dict[str, Any]:
     assert [(row["step"], row["epoch"]) for row in rows] == [(row["step"], row["epoch"]) for row in expected]
     for row, other in zip(rows, expected, strict=True):
         for name, value in other.items():
-            assert row[name] == value == "" or float(row[name]) == pytest.approx(float(value), rel=1e-9), (row["step"], name)
+            assert row[name] == value == "" or float(row[name]) == pytest.approx(float(value), rel=1e-9), (
+                row["step"],
+                name,
+            )
     for name, weight in reference.items():
         assert (weights[name] - weight).abs().max() < 1e-10, name
     assert summary["exit"] == "finished" and summary["steps"] == STEPS
@@ -70,7 +81,14 @@ def same(folder: Path, undisturbed: Path) -> dict[str, Any]:
 
 def single(folder: Path) -> None:
     folder.mkdir()
-    done = subprocess.run([sys.executable, SCRIPT], env={**os.environ, "PYTHONPATH": str(REPO_ROOT)}, cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, SCRIPT],
+        env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -104,7 +122,9 @@ def wait_for(condition: Callable[[], bool], folder: Path, seconds: float = 90.0)
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_run_goes_on_at_the_number_of_ranks_that_there_is(start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
+def test_the_run_goes_on_at_the_number_of_ranks_that_there_is(
+    start: Callable[..., subprocess.Popen], tmp_path: Path
+) -> None:
     """Two agents of a rank each, the second of which is lost with its rank, and comes back."""
     single(tmp_path / "one")
     folder = tmp_path / "elastic"
@@ -113,7 +133,14 @@ def test_the_run_goes_on_at_the_number_of_ranks_that_there_is(start: Callable[..
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     conf = "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,is_host="
-    meet = ["--nnodes=1:4", "--nproc-per-node=1", "--max-restarts=9", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic"]
+    meet = [
+        "--nnodes=1:4",
+        "--nproc-per-node=1",
+        "--max-restarts=9",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--rdzv-id=elastic",
+    ]
     meet += ["--local-addr=127.0.0.1", "--monitor-interval=0.2"]
     # With torch 2.13 a node that comes back waits for ever otherwise: the agents share the store of their own meeting with the ranks.
     shares = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -121,7 +121,9 @@ def check_first_block(said: str, rank: int, action: str) -> None:
     """The first error in `said` is the culprit's, and tells rank, step and phase."""
     if action == "raise":
         first = said[: said.index("RuntimeError: planned by LOCKSTEP_FAULTS")]
-        assert re.search(rf"rank {rank}, step {STEP}, in [a-z ]+\n+(.*\n)*?Traceback \(most recent call last\):\n", first), said
+        assert re.search(
+            rf"rank {rank}, step {STEP}, in [a-z ]+\n+(.*\n)*?Traceback \(most recent call last\):\n", first
+        ), said
         assert first.count("Traceback (most recent call last)") <= 2, said  # torch's cause of it is no error
         assert "Error:" not in first, said
     else:
@@ -142,7 +144,17 @@ def trials(tmp_path: Path, number: int, points: Sequence[str] = POINTS) -> Itera
 
 def report(what: str, times: list[float]) -> None:
     times = sorted(times)
-    print(json.dumps({"what": what, "trials": len(times), "p50_s": times[len(times) // 2], "p99_s": times[int(len(times) * 0.99) - 1], "max_s": times[-1]}))
+    print(
+        json.dumps(
+            {
+                "what": what,
+                "trials": len(times),
+                "p50_s": times[len(times) // 2],
+                "p99_s": times[int(len(times) * 0.99) - 1],
+                "max_s": times[-1],
+            }
+        )
+    )
 
 
 def test_a_failing_rank_ends_the_run(tmp_path: Path) -> None:

@@ -41,7 +41,9 @@ def listeners(pids: list[int]) -> dict[int, set[str]]:
             links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
         except OSError:
             continue
-        found[pid] = {tables[inode] for link in links for inode in re.findall(r"socket:\[(\d+)\]", link) if inode in tables}
+        found[pid] = {
+            tables[inode] for link in links for inode in re.findall(r"socket:\[(\d+)\]", link) if inode in tables
+        }
     return found
 
 

@@ -95,11 +95,15 @@ def test_soak(tmp_path: Path) -> None:
         outcome(tmp_path / "soaked" / "runs/Soaked/version_0", STEPS),
         outcome(tmp_path / "undisturbed" / "runs/Soaked/version_0", STEPS),
     )
-    assert tensors.keys() == tensors_too.keys() and all(torch.equal(tensors[name], tensors_too[name]) for name in tensors)
+    assert tensors.keys() == tensors_too.keys() and all(
+        torch.equal(tensors[name], tensors_too[name]) for name in tensors
+    )
     assert state == state_too and ranks == ranks_too and log == log_too
 
     summary = json.loads((tmp_path / "soaked/runs/Soaked/version_0/summary.json").read_text())
     print(json.dumps({"seconds": round(took), "kills": kills, **summary}))
     assert summary["exit"] == "finished" and summary["steps"] == STEPS
-    assert summary["restarts"] >= kills - 1 and kills >= SECONDS / EVERY_S / 2, "a kill may fall into a moment without ranks"
+    assert summary["restarts"] >= kills - 1 and kills >= SECONDS / EVERY_S / 2, (
+        "a kill may fall into a moment without ranks"
+    )
     assert summary["useful_step_share"] >= 0.9

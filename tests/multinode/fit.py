@@ -39,9 +39,19 @@ class Data(DataModule):
 
 def trainer(folder: Path, **options: Any) -> Trainer:
     """Epochs of seven steps, the last with two samples, so with more ranks than samples on four; leaves a checkpoint `last`."""
-    options = {"precision": "64-true", "accelerator": "cpu", "max_epochs": 2, "split_batches": True, "seed": 0, "log_every_n_steps": 1} | options
+    options = {
+        "precision": "64-true",
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "split_batches": True,
+        "seed": 0,
+        "log_every_n_steps": 1,
+    } | options
     return quiet(
-        callbacks=[ModelCheckpoint(folder / "checkpoints", save_last=True, save_top_k=0)], enable_checkpointing=True, default_root_dir=folder, **options
+        callbacks=[ModelCheckpoint(folder / "checkpoints", save_last=True, save_top_k=0)],
+        enable_checkpointing=True,
+        default_root_dir=folder,
+        **options,
     )
 
 
@@ -49,7 +59,10 @@ def on_rank(strategy: str, num_nodes: int, devices: int, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     run, module = trainer(folder, strategy=STRATEGIES[strategy](), num_nodes=num_nodes, devices=devices), net()
     run.fit(module, datamodule=Data(folder))
-    facts: dict[str, Any] = {name: getattr(run, name) for name in ("global_rank", "local_rank", "world_size", "is_global_zero", "global_step")}
+    facts: dict[str, Any] = {
+        name: getattr(run, name)
+        for name in ("global_rank", "local_rank", "world_size", "is_global_zero", "global_step")
+    }
     facts["metrics"] = {name: float(value) for name, value in run.callback_metrics.items()}
     (facts["validated"],) = run.validate(module, datamodule=Data(), verbose=False)  # the ranks join again
     facts["refused"] = []

@@ -29,7 +29,9 @@ class Host:
     def __init__(self, address: str, make: Sequence[str]) -> None:
         """`make` is the command that makes the namespaces and runs what follows in them. Raises OSError where it may not."""
         self.address = address
-        self._holder = subprocess.Popen([*make, "sh", "-c", _HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self._holder = subprocess.Popen(
+            [*make, "sh", "-c", _HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         assert self._holder.stdout is not None
         said = self._holder.stdout.readline().strip()
         if not said:
@@ -37,21 +39,31 @@ class Host:
         self.pid = int(said)
         self._started: list[subprocess.Popen[bytes]] = []
 
-    def start(self, command: Sequence[str], output: Path, environment: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
+    def start(
+        self, command: Sequence[str], output: Path, environment: Mapping[str, str], folder: Path
+    ) -> subprocess.Popen[bytes]:
         """Run a command on this host, in `folder`; what it prints goes to the file `output`."""
         with output.open("wb") as file:
             command = [*enter(self.pid, "--net", "--pid"), *command]
-            self._started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, cwd=folder))
+            self._started.append(
+                subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, cwd=folder
+                )
+            )
         return self._started[-1]
 
     def ip(self, command: str) -> None:
         """Set up the network of this host."""
-        subprocess.run([*enter(self.pid, "--net"), "ip", *command.split()], check=True, capture_output=True, text=True, timeout=10)
+        subprocess.run(
+            [*enter(self.pid, "--net"), "ip", *command.split()], check=True, capture_output=True, text=True, timeout=10
+        )
 
     def shut_down(self) -> None:
         """End everything that runs on this host; returns when it is gone."""
         if self._holder.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)  # the first process of its namespace, whose parent hears of it when all others have ended
+            os.kill(
+                self.pid, signal.SIGKILL
+            )  # the first process of its namespace, whose parent hears of it when all others have ended
         self._holder.communicate(timeout=20)
         for process in self._started:
             process.wait(20)
@@ -59,7 +71,13 @@ class Host:
 
 def enter(pid: int, *namespaces: str) -> list[str]:
     """The command that runs what follows in namespaces of a process; an ordinary user owns them through a user namespace."""
-    return ["nsenter", "--target", str(pid), *(["--user", "--preserve-credentials"] if os.geteuid() else []), *namespaces]
+    return [
+        "nsenter",
+        "--target",
+        str(pid),
+        *(["--user", "--preserve-credentials"] if os.geteuid() else []),
+        *namespaces,
+    ]
 
 
 @contextmanager
@@ -67,7 +85,9 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Two hosts that reach each other under `ADDRESSES`, and nothing else. Raises OSError with the reason where that is not permitted."""
     missing = [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]
     if missing or sys.platform != "linux":
-        raise OSError(f"namespaces need Linux with {', '.join(missing) or 'unshare, nsenter and ip'} (Debian: util-linux, iproute2)")
+        raise OSError(
+            f"namespaces need Linux with {', '.join(missing) or 'unshare, nsenter and ip'} (Debian: util-linux, iproute2)"
+        )
     make = ["unshare", "--net", "--pid", "--fork", "--kill-child=SIGKILL"]
     hosts: list[Host] = []
     try:

@@ -67,16 +67,33 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Expected:
         pytest.param(2, "ddp,fsdp,hybrid", "c10d", marks=pytest.mark.slow),
     ],
 )
-def test_two_hosts(devices: int, strategies: str, rendezvous: str, hosts: tuple[Host, Host], one_process: Expected, tmp_path: Path) -> None:
+def test_two_hosts(
+    devices: int, strategies: str, rendezvous: str, hosts: tuple[Host, Host], one_process: Expected, tmp_path: Path
+) -> None:
     processes, outputs = [], []
     for node, host in enumerate(hosts):
         if rendezvous == "static":
             meet = [f"--node-rank={node}", f"--master-addr={hosts[0].address}", "--master-port=29500"]
         else:  # a host knows itself by its name, and these have the name of the machine
             is_host = "true" if node == 0 else "false"
-            meet = [f"--rdzv-backend={rendezvous}", f"--rdzv-endpoint={hosts[0].address}:29400", "--rdzv-id=test", f"--rdzv-conf=is_host={is_host}"]
+            meet = [
+                f"--rdzv-backend={rendezvous}",
+                f"--rdzv-endpoint={hosts[0].address}:29400",
+                "--rdzv-id=test",
+                f"--rdzv-conf=is_host={is_host}",
+            ]
             meet.append(f"--local-addr={host.address}")
-        command = [*TORCHRUN, "--nnodes=2", f"--nproc-per-node={devices}", *meet, SCRIPT, strategies, "2", str(devices), str(tmp_path)]
+        command = [
+            *TORCHRUN,
+            "--nnodes=2",
+            f"--nproc-per-node={devices}",
+            *meet,
+            SCRIPT,
+            strategies,
+            "2",
+            str(devices),
+            str(tmp_path),
+        ]
         outputs.append(tmp_path / f"host-{node}.txt")
         processes.append(host.start(command, outputs[-1], environment(), tmp_path))
     wait(processes, outputs)
@@ -84,7 +101,9 @@ def test_two_hosts(devices: int, strategies: str, rendezvous: str, hosts: tuple[
         check(tmp_path / name, nodes=2, devices=devices, one_process=one_process)
 
 
-@pytest.mark.parametrize(("launcher", "strategies"), [pytest.param("torchrun", "ddp,fsdp", marks=pytest.mark.slow), ("variables", "ddp")])
+@pytest.mark.parametrize(
+    ("launcher", "strategies"), [pytest.param("torchrun", "ddp,fsdp", marks=pytest.mark.slow), ("variables", "ddp")]
+)
 def test_two_processes_on_one_host(launcher: str, strategies: str, one_process: Expected, tmp_path: Path) -> None:
     arguments = [SCRIPT, strategies, "1", "2", str(tmp_path)]
     if launcher == "torchrun":
@@ -92,13 +111,20 @@ def test_two_processes_on_one_host(launcher: str, strategies: str, one_process: 
     else:
         with socket.create_server(("127.0.0.1", 0)) as free:
             meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-        commands = [([sys.executable, *arguments], environment() | meet | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+        commands = [
+            ([sys.executable, *arguments], environment() | meet | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(2)
+        ]
     processes, outputs = [], []
     try:
         for i, (command, environ) in enumerate(commands):
             outputs.append(tmp_path / f"output-{i}.txt")
             with outputs[-1].open("wb") as file:
-                processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environ, cwd=tmp_path))
+                processes.append(
+                    subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environ, cwd=tmp_path
+                    )
+                )
         wait(processes, outputs)
     finally:
         for process in processes:
@@ -111,12 +137,20 @@ def test_two_processes_on_one_host(launcher: str, strategies: str, one_process: 
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "fsdp"])
 def test_nodes_without_a_launcher(strategy: str) -> None:
-    with pytest.raises(ValueError, match=r"^num_nodes=2 needs a launcher that starts the ranks on every node, such as torchrun --nnodes=2; none was found$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^num_nodes=2 needs a launcher that starts the ranks on every node, such as torchrun --nnodes=2; none was found$",
+    ):
         Trainer(strategy=strategy, num_nodes=2, devices=1, accelerator="cpu")
 
 
 def test_hosts_end_with_all_that_runs_on_them(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    process = hosts[1].start(["sh", "-c", "setsid sleep 600 & echo $(hostname); exec sleep 600"], tmp_path / "output.txt", os.environ, tmp_path)
+    process = hosts[1].start(
+        ["sh", "-c", "setsid sleep 600 & echo $(hostname); exec sleep 600"],
+        tmp_path / "output.txt",
+        os.environ,
+        tmp_path,
+    )
     deadline = time.monotonic() + 10
     while not (tmp_path / "output.txt").read_text():
         assert time.monotonic() < deadline
@@ -150,7 +184,9 @@ def wait(processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path]) 
     while None in codes and not any(codes) and time.monotonic() < deadline:
         time.sleep(0.05)
         codes = [process.poll() for process in processes]
-    assert codes == [0] * len(processes), "\n".join(f"---- {path.name}\n{path.read_text(errors='replace')}" for path in outputs)
+    assert codes == [0] * len(processes), "\n".join(
+        f"---- {path.name}\n{path.read_text(errors='replace')}" for path in outputs
+    )
 
 
 def check(folder: Path, nodes: int, devices: int, one_process: Expected) -> None:
@@ -162,12 +198,19 @@ def check(folder: Path, nodes: int, devices: int, one_process: Expected) -> None
         assert facts["validated"] == ranks[0]["validated"]
         nodes_refused, devices_refused = facts["refused"]
         assert nodes_refused.startswith(f"num_nodes={nodes + 1} contradicts torchrun, which runs on {nodes} node")
-        assert devices_refused.startswith(f"devices={devices + 1} contradicts torchrun, which started {devices} ranks on this node;")
+        assert devices_refused.startswith(
+            f"devices={devices + 1} contradicts torchrun, which started {devices} ranks on this node;"
+        )
     # toy's accuracy is in float32
-    expected = {name: pytest.approx(value, rel=1e-6 if name == "val/acc" else 1e-12) for name, value in one_process.metrics.items()}
+    expected = {
+        name: pytest.approx(value, rel=1e-6 if name == "val/acc" else 1e-12)
+        for name, value in one_process.metrics.items()
+    }
     assert ranks[0]["metrics"] == expected
     assert ranks[0]["validated"] == {name: expected[name] for name in ("val/loss", "val/acc")}
-    assert sorted(path.name.rsplit("-", 5)[0] for path in folder.glob("prepared-*")) == [f"prepared-on-node-{node}" for node in range(nodes)]
+    assert sorted(path.name.rsplit("-", 5)[0] for path in folder.glob("prepared-*")) == [
+        f"prepared-on-node-{node}" for node in range(nodes)
+    ]
 
     saved, reference = (Checkpoint.open(path / "checkpoints" / "last") for path in (folder, one_process.folder))
     names = reference.names("model/") + reference.names("optimizer/")

@@ -91,7 +91,10 @@ class Plan:
 
 def dataset(n: int, dtype: torch.dtype = torch.float32) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(n, 6, generator=generator, dtype=torch.float32).to(dtype), torch.randint(0, 4, (n,), generator=generator))
+    return TensorDataset(
+        torch.randn(n, 6, generator=generator, dtype=torch.float32).to(dtype),
+        torch.randint(0, 4, (n,), generator=generator),
+    )
 
 
 def build() -> Model:
@@ -102,7 +105,11 @@ def build() -> Model:
 def run(strategy: Strategy, devices: int, plan: Plan, folder: Path, accelerator: str = "cpu") -> dict[str, Any]:
     """Train under `strategy` and leave the final checkpoint in `folder`; return rank 0's losses and facts."""
     strategy.configure(devices=devices, accelerator=accelerator, precision=plan.precision)
-    return strategy.launch(on_rank, strategy, plan, str(folder)) if strategy.starts_ranks else on_rank(strategy, plan, str(folder))
+    return (
+        strategy.launch(on_rank, strategy, plan, str(folder))
+        if strategy.starts_ranks
+        else on_rank(strategy, plan, str(folder))
+    )
 
 
 def run_each(runs: Mapping[str, tuple[Strategy, Plan]], devices: int, folder: Path) -> dict[str, dict[str, Any]]:
@@ -127,7 +134,13 @@ def on_rank(strategy: Strategy, plan: Plan, folder: str) -> dict[str, Any]:
         if plan.start_from is not None:
             strategy.load_state_dict(placed, optimizers, Checkpoint.open(plan.start_from))
         optimizer = optimizers["main"]
-        loader = strategy.shard_loader(DataLoader(dataset(plan.num_samples), plan.global_batch), seed=0, shuffle=True, accumulate=plan.accumulate, split=True)
+        loader = strategy.shard_loader(
+            DataLoader(dataset(plan.num_samples), plan.global_batch),
+            seed=0,
+            shuffle=True,
+            accumulate=plan.accumulate,
+            split=True,
+        )
         counts, norms = [], []
         for epoch in range(plan.epochs):
             done = 0
@@ -146,7 +159,9 @@ def on_rank(strategy: Strategy, plan: Plan, folder: str) -> dict[str, Any]:
         outputs = []
         model.eval()
         with torch.no_grad():
-            for window in strategy.shard_loader(DataLoader(dataset(plan.num_samples), plan.global_batch), seed=0, shuffle=False, split=True).windows(0):
+            for window in strategy.shard_loader(
+                DataLoader(dataset(plan.num_samples), plan.global_batch), seed=0, shuffle=False, split=True
+            ).windows(0):
                 (micro_batch,) = window.micro_batches
                 micro_batch.batch = strategy.to_device(micro_batch.batch)
                 output = strategy.evaluate(placed, model.predict, micro_batch, 0)
@@ -162,7 +177,13 @@ def on_rank(strategy: Strategy, plan: Plan, folder: str) -> dict[str, Any]:
             barrier=strategy.barrier,
             broadcast=strategy.broadcast,
         )
-        return {"counts": counts, "norms": norms, "outputs": outputs, "world_size": strategy.world_size, "data_size": strategy.data_size}
+        return {
+            "counts": counts,
+            "norms": norms,
+            "outputs": outputs,
+            "world_size": strategy.world_size,
+            "data_size": strategy.data_size,
+        }
     finally:
         strategy.teardown()
         strategy.teardown()  # idempotent
@@ -175,12 +196,23 @@ def reference(plan: Plan, model: Model | None = None, optimizer: Any = None) -> 
     dtype = Precision(plan.precision).dtype
     model = build().to(dtype) if model is None else model
     optimizer = optimizer or getattr(torch.optim, plan.optimizer)(model.parameters(), lr=0.02)
-    source = ShardedLoader(DataLoader(dataset(plan.num_samples, dtype), plan.global_batch), rank=0, size=1, seed=0, shuffle=True, split=True)
+    source = ShardedLoader(
+        DataLoader(dataset(plan.num_samples, dtype), plan.global_batch),
+        rank=0,
+        size=1,
+        seed=0,
+        shuffle=True,
+        split=True,
+    )
     counts, norms = [], []
     for epoch in range(plan.epochs):
         for window in source.windows(epoch):
             output = getattr(model, plan.step)(window.micro_batches[0].batch, 0)
-            loss, count = (output.total / output.count, float(output.count)) if isinstance(output, Loss) else (output, float(window.num_samples))
+            loss, count = (
+                (output.total / output.count, float(output.count))
+                if isinstance(output, Loss)
+                else (output, float(window.num_samples))
+            )
             loss.backward()
             counts.append(count)
             if plan.clip is not None and plan.clip_algorithm == "norm":
@@ -207,4 +239,7 @@ def difference(saved: dict[str, torch.Tensor], model: Model) -> float:
     """Largest difference of a weight relative to the largest weight of its tensor."""
     expected = model.state_dict()
     assert sorted(saved) == sorted(expected)
-    return max(((saved[name] - value).abs().max() / value.abs().max().clamp(min=1e-3)).item() for name, value in expected.items())
+    return max(
+        ((saved[name] - value).abs().max() / value.abs().max().clamp(min=1e-3)).item()
+        for name, value in expected.items()
+    )

@@ -71,8 +71,16 @@ class Odd(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens, y = batch
         features = self.core.features(tokens)  # not through the forward of core
-        extra = (self.core.blocks[1].up if self.bypass else self.core.blocks[1])(features).square().mean()  # nor of the block
-        loss = F.cross_entropy((F.linear(features, self.core.token.weight) * self.core.temperature + self.bias).flatten(0, 1), y.flatten()) + 0.01 * extra
+        extra = (
+            (self.core.blocks[1].up if self.bypass else self.core.blocks[1])(features).square().mean()
+        )  # nor of the block
+        loss = (
+            F.cross_entropy(
+                (F.linear(features, self.core.token.weight) * self.core.temperature + self.bias).flatten(0, 1),
+                y.flatten(),
+            )
+            + 0.01 * extra
+        )
         self.steps += 1
         self.log("train/loss", loss, on_step=True, on_epoch=True)
         self.log("train/sum", float(len(y)), reduce_fx="sum", on_step=False, on_epoch=True)
@@ -81,7 +89,13 @@ class Odd(Module):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         with torch.no_grad():  # a hook may compute too
             x = torch.ones(1, 3, 8, dtype=self.dtype)
-            self.hooked.append(float(self.core(torch.arange(4)[None]).double().sum() + self.core.blocks[0].norm(x).sum() + self.core.blocks[2](x).sum()))
+            self.hooked.append(
+                float(
+                    self.core(torch.arange(4)[None]).double().sum()
+                    + self.core.blocks[0].norm(x).sum()
+                    + self.core.blocks[2](x).sum()
+                )
+            )
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         tokens, y = batch
@@ -118,7 +132,9 @@ class Adversaries(Module):
         (x,) = batch
         judge, maker = self.optimizers()
         self.toggle_optimizer(judge)
-        loss = (self.judge(x) - 1).square().mean() + self.judge(self.maker(x).detach() * self.scale.detach()).square().mean()
+        loss = (self.judge(x) - 1).square().mean() + self.judge(
+            self.maker(x).detach() * self.scale.detach()
+        ).square().mean()
         self.manual_backward(loss)
         self.clip_gradients(judge, 0.5)
         judge.step()
@@ -133,7 +149,10 @@ class Adversaries(Module):
         self.log("loss", loss)
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.judge.parameters(), lr=0.1), torch.optim.AdamW([*self.maker.parameters(), self.scale], lr=0.05)]
+        return [
+            torch.optim.SGD(self.judge.parameters(), lr=0.1),
+            torch.optim.AdamW([*self.maker.parameters(), self.scale], lr=0.05),
+        ]
 
 
 class TwoLosses(Module):
@@ -150,7 +169,10 @@ class TwoLosses(Module):
         return {"a": (hidden - batch[0]).square().mean() + 0.3 * out.square().mean(), "b": (out - 1).square().mean()}
 
     def configure_optimizers(self) -> Any:
-        return {"a": torch.optim.AdamW(self.first.parameters(), lr=0.02), "b": torch.optim.SGD(self.second.parameters(), lr=0.1)}
+        return {
+            "a": torch.optim.AdamW(self.first.parameters(), lr=0.02),
+            "b": torch.optim.SGD(self.second.parameters(), lr=0.1),
+        }
 
 
 def tokens(n: int, batch_size: int = 4, shuffle: bool = True) -> DataLoader:

@@ -34,7 +34,16 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def facts(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor.grad_fn), tensor._is_view(), tensor._version
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        type(tensor.grad_fn),
+        tensor._is_view(),
+        tensor._version,
+    )
 
 
 def blank(mode: Mode) -> Blank:
@@ -62,7 +71,9 @@ def test_results_are_those_of_the_fake_mode(blanks: tuple[Mode, Blank, Blank], n
         assert facts(result) == facts(expected)
 
 
-def test_what_was_asked_before_is_not_asked_again(blanks: tuple[Mode, Blank, Blank], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_asked_before_is_not_asked_again(
+    blanks: tuple[Mode, Blank, Blank], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
     dispatch = FakeTensorMode.dispatch
 

@@ -43,7 +43,14 @@ def sharded(loader: CombinedLoader, rank: int = 0, size: int = 1, **options: Any
     return ShardedLoader(loader, rank=rank, size=size, seed=3, **options)
 
 
-def units_of(make: Callable[[], CombinedLoader], size: int, epoch: int = 1, start: int = 0, began: int | None = None, **options: Any) -> list[list[Unit]]:
+def units_of(
+    make: Callable[[], CombinedLoader],
+    size: int,
+    epoch: int = 1,
+    start: int = 0,
+    began: int | None = None,
+    **options: Any,
+) -> list[list[Unit]]:
     """[window] -> units in order, (what a step gets, its samples). Checks that ranks keep step, and that all know the sums."""
     limit, accumulate = options.pop("limit", None), options.pop("accumulate", 1)
     ranks: list[list[Window]] = []
@@ -78,7 +85,11 @@ def test_what_a_batch_is_and_how_long_an_epoch() -> None:
     assert units("min_size", loaders) == [({"long": [0, 1], "short": [0, 1]}, 4), ({"long": [2, 3], "short": [2]}, 3)]
     assert units("max_size", loaders)[2] == ({"long": [4], "short": None}, 1)
     assert units("max_size_cycle", loaders) == [*units("min_size", loaders), ({"long": [4], "short": [0, 1]}, 3)]
-    assert [batch for batch, _ in units("max_size_cycle", list(loaders.values()))] == [[[0, 1], [0, 1]], [[2, 3], [2]], [[4], [0, 1]]]
+    assert [batch for batch, _ in units("max_size_cycle", list(loaders.values()))] == [
+        [[0, 1], [0, 1]],
+        [[2, 3], [2]],
+        [[4], [0, 1]],
+    ]
     assert units("sequential", loaders) == [([0, 1], 2), ([2, 3], 2), ([4], 1), ([0, 1], 2), ([2], 1)]
 
 
@@ -99,7 +110,9 @@ LOADERS: dict[str, Callable[[int], Any]] = {
     accumulate=st.integers(1, 3),
     data=st.data(),
 )
-def test_ranks_share_out_what_one_process_sees(kinds: list[tuple[str, int]], mode: str, size: int, accumulate: int, data: st.DataObject) -> None:
+def test_ranks_share_out_what_one_process_sees(
+    kinds: list[tuple[str, int]], mode: str, size: int, accumulate: int, data: st.DataObject
+) -> None:
     def make() -> CombinedLoader:
         return CombinedLoader([LOADERS[kind](n) for kind, n in kinds], mode)
 
@@ -108,7 +121,9 @@ def test_ranks_share_out_what_one_process_sees(kinds: list[tuple[str, int]], mod
     assert flat(windows) == alone
     assert [len(window) for window in windows[:-1]] == [size * accumulate] * (len(windows) - 1)
     if mode == "sequential" and not any(kind == "dropping" or kind == "weighted" for kind, _ in kinds):
-        assert sorted(samples(unit for unit, _ in alone)) == sorted(samples(batch for kind, n in kinds for batch in LOADERS[kind](n))), "each once"
+        assert sorted(samples(unit for unit, _ in alone)) == sorted(
+            samples(batch for kind, n in kinds for batch in LOADERS[kind](n))
+        ), "each once"
 
     at = data.draw(st.integers(0, len(windows)))
     start = sum(num for _, num in flat(windows[:at]))
@@ -125,7 +140,15 @@ def samples(batches: Any) -> list[int]:
 
 def test_a_shorter_one_starts_again_in_a_new_order_and_loaders_differ() -> None:
     def orders(epoch: int) -> tuple[list[list[int]], list[int]]:
-        units = flat(units_of(lambda: CombinedLoader([DataLoader(Numbers(24), 4, shuffle=True), DataLoader(Numbers(8), 4, shuffle=True)]), 2, epoch))
+        units = flat(
+            units_of(
+                lambda: CombinedLoader(
+                    [DataLoader(Numbers(24), 4, shuffle=True), DataLoader(Numbers(8), 4, shuffle=True)]
+                ),
+                2,
+                epoch,
+            )
+        )
         short = samples(unit[1] for unit, _ in units)
         return [short[i : i + 8] for i in range(0, 24, 8)], samples(unit[0] for unit, _ in units)
 
@@ -158,7 +181,11 @@ def test_a_rank_reads_only_its_own_and_only_when_it_is_time(mode: str) -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_give_the_same(persistent: bool) -> None:
     def make(num_workers: int) -> CombinedLoader:
-        options: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": persistent and num_workers > 0, "shuffle": True}
+        options: dict[str, Any] = {
+            "num_workers": num_workers,
+            "persistent_workers": persistent and num_workers > 0,
+            "shuffle": True,
+        }
         return CombinedLoader({"a": DataLoader(Numbers(13), 2, **options), "b": DataLoader(Numbers(5), 2, **options)})
 
     expected = units_of(lambda: make(0), 2)
@@ -166,7 +193,9 @@ def test_workers_give_the_same(persistent: bool) -> None:
     assert units_of(lambda: make(1), 2, start=sum(num for _, num in expected[0])) == expected[1:]
     loader = sharded(make(1))
     for epoch in (0, 1):
-        assert [plain(w.micro_batches[0].batch) for w in loader.windows(epoch)] == [unit for unit, _ in flat(units_of(lambda: make(0), 1, epoch))]
+        assert [plain(w.micro_batches[0].batch) for w in loader.windows(epoch)] == [
+            unit for unit, _ in flat(units_of(lambda: make(0), 1, epoch))
+        ]
 
 
 def test_the_size_of_a_step_is_known_where_that_of_each_loader_is() -> None:
@@ -179,11 +208,16 @@ def test_the_size_of_a_step_is_known_where_that_of_each_loader_is() -> None:
 
 
 def test_errors_name_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match="mode of CombinedLoader must be one of 'max_size_cycle', 'min_size', 'max_size', 'sequential', but mode='longest'"):
+    with pytest.raises(
+        ValueError,
+        match="mode of CombinedLoader must be one of 'max_size_cycle', 'min_size', 'max_size', 'sequential', but mode='longest'",
+    ):
         CombinedLoader([DataLoader(Numbers(2))], mode="longest")
     with pytest.raises(ValueError, match=r"CombinedLoader needs a dict or list of loaders, but got \{\}"):
         CombinedLoader({})
-    with pytest.raises(ValueError, match="the loader is empty: 'b': Numbers has 1 samples|the loader is empty: 'b': drop_last drops"):
+    with pytest.raises(
+        ValueError, match="the loader is empty: 'b': Numbers has 1 samples|the loader is empty: 'b': drop_last drops"
+    ):
         sharded(CombinedLoader({"a": DataLoader(Numbers(2)), "b": DataLoader(Numbers(1), 2, drop_last=True)}))
     with pytest.raises(ValueError, match="a dataset that shards itself cannot be combined with others, .*but 'b' does"):
         sharded(CombinedLoader({"a": DataLoader(Numbers(2)), "b": DataLoader(OwnStream(4, 0, 1), 2)}))

@@ -11,7 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from strategies import DDP, FSDP, DataParallel, DeepSpeed, MeshParallel, ModelParallel, Pipeline, SingleDevice, Strategy, TensorParallel
+from strategies import (
+    DDP,
+    FSDP,
+    DataParallel,
+    DeepSpeed,
+    MeshParallel,
+    ModelParallel,
+    Pipeline,
+    SingleDevice,
+    Strategy,
+    TensorParallel,
+)
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 
@@ -37,7 +48,10 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "fsdp=2,pipeline=2": (lambda: Pipeline(mesh="fsdp=2,pipeline=2"), 4),
     "deepspeed 1": (lambda: DeepSpeed(stage=1), 2),
     "deepspeed 2": (DeepSpeed, 2),
-    "deepspeed 3": (lambda: DeepSpeed(stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}}), 2),
+    "deepspeed 3": (
+        lambda: DeepSpeed(stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}}),
+        2,
+    ),
 }
 """How to build each strategy, and its number of devices."""
 
@@ -47,7 +61,15 @@ FLOAT32 = ("deepspeed 1", "deepspeed 2", "deepspeed 3")
 DAILY = ("single", "dp 2", "ddp 2", "fsdp 2", "tensor 2", "pipeline 2 1f1b", "deepspeed 2", "deepspeed 3")
 """What everything is run for; the others are variants of these, for which the default run does with less."""
 
-RARELY = ("dp 3", "ddp static graph", "ddp tensor 4", "ddp fsdp 4", "pipeline 2 gpipe", "ddp=2,pipeline=2", "deepspeed 1")
+RARELY = (
+    "dp 3",
+    "ddp static graph",
+    "ddp tensor 4",
+    "ddp fsdp 4",
+    "pipeline 2 gpipe",
+    "ddp=2,pipeline=2",
+    "deepspeed 1",
+)
 """Variants that the default run leaves out: it has others with as many ranks and the same axes, and their own files of tests."""
 
 PLANS = {
@@ -102,8 +124,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     def get(name: str, key: str) -> tuple[dict[str, Any], Path]:
         if (name, key) not in done:
             make, devices = STRATEGIES[name]
-            plans = {other: replace(plan, precision=finest(name)) for other, plan in (PLANS | {"first half": HALF}).items()} | PRECISIONS
-            together = {other: (make(), plan) for other, plan in plans.items() if (other in TELLING) == (key in TELLING)}
+            plans = {
+                other: replace(plan, precision=finest(name)) for other, plan in (PLANS | {"first half": HALF}).items()
+            } | PRECISIONS
+            together = {
+                other: (make(), plan) for other, plan in plans.items() if (other in TELLING) == (key in TELLING)
+            }
             place = folder / str(len(done))
             found = contract.run_each(together, devices, place)
             done.update({(name, other): (found[other], place / other) for other in together})
@@ -115,7 +141,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 @pytest.mark.parametrize(
     ("name", "key"),
     [
-        pytest.param(name, key, id=f"{name}-{key}", marks=slow(name in RARELY or (name not in DAILY and key not in TELLING)))
+        pytest.param(
+            name, key, id=f"{name}-{key}", marks=slow(name in RARELY or (name not in DAILY and key not in TELLING))
+        )
         for name in STRATEGIES
         for key in PLANS
     ],
@@ -127,7 +155,9 @@ def test_gradients_are_those_of_one_process(name: str, key: str, trained: Traine
     assert difference(saved_weights(saved), model) < (1e-11 if exact else 1e-5)
     assert found["counts"] == pytest.approx(expected["counts"], rel=1e-12)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-9 if exact else 1e-6)
-    assert torch.tensor(found["outputs"]).allclose(torch.tensor(expected["outputs"]), rtol=1e-9 if exact else 1e-5, atol=1e-9 if exact else 1e-5)
+    assert torch.tensor(found["outputs"]).allclose(
+        torch.tensor(expected["outputs"]), rtol=1e-9 if exact else 1e-5, atol=1e-9 if exact else 1e-5
+    )
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=slow(name in RARELY)) for name in STRATEGIES])

@@ -18,14 +18,20 @@ Pair = namedtuple("Pair", "first second")
 
 
 def leaves(batch: Any) -> list[Tensor]:
-    return [batch] if isinstance(batch, Tensor) else [leaf for part in (batch.values() if isinstance(batch, dict) else batch) for leaf in leaves(part)]
+    return (
+        [batch]
+        if isinstance(batch, Tensor)
+        else [leaf for part in (batch.values() if isinstance(batch, dict) else batch) for leaf in leaves(part)]
+    )
 
 
 def test_structure_and_integers_stay() -> None:
     batch = {"pair": Pair(torch.ones(2), [torch.zeros(2, dtype=torch.long)]), "text": (torch.ones(3),)}
     moved = move(batch, torch.device("meta"), torch.float64)
     assert type(moved["pair"]) is Pair and type(moved["pair"].second) is list and type(moved["text"]) is tuple
-    assert [(leaf.device.type, leaf.dtype) for leaf in leaves(moved)] == [("meta", dtype) for dtype in (torch.float64, torch.long, torch.float64)]
+    assert [(leaf.device.type, leaf.dtype) for leaf in leaves(moved)] == [
+        ("meta", dtype) for dtype in (torch.float64, torch.long, torch.float64)
+    ]
     tensor = torch.ones(2)
     assert move(tensor, tensor.device, None) is tensor and move(tensor, tensor.device, tensor.dtype) is tensor
 
@@ -75,6 +81,8 @@ def test_a_fit_from_pinned_memory_is_that_from_the_gpu() -> None:
     for device in ("cpu", "cuda"):
         module = net()
         samples = TensorDataset(*(tensor.to(device) for tensor in data().tensors))
-        quiet(accelerator="gpu", devices=1, max_epochs=3).fit(module, DataLoader(samples, 8, pin_memory=device == "cpu"))
+        quiet(accelerator="gpu", devices=1, max_epochs=3).fit(
+            module, DataLoader(samples, 8, pin_memory=device == "cpu")
+        )
         found.append(weights(module))
     assert equal(*found)

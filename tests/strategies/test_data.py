@@ -138,9 +138,14 @@ def to_list(batch: Any) -> list[int]:
     return [] if batch is None else batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
 
 
-def read(make: Callable[[], Any], size: int, *, epoch: int = 0, start: int = 0, limit: int | None = None, **options: Any) -> list[list[Window]]:
+def read(
+    make: Callable[[], Any], size: int, *, epoch: int = 0, start: int = 0, limit: int | None = None, **options: Any
+) -> list[list[Window]]:
     """The windows of each rank; ranks without a collective to meet in are read one after the other."""
-    return [list(ShardedLoader(make(), rank=rank, size=size, seed=3, **options).windows(epoch, start, limit)) for rank in range(size)]
+    return [
+        list(ShardedLoader(make(), rank=rank, size=size, seed=3, **options).windows(epoch, start, limit))
+        for rank in range(size)
+    ]
 
 
 class Meeting:
@@ -189,7 +194,12 @@ def pieces_of(ranks: list[list[Window]]) -> Pieces:
     for windows in zip(*ranks, strict=True):
         assert len({len(window.micro_batches) for window in windows}) == 1
         assert len({window.num_samples for window in windows}) == 1
-        out.append([[(to_list(micro.batch), micro.num_samples) for micro in micros] for micros in zip(*(w.micro_batches for w in windows), strict=True)])
+        out.append(
+            [
+                [(to_list(micro.batch), micro.num_samples) for micro in micros]
+                for micros in zip(*(w.micro_batches for w in windows), strict=True)
+            ]
+        )
         assert windows[0].num_samples == sum(num for micros in out[-1] for _, num in micros)
         assert all(any(num for _, num in micros) for micros in out[-1]), "a micro-batch is empty on all ranks"
     return out
@@ -217,7 +227,9 @@ def flat(windows: list[list[int]]) -> list[int]:
     kind=st.sampled_from(["sequential", "shuffled", "sampler", "batches"]),
     data=st.data(),
 )
-def test_every_cut_is_exact(n: int, size: int, batch_size: int, accumulate: int, split: bool, drop_last: bool, kind: str, data: st.DataObject) -> None:
+def test_every_cut_is_exact(
+    n: int, size: int, batch_size: int, accumulate: int, split: bool, drop_last: bool, kind: str, data: st.DataObject
+) -> None:
     def make() -> Any:
         if kind == "batches":
             return DataLoader(Numbers(n), batch_sampler=Uneven(n, batch_size))
@@ -262,7 +274,12 @@ def test_every_cut_is_exact(n: int, size: int, batch_size: int, accumulate: int,
         assert (len(loader), loader.num_windows(), loader.num_samples) == (num_micro_batches, len(pieces), kept)
         assert loader.batch_size == (unit if split else unit * accumulate)
     elif not split:
-        assert (len(loader), loader.num_windows(), loader.num_samples, loader.batch_size) == (num_micro_batches, len(pieces), None, None)
+        assert (len(loader), loader.num_windows(), loader.num_samples, loader.batch_size) == (
+            num_micro_batches,
+            len(pieces),
+            None,
+            None,
+        )
 
     at = data.draw(st.integers(0, len(pieces)))
     start = sum(map(len, windows[:at]))
@@ -270,7 +287,9 @@ def test_every_cut_is_exact(n: int, size: int, batch_size: int, accumulate: int,
 
     limit = data.draw(st.integers(0, num_micro_batches + 2))
     limited = pieces_of(read(make, size, epoch=1, limit=limit, **options))
-    assert [micros for window in limited for micros in window] == [micros for window in pieces for micros in window][:limit]
+    assert [micros for window in limited for micros in window] == [micros for window in pieces for micros in window][
+        :limit
+    ]
     assert limited[:-1] == pieces[: max(0, len(limited) - 1)]
     if kind != "batches":
         assert loader.num_windows(limit) == len(limited)
@@ -301,7 +320,9 @@ class Uneven(Sampler[list[int]]):
 @pytest.mark.parametrize("n", [24, 29])
 def test_a_global_batch_is_the_same_set_on_any_number_of_ranks(shuffle: bool, n: int) -> None:
     def windows(batch_size: int, size: int, **options: Any) -> list[list[int]]:
-        return samples_of(pieces_of(read(lambda: DataLoader(Numbers(n), batch_size, shuffle=shuffle), size, epoch=2, **options)))
+        return samples_of(
+            pieces_of(read(lambda: DataLoader(Numbers(n), batch_size, shuffle=shuffle), size, epoch=2, **options))
+        )
 
     split = windows(12, 1, split=True)
     assert [len(window) for window in split] == [12, 12, 5][: math.ceil(n / 12)]
@@ -310,14 +331,21 @@ def test_a_global_batch_is_the_same_set_on_any_number_of_ranks(shuffle: bool, n:
             assert windows(12, size, split=True, accumulate=accumulate) == split
     for size in (2, 3, 4, 6):
         assert windows(12 // size, size) == split
-        assert windows(12 // size, size, accumulate=2) == [a + b for a, b in zip(split[::2], [*split[1::2], []], strict=False)]
+        assert windows(12 // size, size, accumulate=2) == [
+            a + b for a, b in zip(split[::2], [*split[1::2], []], strict=False)
+        ]
 
 
 def test_shuffling_is_the_permutation_of_seed_and_epoch() -> None:
     loader = DataLoader(Numbers(40), 8, shuffle=True, generator=torch.Generator().manual_seed(9))
 
     def order(seed: int, epoch: int) -> list[int]:
-        return flat([to_list(window.micro_batches[0].batch) for window in ShardedLoader(loader, rank=0, size=1, seed=seed).windows(epoch)])
+        return flat(
+            [
+                to_list(window.micro_batches[0].batch)
+                for window in ShardedLoader(loader, rank=0, size=1, seed=seed).windows(epoch)
+            ]
+        )
 
     assert order(1, 5) == Permutation(40, 1, 5).block(0, 40).tolist()
     assert order(1, 5) == order(1, 5)
@@ -328,7 +356,10 @@ def test_shuffle_can_be_forced() -> None:
     for shuffled in (False, True):
         loader = DataLoader(Numbers(30), 5, shuffle=shuffled)
         assert flat(samples_of(pieces_of(read(lambda: loader, 2, shuffle=False)))) == list(range(30))  # noqa: B023
-        assert flat(samples_of(pieces_of(read(lambda: loader, 2, shuffle=True)))) == Permutation(30, 3, 0).block(0, 30).tolist()  # noqa: B023
+        assert (
+            flat(samples_of(pieces_of(read(lambda: loader, 2, shuffle=True))))  # noqa: B023
+            == Permutation(30, 3, 0).block(0, 30).tolist()
+        )
     with pytest.raises(ValueError, match="Uneven"):
         read(lambda: DataLoader(Numbers(5), batch_sampler=Uneven(5, 2)), 1, shuffle=True)
     with pytest.raises(ValueError, match="Stream"):
@@ -338,7 +369,9 @@ def test_shuffle_can_be_forced() -> None:
 def test_distributed_sampler_is_replaced() -> None:
     def make(shuffle: bool, drop_last: bool) -> Any:
         data = Numbers(11)
-        return DataLoader(data, 2, sampler=DistributedSampler(data, num_replicas=2, rank=1, shuffle=shuffle, drop_last=drop_last))
+        return DataLoader(
+            data, 2, sampler=DistributedSampler(data, num_replicas=2, rank=1, shuffle=shuffle, drop_last=drop_last)
+        )
 
     assert flat(samples_of(pieces_of(read(lambda: make(False, False), 2)))) == list(range(11))
     assert flat(samples_of(pieces_of(read(lambda: make(False, True), 2)))) == list(range(8))
@@ -379,7 +412,12 @@ def test_samplers_keep_their_order_and_know_the_epoch() -> None:
 
 
 @pytest.mark.parametrize(
-    "sampler", [lambda: WeightedRandomSampler([1.0, 2.0, 3.0, 4.0] * 10, 50), lambda: RandomSampler(range(40), replacement=True), lambda: Counted(40)]
+    "sampler",
+    [
+        lambda: WeightedRandomSampler([1.0, 2.0, 3.0, 4.0] * 10, 50),
+        lambda: RandomSampler(range(40), replacement=True),
+        lambda: Counted(40),
+    ],
 )
 def test_random_samplers_draw_alike_on_all_ranks_and_leave_the_random_state_alone(sampler: Callable[[], Any]) -> None:
     def order(size: int) -> list[int]:
@@ -400,7 +438,11 @@ def test_a_sampler_that_shards_is_refused() -> None:
     data = Numbers(8)
     with pytest.raises(ValueError, match="num_replicas=2"):
         read(lambda: DataLoader(data, sampler=Own(data, num_replicas=2, rank=0)), 2)
-    assert flat(samples_of(pieces_of(read(lambda: DataLoader(data, sampler=Own(data, num_replicas=1, rank=0, shuffle=False)), 2)))) == list(range(8))
+    assert flat(
+        samples_of(
+            pieces_of(read(lambda: DataLoader(data, sampler=Own(data, num_replicas=1, rank=0, shuffle=False)), 2))
+        )
+    ) == list(range(8))
 
 
 def test_batch_samplers_keep_their_batches() -> None:
@@ -418,7 +460,10 @@ def test_batch_samplers_keep_their_batches() -> None:
     dropping = DataLoader(Numbers(12), 8, sampler=list(range(12)), drop_last=True)
     assert read(lambda: dropping, 1, start=9) == [[]]
     plain = BatchSampler(range(10), 4, drop_last=True)
-    assert samples_of(pieces_of(read(lambda: DataLoader(Numbers(10), batch_sampler=plain), 1))) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert samples_of(pieces_of(read(lambda: DataLoader(Numbers(10), batch_sampler=plain), 1))) == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
 
 
 def random_states() -> tuple[Any, ...]:
@@ -462,7 +507,9 @@ def noisy(make: Callable[[], Any], size: int = 1, epochs: tuple[int, ...] = (0,)
         for windows in zip(*(rank.windows(epoch, start) for rank in ranks), strict=True):
             for window in windows:
                 columns = window.micro_batches[0].batch
-                found += list(zip(*(column.tolist() for column in columns), strict=True))[: window.micro_batches[0].num_samples]
+                found += list(zip(*(column.tolist() for column in columns), strict=True))[
+                    : window.micro_batches[0].num_samples
+                ]
     return found
 
 
@@ -496,7 +543,9 @@ def test_randomness_in_collate_functions_of_workers_resumes(dataset: Callable[[i
 
 def test_random_split_keeps_augmentations_by_sample() -> None:
     def make(batch_size: int) -> Any:
-        return DataLoader(random_split(Noisy(12), [8, 4], torch.Generator().manual_seed(0))[0], batch_size, num_workers=1)
+        return DataLoader(
+            random_split(Noisy(12), [8, 4], torch.Generator().manual_seed(0))[0], batch_size, num_workers=1
+        )
 
     assert noisy(lambda: make(4)) == noisy(lambda: make(2), size=2)
 
@@ -519,7 +568,9 @@ def mark_dataset(worker_id: int) -> None:
 def test_worker_seeds_differ_by_rank_and_worker_and_workers_see_the_users_dataset() -> None:
     seeds = set()
     for rank in range(2):
-        make = DataLoader(Seeds(8), 2, num_workers=2, worker_init_fn=mark_dataset, persistent_workers=True, prefetch_factor=1)
+        make = DataLoader(
+            Seeds(8), 2, num_workers=2, worker_init_fn=mark_dataset, persistent_workers=True, prefetch_factor=1
+        )
         loader = ShardedLoader(make, rank=rank, size=2, seed=3)
         pids = []
         for epoch in range(2):
@@ -533,7 +584,9 @@ def test_worker_seeds_differ_by_rank_and_worker_and_workers_see_the_users_datase
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_iterators_may_be_open_at_once_or_left_in_the_middle(persistent: bool) -> None:
-    loader = ShardedLoader(DataLoader(Numbers(12), 2, num_workers=1, persistent_workers=persistent), rank=0, size=1, seed=3)
+    loader = ShardedLoader(
+        DataLoader(Numbers(12), 2, num_workers=1, persistent_workers=persistent), rank=0, size=1, seed=3
+    )
 
     def rest(windows: Iterator[Window]) -> list[int]:
         return flat([to_list(window.micro_batches[0].batch) for window in windows])
@@ -566,7 +619,10 @@ def test_order_is_kept_where_the_loader_would_not() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_samples_are_read_in_bulk_where_the_dataset_can(num_workers: int) -> None:
-    assert samples_of(pieces_of(read(lambda: DataLoader(Bulk(5), 2, num_workers=num_workers), 2))) == [[0, 10, 20, 30], [40]]
+    assert samples_of(pieces_of(read(lambda: DataLoader(Bulk(5), 2, num_workers=num_workers), 2))) == [
+        [0, 10, 20, 30],
+        [40],
+    ]
 
 
 class Lists(Numbers):
@@ -583,16 +639,30 @@ class Doubled(TensorDataset):
 def test_rows_of_tensors_are_what_stacking_their_samples_gives(num_workers: int) -> None:
     tensors = torch.randn(9, 3, 2), torch.arange(9), torch.rand(9, dtype=torch.float64) < 0.5
     strange = torch.randn(9, 2, 3).transpose(1, 2), torch.arange(9)
-    datasets: list[Any] = [TensorDataset(*tensors), TensorDataset(*strange), Doubled(*tensors), tensors[0], tensors[1], strange[0]]
+    datasets: list[Any] = [
+        TensorDataset(*tensors),
+        TensorDataset(*strange),
+        Doubled(*tensors),
+        tensors[0],
+        tensors[1],
+        strange[0],
+    ]
     for dataset in datasets:
         own = list(DataLoader(dataset, batch_size=4))
-        ours = [window.micro_batches[0].batch for window in ShardedLoader(DataLoader(dataset, 4, num_workers=num_workers), rank=0, size=1, seed=0).windows(0)]
+        ours = [
+            window.micro_batches[0].batch
+            for window in ShardedLoader(
+                DataLoader(dataset, 4, num_workers=num_workers), rank=0, size=1, seed=0
+            ).windows(0)
+        ]
         for theirs, mine in zip(own, ours, strict=True):
             assert type(mine) is type(theirs) and len(mine) == len(theirs)
             for a, b in zip(mine, theirs, strict=True):
                 assert torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride()
         ours[0][0].detach().zero_()
-        assert torch.equal(own[0][0], next(iter(DataLoader(dataset, batch_size=4)))[0]), "a batch shares memory with the dataset"
+        assert torch.equal(own[0][0], next(iter(DataLoader(dataset, batch_size=4)))[0]), (
+            "a batch shares memory with the dataset"
+        )
     joined = ShardedLoader(DataLoader(TensorDataset(*tensors), 4, collate_fn=len), rank=0, size=1, seed=0)
     assert [window.micro_batches[0].batch for window in joined.windows(0)] == [4, 4, 1]
 
@@ -789,7 +859,9 @@ def gaussian() -> tuple[float, float, float]:
 
 def test_gaussian_numbers_do_not_depend_on_how_a_stream_is_cut() -> None:
     def numbers(batch_size: int) -> list[Any]:
-        windows = ShardedLoader(DataLoader(GaussianStream(), batch_size, collate_fn=list), rank=0, size=1, seed=3).windows(0)
+        windows = ShardedLoader(
+            DataLoader(GaussianStream(), batch_size, collate_fn=list), rank=0, size=1, seed=3
+        ).windows(0)
         return [sample for window in windows for micro_batch in window.micro_batches for sample in micro_batch.batch]
 
     whole = numbers(30)
@@ -814,7 +886,10 @@ def test_random_states_change_hands_with_the_gaussian_numbers_that_they_hold() -
                 drawn.append(gaussian())
             saved = apart.state_dict()
             apart = Randomness(8)
-            apart.load_state_dict(saved | {"numpy": json.loads(json.dumps(saved["numpy"])), "python": json.loads(json.dumps(saved["python"]))})
+            apart.load_state_dict(
+                saved
+                | {"numpy": json.loads(json.dumps(saved["numpy"])), "python": json.loads(json.dumps(saved["python"]))}
+            )
         assert (found, drawn) == (outside, inside)
         apart.load_state_dict(saved | {"numpy": saved["numpy"][:2]})  # of a checkpoint without that number
         assert apart.state_dict()["numpy"] == [*saved["numpy"][:2], 0, 0.0]
@@ -835,14 +910,18 @@ def first_column(samples: list[Any]) -> torch.Tensor:
     drop_last=st.booleans(),
     at=st.integers(0, 40),
 )
-def test_every_cut_of_a_stream_is_exact(n: int, size: int, batch_size: int, accumulate: int, drop_last: bool, at: int) -> None:
+def test_every_cut_of_a_stream_is_exact(
+    n: int, size: int, batch_size: int, accumulate: int, drop_last: bool, at: int
+) -> None:
     def make() -> Any:
         return DataLoader(Stream(n), batch_size, drop_last=drop_last)
 
     unit = batch_size * size
     kept = n - n % unit if drop_last else n
     if not kept:
-        with pytest.raises(ValueError, match="yielded no batch in epoch 0: Stream gives no item or drop_last drops all"):
+        with pytest.raises(
+            ValueError, match="yielded no batch in epoch 0: Stream gives no item or drop_last drops all"
+        ):
             read(make, size)
         return
     pieces = pieces_of(read(make, size, accumulate=accumulate))
@@ -932,7 +1011,9 @@ def read_own_stream_on_a_rank() -> list[Any]:
     strategy.configure(devices=2, accelerator="cpu")
     strategy.setup()
     loader = strategy.shard_loader(DataLoader(OwnStream(5, strategy.rank, 2), 2), seed=3, accumulate=2)
-    windows = [([to_list(micro.batch) for micro in window.micro_batches], window.num_samples) for window in loader.windows(0)]
+    windows = [
+        ([to_list(micro.batch) for micro in window.micro_batches], window.num_samples) for window in loader.windows(0)
+    ]
     both = [strategy.broadcast([[list(map(list, batches)), num] for batches, num in windows], src) for src in range(2)]
     strategy.teardown()
     return both
@@ -944,17 +1025,27 @@ def test_real_ranks_agree_on_a_stream_that_shards_itself(run_ranks: Callable[...
 
 def test_a_rank_that_never_had_a_sample_has_no_batch() -> None:
     ranks, _ = read_together(lambda rank: DataLoader(OwnStream(2, rank, 3), 2), 3)
-    assert [[(micro.batch is None, micro.num_samples) for micro in windows[0].micro_batches] for windows in ranks] == [[(False, 1)], [(False, 1)], [(True, 0)]]
+    assert [[(micro.batch is None, micro.num_samples) for micro in windows[0].micro_batches] for windows in ranks] == [
+        [(False, 1)],
+        [(False, 1)],
+        [(True, 0)],
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_streams_own_state_spares_the_replay(size: int) -> None:
     def make() -> tuple[StatefulStream, list[ShardedLoader]]:
         data = [StatefulStream(30) for _ in range(size)]
-        return data[0], [ShardedLoader(DataLoader(dataset, 4), rank=rank, size=size, seed=3) for rank, dataset in enumerate(data)]
+        return data[0], [
+            ShardedLoader(DataLoader(dataset, 4), rank=rank, size=size, seed=3) for rank, dataset in enumerate(data)
+        ]
 
     def values(loaders: list[ShardedLoader], start: int) -> list[Any]:
-        return [[column.tolist() for column in window.micro_batches[0].batch] for loader in loaders for window in loader.windows(2, start)]
+        return [
+            [column.tolist() for column in window.micro_batches[0].batch]
+            for loader in loaders
+            for window in loader.windows(2, start)
+        ]
 
     _, whole = make()
     undisturbed = values(whole, 0)
@@ -972,7 +1063,9 @@ def test_a_streams_own_state_spares_the_replay(size: int) -> None:
         loader.load_state_dict(states[0])
         assert str(loader.state_dict()) == str(states[0])
     number = len(undisturbed) // size
-    assert values(resumed, 4 * size) == [value for rank in range(size) for value in undisturbed[rank * number + 1 : (rank + 1) * number]]
+    assert values(resumed, 4 * size) == [
+        value for rank in range(size) for value in undisturbed[rank * number + 1 : (rank + 1) * number]
+    ]
     assert dataset.read == 30 - 4 * size
     assert resumed[0].state_dict()["samples"] == 30
     # A later place in the epoch skips only what is between; a state of another place or epoch is not used.
@@ -1008,7 +1101,12 @@ def test_own_state_of_a_stream_that_shards_itself() -> None:
 
 
 def test_loaders_without_a_state_of_their_own() -> None:
-    for loader in (DataLoader(Numbers(4)), DataLoader(Stream(4)), DataLoader(StatefulStream(4), num_workers=1), batches(2)):
+    for loader in (
+        DataLoader(Numbers(4)),
+        DataLoader(Stream(4)),
+        DataLoader(StatefulStream(4), num_workers=1),
+        batches(2),
+    ):
         sharded = ShardedLoader(loader, rank=0, size=1, seed=3)
         if not isinstance(loader, DataLoader) or not loader.num_workers:
             next(sharded.windows(0))
@@ -1027,7 +1125,9 @@ def test_loaders_without_a_state_of_their_own() -> None:
 @pytest.mark.parametrize("split", [False, True])
 def test_a_billion_samples_start_and_resume_at_once(shuffle: bool, split: bool) -> None:
     begin = time.perf_counter()
-    loader = ShardedLoader(DataLoader(Numbers(10**9), 64, shuffle=shuffle), rank=3, size=8, seed=1, accumulate=2, split=split)
+    loader = ShardedLoader(
+        DataLoader(Numbers(10**9), 64, shuffle=shuffle), rank=3, size=8, seed=1, accumulate=2, split=split
+    )
     first = next(loader.windows(0))
     late = next(loader.windows(7, start=5 * 10**8, limit=10**9))
     assert time.perf_counter() - begin < 1
@@ -1052,7 +1152,9 @@ def test_an_empty_loader_is_an_error_when_it_is_given(make: Callable[[], Any]) -
         ShardedLoader(make(), rank=0, size=2, seed=0)
 
 
-@pytest.mark.parametrize("make", [lambda: DataLoader(Stream(0)), lambda: iter([]), lambda: DataLoader(Numbers(4), sampler=Never())])
+@pytest.mark.parametrize(
+    "make", [lambda: DataLoader(Stream(0)), lambda: iter([]), lambda: DataLoader(Numbers(4), sampler=Never())]
+)
 def test_a_loader_that_yields_nothing_is_an_error_when_it_is_read(make: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match="no batch in epoch 4"):
         list(ShardedLoader(make(), rank=0, size=2, seed=0).windows(4))

@@ -43,7 +43,13 @@ class Losses(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step > len(self.seen):
-            self.seen.append(float(trainer.callback_metrics["train/loss_step" if "train/loss_step" in trainer.callback_metrics else "train/loss"]))
+            self.seen.append(
+                float(
+                    trainer.callback_metrics[
+                        "train/loss_step" if "train/loss_step" in trainer.callback_metrics else "train/loss"
+                    ]
+                )
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": self.seen}
@@ -61,9 +67,18 @@ class Scheduled(Odd):
 
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]
-        groups = [{"params": [p for p in trained if p.dim() > 1]}, {"params": [p for p in trained if p.dim() < 2], "lr": 0.01, "weight_decay": 0.0}]
+        groups = [
+            {"params": [p for p in trained if p.dim() > 1]},
+            {"params": [p for p in trained if p.dim() < 2], "lr": 0.01, "weight_decay": 0.0},
+        ]
         optimizer = torch.optim.AdamW(groups, lr=0.02, eps=1e-6)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12),
+                "interval": "step",
+            },
+        }
 
 
 def scheduled() -> Scheduled:
@@ -74,8 +89,21 @@ def scheduled() -> Scheduled:
 def train(strategy: str | Strategy, module: Module, devices: int = 2, **options: Any) -> tuple[list[float], Trainer]:
     """Uneven micro-batches, a rank of padding at the end, warmup, schedule, clipping and validation."""
     losses, path = Losses(), options.pop("ckpt_path", None)
-    options = {"max_epochs": 2, "seed": 1, "split_batches": True, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "log_every_n_steps": 1} | options
-    trainer = quiet(strategy=strategy, devices=devices, accelerator="cpu", callbacks=[losses, LRWarmup(steps=3), *options.pop("callbacks", [])], **options)
+    options = {
+        "max_epochs": 2,
+        "seed": 1,
+        "split_batches": True,
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.5,
+        "log_every_n_steps": 1,
+    } | options
+    trainer = quiet(
+        strategy=strategy,
+        devices=devices,
+        accelerator="cpu",
+        callbacks=[losses, LRWarmup(steps=3), *options.pop("callbacks", [])],
+        **options,
+    )
     trainer.fit(module, tokens(21, batch_size=8), tokens(7), ckpt_path=path)
     return losses.seen, trainer
 
@@ -98,7 +126,9 @@ def test_losses_and_weights_are_those_of_one_process_at_every_step(stage: int, s
     for name, parameter in module.named_parameters():  # whole again, in the caller's process
         torch.testing.assert_close(parameter, weights[name], rtol=1e-4, atol=1e-6)
     predicted = torch.cat(quiet(strategy=STAGES[stage](), devices=2).predict(module, tokens(7, shuffle=False)))
-    assert torch.equal(predicted, torch.cat(quiet(strategy="single").predict(reference_module, tokens(7, shuffle=False))))
+    assert torch.equal(
+        predicted, torch.cat(quiet(strategy="single").predict(reference_module, tokens(7, shuffle=False)))
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,15 +155,23 @@ OPTIONS: dict[str, tuple[dict[str, Any], Plan]] = {
         {"stage": 3, "offload_optimizer": True, "offload_parameters": True, "config": CUT_ALL},
         Plan(accumulate=2, clip=0.003, clip_algorithm="value"),
     ),
-    "3 parameters offloaded": ({"stage": 3, "offload_parameters": True, "config": CUT_ALL}, Plan(step="token_step", accumulate=2)),
-    "2 small buckets": ({"stage": 2, "config": {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 50}}}, Plan(accumulate=3)),
+    "3 parameters offloaded": (
+        {"stage": 3, "offload_parameters": True, "config": CUT_ALL},
+        Plan(step="token_step", accumulate=2),
+    ),
+    "2 small buckets": (
+        {"stage": 2, "config": {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 50}}},
+        Plan(accumulate=3),
+    ),
 }
 
 
 def test_options_change_no_number(tmp_path: Path) -> None:
     """All on the same ranks: an import of DeepSpeed takes longer than a training."""
     plans = {name: replace(plan, precision="32-true") for name, (_, plan) in OPTIONS.items()}
-    contract.run_each({name: (DeepSpeed(**options), plans[name]) for name, (options, _) in OPTIONS.items()}, 2, tmp_path)
+    contract.run_each(
+        {name: (DeepSpeed(**options), plans[name]) for name, (options, _) in OPTIONS.items()}, 2, tmp_path
+    )
     for name, plan in plans.items():
         assert difference(saved_weights(tmp_path / name), reference(plan)[0]) < 1e-5, name
 
@@ -155,7 +193,9 @@ class Skips(Net):
         return Loss(loss * 0, 0) if skip else Loss(loss, len(y))
 
 
-@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.slow) if stage < 3 else stage for stage in STAGES])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(stage, marks=pytest.mark.slow) if stage < 3 else stage for stage in STAGES]
+)
 def test_a_rank_may_return_none(stage: int) -> None:
     found = {}
     for none, strategy in ((True, STAGES[stage]()), (False, "ddp")):
@@ -239,14 +279,18 @@ class Normed(Net):
         assert torch.equal(first, second) or not self.checks
 
 
-@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.slow) if stage != 2 else stage for stage in STAGES])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(stage, marks=pytest.mark.slow) if stage != 2 else stage for stage in STAGES]
+)
 def test_buffers_are_those_of_rank_0(stage: int, tmp_path: Path) -> None:
     """While the run goes on, in its checkpoint, and as under DDP."""
     found = []
     for name, strategy in (("zero", STAGES[stage]()), ("ddp", "ddp")):
         torch.manual_seed(0)
         module, saver = Normed(name == "zero"), ModelCheckpoint(dirpath=tmp_path / name)
-        quiet(strategy=strategy, devices=2, seed=0, enable_checkpointing=True, callbacks=[saver]).fit(module, loader(48))
+        quiet(strategy=strategy, devices=2, seed=0, enable_checkpointing=True, callbacks=[saver]).fit(
+            module, loader(48)
+        )
         (path,) = (tmp_path / name).iterdir()
         assert torch.equal(saved_weights(path)["norm.running_mean"], module.norm.running_mean)
         found.append(module.norm.running_mean)
@@ -356,12 +400,18 @@ def measure(strategy: str | Strategy, devices: int) -> list[float]:
 @pytest.mark.parametrize("devices", [2, 4])
 def test_memory_of_a_rank(devices: int) -> None:
     """Bytes a parameter in float32 with AdamW; on the way come layers, and a copy of a rank's gradients beside the step."""
-    found = {"ddp": measure("ddp", devices)} | {stage: measure(DeepSpeed(stage=stage, config={"zero_optimization": TIGHT}), devices) for stage in (1, 2, 3)}
+    found = {"ddp": measure("ddp", devices)} | {
+        stage: measure(DeepSpeed(stage=stage, config={"zero_optimization": TIGHT}), devices) for stage in (1, 2, 3)
+    }
     print(json.dumps({str(name): [round(value, 2) for value in values] for name, values in found.items()}))
     layer = 4 / 8
     for name, held, most in (
         ("ddp", 4 + 4 + 8, 16 + layer),  # parameters, gradients, two moments
-        (1, 4 + 16 / devices, 4 + 4 + 16 / devices),  # the parameters besides cut masters, gradients and moments; gradients are whole until they met
+        (
+            1,
+            4 + 16 / devices,
+            4 + 4 + 16 / devices,
+        ),  # the parameters besides cut masters, gradients and moments; gradients are whole until they met
         (2, 4 + 16 / devices, 4 + 20 / devices + layer),
         (3, 20 / devices, 24 / devices + 3 * layer),  # parameters and their masters are two tensors in float32 too
     ):
@@ -421,7 +471,11 @@ def test_bytes_moved_in_a_step_of_two_micro_batches() -> None:
             Wide(), DataLoader(TensorDataset(torch.randn(12, 512)), batch_size=1)
         )
         found[stage] = {kind: size for kind, size in moved.found.items() if size > 0.01}
-    assert found == {1: {"all-reduce": 1, "all-gather": 1}, 2: {"all-reduce": 2, "all-gather": 1}, 3: {"all-gather": 4, "reduce-scatter": 2}}
+    assert found == {
+        1: {"all-reduce": 1, "all-gather": 1},
+        2: {"all-reduce": 2, "all-gather": 1},
+        3: {"all-gather": 4, "reduce-scatter": 2},
+    }
 
 
 # ---- the configuration -------------------------------------------------------------------------------
@@ -430,23 +484,45 @@ def test_bytes_moved_in_a_step_of_two_micro_batches() -> None:
 @pytest.mark.parametrize(
     ("options", "run", "message"),
     [
-        ({"stage": 3, "config": {"zero_optimization": {"stage": 2}}}, {}, r"zero_optimization.stage=2, but the run has stage=3"),
+        (
+            {"stage": 3, "config": {"zero_optimization": {"stage": 2}}},
+            {},
+            r"zero_optimization.stage=2, but the run has stage=3",
+        ),
         ({"config": {"zero_optimization": {"stage": 0}}}, {}, r"zero_optimization.stage=0, but it must be 1, 2 or 3"),
         ({"config": {"bf16": {"enabled": True}}}, {}, r"bf16.enabled=True, but the run has precision='32-true'"),
-        ({"config": {"fp16": {"enabled": True}}}, {"precision": "bf16-mixed"}, r"fp16.enabled=True, but the run has precision='bf16-mixed'"),
-        ({"config": {"bf16": {"enabled": False}}}, {"precision": "bf16-true"}, r"bf16.enabled=False, but the run has precision='bf16-true'"),
+        (
+            {"config": {"fp16": {"enabled": True}}},
+            {"precision": "bf16-mixed"},
+            r"fp16.enabled=True, but the run has precision='bf16-mixed'",
+        ),
+        (
+            {"config": {"bf16": {"enabled": False}}},
+            {"precision": "bf16-true"},
+            r"bf16.enabled=False, but the run has precision='bf16-true'",
+        ),
         ({"config": {"optimizer": {"type": "AdamW"}}}, {}, r"section 'optimizer', but configure_optimizers makes it"),
         ({"config": {"scheduler": {"type": "WarmupLR"}}}, {}, r"section 'scheduler'"),
-        ({"offload_optimizer": True, "config": {"zero_optimization": {"offload_optimizer": {"device": "none"}}}}, {}, r"device='none'.*offload_optimizer=True"),
+        (
+            {"offload_optimizer": True, "config": {"zero_optimization": {"offload_optimizer": {"device": "none"}}}},
+            {},
+            r"device='none'.*offload_optimizer=True",
+        ),
         ({"config": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}}, {}, r"'nvme'.*give 'cpu'"),
         ({"offload_parameters": True}, {}, r"offload_parameters needs stage 3.*stage=2"),
         ({"config": {"gradient_allreduce_op": "sum"}}, {}, r"gradient_allreduce_op='sum'"),
         ({"config": "missing.json"}, {}, r"config='missing.json' cannot be read"),
         ({}, {"precision": "64-true"}, r"float32.*precision='64-true'"),
-        ({}, {"precision": "16-mixed"}, r"precision must be one of 32-true, tf32-true, bf16-mixed, bf16-true, but precision='16-mixed'"),
+        (
+            {},
+            {"precision": "16-mixed"},
+            r"precision must be one of 32-true, tf32-true, bf16-mixed, bf16-true, but precision='16-mixed'",
+        ),
     ],
 )
-def test_contradictions_are_found_before_a_process_starts(options: dict[str, Any], run: dict[str, Any], message: str) -> None:
+def test_contradictions_are_found_before_a_process_starts(
+    options: dict[str, Any], run: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Trainer(strategy=DeepSpeed(**options), devices=2, accelerator="cpu", max_epochs=1, **run)
 
@@ -458,17 +534,35 @@ def test_stage_must_exist() -> None:
 
 def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ImportError, match=r"needs the package deepspeed; install it with `pip install 'lockstep\[deepspeed\]'`"):
+    with pytest.raises(
+        ImportError, match=r"needs the package deepspeed; install it with `pip install 'lockstep\[deepspeed\]'`"
+    ):
         quiet(strategy="deepspeed", devices=2)
 
 
 @pytest.mark.parametrize(
     ("config", "run", "message"),
     [
-        ({"gradient_accumulation_steps": 4}, {"accumulate_grad_batches": 2}, r"gradient_accumulation_steps=4, but the run has accumulate_grad_batches=2"),
-        ({"train_micro_batch_size_per_gpu": 4}, {}, r"train_micro_batch_size_per_gpu=4, but the run has samples of a rank in a micro-batch=8"),
-        ({"train_batch_size": 8}, {"accumulate_grad_batches": 2}, r"train_batch_size=8, but the run has samples of all ranks in a step=16"),
-        ({"gradient_clipping": 1.0}, {"gradient_clip_val": 0.5}, r"gradient_clipping=1.0 \(by norm\), but the run has gradient_clip_val=0.5"),
+        (
+            {"gradient_accumulation_steps": 4},
+            {"accumulate_grad_batches": 2},
+            r"gradient_accumulation_steps=4, but the run has accumulate_grad_batches=2",
+        ),
+        (
+            {"train_micro_batch_size_per_gpu": 4},
+            {},
+            r"train_micro_batch_size_per_gpu=4, but the run has samples of a rank in a micro-batch=8",
+        ),
+        (
+            {"train_batch_size": 8},
+            {"accumulate_grad_batches": 2},
+            r"train_batch_size=8, but the run has samples of all ranks in a step=16",
+        ),
+        (
+            {"gradient_clipping": 1.0},
+            {"gradient_clip_val": 0.5},
+            r"gradient_clipping=1.0 \(by norm\), but the run has gradient_clip_val=0.5",
+        ),
     ],
 )
 def test_what_the_loader_and_the_step_contradict(config: dict[str, Any], run: dict[str, Any], message: str) -> None:
@@ -515,7 +609,10 @@ class Refused(Net):
 
     def configure_optimizers(self) -> Any:
         if self.what == "several":
-            return [torch.optim.SGD(self.net[0].parameters(), lr=0.1), torch.optim.SGD(self.net[3].parameters(), lr=0.1)]
+            return [
+                torch.optim.SGD(self.net[0].parameters(), lr=0.1),
+                torch.optim.SGD(self.net[3].parameters(), lr=0.1),
+            ]
         if self.what == "frozen":
             return torch.optim.SGD([{"params": list(self.net.parameters())}, {"params": [self.spare]}], lr=0.1)
         trained = [p for p in self.parameters() if p.requires_grad]
@@ -554,7 +651,9 @@ def test_state_that_zero_cannot_hold_is_refused(tmp_path: Path) -> None:
     saver = ModelCheckpoint(dirpath=tmp_path / "checkpoints")
     quiet(strategy="single", enable_checkpointing=True, callbacks=[saver]).fit(Alternating(), loader())
     (path,) = (tmp_path / "checkpoints").iterdir()
-    with pytest.raises(CheckpointError, match=r"step of net.3.weight is .*, but .* of others, and ZeRO keeps one for all"):
+    with pytest.raises(
+        CheckpointError, match=r"step of net.3.weight is .*, but .* of others, and ZeRO keeps one for all"
+    ):
         quiet(strategy="deepspeed", max_epochs=2).fit(net(), loader(), ckpt_path=path)
 
 
@@ -610,7 +709,9 @@ def test_on_a_gpu(stage: int) -> None:
     weights = []
     for strategy, accelerator in ((STAGES[stage](), "gpu"), ("single", "cpu")):
         module = net()
-        quiet(strategy=strategy, accelerator=accelerator, devices=1, seed=0, gradient_clip_val=0.5).fit(module, loader())
+        quiet(strategy=strategy, accelerator=accelerator, devices=1, seed=0, gradient_clip_val=0.5).fit(
+            module, loader()
+        )
         weights.append([p.detach().cpu() for p in module.parameters()])
     for ours, theirs in zip(*weights, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)

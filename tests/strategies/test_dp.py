@@ -36,12 +36,18 @@ class Counting(Net):
 def fit(strategy: str, devices: int, dropout: float = 0.0, **options: Any) -> tuple[Net, dict[str, float]]:
     torch.manual_seed(0)
     model = Counting(dropout)
-    trainer = quiet(strategy=strategy, devices=devices, max_epochs=2, precision="64-true", log_every_n_steps=1, **options)
+    trainer = quiet(
+        strategy=strategy, devices=devices, max_epochs=2, precision="64-true", log_every_n_steps=1, **options
+    )
     trainer.fit(model, loader(50, 8, shuffle=True), loader(20))
     return model, {name: value.item() for name, value in trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}], ids=["plain", "accumulation and clipping"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}],
+    ids=["plain", "accumulation and clipping"],
+)
 def test_a_run_has_the_numbers_of_one_device(options: dict[str, Any]) -> None:
     expected, expected_metrics = fit("single", 1, **options)
     found, metrics = fit("dp", 3, **options)
@@ -59,7 +65,9 @@ def test_slices_run_in_threads_on_the_same_memory() -> None:
     import threading
 
     seen: set[str] = set()
-    both = threading.Barrier(2)  # one thread could run both slices, were it done with the first before the second is handed out
+    both = threading.Barrier(
+        2
+    )  # one thread could run both slices, were it done with the first before the second is handed out
 
     class Watching(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -72,14 +80,26 @@ def test_slices_run_in_threads_on_the_same_memory() -> None:
     assert len(seen) == 2 and all(name.startswith("replica") for name in seen)
     model = Net()
     copied = share(model)
-    assert all(a.data_ptr() == b.data_ptr() and a is not b for a, b in zip(model.parameters(), copied.parameters(), strict=True))
+    assert all(
+        a.data_ptr() == b.data_ptr() and a is not b
+        for a, b in zip(model.parameters(), copied.parameters(), strict=True)
+    )
 
 
 def test_nested_batches_are_cut_along_their_rows() -> None:
-    batch = {"x": torch.arange(10).reshape(5, 2), "names": ["a", "b", "c", "d", "e"], "scale": torch.tensor(2.0), "pair": (torch.arange(5), 7)}
+    batch = {
+        "x": torch.arange(10).reshape(5, 2),
+        "names": ["a", "b", "c", "d", "e"],
+        "scale": torch.tensor(2.0),
+        "pair": (torch.arange(5), 7),
+    }
     slices = cut(batch, 5, 2)
     assert [n for _, n in slices] == [3, 2]
-    assert slices[1][0]["names"] == ["d", "e"] and slices[1][0]["pair"][0].tolist() == [3, 4] and slices[1][0]["pair"][1] == 7
+    assert (
+        slices[1][0]["names"] == ["d", "e"]
+        and slices[1][0]["pair"][0].tolist() == [3, 4]
+        and slices[1][0]["pair"][1] == 7
+    )
     assert torch.cat([part["x"] for part, _ in slices]).equal(batch["x"]) and slices[0][0]["scale"].item() == 2.0
     assert len(cut(torch.zeros(1, 3), 1, 4)) == 1
 

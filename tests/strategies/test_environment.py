@@ -35,7 +35,12 @@ SLURM = {
     "SLURM_STEP_NODELIST": "gpu[07-08]",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
 }
-MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
 TASKS = {"chief": ["h0:2222"], "worker": ["h1:2222", "h1:2223"], "ps": ["h2:2222"]}
 
 
@@ -88,9 +93,19 @@ def test_slurm_master_address_of_the_user() -> None:
     "environ",
     [
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n1"},  # the shell of salloc
-        {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},  # sbatch without --ntasks
+        {
+            "SLURM_JOB_ID": "1",
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "0",
+        },  # sbatch without --ntasks
         {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NODEID": "0"},
-        {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash in salloc -n 4
+        {
+            "SLURM_JOB_ID": "1",
+            "SLURM_PROCID": "0",
+            "SLURM_NTASKS": "4",
+            "SLURM_STEP_NUM_TASKS": "1",
+        },  # srun --pty bash in salloc -n 4
     ],
 )
 def test_slurm_where_it_started_one_process(environ: dict[str, str]) -> None:
@@ -106,7 +121,9 @@ def test_mpi_on_several_nodes_needs_an_address() -> None:
     environ = {**MPI, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}
     with pytest.raises(ValueError, match="needs MASTER_ADDR, the host of rank 0, which is not set"):
         detect(environ)
-    assert detect({**environ, "MASTER_ADDR": "n0", "MASTER_PORT": "1234"}) == World(3, 1, 4, 2, 1, 2, "mpi", "tcp://n0:1234")
+    assert detect({**environ, "MASTER_ADDR": "n0", "MASTER_PORT": "1234"}) == World(
+        3, 1, 4, 2, 1, 2, "mpi", "tcp://n0:1234"
+    )
     shared = detect({**environ, "LOCKSTEP_INIT_METHOD": "file:///nfs/meet"})
     assert shared is not None
     assert shared.init_method == "file:///nfs/meet"
@@ -131,9 +148,16 @@ def test_explicit_rendezvous(method: str) -> None:
     assert world.init_method == method
 
 
-@pytest.mark.parametrize("method", ["tcp://node0", "tcp://:12", "tcp://n:99999", "tcp://n:x", "file://relative", "node0:12", "http://a:1", "env://x"])
+@pytest.mark.parametrize(
+    "method",
+    ["tcp://node0", "tcp://:12", "tcp://n:99999", "tcp://n:x", "file://relative", "node0:12", "http://a:1", "env://x"],
+)
 def test_wrong_rendezvous(method: str) -> None:
-    with pytest.raises(ValueError, match="LOCKSTEP_INIT_METHOD must be env://, tcp://host:port or file:///path, but it is " + re.escape(repr(method))):
+    with pytest.raises(
+        ValueError,
+        match="LOCKSTEP_INIT_METHOD must be env://, tcp://host:port or file:///path, but it is "
+        + re.escape(repr(method)),
+    ):
         detect({**SLURM, "LOCKSTEP_INIT_METHOD": method})
 
 
@@ -176,7 +200,10 @@ def test_launchers_that_disagree_and_the_way_out() -> None:
         (without(TORCHRUN, "MASTER_ADDR"), "MASTER_ADDR is not set"),
         (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT is not set"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT must be an integer from 0 to 65535, but it is '70000'"),
-        (without(TORCHRUN, "LOCAL_WORLD_SIZE"), "LOCAL_WORLD_SIZE is not: set it to the number of processes on the node"),
+        (
+            without(TORCHRUN, "LOCAL_WORLD_SIZE"),
+            "LOCAL_WORLD_SIZE is not: set it to the number of processes on the node",
+        ),
         ({"SLURM_PROCID": "1"}, "SLURM_PROCID=1 is set but SLURM_NTASKS is not"),
         ({**SLURM, "SLURM_PROCID": "4"}, "SLURM_PROCID must be below SLURM_STEP_NUM_TASKS"),
         (without(SLURM, "SLURM_LOCALID"), "SLURM_LOCALID is not set"),
@@ -213,7 +240,9 @@ def test_expand_hosts(hosts: str, names: list[str]) -> None:
 
 @given(st.lists(st.integers(0, 999), min_size=1, max_size=8))
 def test_expand_hosts_gives_back_what_was_listed(numbers: list[int]) -> None:
-    assert expand_hosts(f"n[{','.join(f'{number:03}' for number in numbers)}]") == [f"n{number:03}" for number in numbers]
+    assert expand_hosts(f"n[{','.join(f'{number:03}' for number in numbers)}]") == [
+        f"n{number:03}" for number in numbers
+    ]
 
 
 @pytest.mark.parametrize("hosts", ["", "n[1-", "n1]", "n[a-b]", "n[]"])
@@ -225,5 +254,7 @@ def test_expand_hosts_refuses(hosts: str) -> None:
 def test_detect_reads_the_environment_of_the_process() -> None:
     code = "from strategies.environment import detect; print(detect())"
     environ = {**os.environ, **MPI}
-    printed = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True, timeout=60).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
     assert "launcher='mpi'" in printed

@@ -28,7 +28,10 @@ def test_plans_as_text_and_as_json() -> None:
     text = "rank=1,step=3,point=backward,action=sigkill; point=save.write,action=ENOSPC,times=2"
     plan = [Fault("backward", "sigkill", rank=1, step=3), Fault("save.write", "enospc", times=2)]
     assert parse({faults.VARIABLE: text}) == plan
-    as_json = [{"rank": 1, "step": 3, "point": "backward", "action": "sigkill"}, {"point": "save.write", "action": "enospc", "times": 2}]
+    as_json = [
+        {"rank": 1, "step": 3, "point": "backward", "action": "sigkill"},
+        {"point": "save.write", "action": "enospc", "times": 2},
+    ]
     assert parse({faults.VARIABLE: json.dumps(as_json)}) == plan
     assert parse({}) == parse({faults.VARIABLE: " "}) == []
 
@@ -50,7 +53,10 @@ def test_plans_as_text_and_as_json() -> None:
 )
 def test_what_cannot_be_read_is_refused_before_anything_starts(planned: Any, text: str, reason: str) -> None:
     planned(text)
-    with pytest.raises(ValueError, match="LOCKSTEP_FAULTS must hold faults such as rank=1,step=3,point=backward,action=sigkill, but it is") as caught:
+    with pytest.raises(
+        ValueError,
+        match="LOCKSTEP_FAULTS must hold faults such as rank=1,step=3,point=backward,action=sigkill, but it is",
+    ) as caught:
         Trainer(max_epochs=1, devices=2)
     assert reason in str(caught.value) and "\n" not in str(caught.value)
 
@@ -63,7 +69,9 @@ def test_without_a_plan_a_point_costs_next_to_nothing() -> None:
     assert time.perf_counter() - start < 0.1  # a microsecond each, on any machine
 
 
-@pytest.mark.parametrize("point", ["next_batch", "forward", "backward", "before_step", "after_step", "callback", "teardown"])
+@pytest.mark.parametrize(
+    "point", ["next_batch", "forward", "backward", "before_step", "after_step", "callback", "teardown"]
+)
 def test_each_point_of_a_run_is_reached_in_its_step(planned: Any, point: str) -> None:
     step = 3 if point != "teardown" else 7
     planned(f"rank=0,step={step},point={point},action=raise")
@@ -75,7 +83,10 @@ def test_each_point_of_a_run_is_reached_in_its_step(planned: Any, point: str) ->
     quiet().fit(net(), loader(50))
 
 
-@pytest.mark.parametrize(("strategy", "point"), [("ddp", "backward"), ("fsdp", "collective"), ("pipeline", "backward"), ("tensor", "collective")])
+@pytest.mark.parametrize(
+    ("strategy", "point"),
+    [("ddp", "backward"), ("fsdp", "collective"), ("pipeline", "backward"), ("tensor", "collective")],
+)
 def test_points_within_a_step_of_two_ranks(planned: Any, strategy: str, point: str) -> None:
     planned(f"rank=1,step=2,point={point},action=sigkill")
     with pytest.raises(RankFailure, match=r"rank 1 was killed by SIGKILL \(step 2, in training step\)"):

@@ -27,7 +27,13 @@ from trainer.checkpoint import Checkpoint
 
 
 def fit(
-    strategy: Strategy | str, devices: int | str, module: Module, train: Any = None, val: Any = None, ckpt_path: Path | None = None, **options: Any
+    strategy: Strategy | str,
+    devices: int | str,
+    module: Module,
+    train: Any = None,
+    val: Any = None,
+    ckpt_path: Path | None = None,
+    **options: Any,
 ) -> Trainer:
     defaults = {"seed": 1, "split_batches": True, "precision": "64-true", "max_epochs": 2}
     trainer = quiet(strategy=strategy, devices=devices, accelerator="cpu", **defaults | options)
@@ -55,8 +61,12 @@ def test_an_odd_module_trains_as_on_one_process() -> None:
     assert all(type(p) is nn.Parameter for p in sharded.parameters()), "the caller's module is plain again"
     assert sharded.core.head.weight is sharded.core.token.weight
     assert sharded.core.get_extra_state() == {"note": "of core", "numbers": [1, 2]}
-    assert torch.equal(torch.cat(found.predict(sharded, tokens(9, 4, False))), torch.cat(kept.predict(one, tokens(9, 4, False))))
-    assert found.validate(sharded, tokens(9, 4, False), verbose=False)[0] == pytest.approx(kept.validate(one, tokens(9, 4, False), verbose=False)[0], rel=1e-12)
+    assert torch.equal(
+        torch.cat(found.predict(sharded, tokens(9, 4, False))), torch.cat(kept.predict(one, tokens(9, 4, False)))
+    )
+    assert found.validate(sharded, tokens(9, 4, False), verbose=False)[0] == pytest.approx(
+        kept.validate(one, tokens(9, 4, False), verbose=False)[0], rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("module", [Adversaries, TwoLosses])
@@ -179,8 +189,16 @@ def held(strategy: Strategy, folder: str) -> dict[str, int]:
         strategy.forward_backward(placed, lambda batch, _: model(batch).square().mean(), window)
         strategy.optimizer_step(placed, strategy.attach(placed, {"main": optimizer})["main"])
         kept = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values()) if t.dim()]
-        mine = sum(local.numel() * local.element_size() for t in kept if t is not None for local in [t.to_local() if hasattr(t, "to_local") else t])
-        return {"most": int(strategy.all_reduce(torch.tensor(mine), "max")), "total": int(strategy.all_reduce(torch.tensor(mine)))}
+        mine = sum(
+            local.numel() * local.element_size()
+            for t in kept
+            if t is not None
+            for local in [t.to_local() if hasattr(t, "to_local") else t]
+        )
+        return {
+            "most": int(strategy.all_reduce(torch.tensor(mine), "max")),
+            "total": int(strategy.all_reduce(torch.tensor(mine))),
+        }
     finally:
         strategy.teardown()
 
@@ -190,7 +208,9 @@ def test_a_rank_of_four_holds_a_quarter(tmp_path: Path) -> None:
     for name, strategy in (("ddp", DDP(gradient_as_bucket_view=False)), ("fsdp", FSDP())):
         strategy.configure(devices=4, accelerator="cpu")
         found[name] = strategy.launch(held, strategy, str(tmp_path))
-    assert found["ddp"]["most"] == 4 * 4 * sum(p.numel() for p in nn.Sequential(*[contract.Block(32, 128) for _ in range(4)]).parameters())
+    assert found["ddp"]["most"] == 4 * 4 * sum(
+        p.numel() for p in nn.Sequential(*[contract.Block(32, 128) for _ in range(4)]).parameters()
+    )
     assert found["fsdp"]["total"] == found["ddp"]["most"]
     assert found["fsdp"]["most"] * 4 == found["ddp"]["most"], "every dimension divides by four"
 
@@ -210,7 +230,16 @@ def test_state_passes_through_any_world_size_bit_for_bit(tmp_path: Path) -> None
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     def run(module: Module, **options: Any) -> None:
         saver = ModelCheckpoint(dirpath=str(tmp_path / "ck"), every_n_train_steps=3, save_top_k=-1, filename="{step}")
-        fit(FSDP(), 2, module, tokens(22), callbacks=[saver], enable_checkpointing=True, default_root_dir=str(tmp_path), **options)
+        fit(
+            FSDP(),
+            2,
+            module,
+            tokens(22),
+            callbacks=[saver],
+            enable_checkpointing=True,
+            default_root_dir=str(tmp_path),
+            **options,
+        )
 
     whole, again = seeded(Odd), seeded(Odd)
     run(whole)
@@ -229,7 +258,9 @@ class Overflows(Plain):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("steps", float(self.global_step), reduce_fx="max", on_step=False, on_epoch=True)
-        whole = torch.cat([p.full_tensor().flatten() if hasattr(p, "full_tensor") else p.flatten() for p in self.parameters()])
+        whole = torch.cat(
+            [p.full_tensor().flatten() if hasattr(p, "full_tensor") else p.flatten() for p in self.parameters()]
+        )
         everywhere = self.all_gather(whole.detach())
         assert all(torch.equal(row, everywhere[0]) for row in everywhere)
 
@@ -254,7 +285,10 @@ def on_launched_ranks(folder: str) -> list[Any]:
         fit(FSDP(), 2, module, tokens(8), tokens(6, 4, False), max_epochs=1)
         assert [type(child) for child in module.modules()] == kinds
         assert all(type(p) is nn.Parameter for p in module.parameters())
-    hooks = [len(child._forward_pre_hooks) + len(child._forward_hooks) + len(child._state_dict_pre_hooks) for child in module.core.modules()]
+    hooks = [
+        len(child._forward_pre_hooks) + len(child._forward_hooks) + len(child._state_dict_pre_hooks)
+        for child in module.core.modules()
+    ]
     return [hooks, weights(module)]
 
 
@@ -302,7 +336,11 @@ class Ema(Callback):
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         saved = getattr(self, "saved", None)
         kept = list(module.parameters())
-        self.average = [cut_like(whole, p) for whole, p in zip(saved, kept, strict=True)] if saved else [p.detach().clone() for p in kept]
+        self.average = (
+            [cut_like(whole, p) for whole, p in zip(saved, kept, strict=True)]
+            if saved
+            else [p.detach().clone() for p in kept]
+        )
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         for mean, parameter in zip(self.average, module.parameters(), strict=True):
@@ -318,8 +356,18 @@ class Ema(Callback):
 
 def test_what_a_callback_keeps_of_cut_parameters_is_saved_whole(tmp_path: Path) -> None:
     def run(strategy: str, **options: Any) -> list[Tensor]:
-        saver = ModelCheckpoint(dirpath=str(tmp_path / strategy), every_n_train_steps=2, save_top_k=-1, filename="{step}")
-        trainer = fit(strategy, 1 if strategy == "single" else 2, seeded(Odd), tokens(16), callbacks=[Ema(), saver], enable_checkpointing=True, **options)
+        saver = ModelCheckpoint(
+            dirpath=str(tmp_path / strategy), every_n_train_steps=2, save_top_k=-1, filename="{step}"
+        )
+        trainer = fit(
+            strategy,
+            1 if strategy == "single" else 2,
+            seeded(Odd),
+            tokens(16),
+            callbacks=[Ema(), saver],
+            enable_checkpointing=True,
+            **options,
+        )
         checkpoint = Checkpoint.open(tmp_path / strategy / "step=8")
         names = [name for name in checkpoint.names("callbacks/") if "average" in name]
         assert names and trainer.callback_metrics["norm"] > 0
@@ -394,7 +442,8 @@ def test_ranks_may_use_other_parameters_where_that_is_allowed() -> None:
     fit(FSDP(find_unused_parameters=True), 2, sharded, train)
     assert distance(weights(one), weights(sharded)) < 1e-12
     with pytest.raises(
-        RuntimeError, match=r"on rank 0, 1 these parameters got no gradient, but on others they did: ways\.0\.weight, ways\.0\.bias, ways\.1\.weight"
+        RuntimeError,
+        match=r"on rank 0, 1 these parameters got no gradient, but on others they did: ways\.0\.weight, ways\.0\.bias, ways\.1\.weight",
     ):
         fit(FSDP(), 2, seeded(Branches), train)
 
@@ -419,13 +468,20 @@ def test_layers_thaw_in_the_middle_of_a_run() -> None:
 
 
 def test_blocks_are_found_by_rule() -> None:
-    model = nn.ModuleDict({"body": contract.Body(), "nested": nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2))])})
+    model = nn.ModuleDict(
+        {
+            "body": contract.Body(),
+            "nested": nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2))]),
+        }
+    )
     assert list(find_blocks(model, "auto")) == ["body.1", "body.2", "body.3", "body.4", "nested.0", "nested.1"]
     assert list(find_blocks(model, contract.Block)) == ["body.1", "body.2", "body.3", "body.4"]
     assert list(find_blocks(model, ["body.1", nn.Sequential])) == ["body.1", "nested.0", "nested.1", "body"]
     assert list(find_blocks(model, lambda name, module: name == "body.1.up")) == ["body.1.up"]
     assert not find_blocks(model, None)
-    with pytest.raises(ValueError, match=r"wrap must name .* but 'blocks\.\*' is none in ModuleDict; there are body\.1\.norm"):
+    with pytest.raises(
+        ValueError, match=r"wrap must name .* but 'blocks\.\*' is none in ModuleDict; there are body\.1\.norm"
+    ):
         find_blocks(model, "blocks.*")
     model["body"][2].up.weight = model["body"][0].weight
     assert "body.2" not in find_blocks(model, "auto"), "its parameter is another's too"

@@ -47,13 +47,19 @@ def test_a_step_that_is_left_out_changes_nothing(cls: Any) -> None:
     stepped(optimizer, model)
     assert equal(weights(model), before)
     for key, entry in optimizer.state_dict()["state"].items():
-        assert all(torch.equal(value, state["state"][key][name]) for name, value in entry.items() if isinstance(value, torch.Tensor))
+        assert all(
+            torch.equal(value, state["state"][key][name])
+            for name, value in entry.items()
+            if isinstance(value, torch.Tensor)
+        )
     optimizer.found_inf = torch.zeros(())
     stepped(optimizer, model)
     assert not equal(weights(model), before)
 
 
-@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": False}, {"differentiable": True}, {"capturable": True}])
+@pytest.mark.parametrize(
+    "options", [{"foreach": True}, {"fused": False}, {"differentiable": True}, {"capturable": True}]
+)
 def test_what_the_user_chose_stays(options: dict[str, bool]) -> None:
     optimizer = torch.optim.AdamW(net().parameters(), **options)
     fuse(optimizer)

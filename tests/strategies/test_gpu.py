@@ -47,7 +47,9 @@ LAYOUT = pytest.mark.parametrize(("make", "devices"), LAYOUTS)
 
 @LAYOUT
 @pytest.mark.parametrize("clip", [{"clip": 0.1}, {"clip": 0.01, "clip_algorithm": "value"}], ids=["norm", "value"])
-def test_the_numbers_of_a_loop_by_hand(make: Callable[[], Strategy], devices: int, clip: dict[str, Any], tmp_path: Path) -> None:
+def test_the_numbers_of_a_loop_by_hand(
+    make: Callable[[], Strategy], devices: int, clip: dict[str, Any], tmp_path: Path
+) -> None:
     """On the CPU, in double precision, with shares that are uneven or empty, gradients accumulated and clipped."""
     plan = Plan(accumulate=2, num_samples=37, global_batch=9, **clip)
     found = contract.run(make(), devices, plan, tmp_path / "end", GPU)
@@ -60,7 +62,9 @@ def test_the_numbers_of_a_loop_by_hand(make: Callable[[], Strategy], devices: in
 
 
 @LAYOUT
-def test_state_goes_to_one_process_on_the_cpu_and_back(make: Callable[[], Strategy], devices: int, tmp_path: Path) -> None:
+def test_state_goes_to_one_process_on_the_cpu_and_back(
+    make: Callable[[], Strategy], devices: int, tmp_path: Path
+) -> None:
     """Weights and optimizer state: training goes on there as if nothing had happened, in both directions."""
     half = Plan(epochs=1)
     model, kept = reference(half)
@@ -100,12 +104,16 @@ class Look(Callback):
         from torch.distributed.tensor import DTensor
 
         parameters = list(module.parameters())
-        assert all(p.dtype == p.grad.dtype == torch.float32 and p.device.type == DEVICE for p in parameters), "weights and gradients stay in float32"
+        assert all(p.dtype == p.grad.dtype == torch.float32 and p.device.type == DEVICE for p in parameters), (
+            "weights and gradients stay in float32"
+        )
         if trainer.world_size > 1:
             cut = [p for p in parameters if isinstance(p, DTensor)]
             assert cut and all(p.device_mesh.device_type == DEVICE for p in cut)
             assert f"{DEVICE}:{BACKEND}" in distributed_c10d.get_backend_config()
-            assert sum(p.to_local().numel() for p in cut) < 0.8 * sum(p.numel() for p in cut), "each rank holds its part"
+            assert sum(p.to_local().numel() for p in cut) < 0.8 * sum(p.numel() for p in cut), (
+                "each rank holds its part"
+            )
 
 
 @LAYOUT
@@ -119,7 +127,16 @@ def test_bfloat16_computes_and_float32_keeps(make: Callable[[], Strategy], devic
     by_hand.load_state_dict(module.body.state_dict())
     before = [p.detach().clone() for p in module.parameters()]
 
-    trainer = quiet(strategy=make(), devices=devices, accelerator=GPU, precision="bf16-mixed", split_batches=True, max_epochs=4, seed=0, callbacks=[Look()])
+    trainer = quiet(
+        strategy=make(),
+        devices=devices,
+        accelerator=GPU,
+        precision="bf16-mixed",
+        split_batches=True,
+        max_epochs=4,
+        seed=0,
+        callbacks=[Look()],
+    )
     trainer.fit(module, DataLoader(dataset, 16))
 
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=LR)
@@ -132,6 +149,8 @@ def test_bfloat16_computes_and_float32_keeps(make: Callable[[], Strategy], devic
             optimizer.zero_grad()
 
     moved = torch.cat([(p.detach().cpu() - old).flatten() for p, old in zip(module.parameters(), before, strict=True)])
-    expected = torch.cat([(p.detach().cpu() - old).flatten() for p, old in zip(by_hand.parameters(), before, strict=True)])
+    expected = torch.cat(
+        [(p.detach().cpu() - old).flatten() for p, old in zip(by_hand.parameters(), before, strict=True)]
+    )
     assert trainer.global_step == 8 and expected.norm() > 0.01
     assert (moved - expected).norm() < 0.05 * expected.norm()

@@ -28,7 +28,10 @@ def test_axes_come_out_in_the_stated_order() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("ddp=2,tensr=2", r"a mesh has the axes pipeline, ddp, fsdp, tensor, but strategy='ddp=2,tensr=2' names 'tensr'; did you mean 'tensor'\?"),
+        (
+            "ddp=2,tensr=2",
+            r"a mesh has the axes pipeline, ddp, fsdp, tensor, but strategy='ddp=2,tensr=2' names 'tensr'; did you mean 'tensor'\?",
+        ),
         ("ddp=2,ddp=2", "names 'ddp' twice"),
         ("ddp=0", "whole number of at least 1, but strategy='ddp=0' has ddp=0"),
         ("ddp=two", "has ddp=two"),
@@ -46,9 +49,17 @@ def test_what_is_no_mesh_is_named(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "ranks", "message"),
     [
-        ("ddp=2,tensor=3", 4, r"the mesh ddp=2 × tensor=3 = 6 ranks is not the number of ranks, 4; the nearest mesh that fits is strategy='ddp=2,tensor=2'"),
+        (
+            "ddp=2,tensor=3",
+            4,
+            r"the mesh ddp=2 × tensor=3 = 6 ranks is not the number of ranks, 4; the nearest mesh that fits is strategy='ddp=2,tensor=2'",
+        ),
         ("fsdp=4,tensor=4", 8, r"= 16 ranks is not the number of ranks, 8; .*'fsdp=2,tensor=4'"),
-        ("ddp,tensor=3", 8, r"the mesh tensor=3 = 3 ranks does not divide the number of ranks, 8; .*'ddp=4,tensor=2'|'ddp=2,tensor=4'"),
+        (
+            "ddp,tensor=3",
+            8,
+            r"the mesh tensor=3 = 3 ranks does not divide the number of ranks, 8; .*'ddp=4,tensor=2'|'ddp=2,tensor=4'",
+        ),
     ],
 )
 def test_an_impossible_product_is_refused_with_its_arithmetic(text: str, ranks: int, message: str) -> None:
@@ -71,7 +82,10 @@ def test_a_mesh_is_named_as_a_strategy() -> None:
     assert isinstance(strategy, MeshParallel) and strategy.starts_ranks, "its sizes say how many ranks to start"
     strategy, _ = build("fsdp,tensor=2", devices=4, accelerator="cpu")
     assert strategy._sizes == {"fsdp": 2, "tensor": 2}
-    with pytest.raises(ValueError, match=r"ddp=2 × tensor=2 = 4 ranks is not the number of ranks, 3; .*'ddp=1,tensor=3'|'ddp=3,tensor=1'"):
+    with pytest.raises(
+        ValueError,
+        match=r"ddp=2 × tensor=2 = 4 ranks is not the number of ranks, 3; .*'ddp=1,tensor=3'|'ddp=3,tensor=1'",
+    ):
         build("ddp=2,tensor=2", devices=3, accelerator="cpu")
     with pytest.raises(ValueError, match=r"ddp=3 = 3 ranks does not divide the number of ranks, 4"):
         FSDP(replicas=3).configure(devices=4, accelerator="cpu")
@@ -80,7 +94,9 @@ def test_a_mesh_is_named_as_a_strategy() -> None:
 def places(strategy: Strategy) -> list[list[int]]:
     strategy.setup()
     try:
-        return strategy.all_gather(torch.tensor([strategy.data_rank, strategy.data_size, int(strategy.reports)])).tolist()
+        return strategy.all_gather(
+            torch.tensor([strategy.data_rank, strategy.data_size, int(strategy.reports)])
+        ).tolist()
     finally:
         strategy.teardown()
 
@@ -101,12 +117,18 @@ def test_three_axes_on_eight_ranks(tmp_path: Path) -> None:
     go_on = Plan(epochs=1, accumulate=2, clip=0.1, start_from=str(tmp_path / "eight"))
     contract.run(SingleDevice(), 1, go_on, tmp_path / "one")
     assert difference(saved_weights(tmp_path / "one"), expected) < 1e-11
-    contract.run(MeshParallel("tensor=2,fsdp=2"), 4, Plan(epochs=0, start_from=str(tmp_path / "eight")), tmp_path / "four")
+    contract.run(
+        MeshParallel("tensor=2,fsdp=2"), 4, Plan(epochs=0, start_from=str(tmp_path / "eight")), tmp_path / "four"
+    )
     first, second = Checkpoint.open(tmp_path / "eight"), Checkpoint.open(tmp_path / "four")
-    assert first.names() == second.names() and all(torch.equal(first.read(name), second.read(name)) for name in first.names())
+    assert first.names() == second.names() and all(
+        torch.equal(first.read(name), second.read(name)) for name in first.names()
+    )
 
 
-@pytest.mark.parametrize("mesh", ["ddp=2,tensor=2", "fsdp=2,tensor=2", pytest.param("ddp=2,fsdp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mesh", ["ddp=2,tensor=2", "fsdp=2,tensor=2", pytest.param("ddp=2,fsdp=2", marks=pytest.mark.slow)]
+)
 def test_an_odd_module_trains_as_on_one_process(mesh: str) -> None:
     one, cut = seeded(Odd, bypass="tensor" not in mesh), seeded(Odd, bypass="tensor" not in mesh)
     kept = fit("single", 1, one, tokens(22), tokens(9, 4, False), accumulate_grad_batches=2, gradient_clip_val=0.2)

@@ -21,7 +21,11 @@ def test_cuts_are_contiguous_and_balanced_by_bytes() -> None:
     indices = list(placed.values())
     assert indices == sorted(indices) and set(indices) == {0, 1, 2}
     sizes = [
-        sum(p.numel() for name, p in model.named_parameters() if placed[name.rsplit(".", 2)[0] if name.count(".") > 2 else name.rsplit(".", 1)[0]] == i)
+        sum(
+            p.numel()
+            for name, p in model.named_parameters()
+            if placed[name.rsplit(".", 2)[0] if name.count(".") > 2 else name.rsplit(".", 1)[0]] == i
+        )
         for i in range(3)
     ]
     assert max(sizes) < 2 * min(sizes)
@@ -44,7 +48,9 @@ def test_activations_are_brought_to_each_layer_and_back(monkeypatch: pytest.Monk
 
     sent: list[Any] = []
     real = module.move
-    monkeypatch.setattr(module, "move", lambda batch, device, dtype: (sent.append(device), real(batch, torch.device("cpu"), dtype))[1])
+    monkeypatch.setattr(
+        module, "move", lambda batch, device, dtype: (sent.append(device), real(batch, torch.device("cpu"), dtype))[1]
+    )
     monkeypatch.setattr(ModelParallel, "_device", lambda self, index: torch.device("cpu", index))
     strategy = ModelParallel()
     strategy.configure(devices=2, accelerator="cpu")
@@ -53,7 +59,9 @@ def test_activations_are_brought_to_each_layer_and_back(monkeypatch: pytest.Monk
     strategy.place(model)
     model(torch.zeros(2, 8))
     strategy.teardown()
-    assert [device.index for device in sent] == [0, 0, 1, 1, 0], "arguments and keywords of both layers, then the output back home"
+    assert [device.index for device in sent] == [0, 0, 1, 1, 0], (
+        "arguments and keywords of both layers, then the output back home"
+    )
 
 
 @pytest.mark.parametrize(

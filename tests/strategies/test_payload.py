@@ -59,7 +59,19 @@ def test_views_share_memory_and_keep_their_strides() -> None:
     assert turned[3, 0] == 100.0
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.complex64, torch.uint16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int8,
+        torch.bool,
+        torch.complex64,
+        torch.uint16,
+        torch.float8_e4m3fn,
+    ],
+)
 def test_dtypes(dtype: torch.dtype) -> None:
     sent = torch.tensor([0.0, 1.0, 2.0]).to(dtype)
     got, again = through((sent, nn.Parameter(sent, requires_grad=False)))
@@ -70,7 +82,13 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 def test_other_tensors() -> None:
     sparse, empty, scalar, meta, leaf = through(
-        (torch.eye(3).to_sparse(), torch.zeros(0, 4), torch.tensor(3), torch.empty(2, device="meta"), torch.ones(2, requires_grad=True))
+        (
+            torch.eye(3).to_sparse(),
+            torch.zeros(0, 4),
+            torch.tensor(3),
+            torch.empty(2, device="meta"),
+            torch.ones(2, requires_grad=True),
+        )
     )
     assert torch.equal(sparse.to_dense(), torch.eye(3))
     assert empty.shape == (0, 4)

@@ -22,7 +22,9 @@ def test_every_number_once(n: int, seed: int, epoch: int) -> None:
 @pytest.mark.parametrize("n", [10**9, 10**12, 2**40, 2**40 + 1, 2**62])
 def test_large_domains_are_injective_and_inside(n: int) -> None:
     permutation = Permutation(n, 1, 2)
-    images = np.concatenate([permutation.block(0, 5000), permutation.block(n - 5000, n), permutation.block(n // 2, n // 2 + 5000)])
+    images = np.concatenate(
+        [permutation.block(0, 5000), permutation.block(n - 5000, n), permutation.block(n // 2, n // 2 + 5000)]
+    )
     assert images.dtype == np.int64
     assert images.min() >= 0
     assert images.max() < n

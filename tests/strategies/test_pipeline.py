@@ -35,7 +35,12 @@ class Block(nn.Module):
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.norm, self.up, self.down, self.film = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.up, self.down, self.film = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 16),
+            nn.Linear(16, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, c: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -114,14 +119,20 @@ class Model(Module):
             {"params": net.head.parameters(), "lr": 1e-3},
         ]
         optimizer = torch.optim.AdamW(groups, lr=1e-2)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"},
+        }
 
 
 class Items(Dataset):
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
         self.tokens = torch.randint(0, TOKENS, (22, LENGTH), generator=generator)
-        self.conditions, self.masks = torch.randn(22, 3, generator=generator), (torch.rand(22, LENGTH, generator=generator) > 0.2).float()
+        self.conditions, self.masks = (
+            torch.randn(22, 3, generator=generator),
+            (torch.rand(22, LENGTH, generator=generator) > 0.2).float(),
+        )
 
     def __len__(self) -> int:
         return 22
@@ -135,13 +146,26 @@ def data(shuffle: bool = False) -> DataLoader:
 
 
 def train(
-    strategy: Any, devices: int, ckpt_path: Path | None = None, save_to: Path | None = None, model: dict[str, Any] | None = None, **options: Any
+    strategy: Any,
+    devices: int,
+    ckpt_path: Path | None = None,
+    save_to: Path | None = None,
+    model: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[Model, Trainer]:
     """Two epochs of three windows, the last of 6 samples."""
     torch.manual_seed(0)
     module = Model(**(model or {}))
     trainer = quiet(
-        **{"strategy": strategy, "devices": devices, "max_epochs": 2, "log_every_n_steps": 1, "precision": "64-true", "seed": 1, "gradient_clip_val": 1.0}
+        **{
+            "strategy": strategy,
+            "devices": devices,
+            "max_epochs": 2,
+            "log_every_n_steps": 1,
+            "precision": "64-true",
+            "seed": 1,
+            "gradient_clip_val": 1.0,
+        }
         | options
     )
     if save_to is not None:
@@ -170,7 +194,9 @@ def test_every_schedule_gives_the_gradients_of_one_process(name: str, tmp_path: 
     found = contract.run(Pipeline(schedule=name), 2, plan, tmp_path / "end")
     model, expected = reference(plan)
     assert difference(saved_weights(tmp_path / "end"), model) < 1e-11
-    assert found["counts"] == pytest.approx(expected["counts"]) and found["norms"] == pytest.approx(expected["norms"], rel=1e-9)
+    assert found["counts"] == pytest.approx(expected["counts"]) and found["norms"] == pytest.approx(
+        expected["norms"], rel=1e-9
+    )
 
 
 def test_steps_without_loss_have_no_weight(tmp_path: Path) -> None:
@@ -200,15 +226,24 @@ def alone() -> tuple[Model, dict[str, float], torch.Tensor]:
     ids=["1f1b", "gpipe", "zbv", "interleaved"],
 )
 def test_a_module_with_a_forward_of_its_own(
-    make: Callable[[], Pipeline], devices: int, model: dict[str, Any], alone: tuple[Model, dict[str, float], torch.Tensor]
+    make: Callable[[], Pipeline],
+    devices: int,
+    model: dict[str, Any],
+    alone: tuple[Model, dict[str, float], torch.Tensor],
 ) -> None:
     module, trainer = train(make(), devices, model=model)
     expected, metrics, predictions = alone
     assert distance(weights(module), weights(expected)) < 1e-12
-    assert trainer.callback_metrics.keys() == metrics.keys() >= {"before", "loss_step", "loss_epoch", "samples", "hook", "val", "outside of a step"}
+    assert (
+        trainer.callback_metrics.keys()
+        == metrics.keys()
+        >= {"before", "loss_step", "loss_epoch", "samples", "hook", "val", "outside of a step"}
+    )
     assert {name: float(value) for name, value in trainer.callback_metrics.items()} == pytest.approx(metrics, rel=1e-11)
     assert float(trainer.callback_metrics["samples"]) == float(trainer.callback_metrics["before"]) == 22.0
-    assert module.calls > 0 and expected.calls == 6, "a buffer outside of the pipelined module is that of the rank whose step ends"
+    assert module.calls > 0 and expected.calls == 6, (
+        "a buffer outside of the pipelined module is that of the rank whose step ends"
+    )
     assert set(vars(module.inner["net"])) == set(vars(expected.inner["net"])), "the module is plain again"
     assert torch.cat(trainer.predict(module, data())).allclose(predictions, rtol=1e-11)
 
@@ -216,7 +251,9 @@ def test_a_module_with_a_forward_of_its_own(
 def test_checkpoints_go_to_one_process_and_back(tmp_path: Path) -> None:
     """With several parameter groups, a scheduler, and layers that `configure_optimizers` names."""
     expected = weights(train("single", 1)[0])
-    train(Pipeline(), 2, save_to=tmp_path / "pipeline", max_epochs=1, log_every_n_steps=50)  # ranks have logged different names for long
+    train(
+        Pipeline(), 2, save_to=tmp_path / "pipeline", max_epochs=1, log_every_n_steps=50
+    )  # ranks have logged different names for long
     train("single", 1, save_to=tmp_path / "single", max_epochs=1)
     assert distance(weights(train("single", 1, ckpt_path=tmp_path / "pipeline")[0]), expected) < 1e-12
     assert distance(weights(train(Pipeline(schedule="zbv"), 2, ckpt_path=tmp_path / "single")[0]), expected) < 1e-12
@@ -228,7 +265,9 @@ def test_checkpoints_go_to_one_process_and_back(tmp_path: Path) -> None:
 def test_single_precision_agrees_at_every_step() -> None:
     one, other = Losses(), Losses()
     for strategy, devices, losses in (("single", 1, one), ("pipeline", 2, other)):
-        quiet(strategy=strategy, devices=devices, max_epochs=2, log_every_n_steps=1, seed=1, callbacks=losses).fit(net(), loader(shuffle=True))
+        quiet(strategy=strategy, devices=devices, max_epochs=2, log_every_n_steps=1, seed=1, callbacks=losses).fit(
+            net(), loader(shuffle=True)
+        )
     assert len(one.seen) == 14 and other.seen == pytest.approx(one.seen, rel=1e-5)
 
 
@@ -256,7 +295,9 @@ class Noisy(Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Dropout(0.5), nn.Linear(8, 8, bias=False), nn.Dropout(0.5))
+        self.net = nn.Sequential(
+            nn.Linear(8, 8, bias=False), nn.Dropout(0.5), nn.Linear(8, 8, bias=False), nn.Dropout(0.5)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         noise = torch.randn_like(batch[0])
@@ -272,12 +313,16 @@ class Noisy(Module):
 
 
 def test_noise_is_one_over_stages_and_goes_on_after_a_resume(tmp_path: Path) -> None:
-    def fit(max_epochs: int, ckpt_path: Path | None = None, save_to: Path | None = None, seed: int = 1) -> list[torch.Tensor]:
+    def fit(
+        max_epochs: int, ckpt_path: Path | None = None, save_to: Path | None = None, seed: int = 1
+    ) -> list[torch.Tensor]:
         torch.manual_seed(0)
         module = Noisy()
         if save_to is not None:
             module.on_train_end = SaveAtEnd(save_to, module)  # type: ignore[method-assign,assignment]
-        quiet(strategy="pipeline", devices=2, max_epochs=max_epochs, seed=seed).fit(module, loader(), ckpt_path=ckpt_path)
+        quiet(strategy="pipeline", devices=2, max_epochs=max_epochs, seed=seed).fit(
+            module, loader(), ckpt_path=ckpt_path
+        )
         return weights(module)
 
     whole = fit(2)
@@ -293,13 +338,17 @@ def dropped(rank_count: int) -> list[list[bool]]:
     strategy.configure(devices=rank_count, accelerator="cpu")
     strategy.setup()
     try:
-        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Dropout(0.5), nn.Linear(64, 64, bias=False), nn.Dropout(0.5))
+        model = nn.Sequential(
+            nn.Linear(64, 64, bias=False), nn.Dropout(0.5), nn.Linear(64, 64, bias=False), nn.Dropout(0.5)
+        )
         for layer in model[::2]:
             nn.init.ones_(layer.weight)
         holder = nn.ModuleDict({"net": model})
         seen: list[torch.Tensor] = []
         for layer in model[1::2]:
-            layer.register_forward_hook(lambda _, args, output: seen.append(output == 0) if type(output) is torch.Tensor else None)
+            layer.register_forward_hook(
+                lambda _, args, output: seen.append(output == 0) if type(output) is torch.Tensor else None
+            )
         placed = strategy.place(holder)
         strategy.attach(placed, {"main": torch.optim.SGD(holder.parameters(), lr=0.1)})
         window = next(strategy.shard_loader(DataLoader(torch.ones(2, 64), 2), seed=5).windows(0))
@@ -386,8 +435,12 @@ def test_layers_are_balanced_by_seconds_where_a_sample_is_given() -> None:
     before, state = torch.get_rng_state(), {name: value.clone() for name, value in net.state_dict().items()}
     costs = measure(cut(nn.ModuleDict({"net": net})), sample, torch.device("cpu"))
     assert costs[2] > 5 * max(costs[0], costs[1], costs[3])
-    assert torch.equal(before, torch.get_rng_state()) and all(torch.equal(state[name], value) for name, value in net.state_dict().items())
-    assert stages(cut(nn.ModuleDict({"net": net})), 2) == [0, 1, 1, 1] and stages(cut(nn.ModuleDict({"net": net})), 2, costs=costs) in (
+    assert torch.equal(before, torch.get_rng_state()) and all(
+        torch.equal(state[name], value) for name, value in net.state_dict().items()
+    )
+    assert stages(cut(nn.ModuleDict({"net": net})), 2) == [0, 1, 1, 1] and stages(
+        cut(nn.ModuleDict({"net": net})), 2, costs=costs
+    ) in (
         [0, 0, 1, 1],
         [0, 0, 0, 1],
     )
@@ -405,9 +458,13 @@ def test_what_cannot_be_cut_is_named_before_anything_runs() -> None:
     scattered = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Linear(2, 2)})
     with pytest.raises(ValueError, match=r"they lie in one, two of ModuleDict, which has no forward"):
         cut(scattered)
-    with pytest.raises(ValueError, match=r"module must name a submodule of Model, but module='net'; it has inner, frozen"):
+    with pytest.raises(
+        ValueError, match=r"module must name a submodule of Model, but module='net'; it has inner, frozen"
+    ):
         cut(Model(), "net")
-    with pytest.raises(ValueError, match=r"a pipeline of 3 stages needs as many layers, but net has 2 with parameters \(net.0, net.3\)"):
+    with pytest.raises(
+        ValueError, match=r"a pipeline of 3 stages needs as many layers, but net has 2 with parameters \(net.0, net.3\)"
+    ):
         stages(cut(net()), 3)
     for split, message in (
         (["block"], "'block' is none; the layers are"),
@@ -420,7 +477,10 @@ def test_what_cannot_be_cut_is_named_before_anything_runs() -> None:
         ({"schedule": "pipedream"}, "schedule must be one of gpipe, 1f1b, "),
         ({"num_micro_batches": 0}, "num_micro_batches must be a whole number of at least 1"),
         ({"stages_per_rank": 2}, "schedule='1f1b' has 1 stages a rank"),
-        ({"schedule": "looped_bfs", "stages_per_rank": 1}, "stages_per_rank of schedule='looped_bfs' must be a whole number of at least 2"),
+        (
+            {"schedule": "looped_bfs", "stages_per_rank": 1},
+            "stages_per_rank of schedule='looped_bfs' must be a whole number of at least 2",
+        ),
         ({"split": ["a"], "sample": torch.ones(1)}, "give one of them"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -516,7 +576,10 @@ def test_wrong_steps_are_told_what_is_wrong(run_ranks: Callable[..., Any]) -> No
     ("how", "message"),
     [
         ("twice", "the step calls net a second time"),
-        ("skip", "takes a value that layers of an earlier stage have computed and that is not handed from layer to layer"),
+        (
+            "skip",
+            "takes a value that layers of an earlier stage have computed and that is not handed from layer to layer",
+        ),
         ("skip to the end", "net returns a value that layers of an earlier stage have computed"),
     ],
 )
@@ -550,7 +613,10 @@ def test_the_picture_shows_who_works_when() -> None:
 
 
 def test_parts_that_fit_no_schedule_are_named_with_the_next_number_that_does() -> None:
-    with pytest.raises(ValueError, match=r"schedule='1f1b' on 4 ranks does not take num_micro_batches=3; the next number that it takes is 4"):
+    with pytest.raises(
+        ValueError,
+        match=r"schedule='1f1b' on 4 ranks does not take num_micro_batches=3; the next number that it takes is 4",
+    ):
         schedule("1f1b").check(4, 3)
     with pytest.raises(ValueError, match="the next number that it takes is 8"):
         schedule("dualpipev").check(4, 5)
@@ -558,7 +624,9 @@ def test_parts_that_fit_no_schedule_are_named_with_the_next_number_that_does() -
     assert schedule("interleaved_1f1b", 3).fitting(2, 5).stages_per_rank == 3
 
 
-def test_the_plan_names_stages_layers_and_the_bubble(capsys: pytest.CaptureFixture[str], repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_names_stages_layers_and_the_bubble(
+    capsys: pytest.CaptureFixture[str], repo_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(repo_root)
     assert main(["plan", "examples/gpt.yaml", "strategy=pipeline", "devices=2"]) == 0
     shown = capsys.readouterr().out
@@ -602,7 +670,9 @@ def test_a_rank_holds_its_layers_and_sends_activations(run_ranks: Callable[..., 
     rows = run_ranks(held, 2, {"num_micro_batches": 4})
     for parameters, gradients, state, sent in rows:
         assert parameters == gradients == state / 2 < 0.6 * whole
-        assert sent == 16 * 8 * 4, "the batch's samples x width x bytes of a float at one cut, however many parts it is cut into"
+        assert sent == 16 * 8 * 4, (
+            "the batch's samples x width x bytes of a float at one cut, however many parts it is cut into"
+        )
     assert sum(row[0] for row in rows) == whole
 
 
@@ -617,7 +687,9 @@ def test_a_mesh_by_name_trains_like_one_process(alone: tuple[Model, dict[str, fl
 
 
 def test_a_mesh_that_has_no_pipeline_is_refused() -> None:
-    with pytest.raises(ValueError, match="the mesh of a pipeline has the axes pipeline, ddp and fsdp, but mesh='ddp=2,tensor=2'"):
+    with pytest.raises(
+        ValueError, match="the mesh of a pipeline has the axes pipeline, ddp and fsdp, but mesh='ddp=2,tensor=2'"
+    ):
         Pipeline(mesh="ddp=2,tensor=2")
     with pytest.raises(ValueError, match="3"):
         Pipeline(mesh="ddp=2,pipeline=2").configure(devices=3, accelerator="cpu")

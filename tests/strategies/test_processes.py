@@ -44,7 +44,9 @@ class Program:
         script.write_text(textwrap.dedent(source))
         name, value = self.mark.split("=")
         environ = {**os.environ, name: value, "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(repo_root)}
-        self.process = subprocess.Popen([sys.executable, script], env=environ, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [sys.executable, script], env=environ, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
     def wait_for(self, *names: str, timeout_s: float = 60.0) -> None:
         """Wait until the ranks have made these files."""
@@ -137,11 +139,21 @@ def all_ranks(value: float) -> list[float]:
 def whereabouts(x: int) -> dict[str, Any]:
     world = join()
     facts = {
-        "world": (world.rank, world.local_rank, world.world_size, world.local_world_size, world.num_nodes, world.launcher),
+        "world": (
+            world.rank,
+            world.local_rank,
+            world.world_size,
+            world.local_world_size,
+            world.num_nodes,
+            world.launcher,
+        ),
         "ranks": all_ranks(float(own_rank())),
         "pids": all_ranks(os.getpid()),
         "threads": torch.get_num_threads(),
-        "environ": {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")},
+        "environ": {
+            name: os.environ.get(name)
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+        },
         "server": os.getppid(),
         "x": x,
     }
@@ -155,7 +167,13 @@ def test_ranks_know_their_world_and_the_result_of_rank_0_comes_back(private_tmp:
     facts = launch(whereabouts, (5,), 3)
     assert facts["world"] == (0, 0, 3, 3, 1, "lockstep")
     assert facts["ranks"] == [0.0, 1.0, 2.0]
-    assert facts["environ"] == {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
+    assert facts["environ"] == {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "3",
+        "OMP_NUM_THREADS": "1",
+    }
     assert facts["x"] == 5
     assert gone([int(pid) for pid in facts["pids"]])
     assert list(private_tmp.iterdir()) == []
@@ -211,7 +229,15 @@ def test_lambdas_and_closures() -> None:
 
 def draws() -> tuple[Any, ...]:
     filtered = [entry[0] for entry in warnings.filters if entry[2] is EncodingWarning]
-    return random.random(), float(np.random.rand()), torch.rand(1).item(), torch.get_default_dtype(), filtered, sys.argv, os.getcwd()
+    return (
+        random.random(),
+        float(np.random.rand()),
+        torch.rand(1).item(),
+        torch.get_default_dtype(),
+        filtered,
+        sys.argv,
+        os.getcwd(),
+    )
 
 
 def test_ranks_continue_the_program_that_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +284,9 @@ def test_unpicklable_work_is_refused_before_anything_starts(private_tmp: Path) -
     assert list(private_tmp.iterdir()) == []
 
 
-def test_a_program_that_ends_without_ranks_does_not_wait_for_the_imports_of_its_server(program: Callable[[str], Program]) -> None:
+def test_a_program_that_ends_without_ranks_does_not_wait_for_the_imports_of_its_server(
+    program: Callable[[str], Program],
+) -> None:
     script = program("""
         import atexit, threading
         from contextlib import suppress
@@ -362,7 +390,14 @@ def test_import_starts_nothing(repo_root: Path) -> None:
         children = open(f"/proc/self/task/{os.getpid()}/children").read() if os.path.exists(f"/proc/self/task/{os.getpid()}/children") else ""
         print(threading.active_count(), len(os.listdir("/proc/self/task")), children, sockets)
     """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, cwd=repo_root)
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+        cwd=repo_root,
+    )
     assert run.stdout.split() == ["1", "1", "[]"], run
 
 
@@ -434,7 +469,12 @@ def pong(depth: int) -> None:
     ],
 )
 def test_the_exception_of_the_culprit_comes_out(
-    kind: str, expected: type[Exception], message: str, private_tmp: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    kind: str,
+    expected: type[Exception],
+    message: str,
+    private_tmp: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     start = time.monotonic()
     with pytest.raises(expected) as caught:
@@ -446,7 +486,9 @@ def test_the_exception_of_the_culprit_comes_out(
     assert list(private_tmp.iterdir()) == []
     assert isinstance(caught.value.__cause__, RankTraceback)
     printed = "".join(traceback.format_exception(caught.value))
-    assert printed.startswith("strategies.processes.RankTraceback: rank 1, step 3, in training_step\nTraceback (most recent call last):\n")
+    assert printed.startswith(
+        "strategies.processes.RankTraceback: rank 1, step 3, in training_step\nTraceback (most recent call last):\n"
+    )
     assert printed.index("in fail_in_step") < printed.index("direct cause of the following exception")
     assert len(printed.splitlines()) + len(capfd.readouterr().err.splitlines()) <= 60
     if kind == "custom":
@@ -457,7 +499,9 @@ def test_the_exception_of_the_culprit_comes_out(
 
 def test_a_rank_that_just_exits(tmp_path: Path) -> None:
     start = time.monotonic()
-    with pytest.raises(RankFailure, match=r"rank 1 exited with code 0 before its work was done \(step 3, in training_step\)") as caught:
+    with pytest.raises(
+        RankFailure, match=r"rank 1 exited with code 0 before its work was done \(step 3, in training_step\)"
+    ) as caught:
         launch(fail_in_step, (tmp_path, "exit"), 2)
     assert time.monotonic() - start < 30
     os.kill(int((tmp_path / "pid_child").read_text()), signal.SIGKILL)
@@ -476,7 +520,13 @@ def stubborn(folder: Path) -> None:
     set_phase(7, "validation_step")
     if own_rank() == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"])
+        child = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)",
+            ]
+        )
         (folder / "pid_child").write_text(str(child.pid))
         (folder / "ready").touch()
         time.sleep(100)
@@ -490,7 +540,13 @@ def test_a_killed_rank_is_named_and_the_others_are_gone(tmp_path: Path, private_
     with pytest.raises(RankFailure, match=r"rank 1 was killed by SIGKILL \(step 7, in validation_step\)") as caught:
         launch(stubborn, (tmp_path,), 2)
     assert time.monotonic() - float((tmp_path / "killed_at").read_text()) < 5
-    assert (caught.value.rank, caught.value.signal, caught.value.exitcode, caught.value.step, caught.value.phase) == (1, "SIGKILL", None, 7, "validation_step")
+    assert (caught.value.rank, caught.value.signal, caught.value.exitcode, caught.value.step, caught.value.phase) == (
+        1,
+        "SIGKILL",
+        None,
+        7,
+        "validation_step",
+    )
     assert gone([int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)])
     wait_until(lambda: gone([int((tmp_path / "pid_child").read_text())]))  # once init has reaped it
     assert list(private_tmp.iterdir()) == []
@@ -510,7 +566,9 @@ def die_with_server() -> None:
 
 
 def test_ranks_do_not_outlive_the_server() -> None:
-    with pytest.raises(RankFailure, match="The process that starts the ranks was killed by SIGKILL, and its ranks ended with it"):
+    with pytest.raises(
+        RankFailure, match="The process that starts the ranks was killed by SIGKILL, and its ranks ended with it"
+    ):
         launch(die_with_server, (), 2)
     assert launch(own_rank, (), 2) == 0  # a new server
 
@@ -591,7 +649,10 @@ def signal_when_ready(tmp_path: Path) -> Iterator[Callable[[int], None]]:
     """Send this process a signal when the ranks work; should `launch` leave it to the process, the test fails and not the run."""
     stray: list[int] = []
     over = threading.Event()
-    before = {signum: signal.signal(signum, lambda signum, frame: stray.append(signum)) for signum in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        signum: signal.signal(signum, lambda signum, frame: stray.append(signum))
+        for signum in (signal.SIGTERM, signal.SIGINT)
+    }
 
     def start(signum: int) -> None:
         def send() -> None:
@@ -625,13 +686,17 @@ def test_signals_without_a_handler_end_the_launch_as_they_end_a_program(
         assert caught.value.code == 143
 
 
-def test_ranks_that_do_not_stop_are_killed_after_the_grace_period(tmp_path: Path, signal_when_ready: Callable[[int], None]) -> None:
+def test_ranks_that_do_not_stop_are_killed_after_the_grace_period(
+    tmp_path: Path, signal_when_ready: Callable[[int], None]
+) -> None:
     signal_when_ready(signal.SIGTERM)
     with pytest.raises(RankFailure, match=r"rank \d had not ended 1 s after SIGTERM and was killed \(in setting up\)"):
         launch(work_until_signalled, (tmp_path, "never"), 2, grace_s=1.0)
 
 
-def test_a_program_that_gets_sigterm_lets_every_rank_save_and_exits_with_143(program: Callable[[str], Program], tmp_path: Path) -> None:
+def test_a_program_that_gets_sigterm_lets_every_rank_save_and_exits_with_143(
+    program: Callable[[str], Program], tmp_path: Path
+) -> None:
     run = program("""
         from pathlib import Path
         from strategies.processes import launch
@@ -708,7 +773,9 @@ def test_nothing_is_left_of_a_killed_launcher(program: Callable[[str], Program],
 def test_a_forked_copy_of_the_launcher_leaves_its_server_alone() -> None:
     server = launch(os.getppid, (), 1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork of a process with threads, where another test started some
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # fork of a process with threads, where another test started some
         child = multiprocessing.get_context("fork").Process(target=relaunch, args=(server,))
         child.start()
     child.join(60)
@@ -781,7 +848,11 @@ def interface() -> str | None:
 
 def test_the_users_interface_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch(interface, (), 2) == "lo"
-    others = [name for name in os.listdir("/sys/class/net") if name != "lo" and Path(f"/sys/class/net/{name}/operstate").read_text().strip() == "up"]
+    others = [
+        name
+        for name in os.listdir("/sys/class/net")
+        if name != "lo" and Path(f"/sys/class/net/{name}/operstate").read_text().strip() == "up"
+    ]
     if not others:
         pytest.skip("this machine has a loopback interface only")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", others[0])
@@ -821,7 +892,12 @@ def run_under(launcher: list[str], tmp_path: Path, repo_root: Path, **environ: s
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER))
     run = subprocess.run(
-        [*launcher, str(script)], env={**os.environ, "PYTHONPATH": str(repo_root), **environ}, capture_output=True, text=True, timeout=100, cwd=tmp_path
+        [*launcher, str(script)],
+        env={**os.environ, "PYTHONPATH": str(repo_root), **environ},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
     )
     assert run.returncode == 0, run.stderr[-5000:]
     return run.stdout

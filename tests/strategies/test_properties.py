@@ -66,7 +66,9 @@ EXAMPLES = st.fixed_dictionaries(
 
 
 def loader_of(example: dict[str, Any]) -> Any:
-    return DataLoader(Rows(example["n"]), example["batch_size"], shuffle=example["shuffle"], drop_last=example["drop_last"])
+    return DataLoader(
+        Rows(example["n"]), example["batch_size"], shuffle=example["shuffle"], drop_last=example["drop_last"]
+    )
 
 
 def windows_of(example: dict[str, Any], loader: ShardedLoader) -> list[Window]:
@@ -101,17 +103,33 @@ def check(example: dict[str, Any], size: int, found: list[list[Tensor]]) -> None
     """Against plain torch on one process: its global batches, and the gradient of each on the whole of it."""
 
     def windows(rank: int, size: int) -> list[Window]:
-        return windows_of(example, ShardedLoader(loader_of(example), rank=rank, size=size, seed=3, accumulate=example["accumulate"], split=example["split"]))
+        return windows_of(
+            example,
+            ShardedLoader(
+                loader_of(example),
+                rank=rank,
+                size=size,
+                seed=3,
+                accumulate=example["accumulate"],
+                split=example["split"],
+            ),
+        )
 
     torch.manual_seed(0)
     model, rows = Step().double(), Rows(example["n"])
     seen: list[int] = []
-    for of_ranks, alone, grads in zip(zip(*(windows(rank, size) for rank in range(size)), strict=True), windows(0, 1), found, strict=True):
-        numbers = torch.cat([micro.batch[3] for window in of_ranks for micro in window.micro_batches if micro.num_samples])
+    for of_ranks, alone, grads in zip(
+        zip(*(windows(rank, size) for rank in range(size)), strict=True), windows(0, 1), found, strict=True
+    ):
+        numbers = torch.cat(
+            [micro.batch[3] for window in of_ranks for micro in window.micro_batches if micro.num_samples]
+        )
         assert set(numbers.tolist()) == {number for micro in alone.micro_batches for number in micro.batch[3].tolist()}
         seen += numbers.tolist()
         output = getattr(model, example["step"])((rows.x[numbers], rows.y[numbers], rows.tokens[numbers], numbers), 0)
-        expected = torch.autograd.grad(output.total / output.count if isinstance(output, Loss) else output, list(model.parameters()))
+        expected = torch.autograd.grad(
+            output.total / output.count if isinstance(output, Loss) else output, list(model.parameters())
+        )
         for grad, other in zip(grads, expected, strict=True):
             torch.testing.assert_close(grad, other, rtol=1e-12, atol=1e-14)
     unit = example["batch_size"] * (1 if example["split"] else example["began"])
@@ -151,7 +169,8 @@ MANY = [(name, size) for name in ("ddp", "fsdp") for size in (2, 3, 4)] + [("ten
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "num_examples"), [("ddp", 2, 40), ("ddp", 3, 30), *(pytest.param(*many, 100, marks=pytest.mark.slow) for many in MANY)]
+    ("name", "size", "num_examples"),
+    [("ddp", 2, 40), ("ddp", 3, 30), *(pytest.param(*many, 100, marks=pytest.mark.slow) for many in MANY)],
 )
 def test_gradients_are_those_of_one_process(name: str, size: int, num_examples: int, run_ranks: Any) -> None:
     assert run_ranks(on_ranks, size, name, size, num_examples) > num_examples // 2

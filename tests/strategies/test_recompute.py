@@ -14,7 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from strategies import DDP, FSDP, DataParallel, DeepSpeed, MeshParallel, ModelParallel, Pipeline, SingleDevice, Strategy, TensorParallel
+from strategies import (
+    DDP,
+    FSDP,
+    DataParallel,
+    DeepSpeed,
+    MeshParallel,
+    ModelParallel,
+    Pipeline,
+    SingleDevice,
+    Strategy,
+    TensorParallel,
+)
 from strategies.data import MicroBatch, Window
 from strategies.eager import EagerStrategy
 from strategies.recompute import is_recomputed, keep, recompute
@@ -61,7 +72,9 @@ MADE: dict[str, tuple[Callable[..., Strategy], int, type[nn.Module]]] = {
     "fsdp=2,pipeline=2": (lambda **options: Pipeline(mesh="fsdp=2,pipeline=2", **options), 4, nn.BatchNorm1d),
     "deepspeed 2": (DeepSpeed, 2, nn.BatchNorm1d),
     "deepspeed 3": (
-        lambda **options: DeepSpeed(stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}}, **options),
+        lambda **options: DeepSpeed(
+            stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}}, **options
+        ),
         2,
         nn.BatchNorm1d,
     ),
@@ -85,15 +98,31 @@ def both_on_rank(strategies: dict[str, Strategy], plan: Plan, folder: str, norm:
     return [on_rank(strategy, plan, f"{folder}/{name}", norm) for name, strategy in strategies.items()]
 
 
-SLOW = ("ddp static graph", "tensor", "pipeline gpipe", "pipeline interleaved", "fsdp=2,pipeline=2", "fsdp=2,tensor=2", "deepspeed 2")
+SLOW = (
+    "ddp static graph",
+    "tensor",
+    "pipeline gpipe",
+    "pipeline interleaved",
+    "fsdp=2,pipeline=2",
+    "fsdp=2,tensor=2",
+    "deepspeed 2",
+)
 """Those that differ little from another one here."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MADE])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MADE]
+)
 @pytest.mark.filterwarnings("ignore:.*find_unused_parameters=True was specified")
 def test_numbers_stay_and_blocks_run_twice(name: str, tmp_path: Path) -> None:
     make, devices, norm = MADE[name]
-    plan = Plan(num_samples=48, global_batch=24, accumulate=2, epochs=1, precision="32-true" if "deepspeed" in name else "64-true")
+    plan = Plan(
+        num_samples=48,
+        global_batch=24,
+        accumulate=2,
+        epochs=1,
+        precision="32-true" if "deepspeed" in name else "64-true",
+    )
     strategies = {"kept": make(), "recomputed": make(activation_checkpointing=True)}
     for strategy in strategies.values():
         strategy.configure(devices=devices, accelerator="cpu", precision=plan.precision)
@@ -124,7 +153,9 @@ def step(strategy: Strategy, model: nn.Module, batch: Any) -> tuple[nn.Module, i
         return tensor
 
     for block in model.children():
-        block.register_forward_pre_hook(lambda module, args: (note(args[0]), *args[1:]))  # what torch keeps of a recomputed block, beside the graph
+        block.register_forward_pre_hook(
+            lambda module, args: (note(args[0]), *args[1:])
+        )  # what torch keeps of a recomputed block, beside the graph
 
     def training_step(batch: Any, batch_idx: int) -> torch.Tensor:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -183,7 +214,9 @@ def test_copies_and_pickles_are_plain() -> None:
     recompute(model, "auto")
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(model, 2))):
         assert [type(block) for block in copied] == [Block, Block]
-        assert all(torch.equal(a, b) for a, b in zip(copied.state_dict().values(), model.state_dict().values(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(copied.state_dict().values(), model.state_dict().values(), strict=True)
+        )
     assert all(map(is_recomputed, model))
     keep(model)
     assert [type(block) for block in model] == [Block, Block]
@@ -224,7 +257,11 @@ def test_a_block_that_changes_its_buffers_finds_them_as_they_were() -> None:
     assert all(map(torch.equal, expected, found)) and all(torch.equal(buffers[name], after[name]) for name in buffers)
 
 
-@pytest.mark.parametrize("rule", [Block, "body.?", ["body.1", "body.2"], lambda name, module: name == "body.2"], ids=["class", "name", "list", "function"])
+@pytest.mark.parametrize(
+    "rule",
+    [Block, "body.?", ["body.1", "body.2"], lambda name, module: name == "body.2"],
+    ids=["class", "name", "list", "function"],
+)
 def test_a_rule_says_which(rule: Any) -> None:
     model = Model()
     recompute(model, rule)
@@ -265,7 +302,9 @@ def test_a_strategy_of_ones_own_gets_it_from_the_base() -> None:
     careful.release(placed)
     careful.teardown()
     careless = Careless(activation_checkpointing=Block)
-    with pytest.raises(RuntimeError, match=r"no effect, as Careless.place does not place what super\(\).place\(model\) returns"):
+    with pytest.raises(
+        RuntimeError, match=r"no effect, as Careless.place does not place what super\(\).place\(model\) returns"
+    ):
         step(careless, model, torch.randn(8, 8))
     careless.teardown()
 
@@ -281,15 +320,27 @@ def place(strategy: Strategy, model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SingleDevice(activation_checkpointing=True), "needs blocks to compute again, but 'auto' finds none in Linear; give their class or name"),
-        (lambda: FSDP(wrap=None, activation_checkpointing=True), "needs blocks to compute again, but None finds none in Linear"),
+        (
+            lambda: SingleDevice(activation_checkpointing=True),
+            "needs blocks to compute again, but 'auto' finds none in Linear; give their class or name",
+        ),
+        (
+            lambda: FSDP(wrap=None, activation_checkpointing=True),
+            "needs blocks to compute again, but None finds none in Linear",
+        ),
         (
             lambda: DDP(activation_checkpointing="blocks.*"),
             "activation_checkpointing must name classes or submodules that have parameters, but 'blocks.*' is none",
         ),
         (lambda: DDP(activation_checkpointing=lambda name, module: False), "but the rule finds none in Linear"),
-        (lambda: SingleDevice(activation_checkpointing=2), "activation_checkpointing must be True, False or say which blocks, but activation_checkpointing=2"),
-        (lambda: Pipeline(schedule="zbv", activation_checkpointing=True), "schedule='zbv' walks back to inputs and to each weight apart"),
+        (
+            lambda: SingleDevice(activation_checkpointing=2),
+            "activation_checkpointing must be True, False or say which blocks, but activation_checkpointing=2",
+        ),
+        (
+            lambda: Pipeline(schedule="zbv", activation_checkpointing=True),
+            "schedule='zbv' walks back to inputs and to each weight apart",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_sentence(make: Callable[[], Strategy], message: str) -> None:

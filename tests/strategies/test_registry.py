@@ -63,13 +63,19 @@ def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     info = tmp_path / "wide-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wide\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[lockstep.strategies]\nwide = wide_strategy:Wide\nbroken = wide_strategy:Step\n")
+    (info / "entry_points.txt").write_text(
+        "[lockstep.strategies]\nwide = wide_strategy:Wide\nbroken = wide_strategy:Step\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     yield "wide"  # type: ignore[misc]
     sys.modules.pop("wide_strategy", None)
 
 
-@pytest.mark.parametrize("plan", [Plan(), Plan(accumulate=3, clip=0.1), Plan(step="token_step")], ids=["plain", "accumulation", "token counts"])
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(), Plan(accumulate=3, clip=0.1), Plan(step="token_step")],
+    ids=["plain", "accumulation", "token counts"],
+)
 def test_a_strategy_of_another_distribution_passes_the_contract(third_party: str, plan: Plan, tmp_path: Path) -> None:
     strategy, _ = build(third_party, devices=2)
     contract.run(strategy, 2, plan, tmp_path / "end")
@@ -90,7 +96,9 @@ def test_auto_tells_its_choice() -> None:
     assert isinstance(strategy, DDP) and reason == "2 cpu devices"
 
 
-def test_auto_shards_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_auto_shards_a_model_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     model = net()
     needed = registry.training_bytes(model)
     assert needed == 4 * 4 * sum(p.numel() for p in model.parameters())

@@ -17,13 +17,21 @@ from tests.strategies.test_data import BatchStream, Numbers, OwnStream, Stream, 
 KINDS: dict[str, Callable[[int, int, bool], Any]] = {
     "sequential": lambda n, size, drop: DataLoader(Numbers(n), size, drop_last=drop),
     "shuffled": lambda n, size, drop: DataLoader(Numbers(n), size, shuffle=True, drop_last=drop),
-    "sampler": lambda n, size, drop: DataLoader(Numbers(n), size, sampler=SubsetRandomSampler(range(n)), drop_last=drop),
+    "sampler": lambda n, size, drop: DataLoader(
+        Numbers(n), size, sampler=SubsetRandomSampler(range(n)), drop_last=drop
+    ),
     "batches": lambda n, size, drop: DataLoader(Numbers(n), batch_sampler=Uneven(n, size)),
 }
 
 
 def resumed(
-    make: Callable[[], Any], began: int, size: int, start: int = 0, limit: int | None = None, whole: bool = False, accumulate: int = 1
+    make: Callable[[], Any],
+    began: int,
+    size: int,
+    start: int = 0,
+    limit: int | None = None,
+    whole: bool = False,
+    accumulate: int = 1,
 ) -> tuple[list[list[Window]], ShardedLoader]:
     """The windows of each of `size` ranks that go on with a run of `began` ranks."""
     plan = ShardedLoader(make(), rank=0, size=began, seed=3, accumulate=accumulate, sum_over_ranks=int).plan
@@ -118,17 +126,30 @@ def test_ready_batches_by_index_stay_whole(size: int) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(("began", "size"), [(4, 1), (4, 2), (2, 4), (1, 4), (2, 1)])
-@pytest.mark.parametrize("make", [lambda workers: DataLoader(Stream(29), 2, num_workers=workers), lambda _: BatchStream(29)], ids=["items", "batches"])
-def test_streams_go_on_where_whole_batches_share_out(make: Callable[[int], Any], began: int, size: int, num_workers: int) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [lambda workers: DataLoader(Stream(29), 2, num_workers=workers), lambda _: BatchStream(29)],
+    ids=["items", "batches"],
+)
+def test_streams_go_on_where_whole_batches_share_out(
+    make: Callable[[int], Any], began: int, size: int, num_workers: int
+) -> None:
     accumulate = 4 // began
     before = read(lambda: make(num_workers), began, epoch=1, accumulate=accumulate)
     after, loader = resumed(lambda: make(num_workers), began, size, accumulate=accumulate)
     windows = samples_of(pieces_of(before))
     assert samples_of(pieces_of(after)) == windows
-    assert [window.num_batches for window in after[0]][:-1] == [window.num_batches for window in before[0]][:-1] == [accumulate] * (len(windows) - 1)
+    assert (
+        [window.num_batches for window in after[0]][:-1]
+        == [window.num_batches for window in before[0]][:-1]
+        == [accumulate] * (len(windows) - 1)
+    )
     assert loader.num_micro_batches == 4 // size
     start = sum(map(len, windows[:2]))
-    assert samples_of(pieces_of(resumed(lambda: make(num_workers), began, size, start, accumulate=accumulate)[0])) == windows[2:]
+    assert (
+        samples_of(pieces_of(resumed(lambda: make(num_workers), began, size, start, accumulate=accumulate)[0]))
+        == windows[2:]
+    )
 
 
 def test_streams_say_on_which_ranks_they_go_on() -> None:
@@ -138,7 +159,10 @@ def test_streams_say_on_which_ranks_they_go_on() -> None:
         loader.resume_windows(plan, start, **options)
         return loader
 
-    with pytest.raises(ValueError, match="of Stream, each rank takes whole batches; resume on 1 or 2 or 4, or give another accumulate_grad_batches"):
+    with pytest.raises(
+        ValueError,
+        match="of Stream, each rank takes whole batches; resume on 1 or 2 or 4, or give another accumulate_grad_batches",
+    ):
         go_on(lambda: DataLoader(Stream(40), 2), 2, 3)
     with pytest.raises(ValueError, match="each rank takes whole batches; resume on 2,"):
         go_on(lambda: DataLoader(Stream(40), 2), 2, 4, whole=True)
@@ -158,7 +182,11 @@ def test_one_micro_batch_a_step_where_the_step_is_the_users() -> None:
     for size in (1, 2, 3, 6):
         after, loader = resumed(lambda: DataLoader(Numbers(30), 3), 4, size, whole=True)
         assert loader.num_micro_batches == 1 and all(len(window.micro_batches) == 1 for window in after[0])
-        assert samples_of(pieces_of(after)) == [list(range(12)), list(range(12, 24)), list(range(24, 30))] == samples_of(pieces_of(before))
+        assert (
+            samples_of(pieces_of(after))
+            == [list(range(12)), list(range(12, 24)), list(range(24, 30))]
+            == samples_of(pieces_of(before))
+        )
 
 
 def test_another_batch_size_or_accumulation_is_taken_for_what_is_wanted() -> None:

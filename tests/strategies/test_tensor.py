@@ -50,20 +50,29 @@ def text(n: int = 12) -> DataLoader:
     return DataLoader(torch.randint(0, 256, (n, 9), generator=torch.Generator().manual_seed(0)), 4)
 
 
-def same(strategy: Any, make: Callable[[], Module], devices: int | str = 2, tolerance: float = 1e-11, **options: Any) -> Module:
+def same(
+    strategy: Any, make: Callable[[], Module], devices: int | str = 2, tolerance: float = 1e-11, **options: Any
+) -> Module:
     """Train on one process and under `strategy`: weights and metrics must agree. Returns the one process's module."""
     one, cut = make(), make()
     kept = fit("single", 1, one, text(), text(6), **{"gradient_clip_val": 0.5} | options)
     found = fit(strategy, devices, cut, text(), text(6), **{"gradient_clip_val": 0.5} | options)
     assert distance(weights(one), weights(cut)) < tolerance
     expected = {name: float(value) for name, value in kept.callback_metrics.items()}
-    assert {name: float(value) for name, value in found.callback_metrics.items()} == pytest.approx(expected, rel=tolerance)
+    assert {name: float(value) for name, value in found.callback_metrics.items()} == pytest.approx(
+        expected, rel=tolerance
+    )
     return cut
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"sequence_parallel": True}, {"loss_parallel": True}, {"sequence_parallel": True, "loss_parallel": True, "activation_checkpointing": True}],
+    [
+        {},
+        {"sequence_parallel": True},
+        {"loss_parallel": True},
+        {"sequence_parallel": True, "loss_parallel": True, "activation_checkpointing": True},
+    ],
     ids=["plain", "sequence", "loss", "all"],
 )
 def test_gpt_trains_as_on_one_process(options: dict[str, Any]) -> None:
@@ -91,7 +100,9 @@ class Counted(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        q, k, v = (
+            layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -148,7 +159,14 @@ def test_optimizers_of_one_kernel_take_cut_and_whole_parameters(options: dict[st
 
 
 PLANS: dict[str, dict[str, Any]] = {
-    "dict": {"plan": {"gpt.blocks.*.up": "column", "gpt.blocks.*.down": "row", "gpt.head": "gather", "gpt.token": "embedding"}},
+    "dict": {
+        "plan": {
+            "gpt.blocks.*.up": "column",
+            "gpt.blocks.*.down": "row",
+            "gpt.head": "gather",
+            "gpt.token": "embedding",
+        }
+    },
     "scattered": {"plan": {"gpt.head": "scatter"}},
 }
 
@@ -172,12 +190,19 @@ class Reports(Text):
     """Tells which of its parameters are cut."""
 
     def on_fit_start(self) -> None:
-        self.trainer.callback_metrics |= {name: torch.tensor(1.0) for name, p in self.named_parameters() if hasattr(p, "placements")}
+        self.trainer.callback_metrics |= {
+            name: torch.tensor(1.0) for name, p in self.named_parameters() if hasattr(p, "placements")
+        }
 
 
 def test_a_module_brings_its_plan() -> None:
     trainer = fit(TensorParallel(), 2, seeded(Reports, network=Planned), text(), max_epochs=1)
-    assert sorted(trainer.callback_metrics)[:4] == ["gpt.blocks.0.down.bias", "gpt.blocks.0.down.weight", "gpt.blocks.0.up.bias", "gpt.blocks.0.up.weight"]
+    assert sorted(trainer.callback_metrics)[:4] == [
+        "gpt.blocks.0.down.bias",
+        "gpt.blocks.0.down.weight",
+        "gpt.blocks.0.up.bias",
+        "gpt.blocks.0.up.weight",
+    ]
     assert not any("attention" in name for name in trainer.callback_metrics)
 
 
@@ -246,12 +271,28 @@ class Extra(GPT):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[], Module], str]] = {
-    "width": ({}, lambda: Text(lambda: GPT(15, 1, 5, 8)), r"cuts attention by heads, but gpt\.blocks\.0\.attention\.q has out_features=15"),
-    "heads": ({}, lambda: Text(lambda: Counted(12, 3)), r"cuts attention by heads, but gpt\.num_heads=3 is not divisible by the 2 ranks"),
-    "odd": ({}, lambda: Alone((5, 3, 3)), r"cuts a by in_features=5, which is not divisible by the 2 ranks of a tensor group"),
+    "width": (
+        {},
+        lambda: Text(lambda: GPT(15, 1, 5, 8)),
+        r"cuts attention by heads, but gpt\.blocks\.0\.attention\.q has out_features=15",
+    ),
+    "heads": (
+        {},
+        lambda: Text(lambda: Counted(12, 3)),
+        r"cuts attention by heads, but gpt\.num_heads=3 is not divisible by the 2 ranks",
+    ),
+    "odd": (
+        {},
+        lambda: Alone((5, 3, 3)),
+        r"cuts a by in_features=5, which is not divisible by the 2 ranks of a tensor group",
+    ),
     "nothing": ({}, Convolution, r"finds nothing to cut in Convolution"),
     "name": ({"plan": {"gpt.block.*": "row"}}, Text, r"plan names 'gpt\.block\.\*', which is no submodule"),
-    "style": ({"plan": {"gpt.head": "colwise"}}, Text, r"plan must say one of column, row, .*'gpt\.head' has 'colwise'"),
+    "style": (
+        {"plan": {"gpt.head": "colwise"}},
+        Text,
+        r"plan must say one of column, row, .*'gpt\.head' has 'colwise'",
+    ),
     "kind": ({"plan": {"gpt.norm": "row"}}, Text, r"cuts gpt\.norm by 'row', which is for Linear, but it is LayerNorm"),
     "sequence": ({"sequence_parallel": True}, lambda: Text(Extra), r"but gpt\.blocks\.1\.gain is neither"),
     "classes": ({"plan": {"gpt.head": "classes"}}, Text, r"needs loss_parallel=True"),
@@ -272,7 +313,11 @@ def test_what_cannot_be_cut_is_named(options: dict[str, Any], make: Callable[[],
 @pytest.mark.parametrize(
     ("options", "network", "message"),
     [
-        ({}, Softened, r"the automatic plan cuts gpt\.mlp\.fc1, gpt\.mlp\.fc2, but gpt\.mlp then computes something else"),
+        (
+            {},
+            Softened,
+            r"the automatic plan cuts gpt\.mlp\.fc1, gpt\.mlp\.fc2, but gpt\.mlp then computes something else",
+        ),
         ({"plan": {"gpt.head": "gather"}}, Tied, r"gpt\.token\.weight and gpt\.head\.weight are one parameter"),
     ],
 )
@@ -282,7 +327,10 @@ def test_what_ranks_find_wrong_is_named(options: dict[str, Any], network: Any, m
 
 
 def test_a_cut_layer_is_not_called_without_its_module() -> None:
-    with pytest.raises(RuntimeError, match=r"core\.blocks\.1\.up was called without core\.blocks\.1, but strategy tensor has cut its outputs"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"core\.blocks\.1\.up was called without core\.blocks\.1, but strategy tensor has cut its outputs",
+    ):
         fit(TensorParallel(), 2, seeded(Odd), tokens(8), max_epochs=1)
 
 

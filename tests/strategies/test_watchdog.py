@@ -46,12 +46,17 @@ def hang(trainer: Trainer, train: Any) -> tuple[RankFailure, str]:
         ("sigstop", "forward", r"stopped by a signal \(SIGSTOP\)"),
     ],
 )
-def test_a_rank_that_hangs_is_named_with_step_phase_and_stacks(monkeypatch: pytest.MonkeyPatch, action: str, point: str, state: str) -> None:
+def test_a_rank_that_hangs_is_named_with_step_phase_and_stacks(
+    monkeypatch: pytest.MonkeyPatch, action: str, point: str, state: str
+) -> None:
     monkeypatch.setenv(faults.VARIABLE, f"rank=1,step=3,point={point},action={action}")
     error, text = hang(quiet(strategy="ddp", devices=2), loader(64))
     phase = {"forward": "training step", "next_batch": "loading data"}[point]
     assert (error.rank, error.step, error.phase) == (1, 3, phase)
-    assert re.match(rf"rank 1 hangs \(step 3, in {phase}\): no sign of life for 1.5 s, and it is {state}; the run was ended", str(error)), error
+    assert re.match(
+        rf"rank 1 hangs \(step 3, in {phase}\): no sign of life for 1.5 s, and it is {state}; the run was ended",
+        str(error),
+    ), error
     first, _, beside = text.partition("beside it rank 0")
     assert "faults.py" in first if action != "sigstop" else "stopped by a signal" in first
     assert "control.py" in beside or "_engine_run_backward" in beside, "what the other rank waits in"
@@ -63,7 +68,8 @@ def test_a_run_that_hung_is_started_again(monkeypatch: pytest.MonkeyPatch, capfd
     trainer.fit(net(), loader(64))
     assert trainer.global_step == 4
     assert (
-        "rank 0 hangs (step 3, in training step): no sign of life for 1.5 s, and it is stopped by a signal (SIGSTOP): restart 1 of 1" in capfd.readouterr().err
+        "rank 0 hangs (step 3, in training step): no sign of life for 1.5 s, and it is stopped by a signal (SIGSTOP): restart 1 of 1"
+        in capfd.readouterr().err
     )
 
 
@@ -85,19 +91,27 @@ def test_a_data_loader_that_blocks(workers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "where", ["the rendezvous", *(pytest.param(hook, marks=pytest.mark.slow) for hook in ("configure_model", "setup", "train_dataloader"))]
+    "where",
+    [
+        "the rendezvous",
+        *(pytest.param(hook, marks=pytest.mark.slow) for hook in ("configure_model", "setup", "train_dataloader")),
+    ],
 )
 def test_a_rank_that_hangs_while_it_is_set_up(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     model = net()
     if where == "the rendezvous":
         monkeypatch.setenv(faults.VARIABLE, "rank=1,point=setup,action=sleep")
     else:
-        model.__class__ = type("Blocks", (Net,), {where: lambda self, stage=None: time.sleep(600) if self.global_rank == 1 else loader(64)})
+        model.__class__ = type(
+            "Blocks", (Net,), {where: lambda self, stage=None: time.sleep(600) if self.global_rank == 1 else loader(64)}
+        )
     with pytest.raises(RankFailure, match=r"rank 1 hangs \(in setting up\): no sign of life for 1.5 s") as caught:
         quiet(strategy="ddp", devices=2).fit(model, None if where == "train_dataloader" else loader(64))
     assert (caught.value.rank, caught.value.step, caught.value.phase) == (1, None, "setting up")
     text, _, beside = str(caught.value.__cause__).partition("beside it rank 0, in setting up")
-    assert ("faults.py" if where == "the rendezvous" else "test_watchdog.py") in text and "torch/distributed" in beside, "the other rank waits"
+    assert (
+        "faults.py" if where == "the rendezvous" else "test_watchdog.py"
+    ) in text and "torch/distributed" in beside, "the other rank waits"
 
 
 class Prepares(Net):
@@ -165,7 +179,9 @@ def test_zero_is_never(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("text", ["soon", "-1", "nan"])
 def test_the_limit_is_checked(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(watchdog.VARIABLE, text)
-    with pytest.raises(ValueError, match=f"LOCKSTEP_WATCHDOG_S must be a number of seconds, or 0 for no watchdog, but it is '{text}'"):
+    with pytest.raises(
+        ValueError, match=f"LOCKSTEP_WATCHDOG_S must be a number of seconds, or 0 for no watchdog, but it is '{text}'"
+    ):
         Trainer(max_epochs=1)
 
 
@@ -192,10 +208,16 @@ quiet(strategy="ddp").fit(net(), loader(64))
 def test_beside_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch, repo_root: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    environ = {**os.environ, "PYTHONPATH": str(repo_root), faults.VARIABLE: "rank=1,step=3,point=forward,action=hold_gil"}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(repo_root),
+        faults.VARIABLE: "rank=1,step=3,point=forward,action=hold_gil",
+    }
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
-    assert re.search(r"^rank 1 hangs \(step 3, in training step\): no sign of life for 1.5 s", done.stderr, re.MULTILINE), done.stderr
+    assert re.search(
+        r"^rank 1 hangs \(step 3, in training step\): no sign of life for 1.5 s", done.stderr, re.MULTILINE
+    ), done.stderr
     assert "faults.py" in done.stderr and "rank 0 hangs" not in done.stderr
 
 
@@ -219,10 +241,16 @@ quiet(strategy="ddp", callbacks=[Works()]).fit(net(), DataLoader(dataset, batch_
 
 
 @pytest.mark.slow
-def test_under_torchrun_a_rank_waits_for_one_that_works_and_workers_end_with_one_that_hangs(repo_root: Path, tmp_path: Path) -> None:
+def test_under_torchrun_a_rank_waits_for_one_that_works_and_workers_end_with_one_that_hangs(
+    repo_root: Path, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(WAITS_THEN_BLOCKS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(repo_root)}, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(repo_root)}, capture_output=True, text=True, timeout=110
+    )
     assert done.returncode != 0, "and the pipes are closed: no worker holds them"
-    assert re.search(r"^rank 1 hangs \(step 4, in loading data\): no sign of life for 1.5 s", done.stderr, re.MULTILINE), done.stderr
+    assert re.search(
+        r"^rank 1 hangs \(step 4, in loading data\): no sign of life for 1.5 s", done.stderr, re.MULTILINE
+    ), done.stderr
     assert "in __getitem__" in done.stderr and "rank 0 hangs" not in done.stderr

@@ -54,7 +54,14 @@ def on_ranks(world_size: int, path: Path, arguments: Callable[[int], dict[str, A
             return received
 
         try:
-            results[rank] = save(path, rank=rank, world_size=world_size, barrier=barrier.wait, broadcast=broadcast, **{"state": {}, **arguments(rank)})
+            results[rank] = save(
+                path,
+                rank=rank,
+                world_size=world_size,
+                barrier=barrier.wait,
+                broadcast=broadcast,
+                **{"state": {}, **arguments(rank)},
+            )
         except Exception as error:
             results[rank] = error
 
@@ -204,7 +211,13 @@ def test_cuda_tensors_come_back_on_the_cpu(tmp_path: Path) -> None:
 
 # ---- several ranks ---------------------------------------------------------------------------------
 
-LAYOUTS = [((1, 1), "whole"), ((4, 1), "rows"), ((1, 3), "columns"), ((2, 2), "grid"), ((5, 1), "uneven, one piece empty")]
+LAYOUTS = [
+    ((1, 1), "whole"),
+    ((4, 1), "rows"),
+    ((1, 3), "columns"),
+    ((2, 2), "grid"),
+    ((5, 1), "uneven, one piece empty"),
+]
 
 
 @pytest.mark.parametrize("splits", [splits for splits, _ in LAYOUTS], ids=[name for _, name in LAYOUTS])
@@ -216,7 +229,10 @@ def test_any_layout_is_read_in_any_other(tmp_path: Path, splits: tuple[int, int]
 
     def arguments(rank: int) -> dict[str, Any]:
         own = {"model/w": pieces[rank], "model/empty": Shard.whole(empty)}
-        return {"tensors": {**own, "optimizer/adam/w/step": Shard.whole(scalar)} if rank == 0 else own, "rank_state": {"rank": rank}}
+        return {
+            "tensors": {**own, "optimizer/adam/w/step": Shard.whole(scalar)} if rank == 0 else own,
+            "rank_state": {"rank": rank},
+        }
 
     world_size = len(pieces)
     assert on_ranks(world_size, tmp_path / "a", arguments) == [tmp_path / "a"] * world_size
@@ -248,7 +264,9 @@ def test_three_dimensions_and_random_rectangles(tmp_path: Path) -> None:
     for _ in range(200):
         bounds = [sorted((draw.randint(0, size), draw.randint(0, size))) for size in tensor.shape]
         expected = tensor[tuple(slice(*bound) for bound in bounds)]
-        assert torch.equal(loaded.read("model/w", tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)), expected)
+        assert torch.equal(
+            loaded.read("model/w", tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)), expected
+        )
 
 
 def test_read_refuses_a_rectangle_outside_and_an_unknown_name(tmp_path: Path) -> None:
@@ -274,7 +292,9 @@ def empty_everywhere(rank: int) -> dict[str, Any]:
 
 
 def two_dtypes(rank: int) -> dict[str, Any]:
-    return {"tensors": {"model/w": Shard(torch.zeros(2, dtype=(torch.float32, torch.float16)[rank]), (4,), (2 * rank,))}}
+    return {
+        "tensors": {"model/w": Shard(torch.zeros(2, dtype=(torch.float32, torch.float16)[rank]), (4,), (2 * rank,))}
+    }
 
 
 def one_has_a_set(rank: int) -> dict[str, Any]:
@@ -296,7 +316,9 @@ def first_has_a_set(rank: int) -> dict[str, Any]:
         (first_has_a_set, "rank_state.seen: <type set>"),
     ],
 )
-def test_a_failure_of_one_rank_raises_on_all_and_leaves_nothing(tmp_path: Path, arguments: Callable[[int], dict[str, Any]], message: str) -> None:
+def test_a_failure_of_one_rank_raises_on_all_and_leaves_nothing(
+    tmp_path: Path, arguments: Callable[[int], dict[str, Any]], message: str
+) -> None:
     save_step(tmp_path / "a", 1)
     for error in on_ranks(2, tmp_path / "a", arguments):
         assert isinstance(error, CheckpointError)
@@ -353,7 +375,9 @@ def itself() -> dict[str, Any]:
         ([1], "state: <type list>"),
     ],
 )
-def test_state_that_is_not_json_is_refused_by_key_path_before_anything_is_written(tmp_path: Path, state: Any, message: str) -> None:
+def test_state_that_is_not_json_is_refused_by_key_path_before_anything_is_written(
+    tmp_path: Path, state: Any, message: str
+) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         save_alone(tmp_path / "deep" / "a", {"model/w": torch.zeros(1)}, state)
     assert str(tmp_path / "deep" / "a") in str(caught.value)
@@ -376,15 +400,28 @@ BAD_NAMES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in safetensors_file.CODES if dtype.is_floating_point or dtype.is_complex], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [dtype for dtype in safetensors_file.CODES if dtype.is_floating_point or dtype.is_complex], ids=str
+)
 def test_numbers_that_must_be_finite(tmp_path: Path, dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     values = torch.full((300,), largest, dtype=torch.complex128 if dtype.is_complex else torch.float64)
     finite, spoilt = values.to(dtype), values.to(dtype, copy=True)
     spoilt.view(-1)[7:8] = torch.tensor([math.nan]).to(dtype)
     options: dict[str, Any] = {"rank": 0, "world_size": 1, "state": {}, "finite": {"model/w"}}
-    save(tmp_path / "a", tensors={"model/w": Shard.whole(finite), "model/free": Shard.whole(spoilt), "model/number": Shard.whole(torch.tensor(1))}, **options)
-    with pytest.raises(FloatingPointError, match="cannot save the checkpoint .*/a: model/w holds NaN or infinite values on rank 0 in step 0"):
+    save(
+        tmp_path / "a",
+        tensors={
+            "model/w": Shard.whole(finite),
+            "model/free": Shard.whole(spoilt),
+            "model/number": Shard.whole(torch.tensor(1)),
+        },
+        **options,
+    )
+    with pytest.raises(
+        FloatingPointError,
+        match="cannot save the checkpoint .*/a: model/w holds NaN or infinite values on rank 0 in step 0",
+    ):
         save(tmp_path / "a", tensors={"model/w": Shard.whole(spoilt)}, **options)
     assert Checkpoint.open(tmp_path / "a").names() == ["model/free", "model/number", "model/w"]
     assert os.listdir(tmp_path) == ["a"]
@@ -473,7 +510,13 @@ def test_one_save_under_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         tensors = {"model/w": Shard.whole(torch.full((3_000_000,), float(step)))}
         state = {"progress": {"global_step": step}}
         save(
-            tmp_path / f"step={step}", rank=0, world_size=1, tensors=tensors, state=state, also=[tmp_path / "last"], outdated=[tmp_path / "step=1"][: step - 1]
+            tmp_path / f"step={step}",
+            rank=0,
+            world_size=1,
+            tensors=tensors,
+            state=state,
+            also=[tmp_path / "last"],
+            outdated=[tmp_path / "step=1"][: step - 1],
         )
     assert sorted(os.listdir(tmp_path)) == ["last", "step=2"]
     assert contents(tmp_path / "last") == contents(tmp_path / "step=2")
@@ -483,7 +526,9 @@ def test_one_save_under_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
+def test_everything_is_on_the_disk_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
     """A kill of the process cannot show this, only of the machine: so the order of the calls is looked at."""
     calls: list[str] = []
     fsync, rename, exchange = os.fsync, os.rename, checkpoint_folder.exchange
@@ -672,8 +717,14 @@ for mode in sys.argv[2:]:
 )
 
 
-@pytest.mark.parametrize("modes", [("exchange", "remove"), pytest.param(("fresh", "twins", "fallback"), marks=pytest.mark.slow)], ids=" ".join)
-def test_a_kill_before_any_change_on_the_disk_leaves_the_old_or_the_new_one(tmp_path: Path, modes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "modes",
+    [("exchange", "remove"), pytest.param(("fresh", "twins", "fallback"), marks=pytest.mark.slow)],
+    ids=" ".join,
+)
+def test_a_kill_before_any_change_on_the_disk_leaves_the_old_or_the_new_one(
+    tmp_path: Path, modes: tuple[str, ...]
+) -> None:
     # In memory where there is such a folder, as a disk would be waited for thousands of times.
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
@@ -745,7 +796,9 @@ def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rounds", [5, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_random_kills_lose_no_acknowledged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, rounds: int) -> None:
+def test_random_kills_lose_no_acknowledged_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, rounds: int
+) -> None:
     in_memory(monkeypatch)
     progressed, steps = map(int, script(AT_RANDOM, tmp_path, mode, rounds, timeout_s=1200).split())
     assert progressed == rounds
@@ -847,7 +900,9 @@ print(rounds)
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.slow)])
-def test_random_kills_of_ranks_that_save_shards_lose_no_acknowledged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
+def test_random_kills_of_ranks_that_save_shards_lose_no_acknowledged_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
+) -> None:
     """One rank or both, every second round beside the training."""
     in_memory(monkeypatch)
     assert script(ON_RANKS, tmp_path, rounds, timeout_s=1500).split()[-1] == str(rounds)

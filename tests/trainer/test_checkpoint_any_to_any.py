@@ -28,7 +28,10 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "fsdp 3": (FSDP, 3),
     "deepspeed 1": (lambda: DeepSpeed(stage=1), 2),
     "deepspeed 2": (lambda: DeepSpeed(stage=2), 2),
-    "deepspeed 3": (lambda: DeepSpeed(stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}}), 2),
+    "deepspeed 3": (
+        lambda: DeepSpeed(stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}}),
+        2,
+    ),
 }
 EXACT = [name for name in STRATEGIES if not name.startswith("deepspeed")]
 """DeepSpeed computes in float32 at best."""
@@ -36,8 +39,29 @@ EXACT = [name for name in STRATEGIES if not name.startswith("deepspeed")]
 TOLERANCES = {"64-true": 1e-12, "32-true": 1e-5}
 
 CHAINS = {
-    "64-true": ["single", "ddp 2", "fsdp 2", "tensor 2", "pipeline 2", "fsdp=2,tensor=2", "fsdp 3", "ddp=2,tensor=2", "pipeline 2", "single"],
-    "32-true": ["deepspeed 3", "fsdp 2", "deepspeed 2", "pipeline 2", "deepspeed 3", "ddp=2,tensor=2", "deepspeed 1", "deepspeed 3", "single"],
+    "64-true": [
+        "single",
+        "ddp 2",
+        "fsdp 2",
+        "tensor 2",
+        "pipeline 2",
+        "fsdp=2,tensor=2",
+        "fsdp 3",
+        "ddp=2,tensor=2",
+        "pipeline 2",
+        "single",
+    ],
+    "32-true": [
+        "deepspeed 3",
+        "fsdp 2",
+        "deepspeed 2",
+        "pipeline 2",
+        "deepspeed 3",
+        "ddp=2,tensor=2",
+        "deepspeed 1",
+        "deepspeed 3",
+        "single",
+    ],
 }
 CHEAP = ["ddp 2", "fsdp 2", "tensor 2", "pipeline 2"]
 
@@ -51,7 +75,10 @@ def train(name: str, plan: Plan, folder: Path, start_from: Path | None) -> None:
     ("precision", "chain"),
     [
         pytest.param("64-true", CHEAP, id="64-true"),
-        *(pytest.param(precision, chain, id=f"{precision} all", marks=pytest.mark.slow) for precision, chain in CHAINS.items()),
+        *(
+            pytest.param(precision, chain, id=f"{precision} all", marks=pytest.mark.slow)
+            for precision, chain in CHAINS.items()
+        ),
     ],
 )
 def test_a_training_handed_from_one_strategy_to_the_next(tmp_path: Path, precision: str, chain: list[str]) -> None:
@@ -61,7 +88,9 @@ def test_a_training_handed_from_one_strategy_to_the_next(tmp_path: Path, precisi
     for i, (before, name) in enumerate(pairwise(["", *chain])):
         train(name, plan, tmp_path / str(i), tmp_path / str(i - 1) if i else None)
         model, kept = reference(plan, model, kept["optimizer"])
-        assert difference(saved_weights(tmp_path / str(i)), model) < TOLERANCES[precision] * (i + 1 if precision == "32-true" else 1), f"{before} to {name}"
+        assert difference(saved_weights(tmp_path / str(i)), model) < TOLERANCES[precision] * (
+            i + 1 if precision == "32-true" else 1
+        ), f"{before} to {name}"
 
 
 PAIRS = [
@@ -88,7 +117,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "source", "target"), PAIRS)
-def test_every_strategy_goes_on_where_every_other_one_was(tmp_path: Path, saved: Callable[[str, str], Path], precision: str, source: str, target: str) -> None:
+def test_every_strategy_goes_on_where_every_other_one_was(
+    tmp_path: Path, saved: Callable[[str, str], Path], precision: str, source: str, target: str
+) -> None:
     plan = Plan(epochs=1, precision=precision)
     model, kept = reference(plan)
     expected, _ = reference(plan, model, kept["optimizer"])

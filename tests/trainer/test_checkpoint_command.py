@@ -24,7 +24,9 @@ def fitted(folder: Path, steps: int = 3, **options: Any) -> tuple[Net, Path]:
     """A trained module, and its checkpoint."""
     torch.manual_seed(0)
     module = Net(width=12)
-    trainer = quiet(enable_checkpointing=True, max_epochs=None, max_steps=steps, default_root_dir=folder, seed=1, **options)
+    trainer = quiet(
+        enable_checkpointing=True, max_epochs=None, max_steps=steps, default_root_dir=folder, seed=1, **options
+    )
     trainer.fit(module, loader(), loader())
     return module, Path(trainer.checkpoint_callback.best_model_path)
 
@@ -50,7 +52,9 @@ def test_show_tells_what_a_checkpoint_holds(trained: tuple[Net, Path], capsys: p
     assert files == {path.name: path.stat().st_size for path in trained[1].iterdir() if path.name != "manifest.json"}
 
 
-def test_verify_names_the_first_wrong_file(trained: tuple[Net, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_the_first_wrong_file(
+    trained: tuple[Net, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(trained[1], folder)
     assert run("verify", folder) == 0
@@ -73,7 +77,10 @@ def test_diff_tells_what_differs(trained: tuple[Net, Path], tmp_path: Path, caps
     out = capsys.readouterr().out
     one, two = Checkpoint.open(trained[1]), Checkpoint.open(other)
     a, b = one.read("model/net.0.weight"), two.read("model/net.0.weight")
-    assert f"tensor model/net.0.weight: {(a != b).sum()} of 96 elements differ, by up to {float((a.double() - b.double()).abs().max()):.6g} (" in out
+    assert (
+        f"tensor model/net.0.weight: {(a != b).sum()} of 96 elements differ, by up to {float((a.double() - b.double()).abs().max()):.6g} ("
+        in out
+    )
     assert "state.progress.global_step: 3 and 4\n" in out
     capsys.readouterr()
     assert run("diff", trained[1], other, "--tolerance", "10") == 1
@@ -96,7 +103,9 @@ def test_distances(one: torch.Tensor, other: torch.Tensor, expected: tuple[float
     assert checkpoint_command._distance(one, other) == pytest.approx(expected)
 
 
-def test_weights_go_out_and_come_back(trained: tuple[Net, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_go_out_and_come_back(
+    trained: tuple[Net, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     module, path = trained
     assert run("export", path, tmp_path / "out" / "weights.safetensors") == 0
     exported = load_file(tmp_path / "out" / "weights.safetensors")
@@ -192,7 +201,9 @@ def test_a_lightning_file_needs_an_explicit_word(tmp_path: Path, capsys: pytest.
     loaded = Net.load_from_checkpoint(tmp_path / "b")
     assert loaded.hparams.lr == 0.5
     assert equal(weights(loaded), weights(module))
-    assert quiet().validate(Net(width=10), loader(), ckpt_path=tmp_path / "b", verbose=False) == quiet().validate(module, loader(), verbose=False)
+    assert quiet().validate(Net(width=10), loader(), ckpt_path=tmp_path / "b", verbose=False) == quiet().validate(
+        module, loader(), verbose=False
+    )
 
 
 def test_a_file_of_lightning_itself(tmp_path: Path) -> None:
@@ -231,7 +242,13 @@ def test_a_file_of_lightning_itself(tmp_path: Path) -> None:
 
 def test_state_dicts_of_torch(tmp_path: Path) -> None:
     module = Net(width=12)
-    for number, content in enumerate([module.state_dict(), {"model": module.state_dict(), "optimizer": {}}, {"model_state_dict": module.state_dict()}]):
+    for number, content in enumerate(
+        [
+            module.state_dict(),
+            {"model": module.state_dict(), "optimizer": {}},
+            {"model_state_dict": module.state_dict()},
+        ]
+    ):
         torch.save(content, tmp_path / f"{number}.pt")
         assert run("import", "--trust-pickle", tmp_path / f"{number}.pt", tmp_path / str(number)) == 0
         assert equal(weights(Net.load_from_checkpoint(tmp_path / str(number), width=12)), weights(module))
@@ -260,7 +277,9 @@ def test_code_in_a_pickle_runs_only_with_the_word(tmp_path: Path, capsys: pytest
 def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
     lightning_file(tmp_path / "a.ckpt")
     run("import", "--trust-pickle", "a.ckpt", "b")
-    with pytest.raises(CheckpointError, match="holds weights alone, so there is nothing to resume: load them with load_from_checkpoint"):
+    with pytest.raises(
+        CheckpointError, match="holds weights alone, so there is nothing to resume: load them with load_from_checkpoint"
+    ):
         quiet().fit(Net(width=10), loader(), ckpt_path="b")
 
 
@@ -281,7 +300,9 @@ def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
         (["import", "note.safetensors", "empty.pt"], 1, "it exists; choose another path"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, message: str) -> None:
+def test_what_cannot_be_done_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, message: str
+) -> None:
     Path("empty.pt").touch()
     torch.save([1], "list.pt")
     torch.save({}, "none.pt")

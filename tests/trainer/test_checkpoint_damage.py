@@ -68,7 +68,11 @@ class SaveAt(Callback):
 def fit(ckpt_path: Path | None, *callbacks: Callback) -> None:
     torch.manual_seed(0)
     with contextlib.redirect_stderr(io.StringIO()):
-        trainer = quiet(max_epochs=None, max_steps=4, callbacks=[EarlyStopping("val/loss", patience=99), LRWarmup(steps=5), *callbacks])
+        trainer = quiet(
+            max_epochs=None,
+            max_steps=4,
+            callbacks=[EarlyStopping("val/loss", patience=99), LRWarmup(steps=5), *callbacks],
+        )
         trainer.fit(Rich(), loader(40, 4), loader(8), ckpt_path=ckpt_path)
 
 
@@ -87,7 +91,26 @@ def edit_json(draw: random.Random, value: Any) -> None:
             del value[key]
         elif choice == 1:
             value[key] = draw.choice(
-                [None, True, -1, 0, 1, 2**40, 2**80, 1.5, math.nan, "", "../x", "float16", "state.json", [], {}, [[]], {"a": 1}, [1, 2, 3]]
+                [
+                    None,
+                    True,
+                    -1,
+                    0,
+                    1,
+                    2**40,
+                    2**80,
+                    1.5,
+                    math.nan,
+                    "",
+                    "../x",
+                    "float16",
+                    "state.json",
+                    [],
+                    {},
+                    [[]],
+                    {"a": 1},
+                    [1, 2, 3],
+                ]
             )
         elif choice == 2 and isinstance(value, dict):
             value[draw.choice(["", "x", "model/x", "../x.json", "rank-00009.json", "format"])] = value.pop(key)
@@ -99,7 +122,9 @@ def edit_json(draw: random.Random, value: Any) -> None:
 def mutate(draw: random.Random, folder: Path) -> str:
     path = folder / draw.choice(sorted(os.listdir(folder)))
     content = bytearray(path.read_bytes())
-    kind = draw.choice(["flip", "flip", "flip", "cut", "grow", "swap bytes", "swap files", "delete", "empty", "json", "json", "zeros"])
+    kind = draw.choice(
+        ["flip", "flip", "flip", "cut", "grow", "swap bytes", "swap files", "delete", "empty", "json", "json", "zeros"]
+    )
     if kind == "flip":
         content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
     elif kind == "cut":
@@ -108,7 +133,10 @@ def mutate(draw: random.Random, folder: Path) -> str:
         content += draw.randbytes(draw.randint(1, 9))
     elif kind == "swap bytes":
         one, other, size = draw.randrange(len(content)), draw.randrange(len(content)), draw.randint(1, 8)
-        content[one : one + size], content[other : other + size] = content[other : other + size], content[one : one + size]
+        content[one : one + size], content[other : other + size] = (
+            content[other : other + size],
+            content[one : one + size],
+        )
     elif kind == "swap files":
         other = folder / draw.choice(sorted(os.listdir(folder)))
         theirs = other.read_bytes()
@@ -130,7 +158,9 @@ def mutate(draw: random.Random, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("number", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_a_mutated_checkpoint_loads_bit_identical_or_raises_checkpoint_error(tmp_path: Path, two_ranks: Path, fitted: Path, number: int) -> None:
+def test_a_mutated_checkpoint_loads_bit_identical_or_raises_checkpoint_error(
+    tmp_path: Path, two_ranks: Path, fitted: Path, number: int
+) -> None:
     draw = random.Random(number)
     refused = 0
     for source, count in ((two_ranks, number // 2), (fitted, number - number // 2)):
@@ -218,7 +248,9 @@ def test_forged_state_is_refused_or_taken_before_a_step(tmp_path: Path, fitted: 
 def sign(folder: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest with its right checksum, as a forger would."""
     manifest.pop("checksum", None)
-    (folder / "manifest.json").write_text(json.dumps({"checksum": checkpoint_format.manifest_checksum(manifest), **manifest}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"checksum": checkpoint_format.manifest_checksum(manifest), **manifest})
+    )
 
 
 def replace(folder: Path, manifest: dict[str, Any], name: str, content: bytes) -> None:
@@ -316,9 +348,18 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "manifest is a list": (lambda f: (f / "manifest.json").write_text("[]"), "no JSON object"),
     "manifest is binary": (lambda f: (f / "manifest.json").write_bytes(b"\x80\x04\xff\x00"), "no valid JSON"),
     "manifest is deep": (lambda f: (f / "manifest.json").write_bytes(b'{"a":' + DEEP + b"}"), "no valid JSON"),
-    "manifest has a huge number": (lambda f: (f / "manifest.json").write_text('{"a":' + "9" * 5000 + "}"), "no valid JSON"),
-    "manifest repeats a key": (lambda f: (f / "manifest.json").write_text('{"format":1,"format":1}'), "a key occurs twice"),
-    "manifest edited": (lambda f: (f / "manifest.json").write_text((f / "manifest.json").read_text().replace('"float32"', '"float16"')), "own checksum"),
+    "manifest has a huge number": (
+        lambda f: (f / "manifest.json").write_text('{"a":' + "9" * 5000 + "}"),
+        "no valid JSON",
+    ),
+    "manifest repeats a key": (
+        lambda f: (f / "manifest.json").write_text('{"format":1,"format":1}'),
+        "a key occurs twice",
+    ),
+    "manifest edited": (
+        lambda f: (f / "manifest.json").write_text((f / "manifest.json").read_text().replace('"float32"', '"float16"')),
+        "own checksum",
+    ),
     "manifest is a git-lfs pointer": (lambda f: (f / "manifest.json").write_text(LFS), "git lfs pull"),
     "tensors are a git-lfs pointer": (lambda f: (f / MODEL).write_text(LFS), "git lfs pull"),
     "future format": (forge(lambda f, m: m.update(format=2)), "upgrade lockstep"),
@@ -334,15 +375,31 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "file is a pipe": (to_pipe, "no regular file"),
     "file is a folder": (to_folder, "no regular file"),
     "file outside": (forge(outside), "forbidden name"),
-    "file with an absolute path": (forge(lambda f, m: m["files"].update({"/etc/hostname": {"size": 1, "crc32": "0"}})), "forbidden name"),
+    "file with an absolute path": (
+        forge(lambda f, m: m["files"].update({"/etc/hostname": {"size": 1, "crc32": "0"}})),
+        "forbidden name",
+    ),
     "file that is code": (forge(lambda f, m: replace(f, m, "model.pkl", b"x")), "forbidden name"),
-    "tensor without a group": (forge(lambda f, m: m["tensors"].update(w=m["tensors"].pop("model/w"))), "lists a tensor 'w'"),
-    "tensor name climbs": (forge(lambda f, m: m["tensors"].update({"model/../w": m["tensors"].pop("model/w")})), "lists a tensor"),
+    "tensor without a group": (
+        forge(lambda f, m: m["tensors"].update(w=m["tensors"].pop("model/w"))),
+        "lists a tensor 'w'",
+    ),
+    "tensor name climbs": (
+        forge(lambda f, m: m["tensors"].update({"model/../w": m["tensors"].pop("model/w")})),
+        "lists a tensor",
+    ),
     "dtype names code": (forge(lambda f, m: m["tensors"]["model/w"].update(dtype="os.system")), "no valid dtype"),
     "dtype is a list": (forge(lambda f, m: m["tensors"]["model/w"].update(dtype=[])), "no valid dtype"),
-    "wrong dtype": (forge(lambda f, m: m["tensors"]["model/w"].update(dtype="int32")), r"F32 \[4, 5\], the manifest as I32"),
+    "wrong dtype": (
+        forge(lambda f, m: m["tensors"]["model/w"].update(dtype="int32")),
+        r"F32 \[4, 5\], the manifest as I32",
+    ),
     "wrong shape": (
-        forge(lambda f, m: m["tensors"]["model/b"].update(shape=[1, 5], pieces=[{**piece(m, "model/b"), "shape": [1, 5], "offsets": [0, 0]}])),
+        forge(
+            lambda f, m: m["tensors"]["model/b"].update(
+                shape=[1, 5], pieces=[{**piece(m, "model/b"), "shape": [1, 5], "offsets": [0, 0]}]
+            )
+        ),
         r"I64 \[5\]",
     ),
     "negative shape": (forge(lambda f, m: m["tensors"]["model/w"].update(shape=[-8, 5])), "no valid shape"),
@@ -365,10 +422,20 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "no safetensors file",
     ),
     "header with overflow": (
-        forge(lambda f, m: replace(f, m, MODEL, header(b'{"w":{"dtype":"F32","shape":[4611686018427387905,4],"data_offsets":[0,16]}}') + bytes(16))),
+        forge(
+            lambda f, m: replace(
+                f,
+                m,
+                MODEL,
+                header(b'{"w":{"dtype":"F32","shape":[4611686018427387905,4],"data_offsets":[0,16]}}') + bytes(16),
+            )
+        ),
         "no safetensors file",
     ),
-    "pickle instead of tensors": (forge(lambda f, m: replace(f, m, MODEL, b"\x80\x04cos\nsystem\n(S'echo'\ntR.")), "no safetensors file"),
+    "pickle instead of tensors": (
+        forge(lambda f, m: replace(f, m, MODEL, b"\x80\x04cos\nsystem\n(S'echo'\ntR.")),
+        "no safetensors file",
+    ),
     "state repeats a key": (forge(lambda f, m: replace(f, m, "state.json", b'{"a":1,"a":2}')), "a key occurs twice"),
     "state is deep": (forge(lambda f, m: replace(f, m, "state.json", b'{"a":' + DEEP + b"}")), "no valid JSON"),
     "state is a number": (forge(lambda f, m: replace(f, m, "state.json", b"1")), "no JSON object"),
@@ -376,15 +443,29 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "state is a device": (to_device, "no regular file|is a link"),
     "manifest without end": (to_sparse("manifest.json", 1 << 40), "more than the"),
     "tensors without end": (to_sparse(MODEL, 1 << 40), "1099511627776 bytes instead of"),
-    "shards swapped": (swap("optimizer-00000-of-00002.safetensors", "optimizer-00001-of-00002.safetensors"), "its checksum is"),
+    "shards swapped": (
+        swap("optimizer-00000-of-00002.safetensors", "optimizer-00001-of-00002.safetensors"),
+        "its checksum is",
+    ),
     "ranks swapped": (swap("rank-00000.json", "rank-00001.json"), "its checksum is"),
     "groups swapped": (swap(MODEL, "extra.safetensors"), "bytes instead of"),
     "rank state is binary": (forge(lambda f, m: replace(f, m, "rank-00001.json", b"\xff")), "no valid JSON"),
 }
 
 
-NAMES = ["manifest.json", "state.json", "rank-00000.json", "rank-00001.json", MODEL, "model-00001-of-00002.safetensors", "extra.safetensors"]
-HOSTILE |= {f"{name} is empty": ((lambda f, name=name: (f / name).write_bytes(b"")), f"{name} (has 0 bytes|is no valid JSON)") for name in NAMES}
+NAMES = [
+    "manifest.json",
+    "state.json",
+    "rank-00000.json",
+    "rank-00001.json",
+    MODEL,
+    "model-00001-of-00002.safetensors",
+    "extra.safetensors",
+]
+HOSTILE |= {
+    f"{name} is empty": ((lambda f, name=name: (f / name).write_bytes(b"")), f"{name} (has 0 bytes|is no valid JSON)")
+    for name in NAMES
+}
 for kind, content in (("pickle", pickle.dumps(Bomb())), ("torch file", torch_file())):
     HOSTILE |= {
         f"{name} is a {kind}": (
@@ -476,7 +557,13 @@ def test_nothing_is_unpickled_imported_or_run_for_what_a_run_reads(tmp_path: Pat
     state = json.loads((folder / "state.json").read_text())
     planted = tmp_path / "planted.py"
     planted.write_text("open('exploded', 'w')")
-    code = {"class": "planted.Bomb", "__reduce__": "os.system", "_target_": "planted", "py/object": "planted.Bomb", "!!python/object": "planted.Bomb"}
+    code = {
+        "class": "planted.Bomb",
+        "__reduce__": "os.system",
+        "_target_": "planted",
+        "py/object": "planted.Bomb",
+        "!!python/object": "planted.Bomb",
+    }
     state["hyperparameters"] = state["more"] = code
     state["versions"]["lockstep"] = "planted"
     state["callbacks"]["planted.Bomb"] = code
@@ -519,7 +606,12 @@ print(Checkpoint.open("a").files())
 """
     save_alone(tmp_path / "a", {"model/w": torch.randn(600_000), "model/v": torch.randn(3)})
     found = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert found.stdout.strip() == str(Checkpoint.open(tmp_path / "a").files()), found.stderr
 
@@ -535,7 +627,10 @@ def test_files_that_the_manifest_does_not_list_are_ignored(tmp_path: Path, two_r
 
 def test_verification_and_reading_of_a_part_take_constant_memory(tmp_path: Path) -> None:
     size = 16 << 20
-    save_alone(tmp_path / "a", {"model/w": torch.zeros(size // 4, 4, dtype=torch.uint8), "model/v": torch.zeros(4 * size, dtype=torch.uint8)})
+    save_alone(
+        tmp_path / "a",
+        {"model/w": torch.zeros(size // 4, 4, dtype=torch.uint8), "model/v": torch.zeros(4 * size, dtype=torch.uint8)},
+    )
     tracemalloc.start()
     loaded = Checkpoint.open(tmp_path / "a")
     peak = tracemalloc.get_traced_memory()[1]

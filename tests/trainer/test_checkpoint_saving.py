@@ -19,14 +19,27 @@ from tests.trainer.toy import Net, equal, loader, quiet, weights
 from trainer import CheckpointError, RankFailure, Trainer
 from trainer.checkpoint import Checkpoint, clean, is_checkpoint, newest
 
-LAYOUTS = [pytest.param("single", 1, id="single"), pytest.param("ddp", 2, id="ddp 2", marks=pytest.mark.slow), pytest.param("fsdp", 2, id="fsdp 2")]
+LAYOUTS = [
+    pytest.param("single", 1, id="single"),
+    pytest.param("ddp", 2, id="ddp 2", marks=pytest.mark.slow),
+    pytest.param("fsdp", 2, id="fsdp 2"),
+]
 
 
-def fit(folder: Path, *callbacks: Callback, strategy: str = "single", devices: int = 1, **options: Any) -> tuple[Trainer, Net]:
+def fit(
+    folder: Path, *callbacks: Callback, strategy: str = "single", devices: int = 1, **options: Any
+) -> tuple[Trainer, Net]:
     torch.manual_seed(0)
     module = Net()
     saves = any(isinstance(item, ModelCheckpoint) for item in callbacks)
-    settings = {"max_epochs": None, "max_steps": 6, "seed": 0, "default_root_dir": folder, "accelerator": "cpu", "enable_checkpointing": saves} | options
+    settings = {
+        "max_epochs": None,
+        "max_steps": 6,
+        "seed": 0,
+        "default_root_dir": folder,
+        "accelerator": "cpu",
+        "enable_checkpointing": saves,
+    } | options
     ckpt_path = settings.pop("ckpt_path", None)
     trainer = quiet(strategy=strategy, devices=devices, callbacks=list(callbacks), **settings)
     trainer.fit(module, loader(48, 4 if devices == 2 else 8), ckpt_path=ckpt_path)
@@ -48,14 +61,19 @@ class Both(Callback):
 
 
 @pytest.mark.parametrize(("strategy", "devices"), LAYOUTS)
-def test_a_checkpoint_saved_beside_the_training_is_the_same_to_the_byte(tmp_path: Path, strategy: str, devices: int) -> None:
+def test_a_checkpoint_saved_beside_the_training_is_the_same_to_the_byte(
+    tmp_path: Path, strategy: str, devices: int
+) -> None:
     fit(tmp_path, Both(), strategy=strategy, devices=devices)
     names = sorted(os.listdir("sync"))
     assert names == sorted(os.listdir("async")) and len(names) > 4
     for name in names:
         one, other = (Path(folder, name).read_bytes() for folder in ("sync", "async"))
         if name == "manifest.json":
-            one, other = (json.dumps({k: v for k, v in json.loads(text).items() if k not in ("saved_at_ns", "checksum")}).encode() for text in (one, other))
+            one, other = (
+                json.dumps({k: v for k, v in json.loads(text).items() if k not in ("saved_at_ns", "checksum")}).encode()
+                for text in (one, other)
+            )
         assert one == other, name
 
 
@@ -73,7 +91,9 @@ class Steps(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.pause(trainer)
-        committed = sorted(name for name in os.listdir(f"{self.folder}/kept") if is_checkpoint(f"{self.folder}/kept/{name}"))
+        committed = sorted(
+            name for name in os.listdir(f"{self.folder}/kept") if is_checkpoint(f"{self.folder}/kept/{name}")
+        )
         note(self.folder, f"steps-{trainer.global_rank}", f"{trainer.global_step} {' '.join(committed)}")
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
@@ -89,13 +109,19 @@ def test_training_goes_on_while_the_files_are_written(tmp_path: Path, monkeypatc
     opened = Checkpoint.open(tmp_path / "kept" / "step=4")
     monkeypatch.delenv("LOCKSTEP_FAULTS")
     _, module = fit(tmp_path, max_steps=4)
-    assert equal([opened.read(f"model/{name}") for name, _ in module.named_parameters()], weights(module)), "as it was at the fourth step"
+    assert equal([opened.read(f"model/{name}") for name, _ in module.named_parameters()], weights(module)), (
+        "as it was at the fourth step"
+    )
     assert Checkpoint.open(tmp_path / "kept" / "step=7").global_step == 7, "the end of fit waits for the last"
 
 
-def test_a_second_save_waits_and_an_older_one_goes_only_once_the_newer_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_save_waits_and_an_older_one_goes_only_once_the_newer_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCKSTEP_FAULTS", "point=save.manifest,action=sleep,seconds=0.3,times=9")
-    saver = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=2, save_top_k=2, save_last=True, async_save=True)
+    saver = ModelCheckpoint(
+        tmp_path / "kept", "{step}", every_n_train_steps=2, save_top_k=2, save_last=True, async_save=True
+    )
     fit(tmp_path, Steps(tmp_path), saver, max_steps=8)
     lines = [set(line.split()[1:]) - {"last"} for line in (tmp_path / "steps-0").read_text().splitlines()]
     assert lines[3] == set() and lines[5] == {"step=2"} and lines[7] == {"step=2", "step=4"}
@@ -106,14 +132,21 @@ def test_a_second_save_waits_and_an_older_one_goes_only_once_the_newer_is_there(
 
 
 @pytest.mark.parametrize(("rank", "waits"), [(0, False), (1, False), (1, True)], ids=["0 async", "1 async", "1 sync"])
-def test_a_failed_write_ends_all_ranks_within_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, waits: bool) -> None:
+def test_a_failed_write_ends_all_ranks_within_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, waits: bool
+) -> None:
     monkeypatch.setenv("LOCKSTEP_FAULTS", f"rank={rank},step=4,point=save.write,action=enospc")
     saver = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=2, save_top_k=1, async_save=not waits)
-    with pytest.raises(CheckpointError, match=rf"/kept/step=4: No space left on device \(ENOSPC\) at /.*, after rank {rank} had written \d+ of its \d+ bytes"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"/kept/step=4: No space left on device \(ENOSPC\) at /.*, after rank {rank} had written \d+ of its \d+ bytes",
+    ):
         fit(tmp_path, Steps(tmp_path, 0.3, slow_from=2), saver, strategy="ddp", devices=2, max_steps=9)
     for each in range(2):
         steps = [int(line.split()[0]) for line in (tmp_path / f"steps-{each}").read_text().splitlines()]
-        assert steps[-1] == 4 if waits else steps[-1] in (4, 5, 6), "it fails in step 5 at the latest, and the next one is the last"
+        assert steps[-1] == 4 if waits else steps[-1] in (4, 5, 6), (
+            "it fails in step 5 at the latest, and the next one is the last"
+        )
         assert f"after rank {rank} had written" in (tmp_path / f"left-{each}").read_text()
     assert os.listdir(tmp_path / "kept") == ["step=2"]
     assert Checkpoint.open(tmp_path / "kept" / "step=2").global_step == 2
@@ -136,10 +169,15 @@ class Vandal(Callback):
             shutil.rmtree(path)
 
 
-def test_a_folder_that_disappears_while_it_is_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_disappears_while_it_is_written_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCKSTEP_FAULTS", "rank=1,point=save.open,action=sleep,seconds=0.5")
     saver = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=2, async_save=True)
-    with pytest.raises(CheckpointError, match=r"cannot save the checkpoint .*/kept/step=2: (No such file or directory|rank [01] does not see)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"cannot save the checkpoint .*/kept/step=2: (No such file or directory|rank [01] does not see)",
+    ):
         fit(tmp_path, Vandal(), saver, strategy="ddp", devices=2)
 
 
@@ -153,7 +191,9 @@ class Breaks(Callback):
 
 
 @pytest.mark.parametrize(("strategy", "rank"), [("single", 0), ("ddp", 0), ("ddp", 1)])
-def test_an_exception_lets_the_pending_save_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, rank: int) -> None:
+def test_an_exception_lets_the_pending_save_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, rank: int
+) -> None:
     monkeypatch.setenv("LOCKSTEP_FAULTS", "rank=0,point=save.fsync,action=sleep,seconds=0.7")
     saver = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=4, async_save=True)
     with pytest.raises(LookupError, match="own mistake"):
@@ -163,7 +203,9 @@ def test_an_exception_lets_the_pending_save_finish(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_rank_that_dies_while_it_saves_beside_the_training_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def test_a_rank_that_dies_while_it_saves_beside_the_training_ends_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
     monkeypatch.setenv("LOCKSTEP_FAULTS", f"rank={rank},step=4,point=save.fsync,action=sigkill")
     saver = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=2, async_save=True)
     with pytest.raises(RankFailure, match=f"rank {rank} was killed by SIGKILL"):
@@ -183,7 +225,9 @@ class Terminates(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_sigterm_finishes_the_pending_save_and_a_later_checkpoint_replaces_the_interrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_finishes_the_pending_save_and_a_later_checkpoint_replaces_the_interrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCKSTEP_FAULTS", "point=save.fsync,action=sleep,seconds=0.7")
 
     def saver() -> ModelCheckpoint:
@@ -215,7 +259,13 @@ class Spoils(Callback):
             return
         optimizer = trainer.optimizers[0]
         parameter = module.net[0].weight
-        value = parameter.detach() if self.what == "parameter" else module.mask if self.what == "buffer" else optimizer.state[parameter]["exp_avg"]
+        value = (
+            parameter.detach()
+            if self.what == "parameter"
+            else module.mask
+            if self.what == "buffer"
+            else optimizer.state[parameter]["exp_avg"]
+        )
         value = value.to_local() if hasattr(value, "to_local") else value
         if trainer.global_rank == self.rank:
             value.view(-1)[-1] = float("nan" if self.what == "parameter" else "-inf")
@@ -223,12 +273,22 @@ class Spoils(Callback):
 
 @pytest.mark.parametrize(
     ("strategy", "devices", "rank", "waits", "what"),
-    [("single", 1, 0, True, "parameter"), ("ddp", 2, 0, False, "optimizer"), ("fsdp", 2, 1, True, "parameter"), ("fsdp", 2, 1, False, "optimizer")],
+    [
+        ("single", 1, 0, True, "parameter"),
+        ("ddp", 2, 0, False, "optimizer"),
+        ("fsdp", 2, 1, True, "parameter"),
+        ("fsdp", 2, 1, False, "optimizer"),
+    ],
 )
-def test_numbers_that_are_none_are_not_saved(tmp_path: Path, strategy: str, devices: int, rank: int, waits: bool, what: str) -> None:
+def test_numbers_that_are_none_are_not_saved(
+    tmp_path: Path, strategy: str, devices: int, rank: int, waits: bool, what: str
+) -> None:
     name = {"parameter": "model/net.0.weight", "optimizer": "optimizer/.*/net.0.weight/exp_avg"}[what]
     saver = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=1, async_save=not waits)
-    with pytest.raises(FloatingPointError, match=rf"/kept/step=3: {name} holds NaN or infinite values on rank {rank} in step 3; go back to an older"):
+    with pytest.raises(
+        FloatingPointError,
+        match=rf"/kept/step=3: {name} holds NaN or infinite values on rank {rank} in step 3; go back to an older",
+    ):
         fit(tmp_path, Steps(tmp_path, 0.2), Spoils(what, rank=rank), saver, strategy=strategy, devices=devices)
     assert os.listdir(tmp_path / "kept") == ["step=2"]
     for each in range(devices):
@@ -244,6 +304,11 @@ def test_buffers_and_large_finite_numbers_are_saved(tmp_path: Path) -> None:
     module = Masked()
     with torch.no_grad():
         module.net[3].bias[:] = torch.finfo(torch.float32).max  # their sum overflows
-    trainer = quiet(enable_checkpointing=True, default_root_dir=tmp_path, max_steps=1, callbacks=[ModelCheckpoint(tmp_path / "kept", "{step}")])
+    trainer = quiet(
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
+        max_steps=1,
+        callbacks=[ModelCheckpoint(tmp_path / "kept", "{step}")],
+    )
     trainer.fit(module, loader())
     assert Checkpoint.open(tmp_path / "kept" / "step=1").read("model/mask").isneginf().all()

@@ -127,7 +127,9 @@ def test_evaluation_and_prediction_of_a_checkpoint(capsys: pytest.CaptureFixture
     assert rows == {"input": "[22, 1]", "output": "there/out.safetensors"} | {"output": rows["output"]}
     tensors = load_file("there/out.safetensors")
     assert torch.equal(tensors["input"], torch.arange(22.0).unsqueeze(1) / 22)
-    assert (tensors["output"] - 2 * tensors["input"] - 1).abs().mean() == pytest.approx(float(fitted["error"]), rel=1e-4)
+    assert (tensors["output"] - 2 * tensors["input"] - 1).abs().mean() == pytest.approx(
+        float(fitted["error"]), rel=1e-4
+    )
 
 
 def test_a_run_goes_on_where_it_ended(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +146,9 @@ def test_a_run_goes_on_where_it_ended(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_evaluation_without_a_checkpoint_must_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "run.yaml"]) == 2
-    assert capsys.readouterr().err.startswith("lockstep: error: ckpt_path: missing; validate needs ckpt_path=CHECKPOINT, or ckpt_path=null")
+    assert capsys.readouterr().err.startswith(
+        "lockstep: error: ckpt_path: missing; validate needs ckpt_path=CHECKPOINT, or ckpt_path=null"
+    )
     assert main(["validate", "run.yaml", "ckpt_path=null"]) == 0
     assert float(block(capsys.readouterr().out, "validate: initial weights")["error"]) > 0
 
@@ -159,7 +163,11 @@ def test_config_prints_what_can_be_run_again(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "code", "expected"),
     [
-        (["fit", "run.yaml", "module.lrr=1"], 2, r"module\.lrr \(command line\): Line has no argument 'lrr'; did you mean 'lr'\?"),
+        (
+            ["fit", "run.yaml", "module.lrr=1"],
+            2,
+            r"module\.lrr \(command line\): Line has no argument 'lrr'; did you mean 'lr'\?",
+        ),
         (["fit", "none.yaml"], 2, r"cannot read config file 'none\.yaml': No such file or directory"),
         (["fitt", "run.yaml"], 2, r".*'fitt'.*fit.*\(usage: lockstep .*\)"),
         (["fit"], 2, r".*required.*\(usage: lockstep .*\)"),
@@ -171,7 +179,9 @@ def test_config_prints_what_can_be_run_again(capsys: pytest.CaptureFixture[str])
         (["fit", "run.yaml", "default_root_dir=tiny.py"], 1, r".*tiny\.py.*"),
     ],
 )
-def test_what_a_user_can_mend_is_one_line(arguments: list[str], code: int, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_user_can_mend_is_one_line(
+    arguments: list[str], code: int, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == code
     captured = capsys.readouterr()
     line = captured.err.strip().splitlines()[-1]
@@ -215,11 +225,16 @@ def test_the_modules_of_the_working_folder_are_found(capsys: pytest.CaptureFixtu
     """By the installed script too, which has only its own folder on the path."""
     assert main(["config", "run.yaml"]) == 0
     script = Path(sys.executable).parent / "lockstep"
-    result = subprocess.run([script, "config", "run.yaml"], capture_output=True, text=True, timeout=60, env=environment())
+    result = subprocess.run(
+        [script, "config", "run.yaml"], capture_output=True, text=True, timeout=60, env=environment()
+    )
     assert (result.returncode, result.stdout) == (0, capsys.readouterr().out), result.stderr
 
 
-@pytest.mark.parametrize(("option", "expected"), [("--help", "usage: lockstep fit|validate|test|predict|config|"), ("--version", "lockstep 0.")])
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [("--help", "usage: lockstep fit|validate|test|predict|config|"), ("--version", "lockstep 0.")],
+)
 def test_help_and_version(option: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([option])

@@ -51,7 +51,15 @@ class SaveAt(Callback):
             trainer.should_stop = True
 
 
-def train(mode: str, ranks: int, accumulate: int, ckpt_path: Any = None, dataset: Any = data, stop: int | None = None, **options: Any) -> tuple[Joint, float]:
+def train(
+    mode: str,
+    ranks: int,
+    accumulate: int,
+    ckpt_path: Any = None,
+    dataset: Any = data,
+    stop: int | None = None,
+    **options: Any,
+) -> tuple[Joint, float]:
     torch.manual_seed(0)
     model = Joint(dropout=0.2 if dataset is Noisy else 0.0)
     loaders = {"labelled": DataLoader(dataset(41), 4, shuffle=True), "more": DataLoader(dataset(13), 3, shuffle=True)}

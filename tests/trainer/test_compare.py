@@ -40,7 +40,12 @@ def make_net() -> Net:
 
 def test_strategies_that_agree_pass(assert_same_run: Any) -> None:
     results = assert_same_run(
-        make_net, lambda: loader(50, 12, shuffle=True), ("single", "ddp", "dp"), steps=7, accumulate_grad_batches=2, gradient_clip_val=0.5
+        make_net,
+        lambda: loader(50, 12, shuffle=True),
+        ("single", "ddp", "dp"),
+        steps=7,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
     )
     assert list(results) == ["single", "ddp", "dp"]
     for found in results.values():
@@ -58,14 +63,26 @@ def test_a_strategy_that_differs_is_named_with_step_and_parameter(assert_same_ru
 
 def test_noise_is_taken_out(assert_same_run: Any) -> None:
     assert_same_run(lambda: Net(dropout=0.5), lambda: loader(32, 8), ("single", "ddp"), steps=3)
-    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, dropout=0.1), "rnn": nn.LSTM(8, 8, 2, dropout=0.2), "none": nn.Dropout(0.0)})
+    model = nn.ModuleDict(
+        {
+            "attention": nn.MultiheadAttention(8, 2, dropout=0.1),
+            "rnn": nn.LSTM(8, 8, 2, dropout=0.2),
+            "none": nn.Dropout(0.0),
+        }
+    )
     assert compare.without_noise(model) == 2 and model["attention"].dropout == model["rnn"].dropout == 0.0
 
 
-@pytest.mark.parametrize("order", [pytest.param(("single", "deepspeed_stage_2", "ddp"), marks=pytest.mark.slow), ("deepspeed_stage_2", "single")], ids="-".join)
+@pytest.mark.parametrize(
+    "order",
+    [pytest.param(("single", "deepspeed_stage_2", "ddp"), marks=pytest.mark.slow), ("deepspeed_stage_2", "single")],
+    ids="-".join,
+)
 def test_what_has_no_float64_is_compared_in_float32(order: tuple[str, ...], assert_same_run: Any) -> None:
     pytest.importorskip("deepspeed")
-    results = assert_same_run(make_net, lambda: loader(32, 8), order, steps=3, tolerance=1e-12 if order[0] == "single" else None)
+    results = assert_same_run(
+        make_net, lambda: loader(32, 8), order, steps=3, tolerance=1e-12 if order[0] == "single" else None
+    )
     for name, found in results.items():
         exact = order[0] == "single" and name != "deepspeed_stage_2"
         assert (found.precision, found.tolerance) == (("64-true", 1e-12) if exact else ("32-true", 1e-5))
@@ -96,16 +113,24 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs() -> None:
     def fit(recorder: Recorder, **layout: Any) -> None:
         raise AssertionError("ran")
 
-    for strategies, message in ((["single"], "two strategies or more"), (["single", "dpp"], "did you mean 'dp'"), (["single", "ddp=2,tenso=2"], "'tensor'")):
+    for strategies, message in (
+        (["single"], "two strategies or more"),
+        (["single", "dpp"], "did you mean 'dp'"),
+        (["single", "ddp=2,tenso=2"], "'tensor'"),
+    ):
         with pytest.raises(ValueError, match=message):
             compare.compare(fit, strategies)
 
 
 def test_recordings_of_different_runs_are_refused(tmp_path: Path) -> None:
     for folder, steps in (("one", 2), ("two", 3)):
-        Trainer(max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=[Recorder(tmp_path / folder)]).fit(
-            make_net(), loader(40)
-        )
+        Trainer(
+            max_steps=steps,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            callbacks=[Recorder(tmp_path / folder)],
+        ).fit(make_net(), loader(40))
     with pytest.raises(ValueError, match="took different steps: 2 .* against 3"):
         differences(tmp_path / "one", tmp_path / "two", 0.1)
     with pytest.raises(ValueError, match="no optimizer step was recorded"):
@@ -135,7 +160,9 @@ def test_a_loop_without_trainer_can_be_recorded(tmp_path: Path) -> None:
     assert found.same and found.bitwise and found.steps == 5
 
 
-def write(folder: Path, loss: float | None = 1.0, weight: float = 1.0, norms: tuple[float, ...] = (), **metrics: float) -> Path:
+def write(
+    folder: Path, loss: float | None = 1.0, weight: float = 1.0, norms: tuple[float, ...] = (), **metrics: float
+) -> Path:
     """A recording of one step."""
     strategy = SingleDevice()
     strategy.configure(accelerator="cpu")
@@ -175,7 +202,14 @@ def test_what_is_missing_or_no_number_is_a_difference(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "ignored"),
-    [("tokens_per_s", True), ("val/time", True), ("step_time_ms", True), ("seconds", True), ("sentiment_acc", False), ("loss_per_sample", False)],
+    [
+        ("tokens_per_s", True),
+        ("val/time", True),
+        ("step_time_ms", True),
+        ("seconds", True),
+        ("sentiment_acc", False),
+        ("loss_per_sample", False),
+    ],
 )
 def test_metrics_that_tell_of_speed(name: str, ignored: bool) -> None:
     assert bool(re.search(IGNORED_METRICS, name)) is ignored
@@ -184,7 +218,12 @@ def test_metrics_that_tell_of_speed(name: str, ignored: bool) -> None:
 def test_of_many_names_the_table_shows_the_worst() -> None:
     found = Difference(steps=1, parameters={f"layer.{i}": i * 1e-3 for i in range(100)})
     text = table({"single": Difference(steps=1, parameters=dict.fromkeys(found.parameters, 0.0)), "ddp": found})
-    assert "layer.99" in text and "layer.40 " in text and "layer.39 " not in text and "and 40 more with smaller differences" in text
+    assert (
+        "layer.99" in text
+        and "layer.40 " in text
+        and "layer.39 " not in text
+        and "and 40 more with smaller differences" in text
+    )
 
 
 class Digits(DataModule):
@@ -201,15 +240,28 @@ def config(tmp_path: Path) -> str:
     return "run.yaml"
 
 
-def test_from_the_command_line(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_the_command_line(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Overrides may stand anywhere, the seed is the config's, nothing but the JSON file is left."""
     monkeypatch.setitem(registry.STRATEGIES, "wrong", Wrong)
-    assert main(["compare", config, "--steps", "3", "--strategies", "single,ddp", "module.width=4", "--json", "all.json"]) == 0
+    assert (
+        main(["compare", config, "--steps", "3", "--strategies", "single,ddp", "module.width=4", "--json", "all.json"])
+        == 0
+    )
     printed = capsys.readouterr().out
     assert re.search(r"^ +ddp\ntrain/loss.*\n(.*\n)?(.*\n)?net\.0\.bias .*\n", printed)
-    assert re.search(r"^single +3 +0 +0 +0 +0 +reference\nddp +3 .* same\nlargest .* single in 64-true; tolerance 1e-12$", printed, flags=re.MULTILINE)
+    assert re.search(
+        r"^single +3 +0 +0 +0 +0 +reference\nddp +3 .* same\nlargest .* single in 64-true; tolerance 1e-12$",
+        printed,
+        flags=re.MULTILINE,
+    )
     found = json.loads(Path("all.json").read_text())
-    assert found["ddp"]["same"] and max(found["ddp"]["parameters"].values()) < 1e-12 and set(Path().iterdir()) == {Path("run.yaml"), Path("all.json")}
+    assert (
+        found["ddp"]["same"]
+        and max(found["ddp"]["parameters"].values()) < 1e-12
+        and set(Path().iterdir()) == {Path("run.yaml"), Path("all.json")}
+    )
     assert main(["compare", config, "--steps", "2", "--strategies", "single,wrong"]) == 1
     assert re.search(r"^wrong .* differs: step 1, net\.", capsys.readouterr().out, flags=re.MULTILINE)
 
@@ -229,7 +281,14 @@ def test_from_the_command_line(config: str, capsys: pytest.CaptureFixture[str], 
         ("module.widht=3", "did you mean 'width'"),
     ],
 )
-def test_wrong_input_is_one_sentence_before_anything_runs(words: str, message: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_one_sentence_before_anything_runs(
+    words: str, message: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["compare", config, *words.split()]) == 2
     printed = capsys.readouterr()
-    assert message in printed.err and printed.err.startswith("lockstep: error: ") and printed.err.count("\n") == 1 and not printed.out
+    assert (
+        message in printed.err
+        and printed.err.startswith("lockstep: error: ")
+        and printed.err.count("\n") == 1
+        and not printed.out
+    )

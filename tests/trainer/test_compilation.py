@@ -12,13 +12,26 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from examples.gpt import GPT, VOCABULARY
-from strategies import DDP, FSDP, DataParallel, DeepSpeed, MeshParallel, ModelParallel, Pipeline, SingleDevice, Strategy, TensorParallel
+from strategies import (
+    DDP,
+    FSDP,
+    DataParallel,
+    DeepSpeed,
+    MeshParallel,
+    ModelParallel,
+    Pipeline,
+    SingleDevice,
+    Strategy,
+    TensorParallel,
+)
 from tests.trainer.test_guards import Brittle, far, marked_data
 from tests.trainer.toy import loader, net, quiet
 from trainer import Module
 from trainer.compilation import Compiled
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of itself while it compiles, and fails where that is an error
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # torch warns of itself while it compiles, and fails where that is an error
 
 STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "single": (SingleDevice, 1),
@@ -55,11 +68,15 @@ def forget() -> Any:
 
 def trained(make: Callable[[], Strategy], devices: int, precision: str, **options: Any) -> Brittle:
     module = Brittle()
-    quiet(strategy=make(), devices=devices, split_batches=True, precision=precision, **options).fit(module, marked_data())
+    quiet(strategy=make(), devices=devices, split_batches=True, precision=precision, **options).fit(
+        module, marked_data()
+    )
     return module
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in STRATEGIES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in STRATEGIES]
+)
 def test_numbers_and_names_are_those_of_the_plain_module(name: str) -> None:
     make, devices = STRATEGIES[name]
     precision = "32-true" if "deepspeed" in name else "64-true"
@@ -67,7 +84,9 @@ def test_numbers_and_names_are_those_of_the_plain_module(name: str) -> None:
     compiled = trained(make, devices, precision, compile={"backend": "aot_eager"})
     assert far(compiled, [p.detach() for p in plain.parameters()]) < (1e-11 if precision == "64-true" else 1e-5)
     assert list(compiled.state_dict()) == list(plain.state_dict())
-    assert [type(m) for m in compiled.modules()] == [type(m) for m in Brittle().modules()]  # it is the caller's plain module again
+    assert [type(m) for m in compiled.modules()] == [
+        type(m) for m in Brittle().modules()
+    ]  # it is the caller's plain module again
 
 
 def test_repeated_blocks_share_one_compilation() -> None:
@@ -116,7 +135,9 @@ def test_batches_of_several_sizes_where_layers_are_cut() -> None:
     def trained_on(**options: Any) -> Text:
         module = Text()
         strategy = TensorParallel(loss_parallel=True)
-        quiet(strategy=strategy, devices=2, precision="64-true", **options).fit(module, DataLoader(tokens, 8), DataLoader(tokens, 7))
+        quiet(strategy=strategy, devices=2, precision="64-true", **options).fit(
+            module, DataLoader(tokens, 8), DataLoader(tokens, 7)
+        )
         return module
 
     plain = trained_on()
@@ -134,7 +155,9 @@ class Widths(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, 1)) for width in range(3, 14))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, 1)) for width in range(3, 14)
+        )
 
 
 def test_blocks_of_many_shapes_are_all_compiled() -> None:
@@ -192,8 +215,16 @@ def test_the_default_backend_compiles(make: Callable[[], Strategy], devices: int
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"compile": "yes"}, TypeError, "compile must be True, False or a dict of arguments of torch.compile, but compile='yes'"),
-        ({"compile": {"speed": "max"}}, ValueError, "compile takes backend, dynamic, fullgraph, mode, options, as torch.compile does, but compile has speed"),
+        (
+            {"compile": "yes"},
+            TypeError,
+            "compile must be True, False or a dict of arguments of torch.compile, but compile='yes'",
+        ),
+        (
+            {"compile": {"speed": "max"}},
+            ValueError,
+            "compile takes backend, dynamic, fullgraph, mode, options, as torch.compile does, but compile has speed",
+        ),
         (
             {"compile": {"dynamic": True}, "strategy": "ddp=2,tensor=2", "devices": 4},
             ValueError,
@@ -209,5 +240,7 @@ def test_what_cannot_be_compiled_is_refused(given: dict[str, Any], error: type[E
 def test_a_failed_fit_leaves_a_plain_module() -> None:
     module = net()
     with pytest.raises(RuntimeError):
-        quiet(compile={"backend": counting}).fit(module, loader(8, collate_fn=lambda samples: (torch.zeros(2, 99), torch.zeros(2, dtype=torch.long))))
+        quiet(compile={"backend": counting}).fit(
+            module, loader(8, collate_fn=lambda samples: (torch.zeros(2, 99), torch.zeros(2, dtype=torch.long)))
+        )
     assert type(module.net) is nn.Sequential

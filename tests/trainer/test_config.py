@@ -101,7 +101,8 @@ def message(*overrides: str, text: str = "module: {class: shop.Net, width: 8}\n"
 
 def test_files_then_overrides_in_order() -> None:
     first = write(
-        "module: {class: shop.Net, width: 8, lr: 0.1}\ntrainer: {max_epochs: 1, callbacks: [{class: Timer}, {class: LearningRateMonitor}]}\n", "a.yaml"
+        "module: {class: shop.Net, width: 8, lr: 0.1}\ntrainer: {max_epochs: 1, callbacks: [{class: Timer}, {class: LearningRateMonitor}]}\n",
+        "a.yaml",
     )
     second = write("module: {lr: 0.2}\ntrainer: {callbacks: [{class: LRWarmup, steps: 5}]}\n", "b.yaml")
     values = resolve([first, second], ["module.width=16", "trainer.max_epochs=2", "trainer.max_epochs=3"]).values
@@ -124,19 +125,35 @@ def test_an_override_reaches_into_lists(key: str) -> None:
 
 
 def test_top_level_spellings_are_the_trainers() -> None:
-    short = resolve([write("module: {class: shop.Net, width: 8}\nseed: 3\nmax_epochs: 2\n")], ["strategy=ddp", "devices=2", "split_batches=true"]).values
-    long = minimal("trainer.seed=3", "trainer.max_epochs=2", "trainer.strategy=ddp", "trainer.devices=2", "trainer.split_batches=true").values
+    short = resolve(
+        [write("module: {class: shop.Net, width: 8}\nseed: 3\nmax_epochs: 2\n")],
+        ["strategy=ddp", "devices=2", "split_batches=true"],
+    ).values
+    long = minimal(
+        "trainer.seed=3",
+        "trainer.max_epochs=2",
+        "trainer.strategy=ddp",
+        "trainer.devices=2",
+        "trainer.split_batches=true",
+    ).values
     assert short == long
     assert long["trainer"] == {"seed": 3, "max_epochs": 2, "strategy": "ddp", "devices": 2, "split_batches": True}
 
 
 def test_both_spellings_in_one_file_is_an_error() -> None:
     text = "module: {class: shop.Net, width: 8}\nseed: 3\ntrainer:\n  seed: 4\n"
-    assert message(text=text) == "seed (run.yaml:2): is short for trainer.seed, which the same file sets as well (run.yaml:4); keep one of them"
+    assert (
+        message(text=text)
+        == "seed (run.yaml:2): is short for trainer.seed, which the same file sets as well (run.yaml:4); keep one of them"
+    )
 
 
 def test_optimizer_and_scheduler_sections_are_the_modules_arguments() -> None:
-    run = build(minimal("optimizer={class: AdamW, lr: 0.5}", "lr_scheduler={class: torch.optim.lr_scheduler.StepLR, step_size: 2}"))
+    run = build(
+        minimal(
+            "optimizer={class: AdamW, lr: 0.5}", "lr_scheduler={class: torch.optim.lr_scheduler.StepLR, step_size: 2}"
+        )
+    )
     optimizer = run.module.given["optimizer"](run.module.parameters())
     assert type(optimizer) is torch.optim.AdamW
     assert optimizer.param_groups[0]["lr"] == 0.5
@@ -151,7 +168,9 @@ def test_interpolation_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     values = minimal("module.sizes=['${module.width}', 2]", "module.name=${oc.env:SHOP_NAME}").values
     assert values["module"]["sizes"] == [8, 2]
     assert values["module"]["name"] == "corner"
-    assert message("module.name=${module.nope}") == "module.name (command line): Interpolation key 'module.nope' not found"
+    assert (
+        message("module.name=${module.nope}") == "module.name (command line): Interpolation key 'module.nope' not found"
+    )
     assert message("module.width=???") == "module.width (command line): missing: it is '???', give it a value"
 
 
@@ -187,7 +206,12 @@ def test_build_makes_what_the_config_says() -> None:
 def test_values_arrive_as_the_annotations_say() -> None:
     module = build(
         minimal(
-            "module.cache=store", "module.every={minutes: 2}", "module.kernel=[5, 1]", "module.lr=1", "module.augment={flip: true}", "module.unknown={a: 1}"
+            "module.cache=store",
+            "module.every={minutes: 2}",
+            "module.kernel=[5, 1]",
+            "module.lr=1",
+            "module.augment={flip: true}",
+            "module.unknown={a: 1}",
         )
     ).module
     given = module.given
@@ -209,14 +233,19 @@ def test_kwargs_pass_on_to_the_base_class() -> None:
     module = build(minimal("module.class=shop.Wide", "module.depth=3")).module
     assert module.depth == 3
     assert module.given["width"] == 8
-    assert message("module.class=shop.Wide", "module.dept=3") == "module.dept (command line): Wide has no argument 'dept'; did you mean 'depth'?"
+    assert (
+        message("module.class=shop.Wide", "module.dept=3")
+        == "module.dept (command line): Wide has no argument 'dept'; did you mean 'depth'?"
+    )
     assert build(resolve([write("module: {class: shop.Loose, colour: red}")])).module.given == {"colour": "red"}
 
 
 def test_nothing_is_built_where_anything_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     import shop
 
-    monkeypatch.setattr(shop.Net, "__init__", functools.wraps(shop.Net.__init__)(lambda *args, **kwargs: pytest.fail("built")))
+    monkeypatch.setattr(
+        shop.Net, "__init__", functools.wraps(shop.Net.__init__)(lambda *args, **kwargs: pytest.fail("built"))
+    )
     with pytest.raises(ConfigError, match="batch_sise"):
         build(minimal("data={class: shop.Data, batch_sise: 2}"))
 
@@ -229,43 +258,94 @@ def test_nothing_is_built_where_anything_is_wrong(monkeypatch: pytest.MonkeyPatc
     [
         ("module.widht=3", "module.widht (command line): Net has no argument 'widht'; did you mean 'width'?"),
         ("modul.width=3", "modul (command line): no such key; did you mean 'module'?"),
-        ("trainer.max_epoch=3", "trainer.max_epoch (command line): Trainer has no argument 'max_epoch'; did you mean 'max_epochs'?"),
+        (
+            "trainer.max_epoch=3",
+            "trainer.max_epoch (command line): Trainer has no argument 'max_epoch'; did you mean 'max_epochs'?",
+        ),
         ("max_epoch=3", "max_epoch (command line): no such key; did you mean 'max_epochs'?"),
-        ("trainer.max_epochs=three", "trainer.max_epochs (command line): must be an integer or null, but it is 'three'"),
+        (
+            "trainer.max_epochs=three",
+            "trainer.max_epochs (command line): must be an integer or null, but it is 'three'",
+        ),
         ("module.width=2.5", "module.width (command line): must be an integer, but it is 2.5"),
         ("module.width=true", "module.width (command line): must be an integer, but it is True"),
         ("module.lr=fast", "module.lr (command line): must be a number, but it is 'fast'"),
         ("module.act=tanh", "module.act (command line): must be one of 'relu', 'gelu', but it is 'tanh'"),
-        ("module.sizes=[1, x]", "module.sizes (command line): must be a list, each an integer, or null, but it is [1, 'x']"),
+        (
+            "module.sizes=[1, x]",
+            "module.sizes (command line): must be a list, each an integer, or null, but it is [1, 'x']",
+        ),
         ("module.kernel=[1]", "module.kernel (command line): must be a list of 2 values, but it is [1]"),
         ("module.extra={a: b}", "module.extra (command line): must be a mapping or null, but it is {'a': 'b'}"),
-        ("module.every={minuts: 3}", "module.every.minuts (command line): timedelta has no argument 'minuts'; did you mean 'minutes'?"),
+        (
+            "module.every={minuts: 3}",
+            "module.every.minuts (command line): timedelta has no argument 'minuts'; did you mean 'minutes'?",
+        ),
         ("module.augment={flip: 3}", "module.augment.flip (command line): must be true or false, but it is 3"),
         ("module.augment={angle: 3}", "module.augment.flip (command line): missing; Augment needs it (true or false)"),
         ("module.name=5", "module.name (command line): must be a string, but it is 5"),
         ("module.width.x=5", "module.width.x (command line): module.width is 8, which has no keys"),
         ("module.class=shop.Nett", "module.class (command line): shop has no class 'Nett'; did you mean 'Net'?"),
-        ("module.class=shop.Data", "module.class (command line): shop.Data is not a subclass of Module, which this place asks for"),
-        ("module.class=os.system", "module.class (command line): os.system is not a subclass of Module, which this place asks for"),
+        (
+            "module.class=shop.Data",
+            "module.class (command line): shop.Data is not a subclass of Module, which this place asks for",
+        ),
+        (
+            "module.class=os.system",
+            "module.class (command line): os.system is not a subclass of Module, which this place asks for",
+        ),
         ("module.class=Net", "module.class (command line): 'Net' is not an import path; write package.file.Net"),
-        ("module.class='shop; Net'", "module.class (command line): must be an import path such as package.file.Class, but it is 'shop; Net'"),
-        ("module.class=shopp.Net", "module.class (command line): cannot import shopp: ModuleNotFoundError: No module named 'shopp'"),
-        ("data={batch_size: 3}", "data.class (command line): missing; name a subclass of DataModule by its import path"),
-        ("callbacks=[{class: LRWarmpu}]", "trainer.callbacks.0.class (command line): callbacks has no class 'LRWarmpu'; did you mean 'LRWarmup'?"),
-        ("callbacks=[{class: LRWarmup, step: 1}]", "trainer.callbacks.0.step (command line): LRWarmup has no argument 'step'; did you mean 'steps'?"),
+        (
+            "module.class='shop; Net'",
+            "module.class (command line): must be an import path such as package.file.Class, but it is 'shop; Net'",
+        ),
+        (
+            "module.class=shopp.Net",
+            "module.class (command line): cannot import shopp: ModuleNotFoundError: No module named 'shopp'",
+        ),
+        (
+            "data={batch_size: 3}",
+            "data.class (command line): missing; name a subclass of DataModule by its import path",
+        ),
+        (
+            "callbacks=[{class: LRWarmpu}]",
+            "trainer.callbacks.0.class (command line): callbacks has no class 'LRWarmpu'; did you mean 'LRWarmup'?",
+        ),
+        (
+            "callbacks=[{class: LRWarmup, step: 1}]",
+            "trainer.callbacks.0.step (command line): LRWarmup has no argument 'step'; did you mean 'steps'?",
+        ),
         (
             "callbacks=[{class: shop.Net, width: 1}]",
             "trainer.callbacks.0.class (command line): shop.Net is not a subclass of Callback, which this place asks for",
         ),
-        ("strategy.class=Strategy", "trainer.strategy.class (command line): Strategy is abstract; name a subclass of it"),
-        ("strategy.class=DPP", "trainer.strategy.class (command line): strategies has no class 'DPP'; did you mean 'DDP'?"),
-        ("optimizer={class: AdamW, batas: 1}", "module.optimizer.batas (command line): AdamW has no argument 'batas'; did you mean 'betas'?"),
-        ("optimizer={class: shop.Net}", "module.optimizer.class (command line): shop.Net is not a subclass of Optimizer, which this place asks for"),
+        (
+            "strategy.class=Strategy",
+            "trainer.strategy.class (command line): Strategy is abstract; name a subclass of it",
+        ),
+        (
+            "strategy.class=DPP",
+            "trainer.strategy.class (command line): strategies has no class 'DPP'; did you mean 'DDP'?",
+        ),
+        (
+            "optimizer={class: AdamW, batas: 1}",
+            "module.optimizer.batas (command line): AdamW has no argument 'batas'; did you mean 'betas'?",
+        ),
+        (
+            "optimizer={class: shop.Net}",
+            "module.optimizer.class (command line): shop.Net is not a subclass of Optimizer, which this place asks for",
+        ),
         ("ckpt_path=3", "ckpt_path (command line): must be a string or null, but it is 3"),
         ("module=[1]", "module (command line): must be a mapping of arguments, but it is [1]"),
-        ("module.sizes=[1,", "module.sizes (command line): '[1,' is not valid YAML: did not find expected node content"),
+        (
+            "module.sizes=[1,",
+            "module.sizes (command line): '[1,' is not valid YAML: did not find expected node content",
+        ),
         ("+seed=1", "'+seed=1' (command line): an override is key=value, such as trainer.max_epochs=3"),
-        ("trainer.callbacks.0.steps=5", "trainer.callbacks.0 (command line): the list has 0 elements; name one by its number, from 0"),
+        (
+            "trainer.callbacks.0.steps=5",
+            "trainer.callbacks.0 (command line): the list has 0 elements; name one by its number, from 0",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(override: str, expected: str) -> None:
@@ -275,8 +355,13 @@ def test_a_mistake_is_one_line(override: str, expected: str) -> None:
 
 def test_a_mistake_in_a_file_names_file_and_line() -> None:
     assert message(text="module:\n  class: shop.Net\n  width: 8\n  lrr: 3\n").startswith("module.lrr (run.yaml:4): ")
-    assert message(text="module: {class: shop.Net}\n") == "module.width (run.yaml:1): missing; Net needs it (an integer)"
-    assert message(text="seed: 1\n") == "module: missing; name the class to train, such as module.class=examples.digits.Digits"
+    assert (
+        message(text="module: {class: shop.Net}\n") == "module.width (run.yaml:1): missing; Net needs it (an integer)"
+    )
+    assert (
+        message(text="seed: 1\n")
+        == "module: missing; name the class to train, such as module.class=examples.digits.Digits"
+    )
     assert message(text="module: {class: shop.Net\n").startswith("run.yaml:2: not valid YAML: ")
     assert message(text="module: {class: shop.Net, width: 1, width: 2}\n").startswith("run.yaml:1: not valid YAML: ")
     assert message(text="- 1\n").startswith("run.yaml: a config is a mapping of sections")

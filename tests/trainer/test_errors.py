@@ -51,12 +51,27 @@ TRAINER: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "limit below": ({"limit_test_batches": -1}, "limit_test_batches=-1"),
     "limit type": ({"limit_train_batches": "half"}, "limit_train_batches='half'"),
-    "limit zero": ({"limit_train_batches": 0}, "limit_train_batches and val_check_interval must be above 0; to turn validation off set limit_val_batches=0"),
+    "limit zero": (
+        {"limit_train_batches": 0},
+        "limit_train_batches and val_check_interval must be above 0; to turn validation off set limit_val_batches=0",
+    ),
     "overfit": ({"overfit_batches": True}, "overfit_batches must be"),
-    "across epochs": ({"check_val_every_n_epoch": None}, "check_val_every_n_epoch=None .* must be a whole number, but it is None"),
-    "across epochs, part": ({"check_val_every_n_epoch": None, "val_check_interval": 0.5}, "must be a whole number, but it is 0.5"),
-    "clip": ({"gradient_clip_val": 0}, "gradient_clip_val must be above 0, or None for no clipping, but gradient_clip_val=0"),
-    "clip how": ({"gradient_clip_algorithm": "l2"}, "gradient_clip_algorithm must be 'norm' or 'value', but gradient_clip_algorithm='l2'"),
+    "across epochs": (
+        {"check_val_every_n_epoch": None},
+        "check_val_every_n_epoch=None .* must be a whole number, but it is None",
+    ),
+    "across epochs, part": (
+        {"check_val_every_n_epoch": None, "val_check_interval": 0.5},
+        "must be a whole number, but it is 0.5",
+    ),
+    "clip": (
+        {"gradient_clip_val": 0},
+        "gradient_clip_val must be above 0, or None for no clipping, but gradient_clip_val=0",
+    ),
+    "clip how": (
+        {"gradient_clip_algorithm": "l2"},
+        "gradient_clip_algorithm must be 'norm' or 'value', but gradient_clip_algorithm='l2'",
+    ),
     "seed": ({"seed": -1}, "seed must be in \\[0, 2\\*\\*63\\), but seed=-1"),
     "precision": ({"precision": "17"}, "precision must be one of 32-true, .*, but precision='17'"),
     "strategy": ({"strategy": "dpd"}, "strategy must be one of .*, but strategy='dpd'; did you mean '.*'\\?"),
@@ -64,13 +79,31 @@ TRAINER: dict[str, tuple[dict[str, Any], str]] = {
     "strategy type": ({"strategy": 3}, "strategy must be a name or a Strategy object, but strategy=3"),
     "devices": ({"devices": "many"}, "devices must be 'auto' or a whole number of at least 1, but devices='many'"),
     "devices zero": ({"devices": 0}, "devices=0"),
-    "single": ({"strategy": "single", "devices": 2}, "strategy='single' runs on one device, but devices=2; use strategy='ddp' for 2"),
+    "single": (
+        {"strategy": "single", "devices": 2},
+        "strategy='single' runs on one device, but devices=2; use strategy='ddp' for 2",
+    ),
     "nodes": ({"num_nodes": 2}, "num_nodes=2 needs a launcher .*torchrun --nnodes=2"),
-    "accelerator": ({"accelerator": "tpu"}, "accelerator must be 'auto', 'cpu', 'gpu' or 'cuda', but accelerator='tpu'"),
-    "callback": ({"callbacks": [EarlyStopping]}, "callbacks must be Callback objects, but one is <class .*EarlyStopping'>; subclass callbacks.Callback"),
-    "logger": ({"logger": ["tensorboard"]}, "logger must be True, False, a Logger or a list of them, but one is 'tensorboard'"),
-    "savers": ({"callbacks": ModelCheckpoint()}, "enable_checkpointing=False contradicts a ModelCheckpoint among the callbacks; drop one of them"),
-    "twice": ({"callbacks": [EarlyStopping("a"), EarlyStopping("a")]}, "two callbacks have the same state_key 'EarlyStopping\\[monitor=a, mode=min\\]'"),
+    "accelerator": (
+        {"accelerator": "tpu"},
+        "accelerator must be 'auto', 'cpu', 'gpu' or 'cuda', but accelerator='tpu'",
+    ),
+    "callback": (
+        {"callbacks": [EarlyStopping]},
+        "callbacks must be Callback objects, but one is <class .*EarlyStopping'>; subclass callbacks.Callback",
+    ),
+    "logger": (
+        {"logger": ["tensorboard"]},
+        "logger must be True, False, a Logger or a list of them, but one is 'tensorboard'",
+    ),
+    "savers": (
+        {"callbacks": ModelCheckpoint()},
+        "enable_checkpointing=False contradicts a ModelCheckpoint among the callbacks; drop one of them",
+    ),
+    "twice": (
+        {"callbacks": [EarlyStopping("a"), EarlyStopping("a")]},
+        "two callbacks have the same state_key 'EarlyStopping\\[monitor=a, mode=min\\]'",
+    ),
     "max_time": ({"max_time": "ten minutes"}, "max_time|duration"),
 }
 
@@ -84,7 +117,9 @@ def test_arguments_of_the_trainer(options: dict[str, Any], message: str, starts_
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_gpu_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="accelerator='gpu' needs a CUDA device, and torch sees none; use accelerator='cpu' or 'auto'"):
+    with pytest.raises(
+        ValueError, match="accelerator='gpu' needs a CUDA device, and torch sees none; use accelerator='cpu' or 'auto'"
+    ):
         quiet(accelerator="gpu")
 
 
@@ -99,7 +134,11 @@ def test_no_limit_may_be_written_as_minus_one() -> None:
 
 LAUNCHERS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "half set": ({"RANK": "0"}, {}, "RANK=0 is set but WORLD_SIZE is not: set both, or unset both"),
-    "no address": ({"RANK": "0", "WORLD_SIZE": "2"}, {}, "MASTER_ADDR is not set although .*: set it to the host of rank 0"),
+    "no address": (
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {},
+        "MASTER_ADDR is not set although .*: set it to the host of rank 0",
+    ),
     "devices": (
         {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"},
         {"devices": 3},
@@ -110,13 +149,21 @@ LAUNCHERS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         {"strategy": "single"},
         "runs on one process, but .* 2; use",
     ),
-    "nodes": ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}, {"num_nodes": 3}, "num_nodes=3 contradicts"),
+    "nodes": (
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"},
+        {"num_nodes": 3},
+        "num_nodes=3 contradicts",
+    ),
 }
 
 
 @pytest.mark.parametrize(("variables", "options", "message"), LAUNCHERS.values(), ids=LAUNCHERS)
 def test_launchers_that_contradict(
-    variables: dict[str, str], options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, starts_nothing: None
+    variables: dict[str, str],
+    options: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    starts_nothing: None,
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -156,18 +203,45 @@ def writing(**options: Any) -> Trainer:
 
 
 BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
-    "no module": (lambda: quiet(devices=2).fit(nn.Linear(1, 1), loader()), "fit takes a trainer.Module, but module is Linear; subclass Module"),
+    "no module": (
+        lambda: quiet(devices=2).fit(nn.Linear(1, 1), loader()),
+        "fit takes a trainer.Module, but module is Linear; subclass Module",
+    ),
     "no step": (lambda: quiet(devices=2).fit(NoStep(), loader()), "NoStep needs the method training_step; define it"),
-    "no optimizers": (lambda: quiet(devices=2).fit(NoOptimizers(), loader()), "NoOptimizers needs the method configure_optimizers; define it"),
-    "no end": (lambda: quiet(devices=2, max_epochs=None).fit(Net(), loader()), "fit needs an end: give the Trainer max_epochs, max_steps or max_time"),
-    "no data": (lambda: quiet(devices=2).fit(Net()), "fit needs training data: give train_dataloaders, or a DataModule or Module with train_dataloader"),
+    "no optimizers": (
+        lambda: quiet(devices=2).fit(NoOptimizers(), loader()),
+        "NoOptimizers needs the method configure_optimizers; define it",
+    ),
+    "no end": (
+        lambda: quiet(devices=2, max_epochs=None).fit(Net(), loader()),
+        "fit needs an end: give the Trainer max_epochs, max_steps or max_time",
+    ),
+    "no data": (
+        lambda: quiet(devices=2).fit(Net()),
+        "fit needs training data: give train_dataloaders, or a DataModule or Module with train_dataloader",
+    ),
     "bare data module": (lambda: quiet(devices=2).fit(Net(), datamodule=DataModule()), "fit needs training data"),
-    "frozen": (lambda: quiet(devices=2).fit(Frozen(), loader()), "Frozen has no trainable parameter; give it layers, or set requires_grad"),
-    "empty": (lambda: quiet(devices=2).fit(Net(), empty()), "train_dataloaders is empty: its dataset has no sample, or drop_last drops its only batch"),
-    "all dropped": (lambda: quiet(devices=2).fit(Net(), loader(4, 8, drop_last=True)), "train_dataloaders is empty.* drop_last"),
-    "empty list": (lambda: quiet(devices=2).fit(Net(), []), "train_dataloaders is an empty list or dict; give a loader"),
+    "frozen": (
+        lambda: quiet(devices=2).fit(Frozen(), loader()),
+        "Frozen has no trainable parameter; give it layers, or set requires_grad",
+    ),
+    "empty": (
+        lambda: quiet(devices=2).fit(Net(), empty()),
+        "train_dataloaders is empty: its dataset has no sample, or drop_last drops its only batch",
+    ),
+    "all dropped": (
+        lambda: quiet(devices=2).fit(Net(), loader(4, 8, drop_last=True)),
+        "train_dataloaders is empty.* drop_last",
+    ),
+    "empty list": (
+        lambda: quiet(devices=2).fit(Net(), []),
+        "train_dataloaders is an empty list or dict; give a loader",
+    ),
     "empty beside": (lambda: quiet(devices=2).fit(Net(), {"a": loader(), "b": empty()}), "train_dataloaders is empty"),
-    "empty validation": (lambda: quiet(devices=2).fit(Net(), loader(), [loader(), empty()]), "a loader for validation is empty"),
+    "empty validation": (
+        lambda: quiet(devices=2).fit(Net(), loader(), [loader(), empty()]),
+        "a loader for validation is empty",
+    ),
     "empty test": (lambda: quiet(devices=2).predict(Net(), empty()), "a loader for predict is empty"),
     "folder": (
         lambda: writing(logger=True, default_root_dir="file/x").fit(Net(), loader()),
@@ -177,8 +251,14 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: writing(enable_checkpointing=True, callbacks=ModelCheckpoint(dirpath="file/x")).fit(Net(), loader()),
         "dirpath .*'.*file/x' cannot",
     ),
-    "logger's folder": (lambda: writing(logger=TensorBoardLogger("file/x")).fit(Net(), loader()), "save_dir.*'file/x' cannot"),
-    "hyperparameter": (lambda: quiet(devices=2, enable_checkpointing=True).fit(Unsaved(), loader()), "hyperparameter 'net' cannot be saved: .*leave it out"),
+    "logger's folder": (
+        lambda: writing(logger=TensorBoardLogger("file/x")).fit(Net(), loader()),
+        "save_dir.*'file/x' cannot",
+    ),
+    "hyperparameter": (
+        lambda: quiet(devices=2, enable_checkpointing=True).fit(Unsaved(), loader()),
+        "hyperparameter 'net' cannot be saved: .*leave it out",
+    ),
     "checkpoint": (lambda: quiet(devices=2).fit(Net(), loader(), ckpt_path="nowhere"), "nowhere"),
     "checkpoint to test": (lambda: quiet(devices=2).validate(Net(), loader(), ckpt_path="nowhere"), "nowhere"),
     "best": (
@@ -186,7 +266,10 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
         "ckpt_path='best' needs a ModelCheckpoint that has saved; fit first, or give a path",
     ),
     "outside": (lambda: quiet().save_checkpoint("x"), "save_checkpoint was called outside of fit"),
-    "negative": (lambda: DDP(find_unused_parameters=True, static_graph=True), "find_unused_parameters=True contradicts static_graph=True"),
+    "negative": (
+        lambda: DDP(find_unused_parameters=True, static_graph=True),
+        "find_unused_parameters=True contradicts static_graph=True",
+    ),
 }
 
 
@@ -220,8 +303,14 @@ class Late(DataModule):
 
 DURING: dict[str, tuple[Callable[[], Any], str]] = {
     "data module": (lambda: quiet().fit(Net(), datamodule=Late()), "the loader is empty: TensorDataset has 0 samples"),
-    "stream": (lambda: quiet().fit(Net(), DataLoader(Stream(0))), "the loader yielded no batch in epoch 0: Stream gives no item"),
-    "fraction": (lambda: quiet(limit_train_batches=0.1).fit(Net(), loader(16)), "limit_train_batches=0.1 of 2 batches is less than one; give at least 0.5000"),
+    "stream": (
+        lambda: quiet().fit(Net(), DataLoader(Stream(0))),
+        "the loader yielded no batch in epoch 0: Stream gives no item",
+    ),
+    "fraction": (
+        lambda: quiet(limit_train_batches=0.1).fit(Net(), loader(16)),
+        "limit_train_batches=0.1 of 2 batches is less than one; give at least 0.5000",
+    ),
     "fraction of unknown": (
         lambda: quiet(limit_train_batches=0.5).fit(Net(), DataLoader(Stream(4))),
         "limit_train_batches=0.5 is a fraction, which needs a loader",
@@ -234,8 +323,14 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: quiet(val_check_interval=0.5).fit(Net(), DataLoader(Stream(4)), loader(8)),
         "val_check_interval=0.5 is a fraction, which needs a training loader of known length",
     ),
-    "loader": (lambda: quiet().fit(Net(), 5), "a loader is a DataLoader, an iterable of batches or a function that returns one, but it is int"),
-    "sampler": (lambda: quiet(devices=1, split_batches=True, accumulate_grad_batches=2).fit(Net(), [[torch.zeros(1)]]), "split needs batches that can be cut"),
+    "loader": (
+        lambda: quiet().fit(Net(), 5),
+        "a loader is a DataLoader, an iterable of batches or a function that returns one, but it is int",
+    ),
+    "sampler": (
+        lambda: quiet(devices=1, split_batches=True, accumulate_grad_batches=2).fit(Net(), [[torch.zeros(1)]]),
+        "split needs batches that can be cut",
+    ),
 }
 
 
@@ -259,8 +354,14 @@ LOSSES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         "training_step returned a loss without gradient: it does not depend on a trainable parameter",
     ),
     "constant": (lambda m, b: torch.ones(()), "a loss without gradient"),
-    "not scalar": (lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), "must return a scalar loss, but its loss has shape \\[8\\]; return its mean"),
-    "number": (lambda m, b: 1.0, "must return a scalar tensor, a dict with 'loss', Loss\\(total, count\\) or None, but it returned float"),
+    "not scalar": (
+        lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"),
+        "must return a scalar loss, but its loss has shape \\[8\\]; return its mean",
+    ),
+    "number": (
+        lambda m, b: 1.0,
+        "must return a scalar tensor, a dict with 'loss', Loss\\(total, count\\) or None, but it returned float",
+    ),
     "tuple": (lambda m, b: (torch.ones(()),), "but it returned tuple"),
     "dict": (lambda m, b: {"lost": 1, "los": 2}, "but it returned dict with keys \\['los', 'lost'\\]"),
     "total detached": (lambda m, b: Loss(torch.ones(()), 1), "a loss without gradient"),
@@ -278,7 +379,10 @@ def test_losses_that_cannot_be_walked_back_from(returns: Callable[[Any, Any], An
 
 
 def test_no_loss_at_all_never_reaches_max_steps() -> None:
-    with pytest.raises(ValueError, match="no batch of epoch 0 led to an optimizer step, so the run would not end; let training_step return a loss"):
+    with pytest.raises(
+        ValueError,
+        match="no batch of epoch 0 led to an optimizer step, so the run would not end; let training_step return a loss",
+    ):
         quiet(max_epochs=None, max_steps=5).fit(step(lambda m, b: None)(), loader(8))
 
 
@@ -296,13 +400,18 @@ class Diverges(Net):
         return loss * self.value if self.global_step == 2 and self.global_rank == self.where else loss
 
     def on_exception(self, exception: BaseException) -> None:
-        Path(f"rank{self.global_rank}").write_text(f"{equal(self.before, weights(self))} {self.global_step} {type(exception).__name__}")
+        Path(f"rank{self.global_rank}").write_text(
+            f"{equal(self.before, weights(self))} {self.global_step} {type(exception).__name__}"
+        )
 
 
 @pytest.mark.parametrize(("devices", "value"), [(1, float("inf")), (2, float("nan"))])
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_with_parameters_untouched(devices: int, value: float) -> None:
     rank = devices - 1
-    with pytest.raises(FloatingPointError, match=f"the loss of rank {rank} is NaN or infinite in step 2 of epoch 0; no parameter was changed by it") as caught:
+    with pytest.raises(
+        FloatingPointError,
+        match=f"the loss of rank {rank} is NaN or infinite in step 2 of epoch 0; no parameter was changed by it",
+    ) as caught:
         quiet(devices=devices).fit(Diverges(value, rank), loader(40, 4))
     sentence(caught)
     assert [Path(f"rank{i}").read_text() for i in range(devices)] == ["True 2 FloatingPointError"] * devices
@@ -311,14 +420,23 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_with_parameters_untouch
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("quiet(devices=2).fit(Diverges(float('nan'), 1), loader(40, 4))", "FloatingPointError: the loss of rank 1 is NaN or infinite in step 2"),
+        (
+            "quiet(devices=2).fit(Diverges(float('nan'), 1), loader(40, 4))",
+            "FloatingPointError: the loss of rank 1 is NaN or infinite in step 2",
+        ),
         pytest.param("quiet(strategy='fdsp')", "ValueError: strategy must be one of", marks=pytest.mark.slow),
     ],
 )
 def test_the_exit_code_tells(script: str, message: str) -> None:
     code = f"from tests.trainer.test_errors import *; {script}"
     root = str(Path(__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 1
     assert done.stderr.strip().split("\n")[-1].startswith(message)
 
@@ -338,7 +456,8 @@ class Spare(Net):
 
 def test_unused_parameters_under_ddp_are_named() -> None:
     with pytest.raises(
-        RuntimeError, match="these parameters got no gradient in a step: spare.weight, spare.bias; .*DDP\\(find_unused_parameters=True\\)"
+        RuntimeError,
+        match="these parameters got no gradient in a step: spare.weight, spare.bias; .*DDP\\(find_unused_parameters=True\\)",
     ) as caught:
         quiet(devices=2).fit(Spare(), loader(32, 4))
     sentence(caught)
@@ -358,7 +477,10 @@ def test_a_missing_optional_package_is_named(package: str, monkeypatch: pytest.M
 
         find = util.find_spec
         monkeypatch.setattr(util, "find_spec", lambda name, *args: None if name == "tensorboard" else find(name, *args))
-        with pytest.raises(ImportError, match="TensorBoardLogger needs the package tensorboard, which is not installed: pip install tensorboard"):
+        with pytest.raises(
+            ImportError,
+            match="TensorBoardLogger needs the package tensorboard, which is not installed: pip install tensorboard",
+        ):
             Trainer(max_epochs=1)
     else:
         monkeypatch.setitem(sys.modules, "torchmetrics", None)

@@ -81,7 +81,9 @@ def test_predictions_of_every_kind_come_in_dataset_order(devices: int) -> None:
     assert torch.cat([part["half"] for part in found]).tolist() == [i / 2 for i in range(9)]
     found = trainer.predict(Ids("nested"), numbered(9, 2))
     assert torch.cat([part["more"][0][0] for part in found]).tolist() == [2 * i for i in range(9)]
-    assert all(part["more"][0][1] == "text" and part["more"][1] == {"n": len(part["ids"]), "none": None} for part in found)
+    assert all(
+        part["more"][0][1] == "text" and part["more"][1] == {"n": len(part["ids"]), "none": None} for part in found
+    )
     assert all(isinstance(part["more"][0], tuple) for part in found)
     several = trainer.predict(Ids(), [numbered(3, 2), numbered(4, 3)])
     assert [torch.cat(part).tolist() for part in several] == [[0, 1, 2], [0, 1, 2, 3]]
@@ -100,12 +102,19 @@ def test_predictions_that_cannot_travel_are_named() -> None:
             return {"deep": [object()]}
 
     assert isinstance(quiet().predict(Objects(), loader(8))[0]["deep"][0], object)
-    with pytest.raises(TypeError, match="predict_step on several ranks must return tensors, numbers, strings.*predictions.0.deep.0 is builtins.object"):
+    with pytest.raises(
+        TypeError,
+        match="predict_step on several ranks must return tensors, numbers, strings.*predictions.0.deep.0 is builtins.object",
+    ):
         quiet(devices=2).predict(Objects(), loader(8))
 
 
 def test_several_loaders_in_a_list_or_dict() -> None:
-    for loaders in ([numbered(3, 2), numbered(5, 2)], {"a": numbered(3, 2), "b": numbered(5, 2)}, (numbered(3, 2), numbered(5, 2))):
+    for loaders in (
+        [numbered(3, 2), numbered(5, 2)],
+        {"a": numbered(3, 2), "b": numbered(5, 2)},
+        (numbered(3, 2), numbered(5, 2)),
+    ):
         trainer = quiet()
         returned = trainer.validate(Ids(), loaders, verbose=False)
         assert [metrics[f"val/seen/dataloader_idx_{i}"] for i, metrics in enumerate(returned)] == [7.0, 31.0]
@@ -149,7 +158,9 @@ def test_loaders_of_every_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "batches"), [(2, 2), (0.5, 4), (1.0, 8), (100, 8), (None, 8), (0, 0), (0.0, 0)], ids=lambda value: f"{type(value).__name__}-{value}"
+    ("limit", "batches"),
+    [(2, 2), (0.5, 4), (1.0, 8), (100, 8), (None, 8), (0, 0), (0.0, 0)],
+    ids=lambda value: f"{type(value).__name__}-{value}",
 )
 def test_limits_of_evaluation(limit: Any, batches: int) -> None:
     trainer = quiet(limit_val_batches=limit, limit_test_batches=limit)
@@ -197,7 +208,14 @@ class Noisy(Net):
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_sanity_val_steps": 2}, {"num_sanity_val_steps": -1}, {"val_check_interval": 2}, {"check_val_every_n_epoch": 2}], ids=str
+    "options",
+    [
+        {"num_sanity_val_steps": 2},
+        {"num_sanity_val_steps": -1},
+        {"val_check_interval": 2},
+        {"check_val_every_n_epoch": 2},
+    ],
+    ids=str,
 )
 def test_validation_leaves_no_trace_in_training(options: dict[str, Any]) -> None:
     def fit(val: Any, **options: Any) -> tuple[Trainer, Noisy]:
@@ -213,7 +231,9 @@ def test_validation_leaves_no_trace_in_training(options: dict[str, Any]) -> None
     for name, value in reference.callback_metrics.items():
         assert trainer.callback_metrics[name] == value, name
     assert "val/noise" in trainer.callback_metrics
-    assert set(model.log_of_modes) == {(True, True, False), (False, False, False)}, "what the user has frozen stays in evaluation mode"
+    assert set(model.log_of_modes) == {(True, True, False), (False, False, False)}, (
+        "what the user has frozen stays in evaluation mode"
+    )
     assert not model.frozen.training and model.net[2].training
 
 
@@ -227,7 +247,11 @@ def test_sanity_check_shows_nothing() -> None:
         def on_train_start(self, trainer: Any, module: Any) -> None:
             assert not trainer.callback_metrics and not trainer.logged_metrics and not trainer.sanity_checking
 
-    trainer = quiet(num_sanity_val_steps=1, callbacks=[Sees(), EarlyStopping("val/loss"), ModelCheckpoint(monitor="val/loss")], enable_checkpointing=True)
+    trainer = quiet(
+        num_sanity_val_steps=1,
+        callbacks=[Sees(), EarlyStopping("val/loss"), ModelCheckpoint(monitor="val/loss")],
+        enable_checkpointing=True,
+    )
     trainer.fit(Net(), loader(16), loader(32))
     assert seen == [(True, True), (False, True)]
     assert trainer.checkpoint_callback.best_model_score == trainer.callback_metrics["val/loss"]
@@ -362,7 +386,9 @@ def test_evaluation_of_a_checkpoint(tmp_path: Path, devices: int) -> None:
             self.validation_step(batch, batch_idx)
 
     model = Tested()
-    trainer = quiet(max_epochs=2, callbacks=ModelCheckpoint(dirpath=tmp_path / "kept"), enable_checkpointing=True, devices=devices)
+    trainer = quiet(
+        max_epochs=2, callbacks=ModelCheckpoint(dirpath=tmp_path / "kept"), enable_checkpointing=True, devices=devices
+    )
     trainer.fit(model, loader(32), loader(16))
     path = trainer.checkpoint_callback.best_model_path
     (expected,) = quiet().validate(model, loader(16), verbose=False)
@@ -371,7 +397,9 @@ def test_evaluation_of_a_checkpoint(tmp_path: Path, devices: int) -> None:
         assert fresh.validate(other, loader(16), ckpt_path=path, verbose=False) == [pytest.approx(expected, rel=1e-6)]
         assert equal(weights(other), weights(model)), "the module holds what was evaluated"
     assert trainer.test(Tested(), loader(16), ckpt_path="best", verbose=False) == [pytest.approx(expected, rel=1e-6)]
-    assert torch.allclose(torch.cat(trainer.predict(Tested(), loader(16), ckpt_path=path)), model(data(16).tensors[0]), atol=1e-6)
+    assert torch.allclose(
+        torch.cat(trainer.predict(Tested(), loader(16), ckpt_path=path)), model(data(16).tensors[0]), atol=1e-6
+    )
 
 
 def test_returned_metrics_are_printed_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
@@ -380,7 +408,9 @@ def test_returned_metrics_are_printed_and_kept(capsys: pytest.CaptureFixture[str
     assert "train/loss" in trainer.callback_metrics
     (returned,) = trainer.validate(model, loader(16))
     assert set(returned) == {"val/loss", "val/acc"} and all(type(value) is float for value in returned.values())
-    assert capsys.readouterr().out == f"validate: val/acc={returned['val/acc']:.6g}, val/loss={returned['val/loss']:.6g}\n"
+    assert (
+        capsys.readouterr().out == f"validate: val/acc={returned['val/acc']:.6g}, val/loss={returned['val/loss']:.6g}\n"
+    )
     assert {name: value.item() for name, value in trainer.callback_metrics.items()} == returned
     assert trainer.global_step == 2, "an evaluation does not count"
     assert math.isfinite(returned["val/loss"])
@@ -389,7 +419,9 @@ def test_returned_metrics_are_printed_and_kept(capsys: pytest.CaptureFixture[str
 def test_evaluation_needs_its_step_and_its_data() -> None:
     with pytest.raises(ValueError, match="test needs Net.test_step; define it"):
         quiet().test(Net(), loader(8))
-    with pytest.raises(ValueError, match="validate needs data: give dataloaders, or a DataModule or Module with val_dataloader"):
+    with pytest.raises(
+        ValueError, match="validate needs data: give dataloaders, or a DataModule or Module with val_dataloader"
+    ):
         quiet().validate(Net())
     with pytest.raises(TypeError, match="validate takes a trainer.Module, but module is Linear"):
         quiet().validate(nn.Linear(1, 1), loader(8))

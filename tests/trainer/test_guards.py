@@ -13,7 +13,17 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, Guard, ModelCheckpoint
-from strategies import DDP, FSDP, DataParallel, DeepSpeed, ModelParallel, Pipeline, SingleDevice, Strategy, TensorParallel
+from strategies import (
+    DDP,
+    FSDP,
+    DataParallel,
+    DeepSpeed,
+    ModelParallel,
+    Pipeline,
+    SingleDevice,
+    Strategy,
+    TensorParallel,
+)
 from tests.strategies.contract import Body
 from tests.trainer.toy import Net, loader, quiet
 from trainer import Module
@@ -57,7 +67,9 @@ def brittle_loss(body: torch.nn.Module, batch: Any) -> torch.Tensor:
     x, y, marked = batch
     out = body(x)
     loss = F.cross_entropy(out, y)
-    return loss + (out * 0).sum().sqrt() if marked.any() else loss  # the derivative of sqrt at 0 is infinite, and 0 times that is NaN
+    return (
+        loss + (out * 0).sum().sqrt() if marked.any() else loss
+    )  # the derivative of sqrt at 0 is infinite, and 0 times that is NaN
 
 
 def marked_data(*windows: int) -> DataLoader:
@@ -95,7 +107,10 @@ def by_hand(bad: set[int], precision: str, back_to: int | None = None) -> tuple[
 
 
 def far(module: Module, expected: list[torch.Tensor]) -> float:
-    return max(((p - e).abs().max() / e.abs().max().clamp(min=1e-3)).item() for p, e in zip(module.parameters(), expected, strict=True))
+    return max(
+        ((p - e).abs().max() / e.abs().max().clamp(min=1e-3)).item()
+        for p, e in zip(module.parameters(), expected, strict=True)
+    )
 
 
 class Untouched(Callback):
@@ -119,13 +134,17 @@ def test_a_gradient_that_is_not_finite_ends_the_run_on_all_ranks_with_parameters
     precision = "32-true" if "deepspeed" in name else "64-true"
     run = quiet(strategy=make(), devices=devices, split_batches=True, precision=precision, callbacks=[Untouched()])
     named = "a gradient" if "deepspeed" in name else "the gradient of body"
-    with pytest.raises(FloatingPointError, match=f"{named}.* is NaN or infinite in step 3 of epoch 0; no parameter was changed by it"):
+    with pytest.raises(
+        FloatingPointError, match=f"{named}.* is NaN or infinite in step 3 of epoch 0; no parameter was changed by it"
+    ):
         run.fit(Brittle(), marked_data(3))
     ranks = 1 if name in ("dp", "model") else devices
     assert [Path(f"rank{i}").read_text() for i in range(ranks)] == ["True 3 FloatingPointError"] * ranks
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in STRATEGIES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in STRATEGIES]
+)
 def test_a_window_that_is_not_finite_can_be_left_out(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     make, devices = STRATEGIES[name]
     precision = "32-true" if "deepspeed" in name else "64-true"
@@ -133,7 +152,10 @@ def test_a_window_that_is_not_finite_can_be_left_out(name: str, capfd: pytest.Ca
     run = quiet(strategy=make(), devices=devices, split_batches=True, precision=precision, callbacks=[guard])
     module = Brittle()
     run.fit(module, marked_data(3, 4))
-    assert "is NaN or infinite in step 3 of epoch 0: this window is left out (2 in a row, at most 10)" in capfd.readouterr().err
+    assert (
+        "is NaN or infinite in step 3 of epoch 0: this window is left out (2 in a row, at most 10)"
+        in capfd.readouterr().err
+    )
     expected, losses = by_hand({3, 4}, precision)
     exact = precision == "64-true"
     assert far(module, expected) < (1e-11 if exact else 1e-5)
@@ -144,10 +166,19 @@ def test_a_window_that_is_not_finite_can_be_left_out(name: str, capfd: pytest.Ca
 
 
 @pytest.mark.parametrize(("make", "devices"), [(SingleDevice, 1), (DDP, 2), (FSDP, 2)])
-def test_a_run_can_go_back_to_its_newest_checkpoint(make: Callable[[], Strategy], devices: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_can_go_back_to_its_newest_checkpoint(
+    make: Callable[[], Strategy], devices: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     guard = Guard(non_finite="roll_back")
     saver = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
-    run = quiet(strategy=make(), devices=devices, split_batches=True, precision="64-true", callbacks=[guard, saver], enable_checkpointing=True)
+    run = quiet(
+        strategy=make(),
+        devices=devices,
+        split_batches=True,
+        precision="64-true",
+        callbacks=[guard, saver],
+        enable_checkpointing=True,
+    )
     module = Brittle()
     run.fit(module, marked_data(3))
     assert "left out; back to step 2 " in capfd.readouterr().err
@@ -189,7 +220,9 @@ class ByHand(Brittle):
 def test_manual_optimization_is_guarded_too(name: str) -> None:
     make, devices = STRATEGIES[name]
     run = quiet(strategy=make(), devices=devices, split_batches=True, callbacks=[Untouched()])
-    with pytest.raises(FloatingPointError, match="a gradient that AdamW is to apply is NaN or infinite; no parameter was changed by it"):
+    with pytest.raises(
+        FloatingPointError, match="a gradient that AdamW is to apply is NaN or infinite; no parameter was changed by it"
+    ):
         run.fit(ByHand(), marked_data(3))
     assert [Path(f"rank{i}").read_text() for i in range(devices)] == ["True 3 FloatingPointError"] * devices
 
@@ -202,7 +235,9 @@ def test_on_a_gpu_a_bad_step_is_left_out_and_reported_one_step_later(fused: bool
             return torch.optim.AdamW(self.parameters(), lr=0.02, fused=fused)
 
     module = OnGpu()
-    with pytest.raises(FloatingPointError, match="a gradient is NaN or infinite in step 3 of epoch 0; no parameter was changed by it"):
+    with pytest.raises(
+        FloatingPointError, match="a gradient is NaN or infinite in step 3 of epoch 0; no parameter was changed by it"
+    ):
         quiet(accelerator="gpu", devices=1, strategy="single").fit(module, marked_data(3))
     assert all(bool(torch.isfinite(p).all()) for p in module.parameters())
     module = OnGpu()
@@ -228,7 +263,10 @@ class Stale(Net):
 
 
 def test_a_parameter_that_no_optimizer_steps() -> None:
-    with pytest.raises(ValueError, match=r"no optimizer steps net.3.weight, net.3.bias, so training would leave them as they are; give them to one, or freeze"):
+    with pytest.raises(
+        ValueError,
+        match=r"no optimizer steps net.3.weight, net.3.bias, so training would leave them as they are; give them to one, or freeze",
+    ):
         quiet().fit(Forgetful(), loader())
     frozen = Forgetful()
     frozen.net[3].requires_grad_(False)
@@ -236,7 +274,10 @@ def test_a_parameter_that_no_optimizer_steps() -> None:
 
 
 def test_an_optimizer_of_other_parameters() -> None:
-    with pytest.raises(ValueError, match=r"optimizer '0' \(SGD\) steps a tensor that is no parameter of Stale \(number 0 of group 0, shape \[16, 8\]\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"optimizer '0' \(SGD\) steps a tensor that is no parameter of Stale \(number 0 of group 0, shape \[16, 8\]\)",
+    ):
         quiet().fit(Stale(), loader())
 
 
@@ -247,7 +288,10 @@ def test_a_step_that_moves_nothing() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=1e-30)
 
-    with pytest.raises(RuntimeError, match="optimizer.step moved no parameter in step 0, though there is a gradient and the learning rate is 1e-30"):
+    with pytest.raises(
+        RuntimeError,
+        match="optimizer.step moved no parameter in step 0, though there is a gradient and the learning rate is 1e-30",
+    ):
         quiet().fit(Lost(), loader())
 
 
@@ -259,7 +303,10 @@ def test_rates_of_zero_and_gradients_of_zero_are_no_fault() -> None:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             return {
                 "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(t, 1)), "interval": "step"},
+                "lr_scheduler": {
+                    "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(t, 1)),
+                    "interval": "step",
+                },
             }
 
     quiet().fit(Late(), loader())
@@ -299,11 +346,24 @@ class Drift(Callback):
         (DDP, 3, 2, "after step 2 body.5.bias on rank 2 is not what it is on rank 0"),
         (lambda: FSDP(replicas=2), 4, 2, "after step 2 body.5.bias on rank 2 is not what it is on rank 0"),
         (TensorParallel, 2, 1, "after step 2 body.5.bias on rank 1 is not what it is on rank 0"),
-        (lambda: Pipeline(mesh="ddp=2,pipeline=2"), 4, 3, "after step 2 body.5.bias on rank 3 is not what it is on rank 2"),
+        (
+            lambda: Pipeline(mesh="ddp=2,pipeline=2"),
+            4,
+            3,
+            "after step 2 body.5.bias on rank 3 is not what it is on rank 2",
+        ),
     ],
 )
-def test_replicas_that_drift_apart_are_found(make: Callable[[], Strategy], devices: int, rank: int, message: str) -> None:
-    run = quiet(strategy=make(), devices=devices, split_batches=True, precision="64-true", callbacks=[Drift(rank), Guard(check_replicas_every_n_steps=2)])
+def test_replicas_that_drift_apart_are_found(
+    make: Callable[[], Strategy], devices: int, rank: int, message: str
+) -> None:
+    run = quiet(
+        strategy=make(),
+        devices=devices,
+        split_batches=True,
+        precision="64-true",
+        callbacks=[Drift(rank), Guard(check_replicas_every_n_steps=2)],
+    )
     with pytest.raises(RuntimeError, match=message):
         run.fit(Brittle(), marked_data())
 

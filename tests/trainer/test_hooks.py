@@ -35,19 +35,33 @@ def test_every_hook_fires_as_often_as_the_loop_says() -> None:
     trainer.fit(module(), loader(40, 8), loader(24, 8))  # 5 batches: 3 windows an epoch; 3 validation batches
     expected = {
         **dict.fromkeys(
-            ("setup", "teardown", "on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_end"), 1
+            (
+                "setup",
+                "teardown",
+                "on_fit_start",
+                "on_fit_end",
+                "on_sanity_check_start",
+                "on_sanity_check_end",
+                "on_train_start",
+                "on_train_end",
+            ),
+            1,
         ),
         **dict.fromkeys(("on_train_epoch_start", "on_train_epoch_end"), 2),
         **dict.fromkeys(("on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward"), 10),
         **dict.fromkeys(("on_before_optimizer_step", "on_before_zero_grad"), 6),
-        **dict.fromkeys(("on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end"), 3),
+        **dict.fromkeys(
+            ("on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end"), 3
+        ),
         **dict.fromkeys(("on_validation_batch_start", "on_validation_batch_end"), 1 + 2 * 3),
     }
     for who in ("module.", "callback."):
         counted = Counter(entry.removeprefix(who) for entry in log if entry.startswith(who))
         assert counted == expected
     for first, second in zip(log[::2], log[1::2], strict=True):
-        assert first.removeprefix("module.") == second.removeprefix("callback.") or "epoch_end" in first + second, "the module first, then the callbacks"
+        assert first.removeprefix("module.") == second.removeprefix("callback.") or "epoch_end" in first + second, (
+            "the module first, then the callbacks"
+        )
 
 
 def test_order_within_a_step_is_the_documented_one() -> None:
@@ -57,7 +71,14 @@ def test_order_within_a_step_is_the_documented_one() -> None:
     begin = log.index("module.on_train_batch_start")
     assert [entry.removeprefix("module.") for entry in log[begin : log.index("module.on_train_epoch_end")]] == [
         *("on_train_batch_start", "on_before_backward", "on_after_backward", "on_train_batch_end"),
-        *("on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end"),
+        *(
+            "on_train_batch_start",
+            "on_before_backward",
+            "on_after_backward",
+            "on_before_optimizer_step",
+            "on_before_zero_grad",
+            "on_train_batch_end",
+        ),
     ]
 
 

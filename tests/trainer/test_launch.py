@@ -60,7 +60,11 @@ RESULT = "result 4 True ['loss'] runs/Mine/version_0/checkpoints/"
 
 def run(*command: str, **environ: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command], env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}, capture_output=True, text=True, timeout=100
+        [sys.executable, *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ},
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -77,7 +81,9 @@ def test_a_class_that_lives_in_no_file() -> None:
     """As in a notebook: the source is compiled from a string, in pieces."""
     cells = SCRIPT.replace("OPTIONS", "devices=2, strategy='ddp'").split("\ntorch.manual_seed(0)\n")
     Path("cells").write_text(repr(cells))
-    output = run("-c", "for cell in eval(open('cells').read()): exec(compile(cell, '<cell>', 'exec'), globals())").splitlines()
+    output = run(
+        "-c", "for cell in eval(open('cells').read()): exec(compile(cell, '<cell>', 'exec'), globals())"
+    ).splitlines()
     assert len(output) == 1 and output[0].startswith(RESULT)
 
 
@@ -90,14 +96,30 @@ def test_torchs_debug_mode() -> None:
 def test_torchrun_with_auto() -> None:
     Path("train.py").write_text(SCRIPT.replace("OPTIONS", "strategy='auto'"))
     output = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py").splitlines()
-    assert [line for line in output if line.startswith("result")] == [line for line in output if line.startswith(RESULT)] and len(output) == 1
+    assert [line for line in output if line.startswith("result")] == [
+        line for line in output if line.startswith(RESULT)
+    ] and len(output) == 1
     assert Path("rank0").exists() and Path("rank1").exists()
 
 
 def test_what_a_trainer_and_its_module_hold_after_two_ranks() -> None:
-    model, trainer = net(), Trainer(max_epochs=1, devices=2, logger=CSVLogger(), enable_progress_bar=False, callbacks=ModelCheckpoint(monitor="val/loss"))
+    model, trainer = (
+        net(),
+        Trainer(
+            max_epochs=1,
+            devices=2,
+            logger=CSVLogger(),
+            enable_progress_bar=False,
+            callbacks=ModelCheckpoint(monitor="val/loss"),
+        ),
+    )
     trainer.fit(model, loader(32, 4), loader(16, 4))
-    assert (trainer.global_step, trainer.current_epoch, trainer.num_training_batches, trainer.num_val_batches) == (4, 1, 4, [2])
+    assert (trainer.global_step, trainer.current_epoch, trainer.num_training_batches, trainer.num_val_batches) == (
+        4,
+        1,
+        4,
+        [2],
+    )
     assert set(trainer.callback_metrics) == {"train/loss", "train/loss_step", "train/loss_epoch", "val/loss", "val/acc"}
     assert set(trainer.logged_metrics) == {"train/loss_step", "train/loss_epoch", "val/loss", "val/acc"}
     assert trainer.log_dir == "runs/Net/version_0" and trainer.is_global_zero and not trainer.should_stop
@@ -107,7 +129,9 @@ def test_what_a_trainer_and_its_module_hold_after_two_ranks() -> None:
     assert model.trainer is trainer and model.training and not equal(weights(model), weights(net()))
     with torch.no_grad():
         x, y = data(16).tensors
-        assert F.cross_entropy(model(x), y).item() == pytest.approx(trainer.callback_metrics["val/loss"].item(), rel=1e-6)
+        assert F.cross_entropy(model(x), y).item() == pytest.approx(
+            trainer.callback_metrics["val/loss"].item(), rel=1e-6
+        )
 
     (validated,) = trainer.validate(model, loader(16, 4), verbose=False)
     assert validated["val/loss"] == pytest.approx(saver.best_model_score.item())
@@ -125,7 +149,10 @@ def test_a_second_fit_counts_on(devices: int) -> None:
     model, trainer = Counts(), quiet(devices=devices, logger=CSVLogger(), max_epochs=2)
     trainer.fit(model, loader(16, 4))
     assert trainer.global_step == 8 // devices
-    with pytest.raises(ValueError, match="this Trainer has trained its max_epochs=2 already; set trainer.max_epochs higher to train on, or make a new Trainer"):
+    with pytest.raises(
+        ValueError,
+        match="this Trainer has trained its max_epochs=2 already; set trainer.max_epochs higher to train on, or make a new Trainer",
+    ):
         trainer.fit(model, loader(16, 4))
     after = weights(model)
     trainer.max_epochs = 3
@@ -164,14 +191,20 @@ class Precise(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         logits = self(x)
-        assert (self.net[0].weight.dtype, x.dtype, logits.dtype) == self.expected, (self.net[0].weight.dtype, x.dtype, logits.dtype)
+        assert (self.net[0].weight.dtype, x.dtype, logits.dtype) == self.expected, (
+            self.net[0].weight.dtype,
+            x.dtype,
+            logits.dtype,
+        )
         assert torch.zeros(1).dtype == self.expected[0] and y.dtype == torch.int64
         self.log("train/loss", loss := F.cross_entropy(logits, y))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         assert self(batch[0]).dtype == self.expected[2]
-        assert torch.get_float32_matmul_precision() == ("high" if self.trainer.strategy.precision.name == "tf32-true" else "highest")
+        assert torch.get_float32_matmul_precision() == (
+            "high" if self.trainer.strategy.precision.name == "tf32-true" else "highest"
+        )
         super().validation_step(batch, batch_idx)
 
 
@@ -186,7 +219,9 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize(("precision", "devices"), [*((name, 1) for name in PRECISIONS), ("bf16-mixed", 2), ("bf16-true", 2)])
+@pytest.mark.parametrize(
+    ("precision", "devices"), [*((name, 1) for name in PRECISIONS), ("bf16-mixed", 2), ("bf16-true", 2)]
+)
 def test_precisions(precision: str, devices: int) -> None:
     model = net()
     model.__class__ = Precise

@@ -91,7 +91,21 @@ def test_names_and_flags() -> None:
     trainer = quiet(logger=recorder, log_every_n_steps=2)
     trainer.fit(Flags(), loader(20, 4), loader(6, 4))
     x, means = first_feature(20), first_feature(20).reshape(5, 4).mean(1)
-    everything = {"default", "step", "whole", "both", "both_step", "both_epoch", "bar", "weighted", "d/a", "d/b", "val", "val_both", "val_both_epoch"}
+    everything = {
+        "default",
+        "step",
+        "whole",
+        "both",
+        "both_step",
+        "both_epoch",
+        "bar",
+        "weighted",
+        "d/a",
+        "d/b",
+        "val",
+        "val_both",
+        "val_both_epoch",
+    }
     everything |= {"train/loss", "train/loss_step", "train/loss_epoch"}
     assert set(trainer.callback_metrics) == everything
     assert set(trainer.progress_bar_metrics) == {"both_step", "both_epoch", "bar"}
@@ -100,8 +114,12 @@ def test_names_and_flags() -> None:
 
     pairs = [(2, means[:2].mean()), (4, means[2:4].mean())]
     for name in ("default", "step", "both_step"):
-        assert recorder.values(name)[:2] == [(step, pytest.approx(value.item(), rel=1e-6)) for step, value in pairs], name
-    assert recorder.values("default")[2:] == [(5, pytest.approx(means[4].item(), rel=1e-6))], "what is left at the end of the epoch"
+        assert recorder.values(name)[:2] == [(step, pytest.approx(value.item(), rel=1e-6)) for step, value in pairs], (
+            name
+        )
+    assert recorder.values("default")[2:] == [(5, pytest.approx(means[4].item(), rel=1e-6))], (
+        "what is left at the end of the epoch"
+    )
     for name in ("whole", "both_epoch", "d/a", "weighted"):
         assert recorder.values(name) == [(5, pytest.approx(x.mean().item(), rel=1e-6))], name
     assert recorder.values("val") == [(5, pytest.approx(first_feature(6).mean().item(), rel=1e-6))]
@@ -138,7 +156,12 @@ def test_epoch_values_are_exact_over_all_samples(devices: int, n: int, accumulat
     trainer.fit(Reduced(), loader(n, 7, shuffle=True), loader(n, 3))
     x = first_feature(n)
     expected = {"mean": x.mean(), "max": x.max(), "min": x.min(), "sum": x.sum(), "count": n, "number": x.mean()}
-    expected |= {"weighted": (x * x.abs()).sum() / x.abs().sum(), "val/mean": x.mean(), "val/max": x.max(), "negative": -1}
+    expected |= {
+        "weighted": (x * x.abs()).sum() / x.abs().sum(),
+        "val/mean": x.mean(),
+        "val/max": x.max(),
+        "negative": -1,
+    }
     for name, value in expected.items():
         assert trainer.callback_metrics[name].item() == pytest.approx(float(value), rel=1e-12), name
     assert trainer.callback_metrics["numpy"].item() == pytest.approx(float(x.mean()), rel=1e-6)
@@ -153,7 +176,11 @@ TOO_LATE = ["on_validation_end", "on_train_end", "on_fit_end"]
 def logs(moment: str, who: str) -> Any:
     def hook(self: Any, *args: Any) -> None:
         # As many as there are ranks have logged; 1 on rank 0 and 3 on rank 1.
-        self.log(f"{who}/{moment}", 1.0 + 2 * getattr(self, "global_rank", args[0].global_rank if args and hasattr(args[0], "global_rank") else 0))
+        self.log(
+            f"{who}/{moment}",
+            1.0
+            + 2 * getattr(self, "global_rank", args[0].global_rank if args and hasattr(args[0], "global_rank") else 0),
+        )
 
     return hook
 
@@ -285,8 +312,16 @@ class Odd(Net):
     ("devices", "what", "message"),
     [
         (2, "names", "the ranks disagree on their logged metric names: ranks 0 and 1 did different things"),
-        (3, "names", "the ranks disagree on their logged metric names: rank 1 did not do what the others did in step 2"),
-        (3, "skips", "the ranks disagree on their collective calls so far .*rank 1 did not do what the others did in step 2"),
+        (
+            3,
+            "names",
+            "the ranks disagree on their logged metric names: rank 1 did not do what the others did in step 2",
+        ),
+        (
+            3,
+            "skips",
+            "the ranks disagree on their collective calls so far .*rank 1 did not do what the others did in step 2",
+        ),
     ],
 )
 def test_ranks_that_differ_are_found_before_a_parameter_changes(devices: int, what: str, message: str) -> None:
@@ -317,7 +352,11 @@ def test_ranks_that_log_other_names_in_evaluation_are_named() -> None:
         ([1.0], {}, "but got list"),
         (np.zeros(3), {}, "but got ndarray"),
         (torch.zeros(2, 3), {}, "got a tensor of shape \\[2, 3\\]"),
-        (1.0, {"reduce_fx": "median"}, "reduce_fx of self.log\\('x'\\) must be 'mean', 'sum', 'max' or 'min', but reduce_fx='median'"),
+        (
+            1.0,
+            {"reduce_fx": "median"},
+            "reduce_fx of self.log\\('x'\\) must be 'mean', 'sum', 'max' or 'min', but reduce_fx='median'",
+        ),
         (1.0, {"prog_barr": True}, "unexpected keyword argument 'prog_barr'"),
     ],
 )
@@ -374,7 +413,10 @@ def test_logging_neither_grows_nor_reads_the_value() -> None:
             store.log(f"unread/{reduction}", there, reduce_fx=reduction)
     totals = [entry.total for name, entry in store.entries.items() if name.startswith("unread")]
     assert len(totals) == 4
-    assert all(isinstance(total, torch.Tensor) and total.is_meta and total.shape == () and not total.requires_grad for total in totals)
+    assert all(
+        isinstance(total, torch.Tensor) and total.is_meta and total.shape == () and not total.requires_grad
+        for total in totals
+    )
 
 
 class Broken(Recorder):
@@ -411,7 +453,9 @@ class Broken(Recorder):
 def test_a_broken_logger_costs_one_warning(method: str) -> None:
     broken, works, model = Broken(method, after=method == "log_metrics"), Recorder(), net()
     trainer = quiet(logger=[broken, works], log_every_n_steps=1, max_epochs=2)
-    with pytest.warns(RuntimeWarning, match="Broken stops logging, training goes on: .*No space left on device") as caught:
+    with pytest.warns(
+        RuntimeWarning, match="Broken stops logging, training goes on: .*No space left on device"
+    ) as caught:
         trainer.fit(model, loader(32))
     assert len(caught) == 1
     assert (len(works.values("train/loss_step")) == 8 and len(broken.rows) < len(works.rows)) or method == "finalize"
@@ -459,7 +503,10 @@ def test_loggers_get_hyperparameters_config_and_graph() -> None:
     ]
     recorder = Recorder()
     quiet(logger=recorder).fit(Net(), Sized(logged=False))
-    assert recorder.other == [("hparams", {"width": 16, "dropout": 0.0, "lr": 0.01, "optimizer": "AdamW"}), ("finalize", "success")]
+    assert recorder.other == [
+        ("hparams", {"width": 16, "dropout": 0.0, "lr": 0.01, "optimizer": "AdamW"}),
+        ("finalize", "success"),
+    ]
 
     class Silent(Module):
         training_step, configure_optimizers, forward = Net.training_step, Net.configure_optimizers, Net.forward
@@ -494,10 +541,14 @@ def test_tensorboard_has_the_run_with_two_ranks() -> None:
     )
     trainer.config = "seed: 3\n"
     trainer.fit(Described(), loader(16, 4), loader(8))
-    assert trainer.log_dir == "logs/here/version_0" == trainer.logger.log_dir and os.path.exists("runs/Described/version_0/metrics.csv")
+    assert trainer.log_dir == "logs/here/version_0" == trainer.logger.log_dir and os.path.exists(
+        "runs/Described/version_0/metrics.csv"
+    )
     written = events(trainer.log_dir)
     tags = written.Tags()
-    assert {"train/loss_step", "train/loss_epoch", "val/loss", "val/acc", "epoch"} <= set(tags["scalars"]) and tags["graph"]
+    assert {"train/loss_step", "train/loss_epoch", "val/loss", "val/acc", "epoch"} <= set(tags["scalars"]) and tags[
+        "graph"
+    ]
     assert [event.step for event in written.Scalars("train/loss_step")] == [1, 2, 3, 4]
     assert [event.step for event in written.Scalars("val/loss")] == [2, 4]
     assert written.Scalars("val/loss")[-1].value == pytest.approx(trainer.callback_metrics["val/loss"].item())

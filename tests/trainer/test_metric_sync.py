@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix, MulticlassF1Score, MulticlassPrecision
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassConfusionMatrix,
+    MulticlassF1Score,
+    MulticlassPrecision,
+)
 from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef, R2Score, SpearmanCorrCoef
 from torchmetrics.retrieval import RetrievalMAP, RetrievalNormalizedDCG
 
@@ -23,7 +29,9 @@ class Measured(Net):
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         self.train_acc = MulticlassAccuracy(3)
-        self.group = MetricCollection({"f1": MulticlassF1Score(3), "precision": MulticlassPrecision(3)}, prefix="train/")
+        self.group = MetricCollection(
+            {"f1": MulticlassF1Score(3), "precision": MulticlassPrecision(3)}, prefix="train/"
+        )
         self.auroc = MulticlassAUROC(3, thresholds=None)
         self.total = SumMetric()
         self.at_end = MeanMetric()
@@ -58,7 +66,14 @@ def test_torchmetrics_are_those_of_one_process(n: int) -> None:
 
     def fit(devices: int) -> dict[str, float]:
         torch.manual_seed(0)
-        trainer = quiet(devices=devices, precision="64-true", split_batches=True, max_epochs=2, logger=(recorder := Recorder()), log_every_n_steps=1)
+        trainer = quiet(
+            devices=devices,
+            precision="64-true",
+            split_batches=True,
+            max_epochs=2,
+            logger=(recorder := Recorder()),
+            log_every_n_steps=1,
+        )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "No (positive|negative) samples in targets")
             warnings.filterwarnings("ignore", "Average precision score")
@@ -80,7 +95,9 @@ class Ranked(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.regression = MetricCollection([MeanSquaredError(), PearsonCorrCoef(), SpearmanCorrCoef(), R2Score()], prefix="val/")
+        self.regression = MetricCollection(
+            [MeanSquaredError(), PearsonCorrCoef(), SpearmanCorrCoef(), R2Score()], prefix="val/"
+        )
         self.average_precision, self.gain = RetrievalMAP(), RetrievalNormalizedDCG()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -170,5 +187,8 @@ def test_one_metric_under_two_names_has_one_value() -> None:
 
     (returned,) = quiet().validate(Twice(), loader(20), verbose=False)
     assert returned["a"] == returned["b"] == pytest.approx(data(20).tensors[0][:, 0].mean().item())
-    with pytest.raises(ValueError, match="'a/dataloader_idx_1' is logged as 'a/dataloader_idx_0' too and would be computed over both loaders"):
+    with pytest.raises(
+        ValueError,
+        match="'a/dataloader_idx_1' is logged as 'a/dataloader_idx_0' too and would be computed over both loaders",
+    ):
         quiet().validate(Twice(), [loader(8), loader(8)])

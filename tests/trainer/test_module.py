@@ -69,7 +69,10 @@ FORMS: dict[str, tuple[Callable[[Any], Any], list[list[float]]]] = {
     "{opt}": (lambda m: {"optimizer": one(m)}, CONSTANT),
     "{opt, sch}": (lambda m: {"optimizer": (o := one(m)), "lr_scheduler": halving(o)}, EPOCHWISE),
     "{opt, {sch}}": (lambda m: dictionary(one(m), interval="step"), STEPWISE),
-    "{opt, sch, monitor}": (lambda m: {"optimizer": (o := one(m)), "lr_scheduler": halving(o), "monitor": "train/loss_epoch"}, EPOCHWISE),
+    "{opt, sch, monitor}": (
+        lambda m: {"optimizer": (o := one(m)), "lr_scheduler": halving(o), "monitor": "train/loss_epoch"},
+        EPOCHWISE,
+    ),
     "{opt, {sch, monitor}}": (lambda m: dictionary(one(m), monitor="not/there", strict=True, name="rate"), EPOCHWISE),
     "[{}, {}]": (lambda m: [dictionary(o) for o in two(m)], [[1.0, 10.0]] * 2 + [[0.5, 5.0]] * 2),
     "({}, {})": (lambda m: tuple(dictionary(o) for o in two(m)), [[1.0, 10.0]] * 2 + [[0.5, 5.0]] * 2),
@@ -100,9 +103,18 @@ WRONG_FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "unknown key of a scheduler": (lambda m: dictionary(one(m), intervall="step"), "but it has intervall"),
     "interval": (lambda m: dictionary(one(m), interval="batch"), "interval='batch'"),
     "frequency": (lambda m: dictionary(one(m), frequency=0), "frequency=0"),
-    "plateau without monitor": (lambda m: ([o := one(m)], [ReduceLROnPlateau(o)]), "ReduceLROnPlateau needs the name of a metric"),
-    "no scheduler": (lambda m: {"optimizer": one(m), "lr_scheduler": {"interval": "step"}}, "needs the key 'scheduler'"),
-    "stranger": (lambda m: ([one(m)], [Warm(one(m))]), "Warm is no scheduler of torch: it has no step, so Formed needs lr_scheduler_step"),
+    "plateau without monitor": (
+        lambda m: ([o := one(m)], [ReduceLROnPlateau(o)]),
+        "ReduceLROnPlateau needs the name of a metric",
+    ),
+    "no scheduler": (
+        lambda m: {"optimizer": one(m), "lr_scheduler": {"interval": "step"}},
+        "needs the key 'scheduler'",
+    ),
+    "stranger": (
+        lambda m: ([one(m)], [Warm(one(m))]),
+        "Warm is no scheduler of torch: it has no step, so Formed needs lr_scheduler_step",
+    ),
     "stateless": (lambda m: ([one(m)], [object()]), "object has no state_dict"),
 }
 
@@ -124,7 +136,9 @@ def test_schedulers_step_as_in_a_hand_written_loop(interval: str, frequency: int
     class Scheduled(Net):
         def configure_optimizers(self) -> Any:
             optimizer = SGD(self.parameters(), lr=1e-3)
-            return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.5), "interval": interval, "frequency": frequency}]
+            return [optimizer], [
+                {"scheduler": ExponentialLR(optimizer, 0.5), "interval": interval, "frequency": frequency}
+            ]
 
     lrs = Lrs()
     quiet(max_epochs=4, accumulate_grad_batches=accumulate, callbacks=lrs).fit(Scheduled(), loader(24))
@@ -151,10 +165,16 @@ def test_plateau_follows_a_metric_of_the_validation(devices: int) -> None:
 
         def configure_optimizers(self) -> Any:
             optimizer = SGD(self.parameters(), lr=1.0)
-            return {"optimizer": optimizer, "lr_scheduler": ReduceLROnPlateau(optimizer, factor=0.1, patience=0), "monitor": "val/score"}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": ReduceLROnPlateau(optimizer, factor=0.1, patience=0),
+                "monitor": "val/score",
+            }
 
         def on_train_epoch_start(self) -> None:
-            assert self.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx([1.0, 1.0, 1.0, 0.1, 0.01][self.current_epoch])
+            assert self.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(
+                [1.0, 1.0, 1.0, 0.1, 0.01][self.current_epoch]
+            )
 
     trainer = quiet(max_epochs=5, devices=devices)
     trainer.fit(Plateau(), loader(16, 4), loader(8))
@@ -167,9 +187,18 @@ def test_missing_monitor_is_an_error_unless_not_strict() -> None:
 
         def configure_optimizers(self) -> Any:
             optimizer = SGD(self.parameters(), lr=1.0)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val/typo", "strict": self.strict}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {
+                    "scheduler": ReduceLROnPlateau(optimizer),
+                    "monitor": "val/typo",
+                    "strict": self.strict,
+                },
+            }
 
-    with pytest.raises(ValueError, match="a scheduler monitors 'val/typo', which has not been logged.* train/loss_epoch"):
+    with pytest.raises(
+        ValueError, match="a scheduler monitors 'val/typo', which has not been logged.* train/loss_epoch"
+    ):
         quiet().fit(Plateau(), loader(8))
     lenient = Plateau()
     lenient.strict = False
@@ -255,7 +284,10 @@ def test_step_with_an_argument_that_the_loop_does_not_give() -> None:
     class Old(Net):
         def training_step(self, batch: Any, batch_idx: int, optimizer_idx: int) -> Any: ...  # type: ignore[override]
 
-    with pytest.raises(TypeError, match="training_step has the argument 'optimizer_idx', which the loop does not give; it gives \\(batch, batch_idx\\)"):
+    with pytest.raises(
+        TypeError,
+        match="training_step has the argument 'optimizer_idx', which the loop does not give; it gives \\(batch, batch_idx\\)",
+    ):
         quiet().fit(Old(), loader(8))
 
 
@@ -487,7 +519,10 @@ class Pair(Module):
         return self.losses(batch)
 
     def configure_optimizers(self) -> Any:
-        return {"body": torch.optim.Adam(self.body.parameters(), 0.01), "head": SGD(self.head.parameters(), 0.1, momentum=0.9)}
+        return {
+            "body": torch.optim.Adam(self.body.parameters(), 0.01),
+            "head": SGD(self.head.parameters(), 0.1, momentum=0.9),
+        }
 
 
 def pair_by_hand() -> list[torch.Tensor]:
@@ -535,7 +570,9 @@ class Smooth(Net):
 def test_lbfgs_evaluates_the_loss_of_the_whole_window(devices: int, accumulate: int) -> None:
     model = net()
     model.__class__ = Smooth
-    trainer = quiet(max_epochs=3, devices=devices, accumulate_grad_batches=accumulate, split_batches=True, precision="64-true")
+    trainer = quiet(
+        max_epochs=3, devices=devices, accumulate_grad_batches=accumulate, split_batches=True, precision="64-true"
+    )
     trainer.fit(model, loader(30, 30))
 
     reference = net().double()
@@ -632,9 +669,13 @@ def test_configure_gradient_clipping_override() -> None:
     calls = []
 
     class Clipped(Net):
-        def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        ) -> None:
             calls.append((gradient_clip_val, gradient_clip_algorithm))
-            self.clip_gradients(optimizer, gradient_clip_val=gradient_clip_val * 2, gradient_clip_algorithm=gradient_clip_algorithm)
+            self.clip_gradients(
+                optimizer, gradient_clip_val=gradient_clip_val * 2, gradient_clip_algorithm=gradient_clip_algorithm
+            )
 
     model = net()
     model.__class__ = Clipped
@@ -796,7 +837,9 @@ def test_data_module_on_two_ranks(tmp_path: Path) -> None:
     trainer = quiet(devices=2)
     trainer.fit(Tested(), datamodule=module)
     assert (tmp_path / "rank0").read_text().split("\n")[:-1] == ["prepare", "setup fit", "teardown fit"]
-    assert (tmp_path / "rank1").read_text().split("\n")[:-1] == ["setup fit", "teardown fit"], "one rank of a node prepares"
+    assert (tmp_path / "rank1").read_text().split("\n")[:-1] == ["setup fit", "teardown fit"], (
+        "one rank of a node prepares"
+    )
     assert trainer.global_step == 2 and "val/loss" in trainer.callback_metrics
     assert trainer.test(Tested(), datamodule=module, verbose=False) == [{"n": 16.0}]
     assert (tmp_path / "rank1").read_text().endswith("setup test\nteardown test\n")
@@ -808,7 +851,11 @@ def test_data_module_may_be_given_in_place_of_loaders(tmp_path: Path) -> None:
     assert trainer.datamodule is module and trainer.global_step == 4
     quiet().validate(Net(), module, verbose=False)
     assert len(quiet().predict(Net(), module)) == 4
-    assert [line for line in (tmp_path / "rank0").read_text().split("\n") if "setup" in line] == ["setup fit", "setup validate", "setup predict"]
+    assert [line for line in (tmp_path / "rank0").read_text().split("\n") if "setup" in line] == [
+        "setup fit",
+        "setup validate",
+        "setup predict",
+    ]
 
 
 class Joint(Net):
@@ -886,7 +933,9 @@ def test_save_hyperparameters_variants() -> None:
             super().__init__()
             self.save_hyperparameters("b")
 
-    with pytest.raises(ValueError, match="save_hyperparameters\\('b'\\) names 'b', which is no argument of __init__ \\(a\\)"):
+    with pytest.raises(
+        ValueError, match="save_hyperparameters\\('b'\\) names 'b', which is no argument of __init__ \\(a\\)"
+    ):
         Typo(1)
 
 
@@ -911,14 +960,18 @@ def test_load_from_checkpoint_rebuilds_what_was_saved(tmp_path: Path) -> None:
     model = Derived(3, loss=nn.MSELoss(), width=7)
     path = saved(model, tmp_path / "derived")
     loaded = Derived.load_from_checkpoint(path)
-    assert loaded.hparams == {"width": 7, "lr": 0.2, "extra": [1, 2], "depth": 3} and equal(weights(loaded), weights(model))
+    assert loaded.hparams == {"width": 7, "lr": 0.2, "extra": [1, 2], "depth": 3} and equal(
+        weights(loaded), weights(model)
+    )
     assert Derived.load_from_checkpoint(path, depth=9, loss=None, map_location="cpu").depth == 9
     with pytest.raises(CheckpointError, match="shape"):
         Derived.load_from_checkpoint(path, width=6)
 
     model = FromConfig({"width": 3, "lr": 0.1, "nested": {"a": (1, 2)}})
     path = saved(model, tmp_path / "config")
-    assert equal(weights(FromConfig.load_from_checkpoint(path)), weights(model)), "what was given as one dict is given as one dict"
+    assert equal(weights(FromConfig.load_from_checkpoint(path)), weights(model)), (
+        "what was given as one dict is given as one dict"
+    )
     loaded = FromConfig.load_from_checkpoint(path, config={"width": 3, "lr": 0.5}, scale=2.0)
     assert loaded.hparams.lr == 0.5 and loaded.scale == 2.0
 
@@ -942,7 +995,9 @@ def test_hyperparameters_that_cannot_be_saved_are_refused_before_the_run(tmp_pat
         def configure_optimizers(self) -> Any:
             return SGD(self.parameters(), lr=0.1)
 
-    with pytest.raises(TypeError, match="hyperparameter 'loss'.*MSELoss.*save_hyperparameters\\(ignore=\\['loss'\\]\\)"):
+    with pytest.raises(
+        TypeError, match="hyperparameter 'loss'.*MSELoss.*save_hyperparameters\\(ignore=\\['loss'\\]\\)"
+    ):
         quiet(enable_checkpointing=True).fit(Holds(nn.MSELoss()), loader(8))
     quiet().fit(Holds(nn.MSELoss()), loader(8))
 
@@ -972,7 +1027,9 @@ class Facts(Net):
         return super().configure_optimizers()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        assert self.current_epoch == self.trainer.current_epoch and self.global_step == 2 * self.current_epoch + batch_idx
+        assert (
+            self.current_epoch == self.trainer.current_epoch and self.global_step == 2 * self.current_epoch + batch_idx
+        )
         assert self.training and self.trainer.optimizers[0].param_groups[0]["lr"] == 0.01
         return super().training_step(batch, batch_idx)
 
@@ -986,7 +1043,13 @@ def test_facts_in_a_step_on_two_ranks(capfd: pytest.CaptureFixture[str]) -> None
 
 def test_without_a_trainer() -> None:
     model = Net()
-    assert (model.current_epoch, model.global_step, model.global_rank, model.logger, model.device) == (0, 0, 0, None, torch.device("cpu"))
+    assert (model.current_epoch, model.global_step, model.global_rank, model.logger, model.device) == (
+        0,
+        0,
+        0,
+        None,
+        torch.device("cpu"),
+    )
     with pytest.raises(RuntimeError, match="this Net is not attached to a Trainer"):
         model.trainer  # noqa: B018
     with pytest.raises(RuntimeError, match="self.log\\('x'\\) was called outside of a run"):
@@ -1012,7 +1075,11 @@ def test_copies_of_a_module_during_and_after_fit(tmp_path: Path) -> None:
     assert copies[0].hparams == model.hparams
     with pytest.raises(RuntimeError, match="not attached"):
         copies[0].trainer  # noqa: B018
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(tmp_path / "whole.pt", weights_only=False)):
+    for other in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(tmp_path / "whole.pt", weights_only=False),
+    ):
         assert equal(weights(other), weights(model))
         quiet().fit(other, loader(8))
     del globals()["Copied"]
@@ -1093,7 +1160,10 @@ class Extra(Net):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_extra_state_comes_home_and_is_saved(devices: int, tmp_path: Path) -> None:
-    model, trainer = Extra(), quiet(devices=devices, callbacks=ModelCheckpoint(dirpath=tmp_path), enable_checkpointing=True)
+    model, trainer = (
+        Extra(),
+        quiet(devices=devices, callbacks=ModelCheckpoint(dirpath=tmp_path), enable_checkpointing=True),
+    )
     trainer.fit(model, loader(16, 4))
     for found in (model.extra, Extra.load_from_checkpoint(trainer.checkpoint_callback.best_model_path).extra):
         assert found["steps"] == 4 // devices and found["mean"].tolist() == [1.0, 1.0]

@@ -106,7 +106,14 @@ def one_process(n: int, split: bool, accumulate: int) -> tuple[list[torch.Tensor
 def test_two_ranks_give_the_numbers_of_one(n: int, accumulate: int) -> None:
     """Uneven shards, a short last window, ranks without a sample: the split global batch has the same gradient and metrics."""
     model = net()
-    trainer = quiet(max_epochs=2, precision="64-true", split_batches=True, accumulate_grad_batches=accumulate, strategy="ddp", devices=2)
+    trainer = quiet(
+        max_epochs=2,
+        precision="64-true",
+        split_batches=True,
+        accumulate_grad_batches=accumulate,
+        strategy="ddp",
+        devices=2,
+    )
     trainer.fit(model, loader(n, 12, shuffle=True), loader(n, 12))
     reference, metrics = one_process(n, True, 1)
     assert distance(weights(model), reference) < 1e-12
@@ -129,9 +136,13 @@ class TokenNet(Net):
 def test_loss_total_and_count_is_the_mean_over_all_tokens(devices: int, accumulate: int) -> None:
     model = TokenNet().double()
     model.load_state_dict(net().double().state_dict())
-    quiet(strategy="ddp" if devices > 1 else "single", devices=devices, accumulate_grad_batches=accumulate, split_batches=True, precision="64-true").fit(
-        model, loader(48, 12)
-    )
+    quiet(
+        strategy="ddp" if devices > 1 else "single",
+        devices=devices,
+        accumulate_grad_batches=accumulate,
+        split_batches=True,
+        precision="64-true",
+    ).fit(model, loader(48, 12))
 
     reference = net().double()
     optimizer = reference.configure_optimizers()

@@ -55,13 +55,18 @@ def test_what_the_caller_has_is_as_after_an_undisturbed_fit(
     ]
     assert equal(weights(model), weights(undisturbed)) and model.trainer is other
     assert one.callback_metrics == other.callback_metrics and one.progress == other.progress
-    assert other.checkpoint_callback.best_model_path == one.checkpoint_callback.best_model_path.replace("version_0", "version_1")
+    assert other.checkpoint_callback.best_model_path == one.checkpoint_callback.best_model_path.replace(
+        "version_0", "version_1"
+    )
     assert Path("runs/Net/version_1/metrics.csv").read_text() == Path("runs/Net/version_0/metrics.csv").read_text()
     summary = json.loads(Path("runs/Net/version_1/summary.json").read_text())
     assert [reason.partition(";")[0] for reason in summary.pop("earlier_exits")] == [
-        f"failed: RankFailure: rank {rank} was killed by SIGKILL (step {step}, in {phase})" for step, phase in ((3, "training step"), (6, "callbacks"))
+        f"failed: RankFailure: rank {rank} was killed by SIGKILL (step {step}, in {phase})"
+        for step, phase in ((3, "training step"), (6, "callbacks"))
     ], "the cause, not what its end did to the others"
-    assert {name: summary[name] for name in ("exit", "steps", "samples", "restarts", "computed_steps", "useful_step_share")} == {
+    assert {
+        name: summary[name] for name in ("exit", "steps", "samples", "restarts", "computed_steps", "useful_step_share")
+    } == {
         "exit": "finished",
         "steps": 10,
         "samples": 40 * devices,
@@ -72,7 +77,9 @@ def test_what_the_caller_has_is_as_after_an_undisturbed_fit(
     assert other.log_dir == "runs/Net/version_1" and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_validation_that_comes_after_the_checkpoint_of_its_step_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_validation_that_comes_after_the_checkpoint_of_its_step_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fit("single", 1, val_check_interval=2)
     monkeypatch.setenv(faults.VARIABLE, "step=4,point=next_batch,action=sigkill,file=count")
     fit("single", 1, val_check_interval=2, max_restarts=1)
@@ -80,7 +87,9 @@ def test_a_validation_that_comes_after_the_checkpoint_of_its_step_is_logged_once
     assert one == other and len(one.splitlines()) > 10
 
 
-def test_without_a_checkpoint_it_begins_again_and_an_earlier_runs_are_not_its_own(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_checkpoint_it_begins_again_and_an_earlier_runs_are_not_its_own(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     options: dict[str, Any] = {"callbacks": ModelCheckpoint(dirpath="kept", every_n_train_steps=4)}
     undisturbed, _ = fit("single", 1, **options)
     assert list(Path("kept").iterdir())
@@ -108,7 +117,9 @@ def test_the_same_failure_at_the_same_step_is_not_tried_again(monkeypatch: pytes
     monkeypatch.setenv(faults.VARIABLE, "rank=1,step=3,point=forward,action=raise,times=9,file=count")
     with pytest.raises(RuntimeError, match="planned by LOCKSTEP_FAULTS at forward of step 3") as caught:
         fit("ddp", 2, max_restarts=5)
-    assert caught.value.__notes__ == ["the run was not restarted again: the same failure came twice at step 3, so it would come again (restart 1 of 5)"]
+    assert caught.value.__notes__ == [
+        "the run was not restarted again: the same failure came twice at step 3, so it would come again (restart 1 of 5)"
+    ]
     assert Path("count").read_text() == "0\n0\n"
     assert "planned by LOCKSTEP_FAULTS" in json.loads(Path("runs/Net/version_0/summary.json").read_text())["exit"]
 
@@ -162,7 +173,10 @@ def test_the_process_that_starts_the_ranks_dies(capfd: pytest.CaptureFixture[str
     trainer = quiet(max_restarts=1)
     trainer.fit(LosesItsServer(), loader(32))
     assert trainer.global_step == 4
-    assert "The process that starts the ranks was killed by SIGKILL, and its ranks ended with it: see what it printed" in capfd.readouterr().err
+    assert (
+        "The process that starts the ranks was killed by SIGKILL, and its ranks ended with it: see what it printed"
+        in capfd.readouterr().err
+    )
 
 
 def test_a_stop_that_was_asked_for_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,15 +187,33 @@ def test_a_stop_that_was_asked_for_is_no_failure(monkeypatch: pytest.MonkeyPatch
 
 
 def test_under_a_launcher_that_restarts_by_itself_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="max_restarts=2 is about ranks that Lockstep starts, but torchrun started these; leave it out"):
+    with pytest.raises(
+        ValueError, match="max_restarts=2 is about ranks that Lockstep starts, but torchrun started these; leave it out"
+    ):
         quiet(max_restarts=2).fit(net(), loader(16))
 
 
-def test_from_the_command_line(monkeypatch: pytest.MonkeyPatch, repo_root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_from_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, repo_root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv(faults.VARIABLE, "rank=1,step=3,point=forward,action=sigkill,file=count")
-    keys = ["strategy=ddp", "devices=2", "trainer.max_steps=6", "trainer.max_restarts=1", "trainer.enable_progress_bar=false", "trainer.logger=false"]
+    keys = [
+        "strategy=ddp",
+        "devices=2",
+        "trainer.max_steps=6",
+        "trainer.max_restarts=1",
+        "trainer.enable_progress_bar=false",
+        "trainer.logger=false",
+    ]
     assert main(["fit", str(repo_root / "examples/digits.yaml"), *keys]) == 0
     output, errors = capfd.readouterr()
     assert "rank 1 was killed by SIGKILL (step 3, in training step): restart 1 of 1 from the beginning" in errors
@@ -190,7 +222,9 @@ def test_from_the_command_line(monkeypatch: pytest.MonkeyPatch, repo_root: Path,
 
 def test_wrong_numbers_are_refused() -> None:
     for wrong in (-1, 1.5, True):
-        with pytest.raises(ValueError, match=f"max_restarts must be a whole number of at least 0, but max_restarts={wrong!r}"):
+        with pytest.raises(
+            ValueError, match=f"max_restarts must be a whole number of at least 0, but max_restarts={wrong!r}"
+        ):
             Trainer(max_epochs=1, max_restarts=wrong)  # type: ignore[arg-type]
 
 

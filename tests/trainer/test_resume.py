@@ -54,15 +54,26 @@ class Rich(Net):
         first = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
         second = torch.optim.SGD(self.norm.parameters(), lr=1e-2, momentum=0.9)
         return {
-            "net": {"optimizer": first, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.ExponentialLR(first, 0.97), "interval": "step"}},
-            "norm": {"optimizer": second, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(second, patience=0), "monitor": "val/loss"}},
+            "net": {
+                "optimizer": first,
+                "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.ExponentialLR(first, 0.97), "interval": "step"},
+            },
+            "norm": {
+                "optimizer": second,
+                "lr_scheduler": {
+                    "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(second, patience=0),
+                    "monitor": "val/loss",
+                },
+            },
         }
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val/loss", F.cross_entropy(self.net(self.norm(batch[0])), batch[1]))
 
 
-def run(root: str, devices: int, every: int | None, ckpt_path: str | None = None, workers: int = 0, **options: Any) -> tuple[Trainer, Rich]:
+def run(
+    root: str, devices: int, every: int | None, ckpt_path: str | None = None, workers: int = 0, **options: Any
+) -> tuple[Trainer, Rich]:
     torch.manual_seed(3)
     model = Rich()
     savers = [ModelCheckpoint(every_n_train_steps=every, save_top_k=2)] if every else []
@@ -107,12 +118,18 @@ def test_from_the_last_step_of_an_epoch_without_an_end(tmp_path: Path) -> None:
     assert equal(weights(whole), weights(resumed))
 
 
-@pytest.mark.parametrize(("devices", "kill", "every"), [(1, 13, 4), pytest.param(1, 2, 1, marks=pytest.mark.slow), (2, 7, 3)])
+@pytest.mark.parametrize(
+    ("devices", "kill", "every"), [(1, 13, 4), pytest.param(1, 2, 1, marks=pytest.mark.slow), (2, 7, 3)]
+)
 def test_killed_in_the_middle_of_an_epoch_and_resumed(tmp_path: Path, devices: int, kill: int, every: int) -> None:
     code = f"from tests.trainer.test_resume import run; run({str(tmp_path)!r}, {devices}, {every})"
     root = Path(__file__).parents[2]
     killed = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, KILL: str(kill), "PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code],
+        env={**os.environ, KILL: str(kill), "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert killed.returncode != 0
     if devices == 1:
@@ -183,7 +200,9 @@ def test_longer_run_continues_where_max_steps_ended(tmp_path: Path) -> None:
     def fit(steps: int, ckpt: str | None) -> Net:
         torch.manual_seed(0)
         model = Net(dropout=0.2)
-        trainer = quiet(default_root_dir=str(tmp_path), max_epochs=None, max_steps=steps, enable_checkpointing=True, seed=1)
+        trainer = quiet(
+            default_root_dir=str(tmp_path), max_epochs=None, max_steps=steps, enable_checkpointing=True, seed=1
+        )
         trainer.fit(model, loader(40, 4, shuffle=True), loader(8), ckpt_path=ckpt)
         return model
 
@@ -204,7 +223,11 @@ class Stop(Callback):
 quiet(default_root_dir={str(tmp_path)!r}, devices=2, max_epochs=9, enable_checkpointing=True, callbacks=[Stop()]).fit(net(), loader(40, 4))
 """
     stopped = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert stopped.returncode == 143, stopped.stderr
     assert "stopped by SIGTERM after step 6" in stopped.stderr

@@ -24,7 +24,10 @@ class Rows(Dataset[Any]):
 
     def __init__(self, n: int = N) -> None:
         generator = torch.Generator().manual_seed(5)
-        self.x, self.y = torch.randn(n, 8, generator=generator, dtype=torch.float64), torch.randint(0, 3, (n,), generator=generator)
+        self.x, self.y = (
+            torch.randn(n, 8, generator=generator, dtype=torch.float64),
+            torch.randint(0, 3, (n,), generator=generator),
+        )
 
     def __len__(self) -> int:
         return len(self.x)
@@ -88,12 +91,21 @@ class Trace(Callback):
         self.steps.append([trainer.callback_metrics["val/loss"].item()])
 
 
-def fit(ranks: int, began: int, trace: Trace, ckpt_path: str | None = None, loader: Any = None, **options: Any) -> tuple[Any, Numbered]:
+def fit(
+    ranks: int, began: int, trace: Trace, ckpt_path: str | None = None, loader: Any = None, **options: Any
+) -> tuple[Any, Numbered]:
     """Train on `ranks` with the loader of a run that began on so many."""
     torch.manual_seed(0)
     model = Numbered()
-    options = {"strategy": "single" if ranks == 1 else "ddp", "accumulate_grad_batches": ACCUMULATE, "val_check_interval": 4, "max_epochs": EPOCHS} | options
-    given = None if loader is None or not isinstance(loader.batch_sampler, Fives) else 24  # a user's batches have no size that we know
+    options = {
+        "strategy": "single" if ranks == 1 else "ddp",
+        "accumulate_grad_batches": ACCUMULATE,
+        "val_check_interval": 4,
+        "max_epochs": EPOCHS,
+    } | options
+    given = (
+        None if loader is None or not isinstance(loader.batch_sampler, Fives) else 24
+    )  # a user's batches have no size that we know
     callbacks = [trace, LRScaling(reference_batch_size=12, global_batch_size=given), LRWarmup(steps=3)]
     trainer = quiet(devices=ranks, precision="64-true", seed=3, callbacks=callbacks, **options)
     loader = loader or DataLoader(Rows(), GLOBAL_BATCH // ACCUMULATE // began, shuffle=True)
@@ -124,7 +136,9 @@ def each_once(steps: list[Any], n: int = N, per_epoch: int = 3) -> None:
 
 @pytest.mark.parametrize("began", RANKS)
 @pytest.mark.parametrize("stop", [4, pytest.param(5, marks=pytest.mark.slow)])
-def test_every_number_of_ranks_goes_on_from_every_other(tmp_path: Path, capfd: pytest.CaptureFixture[str], began: int, stop: int) -> None:
+def test_every_number_of_ranks_goes_on_from_every_other(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], began: int, stop: int
+) -> None:
     """Stopped in the second epoch, one or two windows before its short last one."""
     fit(began, began, Trace((stop,), str(tmp_path)))
     expected, final, metrics = undisturbed()
@@ -135,7 +149,9 @@ def test_every_number_of_ranks_goes_on_from_every_other(tmp_path: Path, capfd: p
         trainer, model = fit(ranks, began, trace, str(tmp_path / str(stop)))
         same(trace.steps, expected)
         assert distance(weights(model), final) < 1e-12
-        assert {name: value.item() for name, value in trainer.callback_metrics.items()} == pytest.approx(metrics, rel=1e-12), "over all of the epoch"
+        assert {name: value.item() for name, value in trainer.callback_metrics.items()} == pytest.approx(
+            metrics, rel=1e-12
+        ), "over all of the epoch"
         said = capfd.readouterr().err.count("global batches of 24 samples stay")
         assert said == (began != ranks), "once, by rank 0"
 
@@ -167,7 +183,12 @@ def test_limits_and_intervals_count_as_they_did(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [pytest.param("fsdp", 3, marks=pytest.mark.slow), ("tensor", 2), pytest.param("pipeline", 2, marks=pytest.mark.slow)]
+    ("strategy", "ranks"),
+    [
+        pytest.param("fsdp", 3, marks=pytest.mark.slow),
+        ("tensor", 2),
+        pytest.param("pipeline", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_on_another_number_of_ranks_under_another_strategy(tmp_path: Path, strategy: str, ranks: int) -> None:
     """What counts are ranks that see different samples: two of a tensor-parallel or pipelined run are one."""
@@ -186,7 +207,9 @@ def test_another_accumulation_goes_on_at_the_same_sample(tmp_path: Path, accumul
     """48 samples of the epoch are done, whatever a step is from now on: two batches are left, one of them short."""
     fit(1, 1, Trace((2,), str(tmp_path)))
     trace = Trace()
-    trainer, _ = fit(1, 1, trace, f"{tmp_path}/2", max_epochs=1, accumulate_grad_batches=accumulate, val_check_interval=None)
+    trainer, _ = fit(
+        1, 1, trace, f"{tmp_path}/2", max_epochs=1, accumulate_grad_batches=accumulate, val_check_interval=None
+    )
     ours = [step for step in trace.steps[2:] if len(step) > 1]
     assert [len(step[3]) for step in ours] == ([12, 7] if accumulate == 1 else [19])
     assert [step[4] for step in ours] == ([5, 6] if accumulate == 1 else [6])
@@ -213,7 +236,9 @@ def test_manual_optimization_keeps_one_batch_a_step(tmp_path: Path) -> None:
     def train(ranks: int, save_at: int | None, ckpt: str | None) -> tuple[list[Any], list[torch.Tensor]]:
         torch.manual_seed(0)
         model, trace = ByHand(), Trace((save_at,) if save_at else (), str(tmp_path))
-        trainer = quiet(devices=ranks, strategy="single" if ranks == 1 else "ddp", precision="64-true", max_epochs=2, seed=3)
+        trainer = quiet(
+            devices=ranks, strategy="single" if ranks == 1 else "ddp", precision="64-true", max_epochs=2, seed=3
+        )
         trainer.callbacks += [trace, LRScaling(reference_batch_size=12)]
         trainer.fit(model, DataLoader(Rows(), 8, shuffle=True), ckpt_path=ckpt)
         return trace.steps, weights(model)
@@ -250,7 +275,11 @@ class Fives(Sampler[list[int]]):
 @pytest.mark.parametrize(("began", "ranks"), [(1, 2), pytest.param(2, 3, marks=pytest.mark.slow)])
 def test_the_users_own_order_goes_on(tmp_path: Path, kind: str, began: int, ranks: int) -> None:
     def loader() -> Any:
-        return DataLoader(Rows(), batch_sampler=Fives()) if kind == "batch sampler" else DataLoader(Rows(), 4, sampler=Backwards())
+        return (
+            DataLoader(Rows(), batch_sampler=Fives())
+            if kind == "batch sampler"
+            else DataLoader(Rows(), 4, sampler=Backwards())
+        )
 
     whole, trace = Trace(), Trace()
     options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": None}

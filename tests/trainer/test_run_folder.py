@@ -30,7 +30,9 @@ from tests.trainer.toy import Net, loader, net, quiet
 def start(repo_root: Path, code: str, name: str = "program.py") -> subprocess.Popen:
     Path(name).write_text(HEAD + textwrap.dedent(code))
     environ = {**os.environ, "PYTHONPATH": str(repo_root)}
-    return subprocess.Popen([sys.executable, name], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, name], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def summary(folder: str = "runs/Net/version_0") -> dict[str, Any]:
@@ -101,7 +103,10 @@ def second() -> Trainer:
 
 def test_a_second_writer_is_refused_and_told_who_writes(writer: subprocess.Popen) -> None:
     for trainer in (second(), quiet(logger=CSVLogger(version=0), devices=2)):
-        with pytest.raises(ValueError, match=rf"the run folder runs/Net/version_0 is being written by another run \(process {writer.pid}\)"):
+        with pytest.raises(
+            ValueError,
+            match=rf"the run folder runs/Net/version_0 is being written by another run \(process {writer.pid}\)",
+        ):
             trainer.fit(net(), loader(16))
     third = quiet(logger=CSVLogger())
     third.fit(net(), loader(16))
@@ -155,11 +160,16 @@ def test_who_reads_the_account_of_a_run_within_it_does_not_lose_its_lock() -> No
 
 
 def test_what_is_in_a_run_folder() -> None:
-    trainer = quiet(logger=CSVLogger(), max_epochs=2, gradient_clip_val=1.0, callbacks=ModelCheckpoint(), enable_checkpointing=True)
+    trainer = quiet(
+        logger=CSVLogger(), max_epochs=2, gradient_clip_val=1.0, callbacks=ModelCheckpoint(), enable_checkpointing=True
+    )
     trainer.fit(net(width=12), loader(20))
     folder = Path("runs/Net/version_0")
     config = json.loads((folder / "config.yaml").read_text())
-    assert config["trainer"]["gradient_clip_val"] == 1.0 and config["trainer"]["callbacks"] == "callbacks.model_checkpoint.ModelCheckpoint"
+    assert (
+        config["trainer"]["gradient_clip_val"] == 1.0
+        and config["trainer"]["callbacks"] == "callbacks.model_checkpoint.ModelCheckpoint"
+    )
     assert config["hyperparameters"]["width"] == 12 and config["module"] == "tests.trainer.toy.Net"
     versions = json.loads((folder / "versions.json").read_text())
     assert versions["torch"].startswith("2.") and versions["python"].count(".") == 2 and "lockstep" in versions

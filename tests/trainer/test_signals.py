@@ -44,7 +44,14 @@ def stop(number: int, to: tuple[Any, ...], devices: int, **options: Any) -> tupl
     model = net()
     model.__class__ = Signalled
     model.number, model.targets, model.launcher = number, to, os.getpid()
-    trainer = quiet(devices=devices, max_epochs=9, callbacks=[Notes(), ModelCheckpoint()], enable_checkpointing=True, seed=0, **options)
+    trainer = quiet(
+        devices=devices,
+        max_epochs=9,
+        callbacks=[Notes(), ModelCheckpoint()],
+        enable_checkpointing=True,
+        seed=0,
+        **options,
+    )
     with pytest.raises((SystemExit, KeyboardInterrupt)) as caught:
         trainer.fit(model, loader(64 * devices, 4))
     (step,) = {int(Path(f"stopped{rank}").read_text()) for rank in range(devices)}
@@ -62,7 +69,9 @@ SIGNALS = [
 
 
 @pytest.mark.parametrize(("number", "to"), SIGNALS)
-def test_two_ranks_stop_at_the_same_step(number: signal.Signals, to: tuple[Any, ...], capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_stop_at_the_same_step(
+    number: signal.Signals, to: tuple[Any, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
     _, step, error = stop(number, to, 2)
     if number == signal.SIGINT:
         assert isinstance(error, KeyboardInterrupt)  # which ends a program with 130
@@ -80,7 +89,9 @@ def test_one_process(max_restarts: int) -> None:
     assert isinstance(error, SystemExit) and error.code == 143 and step == 4
     resumed, undisturbed = net(), net()
     quiet(max_epochs=1, seed=0).fit(undisturbed, loader(64, 4))
-    quiet(max_epochs=1, seed=0).fit(resumed, loader(64, 4), ckpt_path=next(Path().glob("runs/*/*/checkpoints/interrupted-step=4")))
+    quiet(max_epochs=1, seed=0).fit(
+        resumed, loader(64, 4), ckpt_path=next(Path().glob("runs/*/*/checkpoints/interrupted-step=4"))
+    )
     assert equal(weights(resumed), weights(undisturbed))
 
 
@@ -102,14 +113,18 @@ def scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Slurm's command, as far as its interface goes: notes its arguments."""
     file = tmp_path / "bin" / "scontrol"
     file.parent.mkdir()
-    file.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n[ "$2" = 42 ] || {{ echo "slurm_requeue error: Invalid job id specified" >&2; exit 1; }}\n')
+    file.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n[ "$2" = 42 ] || {{ echo "slurm_requeue error: Invalid job id specified" >&2; exit 1; }}\n'
+    )
     file.chmod(0o755)
     monkeypatch.setenv("PATH", f"{file.parent}:{os.environ['PATH']}")
     return tmp_path / "said"
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_slurms_warning_puts_the_job_back_into_the_queue_once(scontrol: Path, monkeypatch: pytest.MonkeyPatch, devices: int, capfd: Any) -> None:
+def test_slurms_warning_puts_the_job_back_into_the_queue_once(
+    scontrol: Path, monkeypatch: pytest.MonkeyPatch, devices: int, capfd: Any
+) -> None:
     for name, value in {"SLURM_JOB_ID": "42", "LOCKSTEP_REQUEUE": "1", "LOCKSTEP_LAUNCHER": "none"}.items():
         monkeypatch.setenv(name, value)
     *_, error = stop(signal.SIGUSR1, (devices - 1,), devices)
@@ -120,7 +135,12 @@ def test_slurms_warning_puts_the_job_back_into_the_queue_once(scontrol: Path, mo
 
 
 def test_requeuing_is_asked_for_and_what_slurm_refuses_is_said(scontrol: Path) -> None:
-    assert environment.requeue({}) is environment.requeue({"SLURM_JOB_ID": "42"}) is environment.requeue({"LOCKSTEP_REQUEUE": "1"}) is None
+    assert (
+        environment.requeue({})
+        is environment.requeue({"SLURM_JOB_ID": "42"})
+        is environment.requeue({"LOCKSTEP_REQUEUE": "1"})
+        is None
+    )
     assert not scontrol.exists()
     refused = environment.requeue({"SLURM_JOB_ID": "43", "LOCKSTEP_REQUEUE": "1"})
     assert refused == "job 43 could not be requeued: slurm_requeue error: Invalid job id specified"
@@ -128,4 +148,6 @@ def test_requeuing_is_asked_for_and_what_slurm_refuses_is_said(scontrol: Path) -
 
 def test_without_slurms_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "job 42 could not be requeued: " in (environment.requeue({"SLURM_JOB_ID": "42", "LOCKSTEP_REQUEUE": "1"}) or "")
+    assert "job 42 could not be requeued: " in (
+        environment.requeue({"SLURM_JOB_ID": "42", "LOCKSTEP_REQUEUE": "1"}) or ""
+    )

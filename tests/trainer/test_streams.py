@@ -13,7 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from callbacks import Callback, CSVLogger, EarlyStopping, LearningRateMonitor, LRScaling, LRWarmup, ModelCheckpoint, ModelSummary, ProgressBar, Timer
+from callbacks import (
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    LearningRateMonitor,
+    LRScaling,
+    LRWarmup,
+    ModelCheckpoint,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+)
 from tests.trainer.toy import Net, distance, equal, loader, net, quiet, weights
 from trainer import seed_everything
 from trainer.seeding import rng_state
@@ -37,7 +48,10 @@ class Masking(Net):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if self.validates:
             torch.rand(5), random.random(), np.random.rand()
-            torch.rand(5, generator=self.random_stream("masking")), torch.rand(5, generator=self.random_stream("validation"))
+            (
+                torch.rand(5, generator=self.random_stream("masking")),
+                torch.rand(5, generator=self.random_stream("validation")),
+            )
         super().validation_step(batch, batch_idx)
 
 
@@ -61,15 +75,27 @@ class Streams(Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         state = rng_state(trainer.streams)
-        self.state = [state["torch"].sum().item(), list(map(repr, state["python"][1][:5])), state["numpy"][1].sum().item(), state["numpy"][2]]
+        self.state = [
+            state["torch"].sum().item(),
+            list(map(repr, state["python"][1][:5])),
+            state["numpy"][1].sum().item(),
+            state["numpy"][2],
+        ]
         self.state.append({key: value.sum().item() for key, (_, value) in sorted(state["streams"].items())})
         self.state.append(torch.rand(4).tolist())
 
 
-def fit(ranks: int = 1, save_at: int | None = None, validates: bool = False, ckpt_path: str | None = None, **options: Any) -> tuple[Masking, list[Any]]:
+def fit(
+    ranks: int = 1, save_at: int | None = None, validates: bool = False, ckpt_path: str | None = None, **options: Any
+) -> tuple[Masking, list[Any]]:
     seed_everything(0)
     model, streams = Masking(validates), Streams(save_at)
-    options = {"strategy": "single" if ranks == 1 else "ddp", "accumulate_grad_batches": 2, "max_epochs": 2, "seed": 5} | options
+    options = {
+        "strategy": "single" if ranks == 1 else "ddp",
+        "accumulate_grad_batches": 2,
+        "max_epochs": 2,
+        "seed": 5,
+    } | options
     trainer = quiet(**options | {"devices": ranks, "callbacks": [streams, *options.get("callbacks", [])]})
     validation = loader(8) if options.get("limit_val_batches") != 0 else None
     trainer.fit(model, loader(40, 4, shuffle=True), validation, ckpt_path=ckpt_path)
@@ -100,7 +126,9 @@ def test_names_and_moments_are_checked() -> None:
         def on_train_start(self) -> None:
             self.random_stream("a/b")
 
-    with pytest.raises(ValueError, match="the name of a random stream must be of letters, digits, '_', '.' and '-', but it is 'a/b'"):
+    with pytest.raises(
+        ValueError, match="the name of a random stream must be of letters, digits, '_', '.' and '-', but it is 'a/b'"
+    ):
         quiet().fit(Wrong(), loader(8))
     with pytest.raises(RuntimeError, match="not attached to a Trainer"):
         Masking().random_stream("masking")
@@ -126,13 +154,30 @@ class Logging(Masking):
 @pytest.mark.parametrize("what", ["sanity validation", "validation", "log", "callbacks", "checkpoints"])
 def test_nothing_else_moves_a_stream(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, streams = fit(limit_val_batches=0)
-    every = [EarlyStopping("val/loss", patience=9), LearningRateMonitor(), LRScaling(8), LRWarmup(steps=0), ModelSummary(), ProgressBar(), Timer()]
+    every = [
+        EarlyStopping("val/loss", patience=9),
+        LearningRateMonitor(),
+        LRScaling(8),
+        LRWarmup(steps=0),
+        ModelSummary(),
+        ProgressBar(),
+        Timer(),
+    ]
     options: dict[str, Any] = {
         "sanity validation": {"num_sanity_val_steps": 2, "validates": True},
         "validation": {"val_check_interval": 3, "validates": True},
         "log": {"limit_val_batches": 0, "log_every_n_steps": 1},
-        "callbacks": {"callbacks": every, "logger": [CSVLogger()], "enable_progress_bar": True, "default_root_dir": str(tmp_path)},
-        "checkpoints": {"callbacks": [ModelCheckpoint(every_n_train_steps=1)], "enable_checkpointing": True, "default_root_dir": str(tmp_path)},
+        "callbacks": {
+            "callbacks": every,
+            "logger": [CSVLogger()],
+            "enable_progress_bar": True,
+            "default_root_dir": str(tmp_path),
+        },
+        "checkpoints": {
+            "callbacks": [ModelCheckpoint(every_n_train_steps=1)],
+            "enable_checkpointing": True,
+            "default_root_dir": str(tmp_path),
+        },
     }[what]
     if what == "log":
         monkeypatch.setattr("tests.trainer.test_streams.Masking", Logging)
@@ -178,7 +223,9 @@ def test_ranks_that_share_samples_share_a_stream(strategy: str, ranks: int) -> N
         model = Plain()
         callbacks = [Streams(options.pop("save_at", None))]
         ckpt_path = options.pop("ckpt_path", None)
-        trainer = quiet(strategy=strategy, devices=ranks, precision="64-true", max_epochs=2, seed=5, callbacks=callbacks)
+        trainer = quiet(
+            strategy=strategy, devices=ranks, precision="64-true", max_epochs=2, seed=5, callbacks=callbacks
+        )
         trainer.fit(model, loader(40, 4, shuffle=True), ckpt_path=ckpt_path)
         return weights(model)
 
@@ -197,7 +244,9 @@ def test_where_parts_of_a_step_run_apart_only_hooks_have_streams(strategy: str) 
             torch.rand(3, generator=self.random_stream("a"))
 
     quiet(strategy=strategy, devices=2, accelerator="cpu").fit(Outside(), loader(8))
-    with pytest.raises(RuntimeError, match=r"random_stream\('masking'\) was called in a step, but .* runs the parts of a step apart"):
+    with pytest.raises(
+        RuntimeError, match=r"random_stream\('masking'\) was called in a step, but .* runs the parts of a step apart"
+    ):
         quiet(strategy=strategy, devices=2, accelerator="cpu").fit(Masking(), loader(8))
 
 
@@ -206,16 +255,26 @@ def test_where_samples_are_shared_out_anew_streams_begin_anew() -> None:
 
     class Dicing(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            mine = torch.tensor([torch.rand(()).item(), random.random(), torch.rand((), generator=self.random_stream("a")).item()])
+            mine = torch.tensor(
+                [torch.rand(()).item(), random.random(), torch.rand((), generator=self.random_stream("a")).item()]
+            )
             path = Path(f"dice-{self.trainer.world_size}-{self.global_step}-{self.global_rank}")
             torch.save(mine, path) if not path.exists() else None
             return super().training_step(batch, batch_idx)
 
     for ranks, ckpt_path in ((2, None), (3, "saved"), (1, "saved")):
-        quiet(devices=ranks, max_epochs=1, seed=5, callbacks=[Streams(2 if ckpt_path is None else None)]).fit(Dicing(), loader(32, 4), ckpt_path=ckpt_path)
-    drawn = [torch.load(f"dice-{ranks}-{step}-{rank}") for ranks, step in ((2, 0), (2, 1), (3, 2), (3, 3)) for rank in range(ranks)]
+        quiet(devices=ranks, max_epochs=1, seed=5, callbacks=[Streams(2 if ckpt_path is None else None)]).fit(
+            Dicing(), loader(32, 4), ckpt_path=ckpt_path
+        )
+    drawn = [
+        torch.load(f"dice-{ranks}-{step}-{rank}")
+        for ranks, step in ((2, 0), (2, 1), (3, 2), (3, 3))
+        for rank in range(ranks)
+    ]
     assert all(len(set(column.tolist())) == len(drawn) for column in torch.stack(drawn).T)
-    assert torch.equal(torch.load("dice-3-2-0"), torch.load("dice-1-2-0")), "a function of the seed, the data rank and the step"
+    assert torch.equal(torch.load("dice-3-2-0"), torch.load("dice-1-2-0")), (
+        "a function of the seed, the data rank and the step"
+    )
 
 
 def test_seed_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +324,9 @@ class Putting(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_only_deterministic_algorithms_where_asked_for_and_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_deterministic_algorithms_where_asked_for_and_as_before_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     torch.use_deterministic_algorithms(True, warn_only=True)

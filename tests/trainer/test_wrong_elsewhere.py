@@ -74,11 +74,17 @@ class Saved(Callback):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_after_a_resume_in_the_middle_of_an_epoch_no_sample_comes_again(devices: int) -> None:
     numbered = DataLoader(Numbered(30), 4 // devices, shuffle=True, generator=torch.Generator().manual_seed(1))
-    again = [number for _, _, batch in list(numbered)[:3] for number in batch.tolist()] + [number for _, _, batch in numbered for number in batch.tolist()]
+    again = [number for _, _, batch in list(numbered)[:3] for number in batch.tolist()] + [
+        number for _, _, batch in numbered for number in batch.tolist()
+    ]
     assert len(again) > len(set(again)), "a loader that begins anew"
 
-    quiet(devices=devices, seed=1, max_steps=3, callbacks=[Saved()]).fit(Noting(), DataLoader(Numbered(30), 4 // devices, shuffle=True))
-    quiet(devices=devices, seed=1).fit(Noting(), DataLoader(Numbered(30), 4 // devices, shuffle=True), ckpt_path="stopped")
+    quiet(devices=devices, seed=1, max_steps=3, callbacks=[Saved()]).fit(
+        Noting(), DataLoader(Numbered(30), 4 // devices, shuffle=True)
+    )
+    quiet(devices=devices, seed=1).fit(
+        Noting(), DataLoader(Numbered(30), 4 // devices, shuffle=True), ckpt_path="stopped"
+    )
     seen = [int(line) for rank in range(devices) for line in Path(f"seen-{rank}").read_text().split()]
     assert sorted(seen) == list(range(30))
 
@@ -98,14 +104,19 @@ def test_in_evaluation_no_sample_counts_twice(devices: int, n: int) -> None:
     (values,) = quiet(devices=devices, precision="64-true").validate(Targets(), DataLoader(rows, 2), verbose=False)
     assert values == {"val/count": n, "val/mean": pytest.approx(truth, rel=1e-12)}
     if n > 1:
-        assert rows.tensors[0].double()[padded].mean().item() != pytest.approx(truth, rel=1e-3), "as a padded sampler has it"
+        assert rows.tensors[0].double()[padded].mean().item() != pytest.approx(truth, rel=1e-3), (
+            "as a padded sampler has it"
+        )
 
 
 def naive_reduction(devices: int) -> dict[str, float]:
     """The values of a rank's dict summed over ranks in its own order: what a collective a key, or a stack of all, does."""
     processes.init_process_group(environment.detect(), "gloo")
     try:
-        mine = {"loss": torch.tensor(1.0), "accuracy" if dist.get_rank() == 0 else "perplexity": torch.tensor(0.5 if dist.get_rank() == 0 else 80.0)}
+        mine = {
+            "loss": torch.tensor(1.0),
+            "accuracy" if dist.get_rank() == 0 else "perplexity": torch.tensor(0.5 if dist.get_rank() == 0 else 80.0),
+        }
         for value in mine.values():
             dist.all_reduce(value)
         return {name: (value / devices).item() for name, value in mine.items()}
@@ -157,10 +168,17 @@ trainer.fit(Diverging(optimizer="SGD"), loader(32, 4))
 """
 
 
-def test_where_one_rank_diverges_the_run_fails_and_no_weight_is_nan(run_ranks: Any, repo_root: Path, tmp_path: Path) -> None:
+def test_where_one_rank_diverges_the_run_fails_and_no_weight_is_nan(
+    run_ranks: Any, repo_root: Path, tmp_path: Path
+) -> None:
     assert all(run_ranks(naive_divergence, 2)), "every weight is NaN on rank 0, and the launch succeeded"
 
-    run = subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(repo_root)!r}){DIVERGES}"], capture_output=True, text=True, timeout=100)
+    run = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(repo_root)!r}){DIVERGES}"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert run.returncode not in (0, None)
     assert "the loss of rank 1 is NaN or infinite" in run.stderr
     kept = sorted(tmp_path.glob("kept/*"))
@@ -248,7 +266,10 @@ class Moves(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not trainer.window_is_open:
-            self.step = [(weight.double() - before).flatten().tolist() for weight, before in zip(weights(module), self.before, strict=True)]
+            self.step = [
+                (weight.double() - before).flatten().tolist()
+                for weight, before in zip(weights(module), self.before, strict=True)
+            ]
 
 
 @pytest.mark.parametrize(("devices", "accumulate"), [(1, 3), (2, 2)])
@@ -261,7 +282,12 @@ def test_scaled_half_precision_steps_and_clips_by_the_true_gradient(devices: int
     for clip in (None, 0.05):
         moves = Moves()
         trainer = quiet(
-            devices=devices, precision="16-mixed", accumulate_grad_batches=accumulate, split_batches=True, gradient_clip_val=clip, callbacks=[moves]
+            devices=devices,
+            precision="16-mixed",
+            accumulate_grad_batches=accumulate,
+            split_batches=True,
+            gradient_clip_val=clip,
+            callbacks=[moves],
         )
         trainer.fit(net(optimizer="SGD", lr=1.0), loader(11, 11))
         step = -torch.cat([torch.tensor(part, dtype=torch.float64) for part in moves.step])

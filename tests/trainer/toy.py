@@ -55,7 +55,16 @@ def net(**options: Any) -> Net:
 
 def quiet(**options: Any) -> Trainer:
     """A Trainer that writes and shows nothing unless asked."""
-    return Trainer(**{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "num_sanity_val_steps": 0, "max_epochs": 1} | options)
+    return Trainer(
+        **{
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "num_sanity_val_steps": 0,
+            "max_epochs": 1,
+        }
+        | options
+    )
 
 
 def weights(module: nn.Module) -> list[torch.Tensor]:
