@@ -25,6 +25,7 @@ from strategies.mesh import resolve
 from strategies.meta import materialise
 from strategies.options import Options
 from strategies.state import Reader, Shard, State, gather_whole
+from strategies.step_state import numbers, refuse_changed_numbers
 from strategies.traceless import traceless
 
 if TYPE_CHECKING:
@@ -264,7 +265,9 @@ class ShardedStrategy(EagerStrategy):
     def _padding(self, placed: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         def without_weight(batch: Any, batch_idx: int) -> Any:
             with traceless(placed), nullcontext() if self._part is None else self._part(0):
+                before = numbers(self._user_model(placed))
                 output = placed(step_fn, batch, batch_idx)
+                refuse_changed_numbers(self._user_model(placed), before)
             if (
                 isinstance(output, Mapping) and "loss" not in output
             ):  # a loss for each optimizer, weighted by no samples

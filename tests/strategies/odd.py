@@ -55,7 +55,7 @@ class Core(nn.Module):
 
 
 class Odd(Module):
-    """Calls submodules past their parents, uses parameters directly, counts, keeps metrics and lists."""
+    """Calls submodules past their parents, uses parameters directly, keeps metrics and lists."""
 
     def __init__(self, bypass: bool = True) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Odd(Module):
         self.core = Core()
         self.bias = nn.Parameter(torch.zeros(6))
         self.accuracy = MulticlassAccuracy(num_classes=6, average="micro")
-        self.steps = 0
+        self.batches: list[int] = []
         self.losses: list[float] = []
         self.validated: list[int] = []
         self.hooked: list[float] = []
@@ -81,7 +81,7 @@ class Odd(Module):
             )
             + 0.01 * extra
         )
-        self.steps += 1
+        self.batches.append(batch_idx)
         self.log("train/loss", loss, on_step=True, on_epoch=True)
         self.log("train/sum", float(len(y)), reduce_fx="sum", on_step=False, on_epoch=True)
         return loss
