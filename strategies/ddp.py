@@ -79,7 +79,7 @@ class DDP(EagerStrategy):
         if self.sync_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model = super().place(materialise(model)).to(self.device)
-        if self.world_size == 1 or not any(p.requires_grad for p in model.parameters()):
+        if not self._in_group or not any(p.requires_grad for p in model.parameters()):
             return model  # DDP refuses a model without trainable parameters; evaluation needs no sync
         group = plain_group() if dist.get_debug_level() == dist.DebugLevel.DETAIL else None
         return DistributedDataParallel(_Step(model), process_group=group, **self._options)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -62,7 +61,7 @@ class DeepSpeed(EagerStrategy):
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
 
-    cuts_gradients = True
+    cuts_gradients = needs_group = True
     keeps_layout = False
 
     def __init__(
@@ -114,13 +113,6 @@ class DeepSpeed(EagerStrategy):
         super().setup()
         # torch 2.13 renamed collectives that DeepSpeed calls by their old names, several times a step.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-        if self.world_size == 1 and not dist.is_initialized():  # the engine wants a group, if only of one
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
-                store=dist.HashStore(),
-                rank=0,
-                world_size=1,
-            )
 
     def teardown(self) -> None:
         if self._detach is not None:

@@ -46,6 +46,8 @@ class EagerStrategy(Strategy):
 
     single_process = False
     """True where one process is all there ever is."""
+    needs_group = False
+    """True where even one rank needs a process group, as the engine asks for one."""
     max_devices: int | None = None
     """The most devices that the strategy can use on a node, or None for all."""
     dynamic_shapes = keeps_layout = True
@@ -65,8 +67,9 @@ class EagerStrategy(Strategy):
         self.precision = Precision()
         self._num_devices = 1
         self._num_nodes = 1
+        self._keeps_mesh = False
         self._accelerator = "cpu"
-        self._ready = False
+        self._ready = self._in_group = False
         self._copies: torch.cuda.Stream | None = (
             None  # on which batches come to a GPU, beside what that still computes of the step before
         )
@@ -91,6 +94,7 @@ class EagerStrategy(Strategy):
         self._num_devices = resolve_devices(devices, self._accelerator, self.max_devices)
         faults.parse(os.environ)
         watchdog.limit_s()
+        self._keeps_mesh = not self.single_process and environment.forces_mesh()
         world = environment.detect()
         name = type(self).__name__
         if world is None:
@@ -149,12 +153,14 @@ class EagerStrategy(Strategy):
             make((), dtype=torch.float32, device=self.device) for make in (torch.zeros, torch.ones)
         )
         self.precision.setup(self.device)
-        if world is not None and self.world_size > 1:
-            if world.launcher != "lockstep":
+        self._in_group = self.world_size > 1 or self._keeps_mesh or self.needs_group
+        if self._in_group:
+            if self.world_size == 1:
+                world = None  # a group of one meets nobody
+            elif world is not None and world.launcher != "lockstep":
                 self._end_watchdog = processes.guard(self.rank)
-            processes.init_process_group(
-                world, "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", self.timeout_s
-            )
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            processes.init_process_group(world, backend, self.timeout_s, self.device)
             self._control = Control(self.rank, self.world_size, self.timeout_s)
 
     def teardown(self) -> None:
@@ -164,7 +170,7 @@ class EagerStrategy(Strategy):
         faults.unload()
         self._end_watchdog()
         self._end_watchdog = _nothing
-        self._ready = False
+        self._ready = self._in_group = False
         if self._control is not None:
             self._control.close()
         self._control = None
@@ -231,7 +237,7 @@ class EagerStrategy(Strategy):
         scale = self.data_size / window.num_samples  # gradients meet as a mean over ranks
         autocast, on_cpu = self.precision.autocast_dtype, self._on_cpu
         run = self._runner(placed, step_fn) if automatic else step_fn
-        exchanges, scaler = self.data_size > 1, self.precision.scaler
+        exchanges, scaler = self._in_group, self.precision.scaler
         count, weighted = 0.0, 0.0
         for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
             if exchanges:
@@ -253,7 +259,11 @@ class EagerStrategy(Strategy):
             micro_batch.output = output.detach() if isinstance(output, Tensor) else detach(output)
             if i == last and self._control is not None:
                 finite = not on_cpu or math.isfinite(weighted)
-                said = (count, finite, weighted / scale) if self.reports else (0.0, finite, 0.0)
+                said = (
+                    (count, finite, weighted * count if alone else weighted / scale)
+                    if self.reports
+                    else (0.0, finite, 0.0)
+                )
                 self._control.send(note() if note else Note(), window.num_samples, *said)
             if faults.plan is not None:
                 faults.fault("backward")
@@ -299,7 +309,7 @@ class EagerStrategy(Strategy):
             self._update_scaler()
         loss = loss if weight == 1.0 else loss * weight
         (loss if self.precision.scaler is None else self.precision.scaler.scale(loss)).backward()
-        self._local_gradients = self.data_size > 1
+        self._local_gradients = self._in_group
 
     def clip_gradients(
         self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
@@ -339,7 +349,7 @@ class EagerStrategy(Strategy):
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         tensor = tensor.detach().clone()
-        if self.world_size > 1:
+        if self._in_group:
             dist.all_reduce(
                 tensor,
                 {
@@ -353,14 +363,14 @@ class EagerStrategy(Strategy):
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach().contiguous()
-        if self.world_size == 1:
+        if not self._in_group:
             return tensor.unsqueeze(0)
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
         dist.all_gather(parts, tensor)
         return torch.stack(parts)
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        if self.world_size == 1:
+        if not self._in_group:
             return value
         if isinstance(value, Tensor):
             value = value.detach().clone()
@@ -374,7 +384,7 @@ class EagerStrategy(Strategy):
         return json.loads(bytes(data.tolist()))
 
     def barrier(self) -> None:
-        if self.world_size > 1:
+        if self._in_group:
             dist.barrier()
 
     # ---- 3. sampler seeding ----------------------------------------------------------------------
@@ -446,7 +456,7 @@ class EagerStrategy(Strategy):
             except RuntimeError:  # none, or such as that pass does not take
                 found = finite.found(gradients, self.device)
             if not self._on_cpu:
-                if self.cuts_gradients and self.world_size > 1:
+                if self.cuts_gradients and self._in_group:
                     dist.all_reduce(found, dist.ReduceOp.MAX)
                 self._left_out, self._found = (
                     found,

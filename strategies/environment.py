@@ -7,6 +7,9 @@ sets PMI_RANK: MPICH, Intel MPI), TF_CONFIG. Two variables overrule the detectio
     LOCKSTEP_LAUNCHER     torchrun, slurm, mpi or tf_config: ask only this one; none: there is no launcher
     LOCKSTEP_INIT_METHOD  where ranks meet: env:// (MASTER_ADDR and MASTER_PORT), tcp://host:port or file:///path
                           (a path that all ranks see and that does not exist yet)
+
+A third one is for tests: with LOCKSTEP_FORCE_MESH=1 a strategy of several ranks that runs on one keeps its own process group,
+mesh and engine, of one rank, where it would otherwise do what `single` does.
 """
 
 from __future__ import annotations
@@ -79,6 +82,14 @@ def detect(environ: Mapping[str, str] = os.environ) -> World | None:
                 f"{other.rank} of {other.world_size}; set LOCKSTEP_LAUNCHER to the one that started the ranks ({first.launcher} or {other.launcher})"
             )
     return first
+
+
+def forces_mesh(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether LOCKSTEP_FORCE_MESH asks for a mesh of one rank. Raises ValueError for a value that is neither 0 nor 1."""
+    value = environ.get("LOCKSTEP_FORCE_MESH", "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"LOCKSTEP_FORCE_MESH must be 0 or 1, but it is {value!r}: correct it or unset it")
+    return value == "1"
 
 
 def requeue(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -367,4 +378,4 @@ def _init_method(environ: Mapping[str, str], default: str | None) -> str | None:
     return method
 
 
-__all__ = ["World", "detect", "expand_hosts", "requeue"]
+__all__ = ["World", "detect", "expand_hosts", "forces_mesh", "requeue"]

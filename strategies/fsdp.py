@@ -50,4 +50,4 @@ class FSDP(ShardedStrategy):
 
     @property
     def _axes(self) -> Mapping[str, int | None]:
-        return {"ddp": self.replicas, "fsdp": None}
+        return {"fsdp": None} if self.replicas == 1 else {"ddp": self.replicas, "fsdp": None}

@@ -122,7 +122,7 @@ class Pipeline(EagerStrategy):
         )
         world = environment.detect()
         num_ranks = world.world_size if world is not None else self._num_devices
-        if num_ranks > 1:
+        if num_ranks > 1 or self._keeps_mesh:
             self.num_stage_ranks = resolve(self._axes, num_ranks)["pipeline"]
             self.schedule.check(self.num_stage_ranks, self.num_parts)
         if self.precision.name == "16-mixed":
@@ -133,10 +133,12 @@ class Pipeline(EagerStrategy):
     def setup(self) -> None:
         super().setup()
         self._engines = {}
-        if self.world_size == 1:
+        if not self._in_group:
             return
         sizes = {
-            name: size for name, size in resolve(self._axes, self.world_size).items() if size > 1 or name == "pipeline"
+            name: size
+            for name, size in resolve(self._axes, self.world_size).items()
+            if size > 1 or name == "pipeline" or self.world_size == 1
         }
         self.num_stage_ranks, self.data_size = sizes["pipeline"], self.world_size // sizes["pipeline"]
         self._stage_rank, self.data_rank = divmod(
@@ -152,7 +154,7 @@ class Pipeline(EagerStrategy):
             from torch.distributed.device_mesh import init_device_mesh
 
             self._mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        for first in range(0, self.world_size, self.data_size) if self.data_size > 1 else ():
+        for first in range(0, self.world_size, self.data_size) if len(sizes) > 1 else ():
             group = dist.new_group(list(range(first, first + self.data_size)), backend=backend)
             self._data_group = group if first == self.rank - self.data_rank else self._data_group
 
@@ -166,7 +168,7 @@ class Pipeline(EagerStrategy):
 
             materialise(model)
         model = super().place(model)
-        if self.world_size == 1:
+        if not self._in_group:
             return model.to(self.device)
         if not _started_by_us():  # each rank has drawn initial weights of its own
             for tensor in (*model.parameters(), *model.buffers()):
@@ -298,7 +300,7 @@ class Pipeline(EagerStrategy):
                 after_backward()
             micro_batch.output = merged(tally.outputs) if self.reports else None
         agreement = self._control.receive()  # type: ignore[union-attr]
-        if agreement.count and self.data_size > 1:
+        if agreement.count and self._data_group is not None:
             self._average(placed)
         elif placed.shards is not None:
             placed.shards.scatter()

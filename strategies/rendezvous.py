@@ -26,17 +26,23 @@ import torch.distributed as dist
 from strategies.environment import World
 
 
-def init_process_group(world: World, backend: str | None = None, timeout_s: float = 1800.0) -> None:
-    """Join the ranks of `world` in the default process group; every rank calls it.
+def init_process_group(
+    world: World | None,
+    backend: str | None = None,
+    timeout_s: float = 1800.0,
+    device: torch.device | None = None,
+) -> None:
+    """Join the ranks of `world` in the default process group; every rank calls it. None is a group of this process alone.
 
     `backend` None is gloo, and NCCL beside it where CUDA is available. `timeout_s` bounds the rendezvous and every collective.
+    `device`, if it is a GPU, is the only one that this rank's NCCL communicators use: they are made here, and not guessed later.
     On one node all sockets are on the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME says otherwise, and rank 0
     hosts a TCP store, where one is needed, there. On several nodes gloo uses the interface that leads to rank 0's host unless
     GLOO_SOCKET_IFNAME names another. Ranks may leave and join again. Raises what torch raises where the ranks do not meet.
     """
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if world.num_nodes == 1:
+    if world is None or world.num_nodes == 1:
         loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
         if loopback is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -48,7 +54,12 @@ def init_process_group(world: World, backend: str | None = None, timeout_s: floa
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
-        backend, store=_store(world, timeout), rank=world.rank, world_size=world.world_size, timeout=timeout
+        backend,
+        store=dist.HashStore() if world is None else _store(world, timeout),
+        rank=0 if world is None else world.rank,
+        world_size=1 if world is None else world.world_size,
+        timeout=timeout,
+        device_id=device if device is not None and device.type == "cuda" else None,
     )
     _drop_kept()
     _kept.append(dist.group.WORLD)

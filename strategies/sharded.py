@@ -72,7 +72,8 @@ class ShardedStrategy(EagerStrategy):
         super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
         world = environment.detect()
         sizes = resolve(self._axes, world.world_size if world is not None else self._num_devices)
-        self._sizes = {name: size for name, size in sizes.items() if size > 1}
+        several = max(sizes.values()) > 1
+        self._sizes = {name: size for name, size in sizes.items() if size > 1 or (self._keeps_mesh and not several)}
         self.keeps_layout = not self._sizes
         self.dynamic_shapes = (
             "tensor" not in self._sizes
@@ -80,7 +81,7 @@ class ShardedStrategy(EagerStrategy):
 
     def setup(self) -> None:
         super().setup()
-        if self.world_size == 1:
+        if not self._in_group:
             return
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -368,14 +369,14 @@ class ShardedStrategy(EagerStrategy):
         from strategies import dtensors
 
         parameters = [p for p in parameters if p.requires_grad]
-        if self.data_size == 1 or not parameters:
+        axes = [axis for axis in ("ddp", "fsdp") if axis in self._sizes]
+        if not axes or not parameters:
             return
         pieces = [torch.zeros_like(dtensors.local(p)) if p.grad is None else dtensors.local(p.grad) for p in parameters]
         has = torch.tensor([float(p.grad is not None) for p in parameters])
         flat = torch.cat([has.to(pieces[0]), *(piece.reshape(-1).to(pieces[0]) for piece in pieces)])
-        for axis in ("ddp", "fsdp"):
-            if axis in self._sizes:
-                dist.all_reduce(flat, group=self._mesh.get_group(axis))  # type: ignore[union-attr]
+        for axis in axes:
+            dist.all_reduce(flat, group=self._mesh.get_group(axis))  # type: ignore[union-attr]
         for parameter, found, piece, mean in zip(
             parameters,
             flat[: len(has)].tolist(),

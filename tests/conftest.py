@@ -30,6 +30,7 @@ LAUNCHER_PREFIXES = (
     "PMI_",
     "PMIX_",
     "TF_CONFIG",
+    "LOCKSTEP_FORCE_MESH",
 )
 
 torch.set_num_threads(1)
