@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from strategies import environment, pipeline_split
 from strategies.base import Agreement, Note
@@ -18,12 +18,14 @@ from strategies.blocks import Rule
 from strategies.data import MicroBatch, Window
 from strategies.eager import EagerStrategy
 from strategies.mesh import devices_of, parse, resolve
+from strategies.optimizer_probe import probe
 from strategies.permutation import mix
 from strategies.pipeline_feed import Feed, Tally, merged, runs, shapes
 from strategies.pipeline_schedule import schedule as find_schedule
-from strategies.pipeline_stage import Staged, kept_streams, seed_streams
+from strategies.pipeline_stage import Staged
 from strategies.recompute import is_recomputed
 from strategies.state import Reader, Shard, State, gather_state, gather_whole, names_of, parameter_names, restore_state
+from strategies.streams import kept_streams, seed_streams
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -214,13 +216,10 @@ class Pipeline(EagerStrategy):
         if isinstance(placed, Staged):
             names, absent = parameter_names(placed.model), placed.placeholders
             for key, optimizer in optimizers.items():
-                if isinstance(optimizer, LBFGS):
-                    raise ValueError(
-                        f"optimizer {key!r} is LBFGS, which needs all parameters on one rank; a pipeline needs an optimizer that treats them one by one"
-                    )
                 self._orders[key] = [
                     [names_of(p, names, key) for p in group["params"]] for group in optimizer.param_groups
                 ]
+                self._check_optimizer(placed, key, optimizer)
                 for group in optimizer.param_groups:
                     here = [id(p) not in absent for p in group["params"]]
                     for parameter, stays in zip(group["params"], here, strict=True):
@@ -449,6 +448,31 @@ class Pipeline(EagerStrategy):
         return placed.model if isinstance(placed, Staged) else placed
 
     # ---- helpers -----------------------------------------------------------------------------------
+
+    def _check_optimizer(self, placed: Staged, key: str, optimizer: Optimizer) -> None:
+        """Raise ValueError, on all ranks alike, for an optimizer that would step other numbers on one rank's parameters."""
+        called, found = f"optimizer {key!r} ({type(optimizer).__name__})", probe(optimizer)
+        cuts = self._mesh is not None
+        if found.kind in ("coupled", "unknown") or (cuts and found.kind == "whole_tensor"):
+            holds = "pieces of the parameters of its stages" if cuts else "the parameters of its stages"
+            raise ValueError(
+                f"{called} cannot be stepped in a pipeline, where each rank holds {holds}, because {found.reason}; "
+                "use an optimizer that treats "
+                + ("elements one by one" if cuts else "parameters one by one")
+                + ", or strategy='ddp'"
+            )
+        for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+            if hooks:
+                raise ValueError(
+                    f"{called} has a step hook, which would see one rank's parameters only; "
+                    "remove the hook and override on_before_optimizer_step or on_train_batch_end"
+                )
+        for i, names in enumerate(self._orders[key] if found.needs_all_groups else ()):
+            if len({placed.rank_of_name(name) for name in names}) < self.num_stage_ranks:
+                raise ValueError(
+                    f"{called} fails on a parameter group without parameters ({found.needs_all_groups}), "
+                    f"but no stage of some rank has one of group {i}; let its step pass over empty groups, or join the groups"
+                )
 
     def _order(self, key: str, index: int, names: list[str]) -> list[str]:
         """The names of a parameter group in the user's order."""

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_flatten
 from strategies.base import Loss
 from strategies.data import MicroBatch
 from strategies.permutation import mix
-from strategies.pipeline_stage import seed_streams
 from strategies.slices import cut, has_rows
+from strategies.streams import seed_streams
 
 
 @dataclass(slots=True)

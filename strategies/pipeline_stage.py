@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,6 +31,7 @@ from torch.utils._pytree import tree_any, tree_flatten, tree_leaves, tree_map_on
 from strategies.blank import Blank, Mode
 from strategies.permutation import mix
 from strategies.pipeline_split import Cut
+from strategies.streams import kept_streams, seed_streams
 
 MAX_LAYOUTS = 512
 """Shapes of inputs whose rehearsal is kept: some kilobytes each."""
@@ -177,6 +176,10 @@ class Staged(nn.Module):
     def is_here(self, name: str) -> bool:
         """Whether this rank answers for the tensor `name` of the model's state."""
         return self.rank_of[self._owner[name]] == self.rank
+
+    def rank_of_name(self, name: str) -> int:
+        """The rank of the pipeline that answers for the tensor `name` of the model's state."""
+        return self.rank_of[self._owner[name]]
 
     @property
     def state_names(self) -> set[str]:
@@ -680,30 +683,6 @@ class Stage(nn.Module):
 
     def forward(self, *received: Tensor) -> Any:
         return self.run(self.index, received)  # type: ignore[misc]
-
-
-def seed_streams(seed: int) -> None:
-    """Seed every generator that a step may draw from."""
-    torch.random.default_generator.manual_seed(seed % 2**63)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed % 2**63)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
-@contextmanager
-def kept_streams() -> Iterator[None]:
-    """Give every generator its state back in the end."""
-    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
-        if device is not None:
-            torch.cuda.set_rng_state(device)
 
 
 def _looks(net: nn.Module, args: Any, kwargs: Any) -> Any:

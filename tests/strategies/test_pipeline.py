@@ -559,7 +559,7 @@ def test_wrong_steps_are_told_what_is_wrong(run_ranks: Callable[..., Any]) -> No
         "never": "ValueError: a pipelined module is called once a step, but the step returned a loss without calling net",
         "layer by itself": "RuntimeError: net.first lies on another rank of the pipeline",
         "order": "ValueError: net.norm is called after layers of stage 1, but lies on stage 0",
-        "lbfgs": "ValueError: optimizer 'main' is LBFGS",
+        "lbfgs": "ValueError: optimizer 'main' (LBFGS) cannot be stepped in a pipeline",
         "manual": "ValueError: a pipeline walks back by its schedule",
         "batch": "ValueError: a pipeline cuts batches along the first dimension of their tensors, but none in this tuple has the batch's 4 samples there",
     }

@@ -1,0 +1,254 @@
+"""The probe: what an optimizer looks at decides what it may be stepped on, whatever it is called."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer, RMSprop, SparseAdam
+from torch.optim.lr_scheduler import LambdaLR
+
+from strategies.optimizer_probe import probe
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 160), nn.LayerNorm(160), nn.Conv2d(3, 4, 3))
+
+
+class Rule(Optimizer):
+    """Steps by a function of (parameters with their gradients, a group)."""
+
+    def __init__(self, params: Any, rule: Callable[[list[Tensor], dict[str, Any]], None], **options: Any) -> None:
+        super().__init__(params, {"lr": 0.1, **options})
+        self.rule = rule
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            self.rule(group["params"], group)
+
+
+def by_global_norm(params: list[Tensor], group: dict[str, Any]) -> None:
+    norm = sum(p.grad.square().sum() for p in params) ** 0.5
+    for p in params:
+        p -= p.grad / norm
+
+
+def clipped(params: list[Tensor], group: dict[str, Any]) -> None:
+    """Couples only while the norm is above a threshold that the first step may stay below."""
+    nn.utils.clip_grad_norm_(params, 1e4)
+    for p in params:
+        p -= 0.1 * p.grad
+
+
+def by_trust_ratio(params: list[Tensor], group: dict[str, Any]) -> None:
+    for p in params:
+        p -= 0.1 * p.grad * p.norm() / p.grad.norm()
+
+
+def by_rows(params: list[Tensor], group: dict[str, Any]) -> None:
+    for p in params:
+        p -= 0.1 * p.grad / (p.grad.abs().amax(-1, keepdim=True) + 1e-8)
+
+
+def factored_above_128(params: list[Tensor], group: dict[str, Any]) -> None:
+    for p in params:
+        p -= 0.1 * (p.grad / p.grad.square().mean(0).sqrt() if p.dim() == 2 and len(p) > 128 else p.grad)
+
+
+def by_count(params: list[Tensor], group: dict[str, Any]) -> None:
+    for p in params:
+        p -= p.grad / len(params)
+
+
+def by_distance(params: list[Tensor], group: dict[str, Any]) -> None:
+    """A rate that the group estimates from all of its gradients, and so far only remembers."""
+    group["distance"] = group.get("distance", 0.0) + sum(p.grad.sum().item() for p in params)
+    for p in params:
+        p -= 0.1 * p.grad
+
+
+def with_noise(params: list[Tensor], group: dict[str, Any]) -> None:
+    for p in params:
+        p -= 0.1 * p.grad + 0.01 * torch.randn_like(p)
+
+
+def with_pythons_noise(params: list[Tensor], group: dict[str, Any]) -> None:
+    for p in params:
+        p -= 0.1 * p.grad * (1 + random.random())
+
+
+def at_once(params: list[Tensor], group: dict[str, Any]) -> None:
+    torch._foreach_add_(params, [p.grad for p in params], alpha=-0.1)
+
+
+class TwoSteps(Optimizer):
+    """Climbs along the gradient, evaluates again and steps with another optimizer, as sharpness-aware ones do."""
+
+    def __init__(self, params: Any, normalized: bool) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.inner = SGD(self.param_groups, lr=0.1)
+        self.param_groups, self.normalized = self.inner.param_groups, normalized
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm = sum(p.grad.square().sum() for p in params) if self.normalized else 1.0
+        moves = [0.05 * p.grad / norm for p in params]
+        for p, move in zip(params, moves, strict=True):
+            p += move
+        torch.enable_grad()(closure)()
+        for p, move in zip(params, moves, strict=True):
+            p -= move
+        self.inner.step()
+
+
+class Lookahead(Optimizer):
+    """Wraps another optimizer, shares its groups, and keeps a list that goes with the parameters by place."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.param_groups, self.state, self.defaults = (
+            inner,
+            inner.param_groups,
+            inner.state,
+            inner.defaults,
+        )
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        for group, slow in zip(self.param_groups, self.slow, strict=True):
+            for p, q in zip(group["params"], slow, strict=True):
+                p.copy_(q.lerp_(p, 0.5))
+
+
+class TakesTheModel(Optimizer):
+    """An odd constructor, state that it makes there, and a mode that must be switched on."""
+
+    def __init__(self, model: nn.Module, label: str, *, momentum: float) -> None:
+        super().__init__(model.parameters(), {})
+        self.label, self.momentum, self.training = label, momentum, False
+        for p in model.parameters():
+            self.state[p] = {"momentum": torch.zeros_like(p), "rows": torch.zeros(p.shape[0])}
+
+    def train(self) -> None:
+        self.training = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if not self.training:
+            raise RuntimeError("call train() first")
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["rows"] += 1
+            p -= 0.1 * self.state[p]["momentum"].mul_(self.momentum).add_(p.grad)
+
+
+def warmed_up(net: nn.Module) -> Optimizer:
+    """Its rate is zero when the run begins, and the scheduler has replaced `step` on the object."""
+    optimizer = Rule(net.parameters(), by_global_norm)
+    optimizer.__dict__["kept"] = LambdaLR(optimizer, lambda step: 0.0).last_epoch
+    return optimizer
+
+
+def replaced(net: nn.Module) -> Optimizer:
+    optimizer = SGD(net.parameters(), lr=0.1)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign,assignment]
+    return optimizer
+
+
+def hooked(net: nn.Module) -> Optimizer:
+    optimizer = SGD(net.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("a copy called the hook"))
+    return optimizer
+
+
+def holds_a_closure(net: nn.Module) -> Optimizer:
+    optimizer = SGD(net.parameters(), lr=0.1)
+    optimizer.get = lambda: [*net.parameters()]  # type: ignore[attr-defined]
+    return optimizer
+
+
+def split(net: nn.Module) -> list[dict[str, Any]]:
+    many, few = [p for p in net.parameters() if p.dim() > 1], [p for p in net.parameters() if p.dim() == 1]
+    return [{"params": many}, {"params": few, "weight_decay": 0.0, "lr": torch.tensor(0.1)}]
+
+
+CASES: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
+    "sgd": (lambda m: SGD(m.named_parameters(), lr=0.1, momentum=0.9), "elementwise"),
+    "adamw in groups": (lambda m: AdamW(split(m), amsgrad=True), "elementwise"),
+    "rmsprop": (lambda m: RMSprop(m.parameters(), centered=True), "elementwise"),
+    "state made at once": (lambda m: Adagrad(m.parameters()), "elementwise"),
+    "sparse gradients": (lambda m: SparseAdam(m.parameters()), "elementwise"),
+    "with hooks": (hooked, "elementwise"),
+    "odd constructor": (lambda m: TakesTheModel(m, "x", momentum=0.9), "elementwise"),
+    "foreach": (lambda m: Rule(m.parameters(), at_once), "elementwise"),
+    "two steps": (lambda m: TwoSteps(m.parameters(), normalized=False), "elementwise"),
+    "adafactor": (lambda m: Adafactor(m.parameters()), "whole_tensor"),
+    "muon": (lambda m: Muon([p for p in m.parameters() if p.dim() == 2]), "whole_tensor"),
+    "trust ratio": (lambda m: Rule(m.parameters(), by_trust_ratio), "whole_tensor"),
+    "rows": (lambda m: Rule(m.parameters(), by_rows), "whole_tensor"),
+    "large matrices": (lambda m: Rule(m.parameters(), factored_above_128), "whole_tensor"),
+    "lbfgs": (lambda m: LBFGS(m.parameters()), "coupled"),
+    "global norm": (lambda m: Rule(m.parameters(), by_global_norm), "coupled"),
+    "norm above a threshold": (lambda m: Rule(m.parameters(), clipped), "coupled"),
+    "warmup": (warmed_up, "coupled"),
+    "two normalized steps": (lambda m: TwoSteps(m.parameters(), normalized=True), "coupled"),
+    "number of parameters": (lambda m: Rule(m.parameters(), by_count), "coupled"),
+    "estimate in a group": (lambda m: Rule(m.parameters(), by_distance), "coupled"),
+    "noise": (lambda m: Rule(m.parameters(), with_noise), "coupled"),
+    "python's noise": (lambda m: Rule(m.parameters(), with_pythons_noise), "coupled"),
+    "list by place": (lambda m: Lookahead(AdamW(m.parameters())), "coupled"),
+    "replaced step": (replaced, "unknown"),
+    "closure": (holds_a_closure, "unknown"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_probe_says_what_an_optimizer_looks_at_and_leaves_no_trace(name: str) -> None:
+    net = model()
+    make, kind = CASES[name]
+    optimizer = make(net)
+    before = [(p.detach().clone(), p._version) for p in net.parameters()]
+    entries = {id(p): {k: v.clone() for k, v in entry.items()} for p, entry in optimizer.state.items()}
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    found = probe(optimizer)
+    assert found.kind == kind, found
+    assert bool(found.reason) == (kind != "elementwise")
+    for p, (value, version) in zip(net.parameters(), before, strict=True):
+        assert torch.equal(p, value) and p.grad is None and p._version == version
+    assert {id(p): entry.keys() for p, entry in optimizer.state.items()} == {
+        i: entry.keys() for i, entry in entries.items()
+    }
+    assert all(torch.equal(v, entries[id(p)][k]) for p, entry in optimizer.state.items() for k, v in entry.items())
+    assert groups == [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    assert torch.equal(streams[0], torch.get_rng_state()) and streams[1] == random.getstate()
+    assert streams[2] == np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+
+
+def test_an_optimizer_that_looks_at_the_number_of_dimensions_does_not_flatten() -> None:
+    def decays_matrices(params: list[Tensor], group: dict[str, Any]) -> None:
+        for p in params:
+            p -= 0.1 * (p.grad + (0.1 * p if p.dim() > 1 else 0))
+
+    found = probe(Rule(model().parameters(), decays_matrices))
+    assert (found.kind, found.flattens) == ("elementwise", False)
+    assert probe(AdamW(model().parameters())).flattens
+
+
+def test_an_optimizer_that_fails_on_an_empty_group_is_named() -> None:
+    assert probe(Rule(model().parameters(), at_once)).needs_all_groups.startswith("RuntimeError")
+    assert not probe(SGD(model().parameters(), lr=0.1)).needs_all_groups
+
+
+def test_complex_and_half_precision_parameters_are_probed() -> None:
+    params = [nn.Parameter(torch.randn(3, 4, dtype=torch.complex64)), nn.Parameter(torch.randn(5).bfloat16())]
+    assert probe(AdamW(params)).kind == "elementwise"
+    assert probe(Rule(params, by_trust_ratio)).kind == "whole_tensor"
