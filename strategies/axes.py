@@ -299,7 +299,14 @@ def _shard(
         )
     else:
         replicate(unit, mesh=mesh, mp_policy=mixed, offload_policy=offload, ignored_params=ignored)
+    sum_gradients_of(unit)
     placed.units.append(unit)
+
+
+def sum_gradients_of(unit: Any) -> None:
+    """Let torch sum the gradients of a sharded or replicated module over ranks, which it averages by default."""
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
 
 
 def _is_norm(module: nn.Module) -> bool:

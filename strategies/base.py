@@ -15,9 +15,10 @@ The life of a strategy, in order:
     loader = strategy.shard_loader(loader, seed=0)
     for window in loader.windows(epoch=0):
         strategy.forward_backward(placed, step_fn, window)
-        strategy.clip_gradients(placed, optimizer, 1.0)
+        strategy.clip_gradients(placed, optimizer, 1.0)               # optional, as is: with strategy.whole(placed): ...
         strategy.optimizer_step(placed, optimizer)
         optimizer.zero_grad()
+        strategy.adopt_changes(placed)                               # after own code that freezes layers or adds hooks
     strategy.state_dict(placed, optimizers)
     strategy.release(placed)                                         # the model is the caller's again
     strategy.teardown()
@@ -26,8 +27,8 @@ The life of a strategy, in order:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -83,7 +84,7 @@ class Agreement(NamedTuple):
 
 
 class Strategy(ABC):
-    """Four duties behind twenty verbs: processes and devices, gradient sync, sampler seeding, checkpointing.
+    """Four duties behind twenty-two verbs: processes and devices, gradient sync, sampler seeding, checkpointing.
 
     Unless a verb says otherwise every rank calls it, in the same order.
     """
@@ -160,6 +161,22 @@ class Strategy(ABC):
     def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         """Take the optimizers that were built on the placed parameters; return those to step."""
         return optimizers
+
+    def adopt_changes(self, placed: nn.Module) -> None:  # noqa: B027 - one process notices by itself
+        """Take over what user code has changed in the model since it was placed; call it after such code, on every rank.
+
+        That is `requires_grad` of parameters and gradient hooks registered on them. Raises RuntimeError for what this
+        strategy cannot take over, such as parameters added during a run, by name. Costs a few hundred nanoseconds a parameter.
+        """
+
+    @contextmanager
+    def whole(self, placed: nn.Module) -> Iterator[None]:
+        """While it lasts every parameter of the caller's model is whole on every rank, a plain tensor with its whole `.grad`.
+
+        `state_dict()` is complete too. What was changed within, alike on all ranks, holds afterwards. Every rank calls it,
+        between steps; it needs the memory of the whole model. Raises RuntimeError where it is called within a step.
+        """
+        yield
 
     @abstractmethod
     def to_device(self, batch: Any) -> Any:

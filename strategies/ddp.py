@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from strategies.base import Agreement, Loss
 from strategies.blocks import Rule
 from strategies.data import Window
-from strategies.eager import EagerStrategy, resolve_accelerator
+from strategies.eager import EagerStrategy, resolve_accelerator, shortened
 from strategies.meta import materialise
 from strategies.rendezvous import plain_group
 
@@ -64,6 +64,7 @@ class DDP(EagerStrategy):
             renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
             self._options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
         self._first_window = True
+        self._converted: list[tuple[nn.Module, str, nn.Module]] = []
 
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
@@ -77,93 +78,174 @@ class DDP(EagerStrategy):
     def place(self, model: nn.Module) -> nn.Module:
         self._first_window = True
         if self.sync_batchnorm:
-            nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            self._converted = convert_batchnorm(model)
         model = super().place(materialise(model)).to(self.device)
-        if not self._in_group or not any(p.requires_grad for p in model.parameters()):
-            return model  # DDP refuses a model without trainable parameters; evaluation needs no sync
-        group = plain_group() if dist.get_debug_level() == dist.DebugLevel.DETAIL else None
-        return DistributedDataParallel(_Step(model), process_group=group, **self._options)
+        return Replica(model, self._options) if self._in_group else model
+
+    def release(self, placed: nn.Module) -> None:
+        super().release(placed)
+        if isinstance(placed, Replica):
+            placed.unwrap()
+        revert_batchnorm(self._converted)
+        self._converted = []
 
     def forward_backward(
         self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any
     ) -> Agreement:
-        watches = self._first_window and options.get("automatic", True) and self._reports_unused(placed)
-        watch = _UsedParameters(self._user_model(placed)) if watches else None
-        try:
-            agreement = super().forward_backward(placed, step_fn, window, **options)
-        except RuntimeError as error:
-            if "finished reduction in the prior iteration" in str(error):
-                raise RuntimeError(_unused(self._indexed_names(placed, str(error)))) from error
-            raise
-        if watch is not None and agreement.count:
-            unused = watch.unused()
-            if unused:
-                raise RuntimeError(_unused(unused))
+        if isinstance(placed, Replica):
+            placed.begin_window()
+        agreement = super().forward_backward(placed, step_fn, window, **options)
         self._first_window = False
         return agreement
 
     def _runner(self, placed: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
-        if isinstance(placed, DistributedDataParallel):
-            return functools.partial(placed, step_fn)
+        if isinstance(placed, Replica) and placed.ddp is not None:
+            return functools.partial(placed.ddp, step_fn)
         return super()._runner(placed, step_fn)
 
     def _sync_gradients(self, placed: nn.Module, on: bool) -> None:
-        # What DDP.no_sync does. With static_graph the whole first window must be exchanged: torch records
-        # the graph in it and asserts otherwise.
-        placed.require_backward_grad_sync = on or (self._first_window and self._options["static_graph"])  # type: ignore[assignment]
+        if isinstance(placed, Replica) and placed.ddp is not None:
+            # What DDP.no_sync does. With static_graph the whole first window must be exchanged: torch records
+            # the graph in it and asserts otherwise.
+            placed.ddp.require_backward_grad_sync = on or (self._first_window and self._options["static_graph"])
+
+    def _after_backwards(self, placed: nn.Module) -> None:
+        if isinstance(placed, Replica):
+            placed.check_reduced()
+
+    def _concluded(
+        self, placed: nn.Module, agreement: Agreement, after_backward: Callable[[], None] | None = None
+    ) -> Agreement:
+        control = self._control
+        asks = isinstance(placed, Replica) and placed.used is not None
+        if asks and control is not None and control.first_rank(placed.stood_in) is not None:  # type: ignore[arg-type]
+            placed.drop_unused()  # type: ignore[operator]
+        return super()._concluded(placed, agreement, after_backward)
 
     def _user_model(self, placed: nn.Module) -> nn.Module:
-        return placed.module.model if isinstance(placed, DistributedDataParallel) else placed
+        return placed.model if isinstance(placed, Replica) else placed
 
-    def _reports_unused(self, placed: nn.Module) -> bool:
-        return isinstance(placed, DistributedDataParallel) and not (
-            self._options["find_unused_parameters"] or self._options["static_graph"]
-        )
+    def _trainability_changed(self, placed: nn.Module, names: list[str]) -> None:
+        if isinstance(placed, Replica):
+            placed.wrap(init_sync=False)
+            self._first_window = True
 
-    def _indexed_names(self, placed: nn.Module, message: str) -> list[str]:
-        names = [name for name, p in self._user_model(placed).named_parameters() if p.requires_grad]
-        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
-        return [names[int(i)] for i in found.group(1).split()] if found else ["some parameters"]
+
+class Replica(nn.Module):
+    """The user's model with torch's DDP around its step, which is built anew when other parameters are to be trained."""
+
+    ddp: DistributedDataParallel | None = None
+    """None if no parameter is trained: DDP refuses such a model, and nothing is to be reduced."""
+
+    def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.used: set[int] | None = set() if options["find_unused_parameters"] or options["static_graph"] else None
+        """Which parameters the backwards of this window reached on this rank, if a step may leave some out."""
+        self.stood_in = False
+        """Whether this rank ran a backward of zeros through every parameter in this window."""
+        self._ddp_options = options
+        self._trained: dict[str, nn.Parameter] = {}
+        self._watches: list[Any] = []
+        self._reduced = True
+        self._stands_in = False
+        self.wrap()
+
+    def wrap(self, **options: Any) -> None:
+        """Build DDP for the parameters that are trained now. Every rank calls it."""
+        self.unwrap()
+        self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not self._trained:
+            return
+        group = plain_group() if dist.get_debug_level() == dist.DebugLevel.DETAIL else None
+        ddp = DistributedDataParallel(_Step(self), process_group=group, **self._ddp_options, **options)
+        ddp.register_comm_hook(group, lambda state, bucket: self._sum(state, bucket))  # torch compares annotations
+        self.__dict__["ddp"] = ddp  # no submodule: its parameters are the model's
+        if self.used is not None:
+            self._watches = [p.register_post_accumulate_grad_hook(self._mark) for p in self._trained.values()]
+
+    def unwrap(self) -> None:
+        """Take DDP off the model."""
+        self.__dict__.pop("ddp", None)
+        for watch in self._watches:
+            watch.remove()
+        self._watches = []
+
+    def begin_window(self) -> None:
+        self._reduced, self.stood_in = False, False
+        if self.used is not None:
+            self.used.clear()
+
+    def loss(self, output: Any) -> Any:
+        """What the step returned; in place of None zero through every parameter, as DDP reduces in the backward."""
+        self._stands_in = output is None
+        if output is not None:
+            return output
+        self.stood_in = True
+        sums = [torch.view_as_real(p).sum() if p.is_complex() else p.sum() for p in self._trained.values()]
+        return Loss(torch.stack(sums).sum() * 0, 0)
+
+    def check_reduced(self) -> None:
+        """Raise RuntimeError if the last backward left parameters without a gradient, for which the others may wait."""
+        if self._reduced or self.ddp is None:
+            return
+        try:
+            self.ddp.reducer.prepare_for_backward([])  # says which parameters are missing
+        except RuntimeError as error:
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            names = list(self._trained)
+            unused = [names[int(i)] for i in found.group(1).split()] if found else ["some parameters"]
+            raise RuntimeError(
+                f"these parameters got no gradient in a step: {shortened(unused)}; use them in training_step, freeze them "
+                "(requires_grad=False), or give strategy=DDP(find_unused_parameters=True)"
+            ) from error
+
+    @torch.no_grad()
+    def drop_unused(self) -> None:
+        """Leave no gradient, in place of zeros, to parameters that no rank has used. Every rank calls it."""
+        assert self.used is not None
+        used = torch.tensor([id(p) in self.used for p in self._trained.values()], dtype=torch.uint8)
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        for parameter, found in zip(self._trained.values(), used.tolist(), strict=True):
+            if not found:
+                parameter.grad = None
+
+    def _sum(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """DDP's communication hook: the sum over ranks, where DDP by itself takes the mean."""
+        self._reduced = self._reduced or bucket.is_last()
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def _mark(self, parameter: torch.Tensor) -> None:
+        if not self._stands_in:
+            self.used.add(id(parameter))  # type: ignore[union-attr]
 
 
 class _Step(nn.Module):
     """What DDP wraps: a module whose forward is a training step, so that DDP brackets the step and nothing is patched."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, replica: Replica) -> None:
         super().__init__()
-        self.model = model
+        self.model = replica.model
+        self._loss = replica.loss
 
     def forward(self, step_fn: Callable[[Any, int], Any] | None, batch: Any, batch_idx: int) -> Any:
         output = None if step_fn is None else step_fn(batch, batch_idx)
-        # DDP exchanges gradients in the backward, so a rank with nothing to say walks back from zero.
-        if output is not None:
-            return output
-        zero = sum(p.sum() * 0 for p in self.model.parameters() if p.requires_grad)
-        return Loss(zero, 0)  # type: ignore[arg-type]
+        return self._loss(output)
 
 
-class _UsedParameters:
-    """Finds which trainable parameters the backwards of a window reach."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._names = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._seen: set[str] = set()
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(functools.partial(self._mark, name)) for name, p in self._names.items()
-        ]
-
-    def unused(self) -> list[str]:
-        for hook in self._hooks:
-            hook.remove()
-        return [name for name in self._names if name not in self._seen]
-
-    def _mark(self, name: str, _: torch.Tensor) -> None:
-        self._seen.add(name)
+def convert_batchnorm(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Replace BatchNorm layers by SyncBatchNorm; return each one's parent, name and the layer that was there."""
+    before = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return [(parent, name, child) for parent, name, child in before if getattr(parent, name) is not child]
 
 
-def _unused(names: list[str]) -> str:
-    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-    return (
-        f"these parameters got no gradient in a step: {shown}; "
-        "use them in training_step, freeze them (requires_grad=False), or give strategy=DDP(find_unused_parameters=True)"
-    )
+def revert_batchnorm(converted: list[tuple[nn.Module, str, nn.Module]]) -> None:
+    """Put the plain layers back, with the values that the converted ones hold."""
+    for parent, name, plain in converted:
+        synced = getattr(parent, name)
+        plain._parameters.update(synced._parameters)
+        plain._buffers.update(synced._buffers)
+        plain.training = synced.training
+        setattr(parent, name, plain)

@@ -355,6 +355,19 @@ class DeepSpeed(EagerStrategy):
         assert isinstance(placed, ZeroStep)
         return placed.gradients()
 
+    def _concluded(
+        self, placed: nn.Module, agreement: Agreement, after_backward: Callable[[], None] | None = None
+    ) -> Agreement:
+        if self.data_size > 1:
+            torch._foreach_mul_(self._gradients(placed), self.data_size)  # the engine averages over ranks
+        return super()._concluded(placed, agreement, after_backward)
+
+    def _gradient_of(self, placed: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+        name = next((name for name, p in self._user_model(placed).named_parameters() if p is parameter), "a parameter")
+        raise RuntimeError(
+            f"{name} has a gradient hook, which DeepSpeed does not call; remove it, or use strategy='fsdp'"
+        )
+
     def _drop_gradients(self, placed: nn.Module) -> None:
         assert isinstance(placed, ZeroStep)
         placed.forget_gradients()

@@ -108,15 +108,15 @@ class DataParallel(EagerStrategy):
                 ):
                     output = steps[i](move(batch, device, None), batch_idx)
                 losses, counted = weighted_losses(output, num_samples, 1 / window.num_samples, None)
-                for value, _ in losses:
+                for value, _, returned in losses:
                     with walking:
                         if before_backward is not None:
-                            before_backward(value)
+                            before_backward(returned)
                     (value if self.precision.scaler is None else self.precision.scaler.scale(value)).backward()
                     with walking:
                         if after_backward is not None:
                             after_backward()
-                return output, [value for value, _ in losses], counted
+                return output, [value for value, *_ in losses], counted
 
             assert self._threads is not None
             results = (

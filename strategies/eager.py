@@ -28,7 +28,9 @@ from strategies.blocks import Rule
 from strategies.control import Control
 from strategies.data import MicroBatch, ShardedLoader, Window
 from strategies.fused import fuse, leaves_out
-from strategies.precision import Precision
+from strategies.model_changes import ModelChanges, refuse_max_norm
+from strategies.parameter_hooks import ParameterHooks
+from strategies.precision import Precision, dtype_of
 from strategies.recompute import is_recomputed, keep, recompute
 from strategies.state import Reader, Shard, State, gather_state, restore_state
 
@@ -53,6 +55,8 @@ class EagerStrategy(Strategy):
     dynamic_shapes = keeps_layout = True
     cuts_gradients = False
     """True where ranks hold different parts of the gradient, so that one cannot see whether all of it is finite."""
+    sees_whole_gradients = False
+    """True where each backward leaves the whole gradient of its loss in whole parameters, as a plain loop does."""
     timeout_s = 1800.0
     """How long a collective may wait for the other ranks, in seconds."""
 
@@ -74,7 +78,10 @@ class EagerStrategy(Strategy):
             None  # on which batches come to a GPU, beside what that still computes of the step before
         )
         self._control: Control | None = None
-        self._local_gradients = False
+        self._parameter_hooks = ParameterHooks()
+        self._changes: ModelChanges | None = None
+        self._local: set[int] = set()
+        self._reduced: set[int] = set()
         self._scaler_used = False
         self._stepped = False
         self._unscaled: set[int] = set()
@@ -174,8 +181,12 @@ class EagerStrategy(Strategy):
         if self._control is not None:
             self._control.close()
         self._control = None
-        self._local_gradients = self._scaler_used = self._looks = False
+        self._scaler_used = self._looks = False
+        self._local, self._reduced = set(), set()
         self._left_out, self._watched, self._copies = None, [], None
+        if self._changes is not None:
+            self._changes.close()
+            self._changes = None
         self.precision.teardown()
         processes.destroy_process_group()
 
@@ -183,12 +194,17 @@ class EagerStrategy(Strategy):
     def place(self, model: nn.Module) -> nn.Module:
         """What all strategies do to a model: its dtype and its recomputed blocks. One of them calls this and places what it returns."""
         keep(model)  # a run that failed may have left some
+        refuse_max_norm(model, self.data_size, type(self).__name__)
+        self._parameter_hooks = ParameterHooks()
+        self._parameter_hooks.take(model.named_parameters())
         if self.activation_checkpointing is not False:
             recompute(model, self.activation_checkpointing)  # type: ignore[arg-type]
         return self.precision.convert(model)
 
     def release(self, placed: nn.Module) -> None:
-        keep(self._user_model(placed))
+        model = self._user_model(placed)
+        keep(model)
+        self._parameter_hooks.put_back(model.named_parameters())
 
     def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         if self.activation_checkpointing is not False and not any(map(is_recomputed, placed.modules())):
@@ -201,10 +217,22 @@ class EagerStrategy(Strategy):
         if self.device.type == "cuda":
             for optimizer in optimizers.values():
                 fuse(optimizer)
-        self._watched = list(
-            placed.parameters()
-        )  # walking through the modules in each step would cost more than the look at the gradients
+        # Walking through the modules in each step would cost more than the check of the gradients.
+        self._watched = list(placed.parameters())
+        if self._changes is not None:
+            self._changes.close()
+        self._changes = ModelChanges(self._user_model(placed))
+        self.adopt_changes(placed)
         return optimizers
+
+    def adopt_changes(self, placed: nn.Module) -> None:
+        if self._changes is None:
+            return
+        self._refuse_added(self._changes.added())
+        self._parameter_hooks.take(self._changes.parameters.items())
+        changed = self._changes.trainability()
+        if changed:
+            self._trainability_changed(placed, changed)
 
     def to_device(self, batch: Any) -> Any:
         dtype = self.precision.dtype
@@ -232,9 +260,11 @@ class EagerStrategy(Strategy):
         if self._scaler_used:
             self._update_scaler()
         self._looks = not automatic
+        if not automatic and self.sees_whole_gradients and self._changes is not None:
+            self._parameter_hooks.put_back(self._changes.parameters.items())  # each backward is a plain one
         last = len(window.micro_batches) - 1
         alone = last == 0 and self.data_size == 1
-        scale = self.data_size / window.num_samples  # gradients meet as a mean over ranks
+        scale = 1 / window.num_samples  # summed over data ranks, so that hooks see the gradients of one process
         autocast, on_cpu = self.precision.autocast_dtype, self._on_cpu
         run = self._runner(placed, step_fn) if automatic else step_fn
         exchanges, scaler = self._in_group, self.precision.scaler
@@ -254,7 +284,7 @@ class EagerStrategy(Strategy):
                 else ([], micro_batch.num_samples)
             )
             count += counted
-            for value, _ in losses:
+            for value, *_ in losses:
                 weighted += value.item() if on_cpu else math.nan  # no host sync on an accelerator
             micro_batch.output = output.detach() if isinstance(output, Tensor) else detach(output)
             if i == last and self._control is not None:
@@ -267,14 +297,16 @@ class EagerStrategy(Strategy):
                 self._control.send(note() if note else Note(), window.num_samples, *said)
             if faults.plan is not None:
                 faults.fault("backward")
-            for j, (value, inputs) in enumerate(losses):
+            for j, (value, inputs, returned) in enumerate(losses):
                 if before_backward is not None:
-                    before_backward(value)
+                    before_backward(returned)
                 (value if scaler is None else scaler.scale(value)).backward(
                     retain_graph=j < len(losses) - 1, inputs=inputs
                 )
-                if after_backward is not None:
+                if after_backward is not None and (i < last or j < len(losses) - 1):
                     after_backward()
+        if automatic and exchanges:
+            self._after_backwards(placed)
         if self._control is None:
             finite = not on_cpu or math.isfinite(weighted)
             loss = weighted if alone else weighted / scale / count if count else None
@@ -287,7 +319,7 @@ class EagerStrategy(Strategy):
             torch._foreach_mul_(self._gradients(placed), window.num_samples / agreement.count)
         if scaler is not None:
             agreement = agreement._replace(non_finite=None)  # the scaler skips such a step
-        return self._concluded(placed, agreement) if automatic and agreement.count else agreement
+        return self._concluded(placed, agreement, after_backward) if automatic and agreement.count else agreement
 
     def evaluate(
         self,
@@ -308,13 +340,13 @@ class EagerStrategy(Strategy):
         if self._scaler_used:
             self._update_scaler()
         loss = loss if weight == 1.0 else loss * weight
+        self._begin_local_gradients()
         (loss if self.precision.scaler is None else self.precision.scaler.scale(loss)).backward()
-        self._local_gradients = self._in_group
 
     def clip_gradients(
         self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
-        self._average_local_gradients(optimizer)
+        self._complete_local_gradients(placed, optimizer)
         if self.precision.scaler is not None and id(optimizer) not in self._unscaled:
             self.precision.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
@@ -325,8 +357,8 @@ class EagerStrategy(Strategy):
         return None
 
     def optimizer_step(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        if self._local_gradients:
-            self._average_local_gradients(optimizer)
+        if self._local:
+            self._complete_local_gradients(placed, optimizer)
         if self._looks:
             self._look_at(optimizer)
         elif self._control is not None and self._on_cpu:
@@ -335,7 +367,7 @@ class EagerStrategy(Strategy):
             return False
         if self.precision.scaler is None:
             optimizer.step() if closure is None else optimizer.step(
-                functools.partial(self._averaged, optimizer, closure)
+                functools.partial(self._completed, placed, optimizer, closure)
             )
             return True
         if closure is not None:
@@ -437,11 +469,20 @@ class EagerStrategy(Strategy):
         for parameter in placed.parameters():
             parameter.grad = None
 
-    def _concluded(self, placed: nn.Module, agreement: Agreement) -> Agreement:
-        """What `forward_backward` returns once the gradients are final: whether they are finite is looked at here.
+    def _concluded(
+        self, placed: nn.Module, agreement: Agreement, after_backward: Callable[[], None] | None = None
+    ) -> Agreement:
+        """What `forward_backward` returns once gradients are reduced: runs users' hooks and checks that all is finite.
 
-        On an accelerator the answer is left on the device, where a step can be left out without the host waiting for it.
+        `after_backward` is called here for the last backward, with the gradient that the optimizer gets. On an
+        accelerator the answer is left on the device, where a step can be skipped without the host waiting for it.
         """
+        if self._changes is not None and self._changes.pending:
+            self._refuse_added(self._changes.added())
+        if self._parameter_hooks.taken:
+            self._run_parameter_hooks(placed)
+        if after_backward is not None:
+            after_backward()
         if self.precision.scaler is not None:
             return agreement
         if agreement.non_finite is None:
@@ -479,6 +520,9 @@ class EagerStrategy(Strategy):
     def _sync_gradients(self, placed: nn.Module, on: bool) -> None:
         """Whether the next forward and backward exchange gradients."""
 
+    def _after_backwards(self, placed: nn.Module) -> None:
+        """Called after the last backward of a window, before this rank waits for others."""
+
     def _user_model(self, placed: nn.Module) -> nn.Module:
         """The module that `place` was given."""
         return placed
@@ -514,30 +558,73 @@ class EagerStrategy(Strategy):
             return True
         return not bool(self._left_out)
 
-    def _averaged(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """Call `closure`, which may have walked back on this rank only."""
+    def _completed(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Call `closure`, which may have run a backward on this rank only."""
         loss = closure()
-        if self._local_gradients:
-            self._average_local_gradients(optimizer)
+        self._complete_local_gradients(placed, optimizer)
         return loss
 
-    def _average_local_gradients(self, optimizer: Optimizer) -> None:
-        """Manual optimization: bring the ranks together. Averaging twice changes nothing, so order does not matter."""
-        if not self._local_gradients:
+    def _begin_local_gradients(self) -> None:
+        """Manual optimization: what the next backward adds is this rank's part of the gradient."""
+        if self.sees_whole_gradients:
             return
-        by_kind: dict[tuple, list[Tensor]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter.grad)
-        for gradients in by_kind.values():
-            flat = torch.cat([g.reshape(-1) for g in gradients])
-            dist.all_reduce(flat)
-            flat /= self.world_size
-            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+        for parameter in self._watched:
+            if id(parameter) in self._reduced and parameter.grad is not None and self.data_size > 1:
+                self._share_again(parameter)  # so that the next sum over ranks counts it once
+        self._reduced.clear()
+        self._local.update(map(id, self._watched))
+
+    def _complete_local_gradients(self, placed: nn.Module, optimizer: Optimizer) -> None:
+        """Manual optimization: sum over data ranks what backwards have added since the last time, and run users' hooks."""
+        if not self._local:
+            return
+        mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._local]
+        if not mine:
+            return
+        self._local.difference_update(map(id, mine))
+        self._reduced.update(map(id, mine))
+        if self._in_group:
+            self._sum_gradients(placed, [p for p in mine if p.requires_grad])
+        if self._parameter_hooks.taken:
+            self._run_parameter_hooks(placed, set(map(id, mine)))
+
+    def _share_again(self, parameter: nn.Parameter) -> None:
+        """Make of a gradient that is equal on all data ranks parts that add up to it."""
+        parameter.grad.div_(self.data_size)  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def _sum_gradients(self, placed: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum the gradients of these parameters over data ranks; one that no rank has stays None."""
+        sum_gradients(parameters)
+
+    def _run_parameter_hooks(self, placed: nn.Module, only: set[int] | None = None) -> None:
+        known = (
+            self._changes.parameters if self._changes is not None else dict(self._user_model(placed).named_parameters())
+        )
+        self._parameter_hooks.run(
+            [(name, p) for name, p in known.items() if only is None or id(p) in only],
+            functools.partial(self._gradient_of, placed),
+            functools.partial(self._put_gradient, placed),
+        )
+
+    def _gradient_of(self, placed: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+        """The whole gradient of a parameter, a plain tensor; ranks that share the parameter call it in the same order."""
+        return parameter.grad
+
+    def _put_gradient(self, placed: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Let `gradient`, whole and equal on the ranks that share the parameter, be what the optimizer gets."""
+        parameter.grad = gradient
+
+    def _trainability_changed(self, placed: nn.Module, names: list[str]) -> None:
+        """`requires_grad` of these parameters has changed since the last call, or since they were placed."""
+
+    def _refuse_added(self, names: list[str]) -> None:
+        """Raise RuntimeError for parameters that came during the run and would not be trained as on one process."""
+        if names and not self.sees_whole_gradients:
+            raise RuntimeError(
+                f"parameters were added or replaced during the run ({shortened(names)}), which {type(self).__name__} cannot "
+                "take over; create them in __init__, setup or configure_model, or copy values into the existing ones"
+            )
 
     def _update_scaler(self) -> None:
         self.precision.scaler.update()  # type: ignore[union-attr]
@@ -546,6 +633,35 @@ class EagerStrategy(Strategy):
 
     def _mark_stepped(self, *_: Any) -> None:
         self._stepped = True
+
+
+def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
+    """Sum the plain gradients of these parameters over the ranks of `group`, in one all-reduce for each dtype and device.
+
+    A gradient that some rank lacks counts as zeros there; one that no rank has stays None.
+    """
+    by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    for (dtype, device), members in by_kind.items():
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
+        has = torch.tensor([float(p.grad is not None) for p in members], dtype=dtype).to(device)
+        flat = torch.cat([has, *(part.reshape(-1) for part in parts)])
+        dist.all_reduce(flat, group=group)
+        sums = flat[len(members) :].split([part.numel() for part in parts])
+        missing = any(p.grad is None for p in members)
+        found = flat[: len(members)].tolist() if missing else None  # a host synchronisation, only where one is missing
+        for i, (parameter, part, total) in enumerate(zip(members, parts, sums, strict=True)):
+            if parameter.grad is None:
+                if not abs(found[i]):  # type: ignore[index]
+                    continue
+                parameter.grad = part
+            parameter.grad.copy_(total.view_as(part))
+
+
+def shortened(names: Sequence[str], most: int = 10) -> str:
+    """The first names of a list, and how many there are besides."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _nothing() -> None: ...
@@ -589,13 +705,14 @@ def resolve_devices(devices: int | str, accelerator: str, most: int | None = Non
 
 def weighted_losses(
     output: Any, num_samples: int, scale: float | None, parameters: Mapping[str, Sequence[nn.Parameter]] | None
-) -> tuple[list[tuple[Tensor, Sequence[nn.Parameter] | None]], float]:
-    """What to walk back from, as (loss times its weight, parameters that it moves or None for all), and what it counts.
+) -> tuple[list[tuple[Tensor, Sequence[nn.Parameter] | None, Tensor]], float]:
+    """What to run backward from, as (loss times its weight, parameters that it moves or None for all, the loss that the
+    step returned), and what it counts.
 
     `scale` turns a sum into this rank's part of the global mean; None means that the micro-batch is the
     whole of it.
     """
-    losses: list[tuple[Tensor, Sequence[nn.Parameter] | None]]
+    losses: list[tuple[Tensor, Sequence[nn.Parameter] | None, Tensor]]
     if parameters and isinstance(output, Mapping) and "loss" not in output:
         wrong = sorted(set(map(str, output)) ^ set(parameters)) + [
             name for name, value in output.items() if not isinstance(value, Tensor)
@@ -605,18 +722,18 @@ def weighted_losses(
                 f"training_step must return one mean loss (a tensor) for each optimizer ({', '.join(parameters)}), or None, but {', '.join(wrong)} is none; "
                 "name the losses after the optimizers"
             )
-        losses = [(output[name], parameters[name]) for name in parameters]
+        losses = [(output[name], parameters[name], output[name]) for name in parameters]
         numerator = count = float(num_samples)
     else:
         value, numerator, count = (
             (output, num_samples, num_samples) if isinstance(output, Tensor) else split_loss(output, num_samples)
         )
-        losses = [] if value is None else [(value, None)]
+        losses = [] if value is None else [(value, None, value)]
     weight = numerator * scale if scale is not None else numerator / count if count else 0.0
-    for i, (value, inputs) in enumerate(losses):
+    for i, (value, inputs, returned) in enumerate(losses):
         if faults.plan is not None:
             value = faults.plan.poison(value)
-            losses[i] = value, inputs
+            losses[i] = value, inputs, returned
         if value.numel() != 1:
             raise ValueError(
                 f"training_step must return a scalar loss, but its loss has shape {list(value.shape)}; return its mean or Loss(total, count)"
@@ -626,7 +743,7 @@ def weighted_losses(
                 "training_step returned a loss without gradient: it does not depend on a trainable parameter, or was detached or computed under no_grad"
             )
         if weight != 1.0:
-            losses[i] = (value * weight, inputs)
+            losses[i] = value * weight, inputs, returned
     return losses, count
 
 
@@ -647,7 +764,7 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None, copies: to
     What comes from the host is copied on the stream `copies`, for which the caller then lets the current stream wait.
     """
     if isinstance(batch, Tensor):
-        to = None if dtype is None or not batch.is_floating_point() else dtype
+        to = None if dtype is None else dtype_of(batch, dtype)
         if batch.device == device and (to is None or batch.dtype == to):
             return batch
         if copies is None or batch.device.type != "cpu" or type(batch) is not Tensor or batch.layout != torch.strided:

@@ -27,6 +27,7 @@ class ModelParallel(EagerStrategy):
 
     single_process = True
     max_devices = None
+    sees_whole_gradients = True
 
     def __init__(
         self, *, device_map: Mapping[str, int] | None = None, activation_checkpointing: bool | Rule = False

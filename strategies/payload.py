@@ -19,6 +19,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch.nn.utils import parametrize
 
 _ALIGN = 64  # what torch's own allocator gives; vector instructions are slower below it
 
@@ -87,10 +88,42 @@ class _Pickler(cloudpickle.Pickler):
         # torch cannot pickle the dtypes that it added last (uint16, float8): hand them over as integers of their width.
         if type(obj) is torch.Tensor and obj.dtype in torch.storage._new_dtypes() and obj.device.type == "cpu":
             return _viewed, (obj.detach().view(_INTEGERS[obj.itemsize]), obj.dtype, obj.requires_grad)
+        # By itself torch leaves the hooks of a tensor behind, and refuses modules with parametrizations.
+        if isinstance(obj, torch.Tensor) and obj.is_leaf and _hooks_of(obj):
+            made = obj.__reduce_ex__(5)
+            if len(made) == 2:
+                return *made, _hooks_of(obj), None, None, _set_hooks
+        if isinstance(obj, torch.nn.Module) and parametrize.is_parametrized(obj):
+            plain = type(obj).__mro__[1]
+            own = any("__getstate__" in vars(base) for base in plain.__mro__ if base is not object)
+            state = plain.__getstate__(obj) if own else dict(vars(obj))  # type: ignore[call-arg]
+            return _new, (plain,), state, None, None, _set_parametrized
         return super().reducer_override(obj)
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _hooks_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """The users' hooks of a tensor, by the attribute in which torch keeps them."""
+    found = {name: getattr(tensor, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
+    return {name: hooks for name, hooks in found.items() if hooks}
+
+
+def _set_hooks(tensor: torch.Tensor, hooks: dict[str, Any]) -> None:
+    for name, found in hooks.items():
+        setattr(tensor, name, found)
+
+
+def _new(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+def _set_parametrized(module: torch.nn.Module, state: dict[str, Any]) -> None:
+    vars(module).update(state)
+    parametrize._inject_new_class(module)
+    for name in module.parametrizations:  # type: ignore[union-attr]
+        parametrize._inject_property(module, name)
 
 
 def _viewed(tensor: torch.Tensor, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:

@@ -16,7 +16,7 @@ from strategies import environment, pipeline_split
 from strategies.base import Agreement, Note
 from strategies.blocks import Rule
 from strategies.data import MicroBatch, Window
-from strategies.eager import EagerStrategy
+from strategies.eager import EagerStrategy, sum_gradients
 from strategies.mesh import devices_of, parse, resolve
 from strategies.optimizer_probe import probe
 from strategies.permutation import mix
@@ -267,7 +267,7 @@ class Pipeline(EagerStrategy):
         def send() -> None:
             told = note() if note else Note()
             finite = self.device.type != "cpu" or math.isfinite(tally.total)
-            total = tally.total * window.num_samples / self.data_size
+            total = tally.total * window.num_samples
             said = told if self.reports else told._replace(keys=0)
             self._control.send(said, window.num_samples, tally.count, finite, total)  # type: ignore[union-attr]
 
@@ -281,7 +281,7 @@ class Pipeline(EagerStrategy):
                         batch_idx=micro_batch.batch_idx,
                         parts=run,
                         noise=mix(self._seed, self.data_rank, self._steps_seen, i, k),
-                        scale=self.data_size / window.num_samples,
+                        scale=1 / window.num_samples,
                         parameters=parameters,
                         context=part,
                         before_backward=before_backward,
@@ -295,17 +295,17 @@ class Pipeline(EagerStrategy):
                         feed.before_last_backward()
             if i == last and not feeds:
                 send()
-            if feeds and after_backward is not None:
+            if feeds and after_backward is not None and i < last:
                 after_backward()
             micro_batch.output = merged(tally.outputs) if self.reports else None
         agreement = self._control.receive()  # type: ignore[union-attr]
         if agreement.count and self._data_group is not None:
-            self._average(placed)
+            self._sum(placed)
         elif placed.shards is not None:
             placed.shards.scatter()
         if agreement.count and agreement.count != window.num_samples:
             torch._foreach_mul_(self._gradients(placed), window.num_samples / agreement.count)
-        return self._concluded(placed, agreement) if agreement.count else agreement
+        return self._concluded(placed, agreement, after_backward) if agreement.count else agreement
 
     def evaluate(
         self,
@@ -483,33 +483,18 @@ class Pipeline(EagerStrategy):
         """Sum of the squares of all elements."""
         return torch.nn.utils.get_total_norm(gradients).to(self.device).double().square().reshape(())
 
-    def _average(self, placed: Staged) -> None:
-        """Bring the gradients of the pipelines together, and the statistics of the first to the others. A window without samples here is one of zeros."""
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        apart = (
-            {id(p) for p in placed.model.parameters()}
-            if placed.shards is None
-            else {id(p) for p in placed.shards.whole}
-        )
-        for parameter in placed.model.parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:
+    def _sum(self, placed: Staged) -> None:
+        """Sum the gradients of the pipelines, and give the statistics of the first to the others."""
+        shards = placed.shards
+        trained = [p for p in placed.model.parameters() if p.requires_grad]
+        if shards is not None:
+            apart = {id(p) for p in shards.whole}
+            for parameter in trained:  # torch reduces a shard only if every rank has a gradient
+                if parameter.grad is None and id(parameter) not in apart:
                     parameter.grad = torch.zeros_like(parameter)
-                if id(parameter) in apart:
-                    by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
-        if placed.shards is not None:
-            placed.shards.exchange()
-        for gradients in by_dtype.values():
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            dist.all_reduce(flat, group=self._data_group)
-            flat /= self.data_size
-            torch._foreach_copy_(
-                gradients,
-                [
-                    part.view_as(g)
-                    for part, g in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)
-                ],
-            )
+            shards.exchange()
+            trained = [p for p in trained if id(p) in apart]
+        sum_gradients(trained, self._data_group)
         for buffer in placed.statistics:
             dist.broadcast(buffer, group=self._data_group, group_src=0)
 

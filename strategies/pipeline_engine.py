@@ -110,10 +110,10 @@ class Engine:
         feed.tally.outputs.append((detach(output), num_samples))
         if not losses:
             return _nothing(self._loss_shape[0], received, self._placed.device)
-        ((loss, _),) = losses
+        ((loss, _, returned),) = losses
         feed.tally.total += loss.item() if loss.device.type == "cpu" else math.nan
         if feed.before_backward is not None:
-            feed.before_backward(loss)
+            feed.before_backward(returned)
         return loss.reshape(()).clone()  # no view: torch detaches it in place
 
     def _loss(self, output: Tensor, index: Tensor) -> Tensor:

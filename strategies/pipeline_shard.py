@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
-from strategies.axes import Structure
+from strategies.axes import Structure, sum_gradients_of
 from strategies.pipeline_stage import Stage, Staged
 
 
@@ -30,6 +30,7 @@ class Shards:
         ignored = {p for p in self.whole if isinstance(p, nn.Parameter)}
         for module in (*self._layers, *self._stages):  # the stage last: it is the root of its layers
             fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
+            sum_gradients_of(module)
         self._structure.seal()
 
     def gather(self) -> None:
@@ -43,7 +44,7 @@ class Shards:
             module.reshard()  # type: ignore[operator]
 
     def exchange(self) -> None:
-        """Average the gradients of a window over the mesh, and cut them and the parameters again. Every parameter has one."""
+        """Sum the gradients of a window over the mesh, and shard them and the parameters again. Every parameter has one."""
         for stage in self._stages:
             PipelineStage.perform_reduce_grad(SimpleNamespace(submod=stage), 1)  # type: ignore[arg-type]
 

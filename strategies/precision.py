@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 PRECISIONS = {
     # name: (dtype of parameters and inputs, dtype of autocast)
@@ -17,6 +17,17 @@ PRECISIONS = {
     "16-mixed": (torch.float32, torch.float16),
 }
 ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed", "fp32": "32-true"}
+
+
+COMPLEX = {torch.float64: torch.complex128}
+"""The complex dtype that goes with a dtype; none has numbers as short as bfloat16's, beside which complex tensors stay as they are."""
+
+
+def dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """What `tensor` becomes in a run of `dtype`: that, the complex dtype that goes with it, or what an integer has."""
+    if tensor.is_complex():
+        return COMPLEX.get(dtype, tensor.dtype)
+    return dtype if tensor.is_floating_point() else tensor.dtype
 
 
 class Precision:
@@ -53,8 +64,10 @@ class Precision:
             self._outer_products = None
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Cast floating point parameters and buffers in place where the precision asks for another dtype."""
-        return model if self.dtype == torch.float32 else model.to(self.dtype)
+        """Cast parameters and buffers in place if the precision asks for another dtype; complex ones stay complex."""
+        if self.dtype == torch.float32:
+            return model
+        return model._apply(lambda tensor: tensor.to(dtype_of(tensor, self.dtype)))
 
     def autocast(self, device: torch.device) -> AbstractContextManager:
         """The context of a forward."""

@@ -199,9 +199,9 @@ class ShardedStrategy(EagerStrategy):
         loss = loss if weight == 1.0 else loss * weight
         loss = loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
         placed.synchronize(True)  # type: ignore[operator]
+        self._begin_local_gradients()
         placed(lambda: loss).backward()  # through the root, which frees and exchanges once the walk is over
         self._check_used(placed)
-        self._local_gradients = True
         if placed.depth:
             placed.gather()  # type: ignore[operator]
 
@@ -212,7 +212,7 @@ class ShardedStrategy(EagerStrategy):
             return super().clip_gradients(placed, optimizer, value, algorithm)
         from strategies import dtensors
 
-        self._average_local_gradients(optimizer)
+        self._complete_local_gradients(placed, optimizer)
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -248,15 +248,17 @@ class ShardedStrategy(EagerStrategy):
 
     # ---- what EagerStrategy asks -------------------------------------------------------------------
 
-    def _concluded(self, placed: nn.Module, agreement: Agreement) -> Agreement:
+    def _concluded(
+        self, placed: nn.Module, agreement: Agreement, after_backward: Callable[[], None] | None = None
+    ) -> Agreement:
         if self._mesh is not None:
             from strategies import dtensors
 
             placed.close()  # type: ignore[operator]
             self._check_used(placed)
             dtensors.settle(self._watched or placed.parameters())
-            self._average(placed.unsharded)  # type: ignore[arg-type]
-        return super()._concluded(placed, agreement)
+            self._sum([p for p in placed.unsharded if p.requires_grad])  # type: ignore[union-attr]
+        return super()._concluded(placed, agreement, after_backward)
 
     def _runner(self, placed: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
         if self._mesh is None:
@@ -294,14 +296,18 @@ class ShardedStrategy(EagerStrategy):
         if self._mesh is not None:
             placed.synchronize(on or self._sync_each)  # type: ignore[operator]
 
-    def _average_local_gradients(self, optimizer: Optimizer) -> None:
+    @torch.no_grad()
+    def _sum_gradients(self, placed: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         if self._mesh is None:
-            super()._average_local_gradients(optimizer)
-        elif self._local_gradients:
-            from strategies import dtensors
+            return super()._sum_gradients(placed, parameters)
+        from strategies import dtensors
 
-            dtensors.settle(p for group in optimizer.param_groups for p in group["params"])
-            self._average([p for group in optimizer.param_groups for p in group["params"] if not self._is_sharded(p)])
+        dtensors.settle(parameters)
+        self._sum([p for p in parameters if not self._is_sharded(p)])
+
+    def _share_again(self, parameter: nn.Parameter) -> None:
+        if not self._is_sharded(parameter):
+            super()._share_again(parameter)
 
     def _user_model(self, placed: nn.Module) -> nn.Module:
         return placed if self._mesh is None else placed.model  # type: ignore[return-value]
@@ -364,11 +370,10 @@ class ShardedStrategy(EagerStrategy):
         return [(name, p) for name, p in self._user_model(placed).named_parameters() if id(p) not in whole]
 
     @torch.no_grad()
-    def _average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the gradients of what torch does not, over the data ranks; one that no rank has stays None."""
+    def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum the gradients of what torch does not, over the data ranks; one that no rank has stays None."""
         from strategies import dtensors
 
-        parameters = [p for p in parameters if p.requires_grad]
         axes = [axis for axis in ("ddp", "fsdp") if axis in self._sizes]
         if not axes or not parameters:
             return
@@ -377,18 +382,18 @@ class ShardedStrategy(EagerStrategy):
         flat = torch.cat([has.to(pieces[0]), *(piece.reshape(-1).to(pieces[0]) for piece in pieces)])
         for axis in axes:
             dist.all_reduce(flat, group=self._mesh.get_group(axis))  # type: ignore[union-attr]
-        for parameter, found, piece, mean in zip(
+        for parameter, found, piece, total in zip(
             parameters,
             flat[: len(has)].tolist(),
             pieces,
-            (flat[len(has) :] / self.data_size).split([piece.numel() for piece in pieces]),
+            flat[len(has) :].split([piece.numel() for piece in pieces]),
             strict=True,
         ):
             if found:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                     piece = dtensors.local(parameter.grad)
-                piece.copy_(mean.view_as(piece))
+                piece.copy_(total.view_as(piece))
 
     @torch.no_grad()
     def _share_noise(self) -> None:

@@ -13,6 +13,7 @@ class SingleDevice(EagerStrategy):
 
     single_process = True
     max_devices = 1
+    sees_whole_gradients = True
 
     def place(self, model: nn.Module) -> nn.Module:
         return super().place(materialise(model)).to(self.device)

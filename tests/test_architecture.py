@@ -21,7 +21,7 @@ FILES = sorted(path for package in PACKAGES for path in (REPO_ROOT / package).gl
 MODULES = {f"{path.parent.name}.{path.stem}" for path in FILES} | set(PACKAGES)
 
 # Limits that may be lowered, never raised.
-MAX_STRATEGY_VERBS = 20
+MAX_STRATEGY_VERBS = 22  # raised by decision 0019
 MAX_CALLBACK_HOOKS = 37
 MAX_TRAINER_ARGUMENTS = 32
 

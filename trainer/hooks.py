@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from callbacks.base import Callback, Logger
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 NAMES = [name for name in vars(Callback) if name.startswith("on_")]
+UNWATCHED = {"on_before_backward", "on_after_backward", "on_exception", "on_save_checkpoint", "on_load_checkpoint"}
+"""Hooks after which the strategy does not look for what they changed in the model: a window is under way, or none follows."""
 
 
 class Hooks:
@@ -36,14 +38,25 @@ class Hooks:
                 if overrides(callback, name, Callback) and not (
                     isinstance(callback, Logger) and getattr(type(callback), name) is getattr(Logger, name)
                 ):
-                    call = functools.partial(getattr(callback, name), trainer, module)
-                    found.append(
-                        functools.partial(trainer.guarded, callback, call) if isinstance(callback, Logger) else call
-                    )
+                    call = partial(getattr(callback, name), trainer, module)
+                    found.append(partial(trainer.guarded, callback, call) if isinstance(callback, Logger) else call)
+            adopt = [partial(_adopt_changes, trainer)] if name not in UNWATCHED else []
             if name == "on_train_epoch_end":
                 own = int(overrides(module, name, Module))
-                self.module_epoch_end, found = tuple(found[:own]), found[own:]
-            setattr(self, name, tuple(found))
+                self.module_epoch_end: tuple[Callable, ...] = (*found[:own], *adopt[:own])
+                found = found[own:]
+            setattr(self, name, (*found, *adopt) if any(map(_is_users, found)) else tuple(found))
+
+
+def _is_users(hook: Callable) -> bool:
+    """Whether a hook is the module's or a callback's of the user; those of the package change no model."""
+    owner = getattr(hook.func if isinstance(hook, partial) else hook, "__self__", None)
+    return owner is None or not type(owner).__module__.startswith(("callbacks.", "trainer."))
+
+
+def _adopt_changes(trainer: Trainer, *_: Any) -> None:
+    if trainer.placed is not None:
+        trainer.strategy.adopt_changes(trainer.placed)
 
 
 def overrides(owner: Any, name: str, base: type) -> bool:

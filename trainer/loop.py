@@ -184,7 +184,7 @@ def _prepared(trainer: Trainer, run: setup.FitRun, window: Window) -> Iterator[M
         micro_batch.batch = run.transfer(micro_batch.batch)
         metrics.weight = micro_batch.num_samples
         metrics.in_batch = True
-        trainer.batch_share = micro_batch.num_samples * trainer.strategy.data_size / window.num_samples
+        trainer.batch_share = micro_batch.num_samples / window.num_samples
         for hook in hooks.on_train_batch_start:
             hook(micro_batch.batch, micro_batch.batch_idx)
         yield micro_batch

@@ -41,7 +41,9 @@ class ManualOptimizer:
 
         def call() -> Any:
             loss = closure()
-            return trainer.strategy.all_reduce(loss * trainer.batch_share, "mean") if isinstance(loss, Tensor) else loss
+            if not isinstance(loss, Tensor):
+                return loss
+            return trainer.strategy.all_reduce(loss * trainer.batch_share, "mean") * trainer.strategy.data_size
 
         return call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -209,6 +210,15 @@ class Module(HyperParameters, nn.Module):
         return trainer.strategy.clip_gradients(
             trainer.placed, optimizer, gradient_clip_val, gradient_clip_algorithm or "norm"
         )
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of the gradient that the optimizers are to apply, over all parameters and ranks (0-dim); every rank calls it.
+
+        Call it in `on_before_optimizer_step` or, in manual optimization, before `step`. The same under every strategy.
+        """
+        trainer = self._running()
+        norms = [trainer.strategy.clip_gradients(trainer.placed, item, math.inf) for item in trainer.optimizers]
+        return torch.stack([norm for norm in norms if norm is not None]).square().sum().sqrt()
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let gradients flow into the parameters of `optimizer` only, until `untoggle_optimizer`."""

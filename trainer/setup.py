@@ -234,6 +234,8 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
     for child in frozen:  # by the user, in a module that trains
         child.training = False
 
+    strategy.adopt_changes(trainer.placed)  # what configure_optimizers and on_load_checkpoint did
+
     hooks, parameters = trainer.hooks, None
     if len(named) > 1 and module.automatic_optimization:
         parameters = {

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -342,6 +343,19 @@ class Trainer:
     def is_checkpoint(self, path: str | Path) -> bool:
         """Whether `path` is a committed checkpoint."""
         return files.is_checkpoint(path)
+
+    def whole(self, module: Module) -> AbstractContextManager[None]:
+        """While it lasts `module` has whole parameters on every rank, with their whole `.grad`, under any strategy.
+
+        `with trainer.whole(module): …` in a hook, on every rank, to read or change weights and gradients, or for a complete
+        `module.state_dict()`. Each change must be the same on all ranks; it holds afterwards. Needs the memory of the whole
+        model. Raises RuntimeError within a step, and where `module` is not the module that runs.
+        """
+        if module is not self._module or self.placed is None:
+            raise RuntimeError(
+                "whole() was called outside of a run, or with another module; give it the module in a hook"
+            )
+        return self.strategy.whole(self.placed)
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on rank 0, above the progress bar."""

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 def wide(state, bucket):
     buffer = bucket.buffer()
-    future = torch.distributed.all_reduce(buffer.double() / torch.distributed.get_world_size(), async_op=True).get_future()
+    future = torch.distributed.all_reduce(buffer.double(), async_op=True).get_future()
     return future.then(lambda done: buffer.copy_(done.value()[0]))
 
 

@@ -1,0 +1,64 @@
+"""What user code changes in a model while a run is on: which parameters learn, and which there are."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+
+class ModelChanges:
+    """Watches one placed model until it is closed. Costs nothing in a step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules = {id(module) for module in model.modules()}
+        self.parameters = dict(model.named_parameters())
+        """The placed parameters by name."""
+        self._flags = [p.requires_grad for p in self.parameters.values()]
+        self.pending = False
+        """Whether a parameter or module was registered in the model since the last call of `added`."""
+        self._hooks = [
+            register_module_parameter_registration_hook(self._note),
+            register_module_module_registration_hook(self._note),
+        ]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def added(self) -> list[str]:
+        """The names of parameters that the model has now and had not when it was placed."""
+        if not self.pending:
+            return []
+        self.pending = False
+        known = set(map(id, self.parameters.values()))
+        return [name for name, p in self._model.named_parameters() if id(p) not in known]
+
+    def trainability(self) -> list[str]:
+        """The names of parameters whose `requires_grad` differs from the last call."""
+        flags = [p.requires_grad for p in self.parameters.values()]
+        if flags == self._flags:
+            return []
+        changed = [name for name, new, old in zip(self.parameters, flags, self._flags, strict=True) if new != old]
+        self._flags = flags
+        return changed
+
+    def _note(self, module: nn.Module, name: str, value: object) -> None:
+        self.pending = self.pending or id(module) in self._modules
+
+
+def refuse_max_norm(model: nn.Module, data_size: int, strategy: str) -> None:
+    """Raise ValueError for an embedding that changes its weight in the forward, by the samples that this rank sees."""
+    if data_size == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ValueError(
+                f"{name or type(model).__name__} has max_norm={module.max_norm}, which changes its weight in the forward for the "
+                f"samples that a rank sees, so ranks of {strategy} would drift apart; leave max_norm out and normalize the weight in "
+                "on_train_batch_end"
+            )
