@@ -19,7 +19,7 @@ from tests.strategies.contract import Plan, difference, reference, saved_weights
 from tests.trainer.toy import distance, equal, loader, net, quiet, weights
 
 ENGINES: dict[str, tuple[Callable[[], Strategy], str]] = {
-    "ddp": (DDP, "DistributedDataParallel"),
+    "ddp": (DDP, "Replica"),
     "fsdp": (FSDP, "Placed"),
     "tensor": (TensorParallel, "Placed"),
     "ddp=1,fsdp=1,tensor=1": (lambda: MeshParallel("ddp=1,fsdp=1,tensor=1"), "Placed"),
