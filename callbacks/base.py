@@ -158,8 +158,8 @@ class Callback:
 class Logger(Callback):
     """Base of the callbacks that receive what `self.log` collects.
 
-    The Trainer calls the `log_*` methods on rank 0 only, behind an error boundary: an OSError of a
-    logger costs one warning, never the training.
+    The Trainer calls the `log_*` methods on rank 0 only. All that it calls of a logger is behind an error
+    boundary: an exception costs one warning and what that logger would write in this run, never the training.
     """
 
     save_dir: str | None = None

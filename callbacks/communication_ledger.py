@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from callbacks.base import Callback
 from callbacks.local_ops import LocalOps, watching
+from callbacks.printing import safe_print
 
 if TYPE_CHECKING:
     from trainer import Module, Trainer
@@ -81,7 +82,7 @@ class CommunicationLedger(Callback):
         self._stop()
         if trainer.is_global_zero:
             late = f"communication: none, as training ended before step {self.first_step + self.num_steps}; lower first_step"
-            print(late if self.report is None else self.table())
+            safe_print(late if self.report is None else self.table())
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
         self._stop()

@@ -38,7 +38,7 @@ class CSVLogger(Logger):
     ) -> None:
         if flush_every < 1:
             raise ValueError(f"flush_every must be at least 1 row, but it is {flush_every}")
-        self.save_dir = None if save_dir is None else os.fspath(save_dir)
+        self.save_dir = None if save_dir is None else os.path.expanduser(save_dir)
         self.name = name
         self.version = version
         self.flush_every = flush_every

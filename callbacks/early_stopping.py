@@ -11,6 +11,7 @@ from torch import Tensor
 
 from callbacks.base import Callback
 from callbacks.monitored_metric import MonitoredMetric, check_keys
+from callbacks.printing import safe_print
 
 if TYPE_CHECKING:
     from trainer import Module, Trainer
@@ -186,4 +187,4 @@ class EarlyStopping(Callback):
         if trainer.is_global_zero:
             trainer.print(f"{name}: {text}")
         elif not self.log_rank_zero_only:
-            print(f"{name}: {text}", flush=True)
+            safe_print(f"{name}: {text}")

@@ -13,8 +13,10 @@ def plain(value: Any) -> Any:
 
     Takes mappings, dataclasses, argparse-like namespaces, sequences, sets, one-element tensors and arrays.
     """
-    if value is None or isinstance(value, str | bool | int | float):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str | int | float):  # also of a class of its own: an Enum's member, a number of numpy
+        return str.__str__(value) if isinstance(value, str) else int(value) if isinstance(value, int) else float(value)
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):

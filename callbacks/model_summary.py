@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from callbacks.base import Callback
+from callbacks.printing import safe_print
 from callbacks.shadow import call, fitting, restored_rng, shadow
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         if trainer.is_global_zero:
-            print(summarize(module, self.max_depth), flush=True)
+            safe_print(summarize(module, self.max_depth))
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from callbacks.base import Callback
+from callbacks.printing import safe_print
 
 if TYPE_CHECKING:
     from trainer import Module, Trainer
@@ -94,10 +95,10 @@ class Profiler(Callback):
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         self._stop()
         if self.kind == "simple" and trainer.is_global_zero and self._steps >= 0:
-            print(self.table())
+            safe_print(self.table())
         elif self.kind == "torch" and trainer.is_global_zero:
             written = self.path is not None and self.path.exists()
-            print(
+            safe_print(
                 f"profile: {self.path}"
                 if written
                 else f"profile: none, as training ended before step {self.first_step + self.num_steps}; lower first_step"

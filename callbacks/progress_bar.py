@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import math
 import os
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from callbacks.base import Callback
+from callbacks.printing import safe_print
 
 if TYPE_CHECKING:
     from trainer import Module, Trainer
@@ -64,16 +64,27 @@ class ProgressBar(Callback):
     def print(self, *values: Any, **options: Any) -> None:
         """The builtin `print`, above the bar instead of into it; does nothing on ranks other than 0."""
         if self._screen is not None:
-            self._screen.print(*values, **options)
-        elif self._is_rank_zero:
-            builtins.print(*values, **options)
+            try:
+                self._screen.clear()
+            except (OSError, ValueError):  # stderr is gone; what is printed may go elsewhere
+                self._screen, self._next_draw = None, NEVER
+        if self._is_rank_zero:
+            safe_print(*values, **options)
+        if self._screen is not None:
+            try:
+                self._screen.restore()
+            except (OSError, ValueError):
+                self._screen, self._next_draw = None, NEVER
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._reset()
         self._is_rank_zero = trainer.is_global_zero
         if self._is_rank_zero and sys.stderr is not None:
-            self._screen = _screen(sys.stderr, 1.0 / self.refresh_per_second)
-            self._next_draw = 0.0
+            try:
+                self._screen = _screen(sys.stderr, 1.0 / self.refresh_per_second)
+                self._next_draw = 0.0
+            except (OSError, ValueError):  # stderr is closed
+                pass
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._close()
@@ -295,9 +306,11 @@ class _Screen(ABC):
     def show(self, parts: list[str], fraction: float | None, gap_s: float) -> None:
         """Show the parts of the line; where lines stay, only `gap_s` seconds after the one before. Raises OSError or ValueError."""
 
-    def print(self, *values: Any, **options: Any) -> None:
-        """Print what the user wants to see."""
-        builtins.print(*values, **options)
+    def clear(self) -> None:  # noqa: B027 - lines that stay need nothing
+        """Make room for what the user wants to print. Raises OSError or ValueError."""
+
+    def restore(self) -> None:  # noqa: B027
+        """Show again what `clear` removed. Raises OSError or ValueError."""
 
     @abstractmethod
     def close(self) -> None:
@@ -310,22 +323,23 @@ class _Terminal(_Screen):
     def __init__(self, stream: TextIO, interval_s: float) -> None:
         self.interval_s = interval_s
         self._stream = stream
-        self._line = ""
+        self._line = self._cleared = ""
         self._blocks = ("█", "░") if "utf" in (getattr(stream, "encoding", None) or "").lower() else ("#", ".")
 
     def show(self, parts: list[str], fraction: float | None, gap_s: float) -> None:
         # Two columns stay free: a terminal wraps a line that fills it, and what the user prints begins after a space.
         self._draw(_fit(parts, fraction, _columns(self._stream) - 2, self._blocks))
 
-    def print(self, *values: Any, **options: Any) -> None:
-        line = self._line
-        if line:
+    def clear(self) -> None:
+        self._cleared = self._line
+        if self._line:
             self._draw("")
             self._stream.write("\r")
             self._stream.flush()
-        builtins.print(*values, **options | {"flush": True})
-        if line:
-            self._draw(line)
+
+    def restore(self) -> None:
+        if self._cleared:
+            self._draw(self._cleared)
 
     def close(self) -> None:
         if self._line:

@@ -63,7 +63,7 @@ class TensorBoardLogger(Logger):
     ) -> None:
         if importlib.util.find_spec("tensorboard") is None:
             raise ImportError(MISSING)
-        self.save_dir = None if save_dir is None else os.fspath(save_dir)
+        self.save_dir = None if save_dir is None else os.path.expanduser(save_dir)
         self.name = name
         self.version = version
         self.default_hp_metric = default_hp_metric
@@ -87,9 +87,12 @@ class TensorBoardLogger(Logger):
     def experiment(self) -> Any:
         if not self._is_writer:
             return _Nothing()
-        writer = self._open()
-        self._hand_over(writer)  # what comes now is later
-        return writer
+        try:
+            return self._ready()
+        except OSError as error:  # the user's step asked for it, and must not end by it
+            self._is_writer, self._held = False, []
+            warnings.warn(f"TensorBoardLogger stops logging, training continues: {error}", RuntimeWarning, stacklevel=2)
+            return _Nothing()
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._trainer, self._is_writer = trainer, trainer.is_global_zero
@@ -130,7 +133,8 @@ class TensorBoardLogger(Logger):
             self.log_metrics(metrics)
 
     def log_text(self, key: str, text: str, step: int | None = None) -> None:
-        self.experiment.add_text(key, text, self._at(step))
+        if self._is_writer:
+            self._ready().add_text(key, text, self._at(step))
 
     def log_graph(self, module: Module, example_input: Any) -> None:
         """Show the graph of `forward`, where the logger was made with `log_graph=True`; a failure costs one warning.
@@ -147,7 +151,7 @@ class TensorBoardLogger(Logger):
             return
         # Buffers are cloned: tracing runs forward, which moves the statistics of BatchNorm.
         writer, copy = (
-            self.experiment,
+            self._ready(),
             shadow(module, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone()),
         )
         try:
@@ -186,7 +190,7 @@ class TensorBoardLogger(Logger):
         self._hparams_are_written = True
         write_hparams(self.log_dir, self._hparams)
         self._add_hparams_summary(1)
-        self.experiment.add_text("hparams", f"```yaml\n{to_yaml(self._hparams)}```", self._at(None))
+        self._ready().add_text("hparams", f"```yaml\n{to_yaml(self._hparams)}```", self._at(None))
 
     def _add_hparams_summary(self, part: int) -> None:
         """Add one of the three summaries of the HPARAMS plugin: 1 starts the session, 2 ends it.
@@ -196,9 +200,14 @@ class TensorBoardLogger(Logger):
         """
         from torch.utils.tensorboard.summary import hparams
 
-        writer = self.experiment
+        writer: Any = self._ready()
         flat = {key: str(value) if isinstance(value, bool) else value for key, value in flatten(self._hparams).items()}
         writer.file_writer.add_summary(hparams(flat, {})[part])
+
+    def _ready(self) -> SummaryWriter:
+        writer = self._open()
+        self._hand_over(writer)  # what comes now is later
+        return writer
 
     def _open(self) -> SummaryWriter:
         if self._purge_step is not None:
@@ -283,9 +292,9 @@ class _Forgiving:
             return
         try:
             method(*args)
-        except OSError as error:
+        except Exception as error:
             self._failed = True
-            warnings.warn(f"TensorBoardLogger stops logging, training goes on: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"TensorBoardLogger stops logging, training continues: {error}", RuntimeWarning, stacklevel=2)
 
 
 class _Nothing:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from callbacks.base import Callback
+from callbacks.printing import safe_print
 
 if TYPE_CHECKING:
     from trainer import Module, Trainer
@@ -102,7 +103,7 @@ class Timer(Callback):
         if time.monotonic() >= self._deadline and not trainer.should_stop:
             trainer.should_stop = True
             if trainer.is_global_zero:
-                print(
+                safe_print(
                     f"Timer: {timedelta(seconds=round(self.time_elapsed('train')))} of training are used up, stopping at step {trainer.global_step}"
                 )
 

@@ -109,7 +109,7 @@ def launch(fn: Callable[..., T], args: tuple[Any, ...], num_ranks: int, *, grace
             f"The number of ranks on a node must be from 1 to {forkserver.MAX_RANKS}, but it is {num_ranks}: give another number of devices"
         )
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # as in some daemons
+        with suppress(AttributeError, OSError, ValueError):  # none, as in some daemons; gone; closed
             stream.flush()
     with ExitStack() as stack:
         server = forkserver.take(num_ranks)  # first: one that is new imports torch while the work is packed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import TypeVar
@@ -46,9 +47,12 @@ def keep_going(attempt: Callable[[int], T], max_restarts: int, *, name: Callable
                 if isinstance(error, RankFailure)
                 else f"{type(error).__name__} {at}: {error}".splitlines()[0]
             )
-            print(
-                f"{what}: restart {restart + 1} of {max_restarts} from {name(restart + 1)}", file=sys.stderr, flush=True
-            )
+            with contextlib.suppress(OSError, ValueError):  # a terminal that is gone must not end the run
+                print(
+                    f"{what}: restart {restart + 1} of {max_restarts} from {name(restart + 1)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     raise AssertionError("unreachable")
 
 

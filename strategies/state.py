@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -69,17 +72,27 @@ def pack(
 ) -> Any:
     """Turn a nested structure into JSON data, moving its tensors into `tensors` under `name`.
 
-    Tuples and dicts with keys that are not strings are kept as what they are; everything else that
-    JSON does not know raises TypeError with its key path. `piece` is what this rank writes of a tensor,
-    None where another rank writes it.
+    Tuples, paths, arrays of numpy and dicts with keys that are not strings are kept as what they are. A number
+    of numpy and a member of an Enum that is a str or an int too become the plain number or string. Everything
+    else that JSON does not know raises TypeError with its key path. `piece` is what this rank writes of a
+    tensor, None where another rank writes it.
     """
+    if isinstance(value, np.generic):
+        value = value.item()  # a float64 of numpy is a float of Python as well, yet not of that very type
     if isinstance(value, Tensor):
         mine = piece(value)
         if mine is not None:
             tensors[name] = mine
         return {"$tensor": name}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        native = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
+        return {"$array": pack(torch.from_numpy(native), name, tensors, piece)}
     if value is None or type(value) in (bool, int, float, str):
         return value
+    if isinstance(value, (str, int, float)):  # of a class of its own, such as a member of an Enum
+        return str.__str__(value) if isinstance(value, str) else int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, PurePath):
+        return {"$path": os.fspath(value)}
     if isinstance(value, (list, tuple)):
         items = [pack(item, f"{name}.{i}", tensors, piece) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
@@ -94,7 +107,7 @@ def pack(
             ]
         }
     raise TypeError(
-        f"state must be tensors, numbers, strings, lists, tuples and dicts, but {name} is {type(value).__module__}.{type(value).__qualname__}"
+        f"state must be tensors, arrays, numbers, strings, paths, lists, tuples and dicts, but {name} is {type(value).__module__}.{type(value).__qualname__}"
     )
 
 
@@ -106,6 +119,10 @@ def unpack(value: Any, read: Callable[[str], Tensor]) -> Any:
         return value
     if "$tensor" in value:
         return read(value["$tensor"])
+    if "$array" in value:
+        return unpack(value["$array"], read).numpy()
+    if "$path" in value:
+        return Path(value["$path"])
     if "$tuple" in value:
         return tuple(unpack(item, read) for item in value["$tuple"])
     if "$items" in value:

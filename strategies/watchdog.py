@@ -387,7 +387,8 @@ def main(folder: Path, name: str, num_local: int, num_nodes: int) -> None:
         if leads and reports[0].waits and not has_waited and (elsewhere_s or num_missing):
             act_at, has_waited = now + (elsewhere_s or _PATIENCE_S), True
             continue
-        print(_told(reports, watchdog.limit_s, num_missing, num_local), file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):  # a terminal that is gone must not keep the hang alive
+            print(_told(reports, watchdog.limit_s, num_missing, num_local), file=sys.stderr, flush=True)
         _kill(reports[0].sign.pid)
         if reports[0].rank == rank:
             break

@@ -10,6 +10,7 @@ import callbacks as own
 from callbacks.base import Callback
 from strategies import environment
 from strategies.state import pack
+from trainer import run_plan
 from trainer.datamodule import DataModule
 from trainer.hooks import overrides
 from trainer.module import Module
@@ -131,9 +132,8 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
         savable(module)
     savers = [item for item in trainer.callbacks if isinstance(item, own.ModelCheckpoint)]
     root = trainer.default_root_dir
-    for folder in {str(item.save_dir or root) for item in trainer.loggers} | {
-        str(item.dirpath or root) for item in savers
-    }:
+    roots = {str(run_plan.place_of(trainer, item)[0].parent) for item in trainer.loggers}
+    for folder in roots | {str(item.dirpath or root) for item in savers}:
         writable(folder)
 
 

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from callbacks.printing import safe_print
 from strategies.processes import RankTraceback
 from trainer import config
 from trainer.config import ConfigError, Resolved, Run
@@ -83,13 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _evaluate(run, command)
         return 0
     except KeyboardInterrupt:
-        print("lockstep: interrupted", file=sys.stderr)
+        safe_print("lockstep: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
         if not isinstance(error, ConfigError) and not _is_framework_error(error):
             traceback.print_exception(error)
             return 1
-        print(f"lockstep: error: {error}", file=sys.stderr)
+        safe_print(f"lockstep: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
 
 
@@ -260,7 +261,7 @@ def _metric_rows(metrics: dict[str, Tensor]) -> list[tuple[str, str]]:
 def _print_block(trainer: Trainer, title: str, rows: list[tuple[str, str]]) -> None:
     if trainer.is_global_zero:
         width = max((len(name) for name, _ in rows), default=0)
-        print("\n".join(["", title, *(f"  {name:<{width}}  {value}" for name, value in rows)]), flush=True)
+        safe_print("\n".join(["", title, *(f"  {name:<{width}}  {value}" for name, value in rows)]))
 
 
 def _join(predictions: list[Any]) -> dict[str, Tensor]:

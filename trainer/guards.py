@@ -7,9 +7,11 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 
 from callbacks.guard import Guard, fingerprint
+from callbacks.printing import safe_print
 from trainer import snapshot
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ class Guards:
         options.in_a_row += 1
         if trainer.is_global_zero:
             then = f"; back to step {trainer.global_step}" if options.non_finite == "roll_back" else ""
-            print(
+            safe_print(
                 f"{bad} is NaN or infinite in step {step} of epoch {trainer.current_epoch}: this window is left out{then} "
                 f"({options.in_a_row} in a row, at most {options.max_in_a_row})",
                 file=sys.stderr,
@@ -87,6 +89,22 @@ class Guards:
         """After the last step: raise FloatingPointError where it was left out on the device."""
         if self._later is not None and (bad := self._later()) is not None:
             raise self._error(bad, self.trainer.global_step - 1)
+
+    def check_weights(self, optimizers: Sequence[Optimizer]) -> None:
+        """At the end of training: raise FloatingPointError, on all ranks, where a step has left a parameter NaN or infinite.
+
+        The gradient of each step was finite, and a loss would have shown it in a later step. Every rank calls it; one
+        host synchronisation a device.
+        """
+        strategy = self.trainer.strategy
+        mine = _not_finite(self.module, optimizers)
+        first = int(strategy.all_reduce(torch.tensor(strategy.world_size if mine is None else strategy.rank), "min"))
+        if first < strategy.world_size:
+            name = strategy.broadcast(mine, first)
+            raise FloatingPointError(
+                f"{name} is NaN or infinite at the end of training, after step {self.trainer.global_step - 1}, though every gradient "
+                "was finite: look at the learning rate and the optimizer's other numbers in that step, or go back to an older checkpoint"
+            )
 
     def before_step(self, optimizers: Sequence[Optimizer]) -> bool:
         """Look at the parameters before they are to move for the first time; whether a gradient on this rank is not zero."""
@@ -131,6 +149,24 @@ def fingerprints(optimizers: Sequence[Optimizer]) -> list[int]:
     """Of each tensor that the optimizers step on this rank."""
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     return [fingerprint(p) for p in parameters if p.requires_grad and getattr(p, "_local_tensor", p).numel()]
+
+
+def _not_finite(module: Module, optimizers: Sequence[Optimizer]) -> str | None:
+    """The first parameter, of those that the optimizers hold on this rank, that is NaN or infinite."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                local = getattr(parameter, "_local_tensor", parameter).detach()
+                if not local.is_meta and (local.is_floating_point() or local.is_complex()):
+                    name = names.get(id(parameter), f"a parameter of {type(optimizer).__name__}")
+                    by_device.setdefault(local.device, []).append((name, local.isfinite().all()))
+    for found in by_device.values():
+        for (name, _), fine in zip(found, torch.stack([fine for _, fine in found]).tolist(), strict=True):
+            if not fine:
+                return name
+    return None
 
 
 def check_ownership(module: Module, optimizers: Mapping[str, Optimizer]) -> None:

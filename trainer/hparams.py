@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import sys
+import typing
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any
@@ -52,12 +54,16 @@ class HyperParameters:
         """Keep the arguments that `__init__` was called with, or those in `names`; call it in `__init__`.
 
         A dict (or an object with a `__dict__`) given in place of a name is kept entry by entry. What is
-        kept must be JSON data or tensors to be saved; name what is not in `ignore`. `logger` False keeps
-        them out of the loggers.
+        kept must be JSON data or tensors to be saved; name what is not in `ignore`, which holds for later
+        calls too (of a base class, or of a subclass), unless they ask for the argument by name. `logger` False
+        keeps them out of the loggers.
         """
         frame = inspect.currentframe()
         caller = frame.f_back if frame else None
-        skipped = {ignore} if isinstance(ignore, str) else set(ignore or ())
+        asked = {name for name in names if isinstance(name, str)}
+        skipped = self.__dict__.setdefault("_hparams_ignored", set())
+        skipped -= asked
+        skipped |= {ignore} if isinstance(ignore, str) else set(ignore or ())
         if names and not all(isinstance(name, str) for name in names):
             values: dict[str, Any] = {}
             for value in names:
@@ -75,7 +81,29 @@ class HyperParameters:
                 )
             values = {name: value for name, value in values.items() if not names or name in names}
         self.__dict__["_log_hparams"] = logger
-        self.hparams.update({name: value for name, value in values.items() if name not in skipped})
+        self.hparams.update(values)
+        for name in skipped & self.hparams.keys():
+            del self.hparams[name]
+
+
+def restored(cls: type, saved: dict[str, Any]) -> dict[str, Any]:
+    """Saved hyperparameters as arguments of `cls`, members of an Enum among them.
+
+    A checkpoint holds the value of a member and names no class. The class is that of the argument's annotation,
+    or of its default. Raises ValueError for a value that the Enum does not have.
+    """
+    init = cls.__init__  # type: ignore[misc]
+    try:
+        hints = typing.get_type_hints(init)
+    except (NameError, TypeError, AttributeError):  # a name that only type checkers know
+        hints = {}
+    result = dict(saved)
+    for name, parameter in inspect.signature(cls).parameters.items():
+        kinds = {type(parameter.default), hints.get(name), *typing.get_args(hints.get(name))}
+        kind = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, enum.Enum)), None)
+        if kind is not None and result.get(name) is not None:
+            result[name] = kind(result[name])
+    return result
 
 
 def _plain(value: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -145,6 +145,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
         _close_epoch(trainer, module, run)
 
     guards.finish()
+    guards.check_weights(optimizers)
     metrics.close()
     set_phase(None, "end of the run")
     for hook in hooks.on_train_end:

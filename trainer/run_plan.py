@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from callbacks.printing import safe_print
 from trainer import checkpoint as files
 from trainer import snapshot
 from trainer.checkpoint import Checkpoint, CheckpointError
 from trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from callbacks.base import Logger
     from trainer.trainer import Trainer
 
 
@@ -19,6 +22,7 @@ def checked(trainer: Trainer, ckpt_path: str | Path | None) -> str | None:
     """The path as a string; raise for a path that is no checkpoint, before any process starts."""
     if ckpt_path is None or ckpt_path in ("auto", "last"):
         return None if ckpt_path is None else str(ckpt_path)
+    ckpt_path = os.path.expanduser(ckpt_path)
     if ckpt_path == "best":
         if not getattr(trainer.checkpoint_callback, "best_model_path", None):
             raise ValueError("ckpt_path='best' needs a ModelCheckpoint that has saved; fit first, or give a path")
@@ -31,11 +35,9 @@ def plan(trainer: Trainer, ckpt_path: str | None) -> dict[str, Any]:
     """Rank 0: the run's folder and the checkpoint to open, or the error, as JSON data."""
     try:
         writes = bool(trainer.loggers) or (trainer._stage == "fit" and trainer.checkpoint_callback is not None)
-        first = trainer.logger
-        base = Path((first.save_dir if first else None) or trainer.default_root_dir) / (
-            (first.name if first else None) or type(trainer._module).__name__
-        )
-        version, checkpoint = first.version if first else None, None
+        places = [place_of(trainer, logger) for logger in trainer.loggers]
+        base, version = places[0] if places else (_default_place(trainer), None)
+        checkpoint = None
         if trainer.log_dir is not None:  # this Trainer goes on in its folder
             version = Path(trainer.log_dir).name
         if ckpt_path in ("auto", "last"):
@@ -47,7 +49,7 @@ def plan(trainer: Trainer, ckpt_path: str | None) -> dict[str, Any]:
                     f"ckpt_path='last' finds no valid checkpoint below {base.absolute()}; give a path, or 'auto' to start afresh"
                 )
             if ckpt_path == "auto":
-                print(
+                safe_print(
                     f"ckpt_path='auto': {f'resuming {checkpoint}' if checkpoint else f'no valid checkpoint below {base}, starting afresh'}",
                     file=sys.stderr,
                 )
@@ -66,13 +68,9 @@ def plan(trainer: Trainer, ckpt_path: str | None) -> dict[str, Any]:
             trainer._folder = RunFolder(folder)
         if folder is not None and (folder / "checkpoints").is_dir():
             files.clean(folder / "checkpoints")
-        folders = []
-        for logger in trainer.loggers:
-            root = Path(logger.save_dir or trainer.default_root_dir) / (logger.name or type(trainer._module).__name__)
-            folders.append(str(root / folder.name))  # type: ignore[union-attr]
         return {
             "log_dir": str(folder) if folder else None,
-            "loggers": folders,
+            "loggers": [str(root / folder.name) for root, _ in places] if folder else [],
             "checkpoint": None if checkpoint is None else str(checkpoint),
         }
     except CheckpointError as error:
@@ -86,6 +84,25 @@ def carried_out(plan: dict[str, Any]) -> dict[str, Any]:
     if "error" in plan:
         raise {"CheckpointError": CheckpointError, "ValueError": ValueError}[plan["kind"]](plan["error"])
     return plan
+
+
+def _default_place(trainer: Trainer) -> Path:
+    return Path(trainer.default_root_dir) / type(trainer._module).__name__
+
+
+def place_of(trainer: Trainer, logger: Logger) -> tuple[Path, str | int | None]:
+    """The folder of a logger's experiment, and its version; the Trainer's own where the logger fails."""
+    found: tuple[Path, str | int | None] = _default_place(trainer), None
+
+    def read() -> None:
+        nonlocal found
+        default = found[0]
+        root = default.parent if logger.save_dir is None else Path(logger.save_dir).expanduser()
+        version = logger.version
+        found = root / str(logger.name or default.name), version if isinstance(version, int | None) else str(version)
+
+    trainer.guarded(logger, read)
+    return found
 
 
 def _newest(trainer: Trainer, base: Path, version: str | int | None) -> tuple[str | None, str] | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from callbacks.base import Logger
+from callbacks.printing import safe_print
 from strategies.base import split_loss
 from strategies.combined import CombinedLoader
 from strategies.data import ShardedLoader, Window
@@ -130,7 +131,10 @@ def attached(trainer: Trainer, module: Module, sources: Sources, stage: str, ckp
         for owner in owners:
             owner.teardown(stage)
         for callback in trainer.callbacks:
-            callback.teardown(trainer, module, stage)
+            if isinstance(callback, Logger):
+                trainer.guarded(callback, callback.teardown, trainer, module, stage)
+            else:
+                callback.teardown(trainer, module, stage)
         trainer.strategy.release(trainer.placed)
         trainer.end_run("success")
     except BaseException as error:
@@ -182,7 +186,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
             checkpoint.state["windows"], progress["samples_seen"], whole=not module.automatic_optimization
         )
         if done is not None and trainer.is_global_zero:
-            print(done, file=sys.stderr)
+            safe_print(done, file=sys.stderr)
     total = _length(train_loader)
     limit = limit_of(
         overfit or trainer.limit_train_batches, total, "overfit_batches" if overfit else "limit_train_batches"

@@ -8,6 +8,7 @@ rank      random streams, running sums of metrics, data position of one rank
 from __future__ import annotations
 
 import inspect
+import os
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from callbacks.base import Logger
 from strategies.state import Shard, pack, restore_model, unpack
 from trainer import checkpoint as files
 from trainer.checkpoint import Checkpoint, CheckpointError
+from trainer.hparams import restored
 from trainer.logging import COMBINE
 from trainer.progress import Progress
 from trainer.seeding import derive, rng_state, seed_everything, set_rng_state
@@ -57,10 +60,7 @@ def save(
                 pack(config.scheduler.state_dict(), f"schedulers/{i}", kept)
                 for i, config in enumerate(trainer.lr_scheduler_configs)
             ],
-            "callbacks": {
-                callback.state_key: pack(callback.state_dict(), f"callbacks/{callback.state_key}", kept)
-                for callback in trainer.callbacks
-            },
+            "callbacks": _callback_states(trainer, kept),
             "datamodule": pack(trainer.datamodule.state_dict(), "datamodule/state", kept)
             if trainer.datamodule is not None
             else {},
@@ -172,10 +172,24 @@ def _restore_training(trainer: Trainer, checkpoint: Checkpoint) -> None:
             config.scheduler.load_state_dict(unpack(saved, read))
         for callback in trainer.callbacks:
             if callback.state_key in state["callbacks"]:
-                callback.load_state_dict(unpack(state["callbacks"][callback.state_key], read))
+                saved = unpack(state["callbacks"][callback.state_key], read)
+                if isinstance(callback, Logger):
+                    trainer.guarded(callback, callback.load_state_dict, saved)
+                else:
+                    callback.load_state_dict(saved)
         extra = unpack(state["module"], read)
         for hook in trainer.hooks.on_load_checkpoint:
             hook(extra)
+
+
+def _callback_states(trainer: Trainer, kept: dict[str, Shard]) -> dict[str, Any]:
+    states = {}
+    for callback in trainer.callbacks:
+        key = callback.state_key
+        state = trainer.state_of(callback, lambda state, key=key: pack(state, f"callbacks/{key}", kept))  # type: ignore[misc]
+        if state is not None:
+            states[key] = state
+    return states
 
 
 def check_resumable(checkpoint: Checkpoint) -> None:
@@ -214,7 +228,7 @@ def check_resumable(checkpoint: Checkpoint) -> None:
 
 def load_module(cls: Any, path: str | Path, map_location: Any, strict: bool, overrides: dict[str, Any]) -> Any:
     """`Module.load_from_checkpoint`."""
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint.open(os.path.expanduser(path))
     hparams, name = (
         unpack(checkpoint.state.get("hyperparameters", {}), checkpoint.read),
         checkpoint.state.get("hyperparameters_name"),
@@ -227,6 +241,8 @@ def load_module(cls: Any, path: str | Path, map_location: Any, strict: bool, ove
     takes = inspect.signature(cls).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):  # a base class may have been given more
         saved = {key: value for key, value in saved.items() if key in takes}
+    with refused(path):
+        saved = restored(cls, saved)
     module = cls(**saved | overrides)
     module.configure_model()
     with refused(path):

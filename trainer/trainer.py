@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 import callbacks as own
 import strategies
 from callbacks.base import Callback, Logger
+from callbacks.printing import safe_print
 from strategies import Strategy, environment, processes, restarts
 from trainer import checkpoint as files
 from trainer import checks, compilation, evaluation, loop, run_plan, snapshot
@@ -165,7 +166,7 @@ class Trainer:
         self.overfit_batches = overfit_batches
         self.fast_dev_run = int(fast_dev_run)
         self.log_every_n_steps = log_every_n_steps
-        self.default_root_dir = str(default_root_dir)
+        self.default_root_dir = os.path.expanduser(default_root_dir)
         self.seed, self.deterministic, self.max_restarts = seed, deterministic, max_restarts
         given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
         wrong = next((item for item in given if not isinstance(item, Callback)), None)
@@ -224,6 +225,7 @@ class Trainer:
         """Seconds that training has waited for checkpoints on this rank."""
         self.stop_signal = 0
         self._handlers: dict[int, Any] = {}
+        self._failed_loggers: list[Logger] = []
         self._undeterministic: Callable[[], None] | None = None
         self._folder: RunFolder | None = None
         self.executed: Any = [0]
@@ -250,6 +252,7 @@ class Trainer:
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
+        self._failed_loggers.clear()
         sources = Sources({"train": train_dataloaders, "val": val_dataloaders}, datamodule)
         checks.fit(self, module, sources)
         if ckpt_path is None:
@@ -322,7 +325,7 @@ class Trainer:
                 "call it in on_train_batch_end once global_step has moved"
             )
         self.finish_saving()
-        began = time.perf_counter()
+        began, path = time.perf_counter(), os.path.expanduser(path)
         self.saving = snapshot.save(
             self, self._module, path, wait=wait, also=also, outdated=[*outdated, *self._superseded(path)]
         )
@@ -342,7 +345,7 @@ class Trainer:
 
     def is_checkpoint(self, path: str | Path) -> bool:
         """Whether `path` is a committed checkpoint."""
-        return files.is_checkpoint(path)
+        return files.is_checkpoint(os.path.expanduser(path))
 
     def whole(self, module: Module) -> AbstractContextManager[None]:
         """While it lasts `module` has whole parameters on every rank, with their whole `.grad`, under any strategy.
@@ -361,7 +364,7 @@ class Trainer:
         """`print` on rank 0, above the progress bar."""
         if self.is_global_zero:
             bar = next((item for item in self.callbacks if isinstance(item, own.ProgressBar)), None)
-            (bar.print if bar is not None else print)(*values, **options)
+            (bar.print if bar is not None else safe_print)(*values, **options)
 
     def log_metrics(self, values: dict[str, float]) -> None:
         """Hand values to the loggers at the current step; rank 0 writes them, other ranks may call it too."""
@@ -453,7 +456,7 @@ class Trainer:
         if self.deterministic:
             self._undeterministic = deterministic()
         if self._chosen is not None and self.is_global_zero:
-            print(self._chosen, file=sys.stderr)
+            safe_print(self._chosen, file=sys.stderr)
             self._chosen = None
         if stage == "fit":
             self._catch_signals()
@@ -526,16 +529,25 @@ class Trainer:
                 self.guarded(logger, logger.log_graph, module, module.example_input_array)
 
     def guarded(self, logger: Logger, method: Any, *args: Any) -> None:
-        """Call a logger; what it raises costs one warning and the logger, never the training."""
-        if getattr(logger, "_failed", False):
+        """Call a logger; any exception that it raises costs one warning and the logger for this run, never the training."""
+        if logger in self._failed_loggers:
             return
         try:
             method(*args)
-        except OSError as error:
-            logger._failed = True  # type: ignore[attr-defined]
+        except Exception as error:
+            self._failed_loggers.append(logger)
+            what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             warnings.warn(
-                f"{type(logger).__name__} stops logging, training goes on: {error}", RuntimeWarning, stacklevel=2
+                f"{type(logger).__name__} stops logging, training continues: {what}", RuntimeWarning, stacklevel=2
             )
+
+    def state_of(self, callback: Callback, pack: Callable[[Any], Any] = lambda state: state) -> Any:
+        """The state of a callback, packed by `pack`; None of a logger whose state cannot be had or saved."""
+        if not isinstance(callback, Logger):
+            return pack(callback.state_dict())
+        found: list[Any] = []
+        self.guarded(callback, lambda: found.append(pack(callback.state_dict())))
+        return found[0] if found else None
 
     def manual_backward(self, loss: Tensor) -> None:
         """`Module.manual_backward`."""
@@ -562,13 +574,13 @@ class Trainer:
             path = Path(self.checkpoint_dir()) / f"{_INTERRUPTED}{self.global_step}"
             self.save_checkpoint(path)
         if self.is_global_zero:
-            print(
+            safe_print(
                 f"stopped by {signal.Signals(number).name} after step {self.global_step}"
                 + (f"; resume with ckpt_path='{path}' or 'auto'" if path else ""),
                 file=sys.stderr,
             )
         if number == signal.SIGUSR1 and path and self.is_global_zero and (said := environment.requeue()):
-            print(said, file=sys.stderr)
+            safe_print(said, file=sys.stderr)
         return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
 
     def newest_checkpoint(self) -> str | None:
@@ -601,7 +613,7 @@ class Trainer:
         plan = run_plan.carried_out(self.strategy.broadcast(plan))
         self.log_dir = plan["log_dir"]
         for logger, folder in zip(self.loggers, plan["loggers"], strict=True):
-            logger.log_dir = folder
+            self.guarded(logger, setattr, logger, "log_dir", folder)
         # rank 0 has read every byte against its checksum
         return None if plan["checkpoint"] is None else Checkpoint.open(plan["checkpoint"], verify=False)
 
@@ -620,6 +632,7 @@ class Trainer:
             raise TypeError(f"{stage} takes a trainer.Module, but module is {type(module).__name__}; subclass Module")
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
+        self._failed_loggers.clear()
         sources = Sources({evaluation.KINDS[stage][1]: dataloaders}, datamodule)
         checks.loaders(sources)
         path = run_plan.checked(self, ckpt_path)
@@ -633,7 +646,7 @@ class Trainer:
                 returned = evaluation.run(self, module, sources, stage)
         if verbose and self.is_global_zero:
             for i, metrics in enumerate(returned):
-                print(
+                safe_print(
                     f"{stage}{f' loader {i}' if len(returned) > 1 else ''}: "
                     + ", ".join(f"{name}={value:.6g}" for name, value in metrics.items())
                 )
@@ -709,7 +722,7 @@ class Trainer:
                 for name, value in module.state_dict().items()  # type: ignore[union-attr]
             },
             "progress": self.progress.state_dict(),
-            "callbacks": [item.state_dict() for item in self.callbacks],
+            "callbacks": [self.state_of(item) for item in self.callbacks],
             "log_dirs": [item.log_dir for item in self.loggers],
             "attributes": {name: getattr(self, name) for name in RESULTS},
         }
@@ -725,9 +738,13 @@ class Trainer:
         module.load_state_dict(result["weights"], assign=any(p.is_meta for p in module.parameters()))
         self.progress.load_state_dict(result["progress"])
         for item, state in zip(self.callbacks, result["callbacks"], strict=True):
-            item.load_state_dict(state)
+            if isinstance(item, Logger):
+                if state is not None:
+                    self.guarded(item, item.load_state_dict, state)
+            else:
+                item.load_state_dict(state)
         for logger, folder in zip(self.loggers, result["log_dirs"], strict=True):
-            logger.log_dir = folder
+            self.guarded(logger, setattr, logger, "log_dir", folder)
         for name, value in result["attributes"].items():
             setattr(self, name, value)
         module.__dict__["_trainer"] = self

@@ -260,7 +260,7 @@ def test_a_file_that_cannot_grow_costs_one_warning(tmp_path: Path, repo_root: Pa
     assert (result.returncode, result.stdout) == (0, "trained\n"), result.stderr
     assert (
         result.stderr.count(
-            "RuntimeWarning: TensorBoardLogger stops logging, training goes on: [Errno 27] File too large"
+            "RuntimeWarning: TensorBoardLogger stops logging, training continues: [Errno 27] File too large"
         )
         == 1
     )

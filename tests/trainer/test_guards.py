@@ -386,3 +386,54 @@ def test_the_guard_survives_a_restart() -> None:
     guard.left_out, guard.in_a_row = 3, 1
     other.load_state_dict(guard.state_dict())
     assert (other.left_out, other.in_a_row) == (3, 1)
+
+
+class RuinedByItsLastStep(Module):
+    """Every loss and every gradient is finite; the last optimizer step is not."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.by = Body(), by
+        self.automatic_optimization = by != "manual"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.body(batch[0]), batch[1])
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        self.manual_backward(loss)
+        if self.global_step == NUM_WINDOWS - 1:
+            optimizer.optimizer.param_groups[0]["lr"] = float("inf")
+        optimizer.step()
+        optimizer.zero_grad()
+        return None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step == NUM_WINDOWS - 1 and self.by == "optimizer":
+            optimizer.param_groups[0]["lr"] = float("inf")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        if self.by != "rate":
+            return optimizer
+
+        def rate(step: int) -> float:
+            return float("nan") if step == NUM_WINDOWS - 1 else 1e-3
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "by"),
+    [(name, "rate") for name in STRATEGIES if not name.startswith("deepspeed")]
+    + [("single", "optimizer"), ("single", "manual"), ("ddp", "manual")],
+)
+def test_weights_that_the_last_step_ruins_are_an_error_without_a_checkpoint_too(name: str, by: str) -> None:
+    make, devices = STRATEGIES[name]
+    trainer = quiet(strategy=make(), devices=devices, accelerator="cpu", split_batches=True)
+    with pytest.raises(
+        FloatingPointError, match=rf"is NaN or infinite at the end of training, after step {NUM_WINDOWS - 1}"
+    ):
+        trainer.fit(RuinedByItsLastStep(by), marked_data())

@@ -454,7 +454,7 @@ def test_a_broken_logger_costs_one_warning(method: str) -> None:
     broken, works, model = Broken(method, after=method == "log_metrics"), Recorder(), net()
     trainer = quiet(logger=[broken, works], log_every_n_steps=1, max_epochs=2)
     with pytest.warns(
-        RuntimeWarning, match="Broken stops logging, training goes on: .*No space left on device"
+        RuntimeWarning, match="Broken stops logging, training continues: .*No space left on device"
     ) as caught:
         trainer.fit(model, loader(32))
     assert len(caught) == 1
@@ -462,15 +462,6 @@ def test_a_broken_logger_costs_one_warning(method: str) -> None:
     reference = net()
     quiet(max_epochs=2).fit(reference, loader(32))
     assert equal(weights(model), weights(reference))
-
-
-def test_an_error_of_another_kind_in_a_logger_comes_out() -> None:
-    class Wrong(Recorder):
-        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-            raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        quiet(logger=Wrong()).fit(Net(), loader(8))
 
 
 # ---- what a run says of itself ------------------------------------------------------------------------------
