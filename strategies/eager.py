@@ -27,7 +27,7 @@ from strategies.base import Agreement, Loss, Note, Strategy, split_loss
 from strategies.blocks import Rule
 from strategies.control import Control
 from strategies.data import MicroBatch, ShardedLoader, Window
-from strategies.fused import fuse, leaves_out
+from strategies.fused import allow_sparse, fuse, leaves_out
 from strategies.model_changes import ModelChanges, refuse_max_norm
 from strategies.parameter_hooks import ParameterHooks
 from strategies.precision import Precision, dtype_of
@@ -83,8 +83,9 @@ class EagerStrategy(Strategy):
         self._local: set[int] = set()
         self._reduced: set[int] = set()
         self._scaler_used = False
-        self._stepped = False
+        self._skipped: Callable[[], str | None] | None = None
         self._unscaled: set[int] = set()
+        self._steps_on_host = False
         self._looks = False
         self._left_out: Tensor | None = None
         self._watched: list[nn.Parameter] = []
@@ -181,7 +182,8 @@ class EagerStrategy(Strategy):
         if self._control is not None:
             self._control.close()
         self._control = None
-        self._scaler_used = self._looks = False
+        self._scaler_used = self._looks = self._steps_on_host = False
+        self._unscaled.clear()
         self._local, self._reduced = set(), set()
         self._left_out, self._watched, self._copies = None, [], None
         if self._changes is not None:
@@ -213,10 +215,12 @@ class EagerStrategy(Strategy):
             )
         if self.precision.scaler is not None:
             for optimizer in optimizers.values():
-                optimizer.register_step_post_hook(self._mark_stepped)
+                optimizer.register_step_pre_hook(self._mark_step)
         if self.device.type == "cuda":
             for optimizer in optimizers.values():
                 fuse(optimizer)
+                parameters = (p for group in optimizer.param_groups for p in group["params"])
+                self._steps_on_host |= any(p.device.type == "cpu" for p in parameters)
         # Walking through the modules in each step would cost more than the check of the gradients.
         self._watched = list(placed.parameters())
         if self._changes is not None:
@@ -347,9 +351,8 @@ class EagerStrategy(Strategy):
         self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
         self._complete_local_gradients(placed, optimizer)
-        if self.precision.scaler is not None and id(optimizer) not in self._unscaled:
-            self.precision.scaler.unscale_(optimizer)
-            self._unscaled.add(id(optimizer))
+        if self.precision.scaler is not None:
+            self._unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if algorithm == "norm":
             return torch.nn.utils.clip_grad_norm_(parameters, value)
@@ -363,6 +366,8 @@ class EagerStrategy(Strategy):
             self._look_at(optimizer)
         elif self._control is not None and self._on_cpu:
             self._control.check()  # what hooks have called since the gradients were final
+        if not self._on_cpu:
+            allow_sparse(optimizer)
         if self._left_out is not None and not self._may_step(optimizer):
             return False
         if self.precision.scaler is None:
@@ -374,10 +379,11 @@ class EagerStrategy(Strategy):
             raise ValueError(
                 "precision='16-mixed' scales gradients, and an optimizer that takes a closure would step with scaled ones; use 'bf16-mixed'"
             )
-        self._stepped = False
+        self._unscale(optimizer)
+        self._skipped = None
         self.precision.scaler.step(optimizer)
         self._scaler_used = True
-        return self._stepped
+        return self._skipped is not None and self._skipped() is None
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         tensor = tensor.detach().clone()
@@ -553,7 +559,7 @@ class EagerStrategy(Strategy):
 
     def _may_step(self, optimizer: Optimizer) -> bool:
         """Whether to call `optimizer`: one that can leaves out a step with bad gradients on the device, else the host waits."""
-        if leaves_out(optimizer):
+        if leaves_out(optimizer) and not self._steps_on_host:
             optimizer.found_inf = self._left_out  # type: ignore[attr-defined]
             return True
         return not bool(self._left_out)
@@ -631,8 +637,20 @@ class EagerStrategy(Strategy):
         self._unscaled.clear()
         self._scaler_used = False
 
-    def _mark_stepped(self, *_: Any) -> None:
-        self._stepped = True
+    def _unscale(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._unscaled:
+            self.precision.scaler.unscale_(optimizer)  # type: ignore[union-attr]
+            self._unscaled.add(id(optimizer))
+
+    def _mark_step(self, optimizer: Any, *_: Any) -> None:
+        """Loss scaling steps `optimizer`. One that is told what was found may skip the step by itself, on the device."""
+        found = getattr(optimizer, "found_inf", None)
+        if found is None:
+            self._skipped = _nothing
+            return
+        if self._steps_on_host:  # torch would copy it beside the host, which reads it at once
+            found = optimizer.found_inf = found.cpu()
+        self._skipped = finite.later(found)
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:

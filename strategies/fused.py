@@ -1,22 +1,25 @@
-"""torch's fused kernels for the optimizer step: one pass over the parameters, and a step can be left out on the device."""
+"""torch's fused kernels for the optimizer step: one pass over the parameters, and a step can be skipped on the device."""
 
 from __future__ import annotations
 
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
-FUSED = (Adam, AdamW, SGD, Adagrad)
+FUSED = (Adam, AdamW, SGD)
+"""torch's optimizers that have such kernels on CUDA in every version that Lockstep supports."""
 UNDECIDED = {"fused": (None,), "foreach": (None,), "differentiable": (None, False), "capturable": (None, False)}
 
 
 def fuse(optimizer: Optimizer) -> None:
-    """Let `optimizer` step by torch's fused kernels where it can and its maker has not said otherwise."""
+    """Let `optimizer` step by torch's fused kernels if it can and its maker has not said otherwise."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     undecided = all(group.get(name) in wanted for group in optimizer.param_groups for name, wanted in UNDECIDED.items())
     if type(optimizer) in FUSED and undecided and all(p.is_floating_point() and not p.is_sparse for p in parameters):
-        for group in optimizer.param_groups:
-            group["fused"] = True
-        optimizer.defaults["fused"] = True
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        _choose(optimizer, True)
+        for parameter, state in optimizer.state.items():  # of steps before this run: the kernels read it on the device
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].to(parameter.device, torch.float32)
 
 
 def leaves_out(optimizer: Optimizer) -> bool:
@@ -24,3 +27,20 @@ def leaves_out(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
         group.get("fused") for group in optimizer.param_groups
     )
+
+
+def allow_sparse(optimizer: Optimizer) -> None:
+    """Give an optimizer that `fuse` has changed its own kernels back if a gradient is sparse: the fused ones refuse it.
+
+    Of `FUSED` only SGD steps by sparse gradients at all.
+    """
+    if type(optimizer) is SGD and getattr(optimizer, "_fused_here", False):
+        gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+            _choose(optimizer, False)
+
+
+def _choose(optimizer: Optimizer, fused: bool) -> None:
+    for group in (*optimizer.param_groups, optimizer.defaults):
+        group["fused"] = fused or None
+    optimizer._step_supports_amp_scaling = optimizer._fused_here = fused  # type: ignore[attr-defined]

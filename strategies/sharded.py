@@ -214,7 +214,7 @@ class ShardedStrategy(EagerStrategy):
 
         self._complete_local_gradients(placed, optimizer)
         if self.precision.scaler is not None:
-            self.precision.scaler.unscale_(optimizer)
+            self._unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return (
             dtensors.clip_by_norm(parameters, value)

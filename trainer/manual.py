@@ -62,7 +62,9 @@ class AutomaticOptimizer:
         """Step with the gradients that the loop has computed; `closure` is for optimizers that move and compute them anew."""
         if not evaluates_again(self.optimizer):
             closure = None  # it would cost a collective, for a value that nobody reads
-        self._trainer.strategy.optimizer_step(self._trainer.placed, self.optimizer, closure)
+        trainer = self._trainer
+        if trainer.strategy.optimizer_step(trainer.placed, self.optimizer, closure):
+            trainer.manually_stepped = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)

@@ -370,8 +370,9 @@ def _own_step(trainer: Trainer, module: Module, training_step: Callable) -> Call
     names = {id(optimizer): name for name, optimizer in trainer.named_optimizers.items()}
     handles = dict(zip(names, trainer.user_optimizers, strict=True))
 
-    def mark(*_: Any) -> None:
-        trainer.manually_stepped = True
+    def mark(optimizer: Optimizer, *_: Any) -> None:
+        if getattr(optimizer, "found_inf", None) is None:  # else it may have skipped the step, which the strategy knows
+            trainer.manually_stepped = True
 
     for optimizer in trainer.optimizers if own else ():
         optimizer.register_step_post_hook(mark)  # only the user's method knows whether it steps

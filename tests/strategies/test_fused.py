@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.fused import FUSED, fuse, leaves_out
+from strategies.fused import FUSED, allow_sparse, fuse, leaves_out
 from tests.trainer.toy import Net, distance, equal, loader, net, quiet, weights
 
 
@@ -67,11 +67,60 @@ def test_what_the_user_chose_stays(options: dict[str, bool]) -> None:
     assert optimizer.param_groups[0]["fused"] in (None, False)
 
 
+@pytest.mark.parametrize("cls", FUSED)
+def test_state_of_earlier_steps_is_taken_over(cls: Any) -> None:
+    """As of an optimizer that was stepped, or loaded, before the run."""
+    one, two = net(), net()
+    chosen, plain = cls(one.parameters(), lr=0.01), cls(two.parameters(), lr=0.01)
+    for optimizer, model in ((chosen, one), (plain, two)):
+        stepped(optimizer, model)
+    before = copy.deepcopy(chosen.state_dict()["state"])
+    fuse(chosen)
+    for parameter, state in chosen.state.items():
+        if "step" in state:
+            assert state["step"].device == parameter.device and state["step"].dtype == torch.float32
+            assert state["step"] == 3
+    assert chosen.state_dict()["state"].keys() == before.keys()
+    for optimizer, model in ((chosen, one), (plain, two)):
+        stepped(optimizer, model)
+    assert distance(weights(one), weights(two)) < 1e-5
+
+
+def test_a_sparse_gradient_is_stepped_as_by_the_loop_by_hand() -> None:
+    """Before any parameter has moved: the dense ones come first, in a group of their own."""
+    found = []
+    for chosen in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD([{"params": model[1].parameters()}, {"params": model[0].parameters()}], lr=0.1)
+        if chosen:
+            fuse(optimizer)
+        for i in range(3):
+            model(torch.tensor([1, i, 3])).square().sum().backward()
+            allow_sparse(optimizer)
+            assert leaves_out(optimizer) is False
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(model))
+    assert equal(*found)
+
+
+def test_fused_kernels_that_the_user_chose_keep_refusing_sparse_gradients() -> None:
+    model = nn.Embedding(9, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    model(torch.tensor([1, 3])).sum().backward()
+    allow_sparse(optimizer)
+    assert leaves_out(optimizer)
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+
+
 def test_other_optimizers_are_left_alone() -> None:
     class Own(torch.optim.SGD):
         pass
 
-    for optimizer in (Own(net().parameters(), lr=0.1), torch.optim.RMSprop(net().parameters())):
+    parameters = list(net().parameters())
+    for optimizer in (Own(parameters, lr=0.1), torch.optim.RMSprop(parameters), torch.optim.Adagrad(parameters)):
         fuse(optimizer)
         assert not leaves_out(optimizer)
 

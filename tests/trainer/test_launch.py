@@ -240,6 +240,13 @@ def test_precisions(precision: str, devices: int) -> None:
 class Overflows(Net):
     """Rank 1's loss is infinite in the second batch: no rank may step, and all must stay equal."""
 
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=self.fused or None)
+
     def on_fit_start(self) -> None:
         self.log_of_steps: list[tuple[int, float]] = []
         self.last = weights(self)
@@ -261,15 +268,40 @@ class Overflows(Net):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("own", [False, True])
-def test_loss_scaling_skips_the_same_step_on_all_ranks(devices: int, own: bool) -> None:
+def test_loss_scaling_skips_the_same_step_on_all_ranks(devices: int, fused: bool, own: bool) -> None:
+    """Also where the optimizer is called and skips the step by itself, as fused ones do."""
+
     class Own(Overflows):
         def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
             optimizer.step(closure=optimizer_closure)
 
     trainer = quiet(devices=devices, precision="16-mixed", gradient_clip_val=1.0)
-    trainer.fit((Own if own else Overflows)(), loader(16 * devices, 4))
+    trainer.fit((Own if own else Overflows)(fused), loader(16 * devices, 4))
     assert trainer.global_step == 3
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_a_skipped_first_step_is_no_step(strategy: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that watches the first step mistakes it for one that moves nothing, and the scheduler waits."""
+    monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
+
+    class First(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * 1e36 if batch_idx == 0 else loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, fused=fused or None)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    trainer = quiet(strategy=strategy, devices=1, accelerator="cpu", precision="16-mixed")
+    trainer.fit(First(), loader(16, 4))
+    assert trainer.global_step == 3
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
 
 
 def test_what_belongs_to_a_running_fit_does_not_travel_to_the_ranks() -> None:
