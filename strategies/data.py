@@ -24,9 +24,12 @@ class MicroBatch:
     batch: Any
     """What the loader's collate function made."""
     num_samples: int
-    """Samples of this rank's batch; 0 marks padding: a batch to run with zero weight where ranks must keep step."""
+    """Samples in this rank's batch, which a collate function may have left out some of; 0 marks padding: a batch to
+    run with zero weight where ranks must keep step."""
     batch_idx: int = 0
     """Index of the batch in its epoch on this rank; set by who drives the loop."""
+    is_ambiguous: bool = False
+    """True where the collate function left it open how many samples there are; `num_samples` are those asked for."""
     output: Any = None
     """What the step function returned for it, detached; set by `forward_backward`."""
 
@@ -37,7 +40,7 @@ class Window:
 
     micro_batches: list[MicroBatch]
     num_samples: int
-    """Samples over all micro-batches and ranks."""
+    """Samples asked for over all micro-batches and ranks: positions of the epoch count them."""
     num_batches: int = 0
     """What it adds to the loader's count of batches: its micro-batches; after `resume_windows` those of the run that began."""
 
@@ -95,6 +98,8 @@ class ShardedLoader:
         self._shuffle = shuffle
         self._source = source_of(loader, Share(rank, size, seed, accumulate, split), shuffle)
         self._sum = sum_over_ranks
+        self._last: Any = None
+        """The last batch with a sample: padding where all samples of a later one are left out."""
         if size > 1 and sum_over_ranks is None and self._source.counts_own:
             raise ValueError(
                 f"{type(loader).__name__} shows a rank only its own samples, so sum_over_ranks must be given when size is {size}"
@@ -126,6 +131,11 @@ class ShardedLoader:
         self._source.check(0)
         apart = source_of(self.loader, self._source.share, self._shuffle)
         return (batch for batch, num_samples, *_ in apart.pieces(0, 0, None) if num_samples)
+
+    @property
+    def may_filter(self) -> bool:
+        """Whether batches may hold fewer samples than were asked for, as the user's own function makes them."""
+        return self._source.may_filter
 
     def __len__(self) -> int:
         """Batches (`Window.num_batches`) of an epoch on each rank. Raises TypeError where that is unknown."""
@@ -207,7 +217,7 @@ class ShardedLoader:
         micro_batches: list[MicroBatch] = []
         total, empty = 0, start == 0 and limit != 0
         for batch, num_samples, all_samples, closes in self._source.pieces(epoch, start, limit):
-            micro_batches.append(MicroBatch(batch, num_samples))
+            micro_batches.append(self._micro_batch(batch, num_samples))
             total += all_samples
             if closes:
                 yield Window(micro_batches, self._over_ranks(total), closes)
@@ -216,6 +226,17 @@ class ShardedLoader:
             yield Window(micro_batches, self._over_ranks(total), self._source.batches_of(len(micro_batches)))
         elif empty:
             raise ValueError(f"the loader yielded no batch in epoch {epoch}: {self._source.describe()}")
+
+    def _micro_batch(self, batch: Any, asked: int) -> MicroBatch:
+        """`batch`, made of the `asked` samples that this rank was to get, with the number that is in it."""
+        if not asked or not self._source.may_filter:
+            return MicroBatch(batch, asked)
+        found = self._source.samples_in(batch, asked)
+        if found:
+            self._last = batch
+        elif found == 0:
+            batch = self._source.stand_in() if self._last is None else self._last
+        return MicroBatch(batch, asked if found is None else found, is_ambiguous=found is None)
 
     def _over_ranks(self, total: int) -> int:
         return (
@@ -231,9 +252,10 @@ class ShardedLoader:
         padding, empty = None, start == 0 and limit != 0
         while limit is None or done < limit:
             want = self._source.window_parts if limit is None else min(self._source.window_parts, limit - done)
-            mine = [MicroBatch(batch, num_samples) for batch, num_samples, _, _ in islice(pieces, want)]
+            read = [(batch, num_samples) for batch, num_samples, _, _ in islice(pieces, want)]
+            mine = [self._micro_batch(*item) for item in read]
             # One sum carries both the samples and how many ranks ran short.
-            shared = self._over_ranks(sum(micro.num_samples for micro in mine) + ((len(mine) < want) << 32))
+            shared = self._over_ranks(sum(asked for _, asked in read) + ((len(mine) < want) << 32))
             if shared >> 32:
                 have = 0
                 while have < want and self._over_ranks(int(len(mine) > have)):

@@ -59,6 +59,8 @@ class Samples:
         self._in_bulk = one_by_one and bool(getattr(inner, "__getitems__", None))
         self._is_tensor = type(dataset) is torch.Tensor
         self._tensors = _stacked(dataset) if one_by_one and collate_fn is default_collate else None
+        self.may_filter = self._tensors is None and (self._in_bulk or collate_fn is not default_collate)
+        """Whether the user's own function makes batches and so may leave samples out."""
 
     def __getitem__(self, key: tuple[int, int, Any]) -> Any:
         epoch, position, indices = key
@@ -217,7 +219,7 @@ class Items:
         padding = None
         items = num_samples = all_samples = 0
         with self._iterating():
-            for item in islice(self._items, self._unit):
+            for item in islice(Once(self._items), self._unit):
                 weight = self._weight(item)
                 if begin <= items < end:
                     mine.append(item)
@@ -236,6 +238,19 @@ class Items:
 
     def _weight(self, item: Any) -> int:
         return guess_batch_size(item) if self._batch_size is None else 1
+
+
+class Once:
+    """Reads on in an iterator without asking it for another: one whose `__iter__` begins anew would."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Once:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
 
 
 class Randomness:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from strategies.fetcher import Randomness, Samples, Share, Workers, announce, guess_batch_size
+from strategies.batch_rows import count_samples
+from strategies.fetcher import Once, Randomness, Samples, Share, Workers, announce, guess_batch_size
 from strategies.permutation import Permutation, mix
 from strategies.source import Piece, Source, Task, bounds, cannot_share, length_of, name_of
 
@@ -49,6 +50,7 @@ class Indexed(Source):
         self._fetcher = Samples(
             loader.dataset, loader.collate_fn, share.seed, one_by_one=loader.batch_sampler is not None
         )
+        self.may_filter = self._fetcher.may_filter and not self.counts_own
         self._measure()
 
     def _order(self, sampler: Any, loader: DataLoader[Any], shuffle: bool | None) -> None:
@@ -122,6 +124,15 @@ class Indexed(Source):
             if self.counts_own:
                 num_samples = all_samples = guess_batch_size(batch) if num_samples else 0
             yield batch, num_samples, all_samples, closes
+
+    def stand_in(self) -> Any:
+        for indices in islice(self._units(0, 0, 1) if not self._batches else self._replay(0), _READ_AHEAD):
+            with Randomness(0):  # what the dataset draws here is nobody's
+                task = next(self._indices(0, iter([(indices, 0, len(indices), len(indices), 0)])))
+                batch = self._fetcher[0, 0, task[0]]
+            if count_samples(batch, len(indices)):
+                return batch
+        return None
 
     def check_planned(self, start: int) -> None:
         share = self.share
@@ -259,7 +270,7 @@ class Indexed(Source):
             items = iter(self._sampler)
         while True:
             with apart:
-                read = list(islice(items, ahead))
+                read = list(islice(Once(items), ahead))
             yield from read
             if len(read) < ahead:
                 return

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from strategies.batch_rows import count_samples
 from strategies.fetcher import Share
 
 Piece: TypeAlias = tuple[Any, int, int, int]
@@ -28,6 +29,8 @@ class Source(ABC):
     """The loader's own, or None where its batches are not ours to cut."""
     counts_own = False
     """True where a rank counts only its own samples."""
+    may_filter = False
+    """True where the user's own function makes batches, so that samples may be left out."""
     shards_itself = False
 
     @abstractmethod
@@ -40,6 +43,14 @@ class Source(ABC):
     @abstractmethod
     def check(self, start: int) -> None:
         """Raise where an epoch cannot be read from `start`."""
+
+    def samples_in(self, batch: Any, asked: int) -> int | None:
+        """How many of the samples asked for are in `batch`; None where nothing tells."""
+        return count_samples(batch, asked)
+
+    def stand_in(self) -> Any:
+        """A batch to run with zero weight where the first batch holds no sample; None where there is none."""
+        return None
 
     @property
     def window_parts(self) -> int:

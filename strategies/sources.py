@@ -61,6 +61,8 @@ class Combined(Source):
                 raise ValueError(
                     f"a dataset that shards itself cannot be combined with others, as ranks may have other numbers of batches, but {name!r} does"
                 )
+        self.may_filter = any(source.may_filter for source in self._sources.values())
+        self._asked: list[tuple[Source, Any, int]] = []
         self._length = combined.length([source.num_micro_batches for source in self._sources.values()])
         if any(source.num_micro_batches == 0 for source in self._sources.values()):
             self._length = 0
@@ -108,48 +110,58 @@ class Combined(Source):
             return unit >= first and (rank == share.rank or pads)
 
         mine, num_samples, all_samples = None, 0, 0
+        asked: list[tuple[Source, Any, int]] = []
         inside, open_ = 0, False
-        for unit, (batch, its_samples) in enumerate(
+        for unit, (batch, its_parts) in enumerate(
             islice(self._units(epoch, end, is_mine), first, end if end is None else max(first, end)), first
         ):
             inside, rank, num_ranks = place(unit)
+            its_samples = sum(number for _, _, number in its_parts)
             all_samples += its_samples
             if is_mine(unit):
-                mine, num_samples = batch, its_samples if rank == share.rank else 0
+                mine, num_samples, asked = batch, its_samples if rank == share.rank else 0, its_parts
             open_ = rank + 1 < num_ranks
             if not open_:
                 closes = -(-(inside + 1) // share.ranks) if inside + 1 == a_window or unit + 1 == end else 0
+                self._asked = asked
                 yield mine, num_samples, all_samples, closes
                 num_samples = all_samples = 0
         if open_:
+            self._asked = asked
             yield mine, num_samples, all_samples, -(-(inside + 1) // share.ranks)
+
+    def samples_in(self, batch: Any, asked: int) -> int | None:
+        found = [source.samples_in(part, number) if source.may_filter else number for source, part, number in self._asked]
+        return None if None in found else sum(number or 0 for number in found)
 
     def _units_before(self, epoch: int, start: int) -> int:
         """How many units hold the first `start` samples; of datasets with indices none is read."""
         seen = number = 0
         with Randomness(0):  # what reading draws was drawn before the run was interrupted
-            for _, num_samples in self._units(epoch, self._length, lambda unit: False):
+            for _, parts in self._units(epoch, self._length, lambda unit: False):
                 if seen >= start:
                     break
-                seen += num_samples
+                seen += sum(num_samples for _, _, num_samples in parts)
                 number += 1
         self.check(0)
         return number
 
-    def _units(self, epoch: int, end: int | None, is_mine: Callable[[int], bool]) -> Iterator[tuple[Any, int]]:
-        """(what a step gets, its samples) unit by unit; None in place of what is not this rank's to fetch."""
+    def _units(
+        self, epoch: int, end: int | None, is_mine: Callable[[int], bool]
+    ) -> Iterator[tuple[Any, list[tuple[Source, Any, int]]]]:
+        """(what a step gets, of which loader its parts are with their samples) unit by unit; None for what is not this rank's to fetch."""
         combined = self._combined
         if combined.mode == "sequential":
             unit = 0
             for source in self._sources.values():
                 for batch, num_samples in _numbered(source, epoch, unit, end, is_mine):
                     unit += 1
-                    yield batch, num_samples
+                    yield batch, [(source, batch, num_samples)]
             return
         running = {name: _numbered(source, epoch, 0, end, is_mine) for name, source in self._sources.items()}
         cycles = dict.fromkeys(running, 0)
         for unit in count() if end is None else range(end):
-            batches, total = {}, 0
+            batches, parts = {}, []
             for name in running:
                 item = next(running[name], None)
                 if item is None:
@@ -167,8 +179,8 @@ class Combined(Source):
                                 f"the loader {name!r} yielded no batch in epoch {epoch}: {self._sources[name].describe()}"
                             )
                 batches[name] = item[0]
-                total += item[1]
-            yield combined.together(batches), total
+                parts.append((self._sources[name], *item))
+            yield combined.together(batches), parts
 
 
 def _numbered(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import count
+from types import FunctionType
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from strategies.fetcher import Items, Share, Workers
 from strategies.source import Piece, Source, cannot_share, divisors, length_of, name_of
@@ -44,6 +45,7 @@ class Streamed(Source):
             None if loader is None else loader.collate_fn,
             loader is not None and loader.drop_last,
         )
+        self.may_filter = batch_size is not None and loader is not None and loader.collate_fn is not default_collate
         self._runs = count()
         self._read = False
         self._live: Items | None = None
@@ -94,7 +96,7 @@ class Streamed(Source):
 
     def check(self, start: int) -> None:
         # A length that an iterable reports is an estimate, so `start` is not checked against it.
-        if self._read and isinstance(self._iterable, Iterator):
+        if self._read and _ends_for_good(self._iterable):
             raise RuntimeError(
                 f"{name_of(self._iterable)} is an iterator and can be read only once: give a list, a DataLoader or a function that returns a new iterator"
             )
@@ -154,3 +156,11 @@ class Streamed(Source):
     def mark(self, samples: int, micro_batches: int) -> None:
         if self._live is not None:
             self._live.samples, self._live.micro_batches = samples, micro_batches
+
+
+def _ends_for_good(iterable: Any) -> bool:
+    """Whether it can be read once only, as a generator. A user's class that is its own iterator may begin anew in `__iter__`."""
+    if not isinstance(iterable, Iterator):
+        return False
+    own = type(iterable).__iter__
+    return not isinstance(own, FunctionType) or own.__module__ == Iterator.__module__
