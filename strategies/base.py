@@ -63,7 +63,9 @@ class Note(NamedTuple):
     stop: int = 0
     """Why this rank asks to stop after this step: 0 it does not, 1 the run asked, above that a signal's number."""
     keys: int = 0
-    """Hash (below 2**52) of the metric names that this rank has logged, in order."""
+    """Hash (below 2**52) of the metric names that this rank has logged."""
+    names: Callable[[], list[str]] | None = None
+    """Returns these names, for the message where ranks' hashes differ."""
 
 
 class Agreement(NamedTuple):

@@ -8,9 +8,12 @@ those are finite and what was called since, and before an optimizer steps what w
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from strategies import faults
@@ -61,6 +64,7 @@ class Control:
         self._messages = open_exchange(rank, world_size, len(Message._fields), timeout_s)
         self._answers = open_exchange(rank, world_size, 3, timeout_s)
         self._calls = Calls()
+        self._names: Callable[[], list[str]] | None = None
         self._sent = self._calls.latest
 
     def close(self) -> None:
@@ -68,6 +72,7 @@ class Control:
 
     def send(self, note: Note, samples: int, count: float, finite: bool, total: float = math.nan) -> None:
         """Start the exchange."""
+        self._names = note.names
         self._messages.post(
             *Message(
                 self._step, samples, self._num_calls(), self._calls.hash, note.keys, note.stop, finite, count, total
@@ -87,7 +92,10 @@ class Control:
                 values = [
                     value or max(values) for value in values
                 ]  # 0 says nothing: a rank of padding has logged nothing yet
-            self._compare(what, values, f" in step {self._step}")
+            when = f" in step {self._step}"
+            if field == "keys" and values.count(values[0]) < len(values) and self._names is not None:
+                when += self._differing_names(self._names())
+            self._compare(what, values, when)
         self._step += 1
         bad = next((f"the loss of rank {rank}" for rank, message in enumerate(messages) if not message.finite), None)
         count, total = sum(message.count for message in messages), sum(message.total for message in messages)
@@ -113,6 +121,20 @@ class Control:
         self._compare(_EQUAL["collectives"], [calls for _, calls, _ in answers])
         self._compare(_EQUAL["kinds"], [kinds for *_, kinds in answers])
         return [theirs for theirs, *_ in answers]
+
+    def _differing_names(self, mine: list[str]) -> str:
+        """Which names some ranks have logged and others not. Every rank calls it, where all have made the same collective calls."""
+        data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+        world_size = dist.get_world_size()
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(world_size)]
+        dist.all_gather(sizes, torch.tensor([data.numel()]))
+        rows = [torch.empty(int(max(sizes)), dtype=torch.uint8) for _ in range(world_size)]
+        dist.all_gather(rows, torch.nn.functional.pad(data, (0, rows[0].numel() - data.numel())))
+        names = [set(json.loads(bytes(row[: int(size)].tolist()))) for row, size in zip(rows, sizes, strict=True)]
+        common = set.intersection(*(group for group in names if group))
+        own = [(rank, sorted(group - common)[:8]) for rank, group in enumerate(names)]
+        said = [f"rank {rank} logged {', '.join(map(repr, extra))}" for rank, extra in own if extra]
+        return f" ({'; '.join(said)}, which not all did)"
 
     def _num_calls(self) -> int:
         return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]

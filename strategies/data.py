@@ -216,8 +216,9 @@ class ShardedLoader:
     def _windows(self, epoch: int, start: int, limit: int | None) -> Iterator[Window]:
         micro_batches: list[MicroBatch] = []
         total, empty = 0, start == 0 and limit != 0
+        counts = self._source.may_filter
         for batch, num_samples, all_samples, closes in self._source.pieces(epoch, start, limit):
-            micro_batches.append(self._micro_batch(batch, num_samples))
+            micro_batches.append(self._micro_batch(batch, num_samples) if counts else MicroBatch(batch, num_samples))
             total += all_samples
             if closes:
                 yield Window(micro_batches, self._over_ranks(total), closes)

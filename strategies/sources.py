@@ -131,7 +131,9 @@ class Combined(Source):
             yield mine, num_samples, all_samples, -(-(inside + 1) // share.ranks)
 
     def samples_in(self, batch: Any, asked: int) -> int | None:
-        found = [source.samples_in(part, number) if source.may_filter else number for source, part, number in self._asked]
+        found = [
+            source.samples_in(part, number) if source.may_filter else number for source, part, number in self._asked
+        ]
         return None if None in found else sum(number or 0 for number in found)
 
     def _units_before(self, epoch: int, start: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +97,7 @@ def evaluate(trainer: Trainer, module: Module, loaders: list[ShardedLoader], sta
     several = len(loaders) > 1
     step = step_function(getattr(module, f"{name}_step"), 3 if several else 2)
     metrics = trainer.metrics = MetricStore(module, training=False)
+    metrics.noticed = trainer.noticed_names
     limits = trainer.evaluation_limits[kind]
     outputs: list[list[Any]] = [[] for _ in loaders]
     own_transfer = overrides(module, "transfer_batch_to_device", Module)
@@ -118,6 +119,8 @@ def evaluate(trainer: Trainer, module: Module, loaders: list[ShardedLoader], sta
                 )
                 micro_batch.batch = batch
                 metrics.weight, metrics.in_batch = micro_batch.num_samples, True
+                metrics.samples += micro_batch.num_samples
+                metrics.is_ambiguous = micro_batch.is_ambiguous and strategy.data_size > 1
                 real = micro_batch.num_samples > 0
                 for hook in batch_start if real else ():
                     hook(batch, batch_idx, index)
@@ -134,13 +137,31 @@ def evaluate(trainer: Trainer, module: Module, loaders: list[ShardedLoader], sta
                 if stage == "predict" and real:
                     outputs[index].append(output)
         metrics.suffix, metrics.weight = "", 1.0
+        early: dict[str, float] = {}
+        if epoch_end:  # which read what the steps have logged, and log more
+            early = metrics.reduce(strategy, epoch_end=True, reset=False)
+            trainer.show_values(early)
         for hook in epoch_end:
-            hook()
-        trainer.publish(metrics.reduce(strategy, epoch_end=True))
+            call_at_epoch_end(trainer, hook, f"on_{name}_epoch_end")
+        trainer.publish({**early, **metrics.reduce(strategy, epoch_end=True)})
         metrics.close()
         for hook in end:
             hook()
     return outputs
+
+
+def call_at_epoch_end(trainer: Trainer, hook: Callable[[], Any], name: str) -> None:
+    """Call a hook that sums an epoch up; where it fails on a rank that has seen no sample, say why."""
+    try:
+        hook()
+    except Exception as error:
+        if trainer.metrics.samples or trainer.world_size == 1:
+            raise
+        raise RuntimeError(
+            f"{name} failed on rank {trainer.global_rank}, which has seen no sample in this epoch "
+            f"({type(error).__name__}: {error}); log in the step, which is exact on any number of ranks, let the hook do without "
+            "samples, or use fewer ranks or a smaller batch_size"
+        ) from error
 
 
 def in_dataset_order(trainer: Trainer, outputs: list[Any]) -> list[Any]:

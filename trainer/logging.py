@@ -7,6 +7,7 @@ exact weighted mean over all samples and ranks.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 import zlib
@@ -29,6 +30,7 @@ class Entry:
     """One logged name."""
 
     __slots__ = (
+        "by_hand",
         "count",
         "epoch_count",
         "epoch_value",
@@ -60,6 +62,7 @@ class Entry:
         self.prog_bar, self.logger, self.rank_zero_only = prog_bar, logger, rank_zero_only
         self.start = 0.0 if reduce_fx in ("mean", "sum") else -float("inf") if reduce_fx == "max" else float("inf")
         self.metric: Any = None
+        self.by_hand = False  # logged outside of batches: a rank's value weighs the samples that it has seen
         self.total: Tensor | None = None  # what tensors added since the last reduction, on their device
         self.number = self.start
         self.count = 0.0  # of this rank, since the last reduction
@@ -98,11 +101,20 @@ class MetricStore:
         """Below 2**52, equal on ranks that have logged the same names."""
         self.weight = 1.0
         """Samples of the running micro-batch: the weight of what is logged in it."""
+        self.samples = 0
+        """Samples that this rank has seen since the epoch began or was resumed: the weight of what is logged outside of batches."""
+        self.is_ambiguous = False
+        """Whether nothing tells how many samples the running batch holds, so that a mean over it has no weight."""
         self.in_batch = False
         """Whether a batch is being worked on: decides the defaults of `on_step` and `on_epoch`."""
         self.training = training
         self.suffix = ""
         """Appended to names where several loaders are evaluated."""
+        self.origins: dict[str, Entry] = {}
+        """What each shown name comes from."""
+        self.noticed: set[str] = set()
+        """Names of which was said that ranks' own values were averaged."""
+        self._of_their_own: list[str] = []
         self._parts: deque[_Part] = deque()
         self._thread = threading.local()
         self._lock = threading.Lock()
@@ -142,6 +154,7 @@ class MetricStore:
         entry = self.entries.get(name)
         if entry is None:
             entry = self._add(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
+            entry.by_hand = not self.in_batch and batch_size is None
         if entry.metric is not None:
             entry.seen = 1.0
             if entry.on_step:
@@ -150,7 +163,16 @@ class MetricStore:
                     return
             else:
                 return
-        weight = (self.weight if batch_size is None else batch_size) if entry.reduce_fx == "mean" else 1.0
+        if self.is_ambiguous and self.in_batch and batch_size is None and entry.reduce_fx == "mean":
+            raise ValueError(
+                f"self.log({name!r}) cannot weigh a mean over a batch that does not show how many samples its collate function "
+                "left in it; give batch_size="
+            )
+        weight = 1.0
+        if self.in_batch and not self.weight:  # padding, whatever the step takes its size for
+            weight = 0.0
+        elif entry.reduce_fx == "mean":
+            weight = self.weight if batch_size is None else batch_size
         if isinstance(value, Tensor):
             if type(value) is not Tensor and hasattr(
                 value, "full_tensor"
@@ -171,7 +193,7 @@ class MetricStore:
         if entry.reduce_fx in ("mean", "sum"):
             if weight:  # padding must not bring in its NaN
                 entry.number += float(value) * weight
-        else:
+        elif weight:
             entry.number = (max if entry.reduce_fx == "max" else min)(entry.number, float(value))
         entry.count += weight
 
@@ -186,6 +208,8 @@ class MetricStore:
         if entry.reduce_fx in ("mean", "sum"):
             if weight:  # padding must not bring in its NaN
                 entry.total.add_(value, alpha=weight)
+        elif not weight:
+            pass
         elif entry.reduce_fx == "max":
             torch.maximum(entry.total, value, out=entry.total)
         else:
@@ -227,6 +251,10 @@ class MetricStore:
         for entry, number, total, count, seen in mark:
             entry.number, entry.total, entry.count, entry.seen = number, total, count, seen
 
+    def names(self) -> list[str]:
+        """The names that this rank has logged for all ranks."""
+        return [entry.name for entry in self._shared()]
+
     def close(self) -> None:
         """Nobody reads what is logged from now on: say so."""
         self.log = _too_late  # type: ignore[assignment,method-assign]
@@ -237,8 +265,7 @@ class MetricStore:
         Every rank calls it. `epoch_end` returns the epoch's values and, with `reset`, starts a new epoch;
         otherwise the means since the last call are returned.
         """
-        if strategy.world_size > 1:
-            self._agree_on_names(strategy)
+        samples = self._agree_on_names(strategy) if strategy.world_size > 1 else [1]
         shared = sorted((e for e in self.entries.values() if not e.rank_zero_only), key=lambda e: e.name)
         local = [e for e in self.entries.values() if e.rank_zero_only]
         mine = self._pack(shared)
@@ -253,43 +280,102 @@ class MetricStore:
                     entry.epoch_count = 1.0
                 if entry.metric is not None and entry.epoch_count:
                     shown_metrics[id(entry.metric)] = entry.metric
-                self._reduce_entry(
-                    entry, [row[3 * i] for row in values], [row[3 * i + 1] for row in values], shown, epoch_end, reset
-                )
+                numbers, counts = [row[3 * i] for row in values], [row[3 * i + 1] for row in values]
+                if entry.by_hand and len(values) > 1:
+                    numbers, counts = self._weighed_by_samples(entry, numbers, counts, samples)
+                before = set(shown)
+                self._reduce_entry(entry, numbers, counts, shown, epoch_end, reset)
+                self.origins.update(dict.fromkeys(set(shown) - before, entry))
+        if strategy.rank == 0:
+            self._say_what_was_averaged()
         if epoch_end and reset:
             for metric in shown_metrics.values():  # now that it is computed under every name that it has
                 metric.reset()
         return shown
 
-    def _agree_on_names(self, strategy: Strategy) -> None:
-        """Raise RuntimeError where ranks have logged different names; a rank without a sample, or that does not report, takes the others'."""
-        hashes = strategy.all_gather(
-            torch.tensor([self.keys_hash, len(self.entries) if strategy.reports else 0])
-        ).tolist()
-        told = [row[0] for row in hashes if row[1]]
-        if len(set(told)) > 1:
-            usual = max(set(told), key=told.count)
-            odd = [rank for rank, row in enumerate(hashes) if row[1] and row[0] != usual]
-            raise RuntimeError(
-                f"rank {', '.join(map(str, odd))} logged other metric names than the rest (here: {', '.join(self.entries) or 'none'}); "
-                "every rank must log the same names"
+    def _weighed_by_samples(
+        self, entry: Entry, numbers: list[float], counts: list[float], samples: list[int]
+    ) -> tuple[list[float], list[float]]:
+        """What ranks have logged outside of batches, each rank's mean weighted by its samples; a rank without any counts nothing."""
+        if not any(samples):  # before the first batch
+            samples = [1] * len(samples)
+        if entry.reduce_fx != "mean":
+            gone = [not number or not count for number, count in zip(samples, counts, strict=True)]
+            return [entry.start if g else n for g, n in zip(gone, numbers, strict=True)], [
+                0.0 if g else c for g, c in zip(gone, counts, strict=True)
+            ]
+        pairs = [(n / c, s) for n, c, s in zip(numbers, counts, samples, strict=True) if c and s]
+        if not pairs:
+            return [0.0], [0.0]
+        values = {value for value, _ in pairs}
+        if len(values) == 1:
+            return [values.pop()], [1.0]
+        self._of_their_own.append(entry.name)
+        return [value * weight for value, weight in pairs], [float(weight) for _, weight in pairs]
+
+    def _say_what_was_averaged(self) -> None:
+        """One line, once a run and name, of what ranks logged by hand with values of their own."""
+        new = [name for name in self._of_their_own if name not in self.noticed]
+        self._of_their_own.clear()
+        self.noticed.update(new)
+        if new:
+            print(
+                f"logged outside of a batch with another value on each rank: {_quoted(new)}. Shown is the mean weighted by each "
+                "rank's samples, which is exact for a mean over samples; for anything else log a torchmetrics Metric, or call "
+                "all_gather first",
+                file=sys.stderr,
             )
+
+    def _agree_on_names(self, strategy: Strategy) -> list[int]:
+        """Return the samples of each rank. Raise RuntimeError where ranks have logged different names.
+
+        A rank without a sample, or that does not report, takes the others' names.
+        """
+        gathered = strategy.all_gather(torch.tensor([self.keys_hash, self.samples, int(strategy.reports)])).tolist()
+        seen = [number if reports else 0 for _, number, reports in gathered]
+        speakers = [rank for rank, number in enumerate(seen) if number]
+        speakers = speakers or [rank for rank, row in enumerate(gathered) if row[2]]
+        source = speakers[0]
+        if len({gathered[rank][0] for rank in speakers}) > 1:
+            raise RuntimeError(self._other_names(strategy, {rank: gathered[rank][0] for rank in speakers}))
         names: set[str] = set()
-        if len(told) < len(hashes) and told:
-            source = next(rank for rank, row in enumerate(hashes) if row[1])
-            for name, *flags, metric in strategy.broadcast(
-                [[e.name, *e.flags(), self._path(e.metric)] for e in self.entries.values()], source
-            ):
+        if len(speakers) < len(gathered) and any(row[0] != gathered[source][0] for row in gathered):
+            told = [[e.name, *e.flags(), e.by_hand, self._path(e.metric)] for e in self._shared()]
+            for name, *flags, by_hand, metric in strategy.broadcast(told, source):
                 names.add(name)
                 if name not in self.entries:
                     entry = self._new(name, *flags)
+                    entry.by_hand = by_hand
                     if metric is not None:
                         entry.metric = self.module.get_submodule(metric)  # type: ignore[union-attr]
+            if not strategy.reports:
+                self.entries = {n: entry for n, entry in self.entries.items() if n in names or entry.rank_zero_only}
+            elif unknown := [entry.name for entry in self._shared() if entry.name not in names]:
+                raise RuntimeError(
+                    f"rank {strategy.rank}, which has seen no sample, logged {_quoted(unknown)}, and the other ranks did not; "
+                    "every rank must log the same names"
+                )
+        return seen
 
-        if not strategy.reports:
-            self.entries = {
-                name: entry for name, entry in self.entries.items() if name in names or entry.rank_zero_only
-            }
+    def _other_names(self, strategy: Strategy, hashes: dict[int, int]) -> str:
+        """What to say where ranks have logged different names. Every rank calls it."""
+        told = list(hashes.values())
+        usual = max(set(told), key=told.count)
+        typical = next(rank for rank, number in hashes.items() if number == usual)
+        odd = [rank for rank, number in hashes.items() if number != usual]
+        theirs, others = (set(strategy.broadcast(self.names(), rank)) for rank in (odd[0], typical))
+        differing = [
+            f"{verb} {_quoted(sorted(names))}"
+            for verb, names in (("logged", theirs - others), ("did not log", others - theirs))
+            if names
+        ]
+        return (
+            f"rank {', '.join(map(str, odd))} logged other metric names than the rest: rank {odd[0]} {' and '.join(differing)}, "
+            f"unlike rank {typical}; every rank must log the same names"
+        )
+
+    def _shared(self) -> list[Entry]:
+        return [entry for entry in self.entries.values() if not entry.rank_zero_only]
 
     def _path(self, metric: Any) -> str | None:
         if metric is None or self.module is None:
@@ -442,6 +528,10 @@ class MetricStore:
                 shown[entry.name] = value / count if entry.reduce_fx == "mean" else value
             if reset:
                 entry.epoch_value, entry.epoch_count = entry.start, 0.0
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _too_late(name: str, *_: Any) -> None:

@@ -8,13 +8,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch.optim import Optimizer
 
-from strategies.base import Note
+from strategies.base import Loss, Note
 from strategies.data import MicroBatch, Window
 from strategies.processes import set_phase
 from trainer import evaluation, setup
@@ -82,6 +83,8 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                 before_backward=run.before_backward,
                 after_backward=run.after_backward,
             )
+            if window.micro_batches[-1].is_ambiguous:
+                _check_weight(trainer, window, window.micro_batches[-1])
             left_out = (agreement.non_finite is not None or agreement.later is not None) and guards.passes_over(
                 agreement
             )
@@ -160,7 +163,8 @@ def note(trainer: Trainer) -> Note:
     if trainer.saving is not None and trainer.saving.failure is not None:
         return Note(SAVE_FAILED, trainer.metrics.keys_hash)
     wanted = trainer.should_stop and trainer.progress.current_epoch >= (trainer.min_epochs or 0)
-    return Note(trainer.stop_signal or int(wanted), trainer.metrics.keys_hash)
+    metrics = trainer.metrics
+    return Note(trainer.stop_signal or int(wanted), metrics.keys_hash, metrics.names)
 
 
 def _finished(trainer: Trainer) -> bool:
@@ -179,21 +183,57 @@ def _prepared(trainer: Trainer, run: setup.FitRun, window: Window) -> Iterator[M
     """
     metrics, hooks, progress = trainer.metrics, trainer.hooks, trainer.progress
     num, last = len(window.micro_batches), len(window.micro_batches) - 1
+    data_size, num_samples = trainer.strategy.data_size, window.num_samples
+    if run.counts_manually:
+        num_samples = _samples_of_all(trainer, window) or num_samples
     trainer.window_is_open = True
     for i, micro_batch in enumerate(window.micro_batches):
         micro_batch.batch_idx = progress.batches_seen + i * window.num_batches // num
         micro_batch.batch = run.transfer(micro_batch.batch)
         metrics.weight = micro_batch.num_samples
-        metrics.in_batch = True
-        trainer.batch_share = micro_batch.num_samples / window.num_samples
+        metrics.samples += micro_batch.num_samples
+        metrics.in_batch, metrics.is_ambiguous = True, micro_batch.is_ambiguous and data_size > 1
+        trainer.batch_share = micro_batch.num_samples / num_samples
         for hook in hooks.on_train_batch_start:
             hook(micro_batch.batch, micro_batch.batch_idx)
         yield micro_batch
+        if micro_batch.is_ambiguous:
+            _check_weight(trainer, window, micro_batch)
         if i < last:
             for hook in hooks.on_train_batch_end:
                 hook(micro_batch.output, micro_batch.batch, micro_batch.batch_idx)
             if not run.reevaluates:
                 micro_batch.batch = micro_batch.output = None
+
+
+def _samples_of_all(trainer: Trainer, window: Window) -> int:
+    """The samples that collate functions left in a window, over all ranks. Every rank calls it."""
+    mine = sum(micro_batch.num_samples for micro_batch in window.micro_batches)
+    strategy = trainer.strategy
+    return int(strategy.all_reduce(torch.tensor(mine))) * strategy.data_size // strategy.world_size
+
+
+def _check_weight(trainer: Trainer, window: Window, micro_batch: MicroBatch) -> None:
+    """Raise ValueError for the mean over a batch that does not show its number of samples, where that matters."""
+    module, output = trainer._module, micro_batch.output
+    automatic = module is None or module.automatic_optimization
+    if trainer.strategy.data_size == 1 and len(window.micro_batches) == 1:
+        return
+    if automatic and (
+        output is None
+        or isinstance(output, Loss)
+        or (isinstance(output, Mapping) and isinstance(output.get("loss"), Loss | None))
+    ):
+        return
+    raise ValueError(
+        f"the loader's collate function was given {micro_batch.num_samples} samples, and batch {micro_batch.batch_idx} does not "
+        "show how many of them it holds, so the mean over it cannot be weighted among other micro-batches and ranks; "
+        + (
+            "return Loss(total, count) from training_step"
+            if automatic
+            else "give each batch a tensor with one row for each sample"
+        )
+    )
 
 
 def _zero_grad(optimizer: Optimizer) -> None:
@@ -234,16 +274,17 @@ def _close_epoch(trainer: Trainer, module: Module, run: setup.FitRun) -> None:
             _validate(trainer, module, run)
     if not progress.epoch_closed:
         for hook in hooks.module_epoch_end:
-            hook()
+            evaluation.call_at_epoch_end(trainer, hook, "on_train_epoch_end")
         trainer.publish(
             metrics.reduce(trainer.strategy, epoch_end=True)
         )  # the callbacks decide by what the module logged
         progress.epoch_closed = True
         for hook in hooks.on_train_epoch_end:
-            hook()
+            evaluation.call_at_epoch_end(trainer, hook, "on_train_epoch_end")
         trainer.publish(metrics.reduce(trainer.strategy, epoch_end=True))
     _step_schedulers(trainer, module, "epoch")
     progress.end_epoch()
+    metrics.samples = 0
     if trainer.check_val_every_n_epoch is not None:
         progress.validations = 0
     if trainer.agree_to_stop() > 1:

@@ -79,6 +79,8 @@ class FitRun:
     before_backward: Callable[[Tensor], None] | None
     after_backward: Callable[[], None] | None
     reevaluates: bool
+    counts_manually: bool
+    """Whether ranks first tell each other how many samples a window holds: in manual optimization, if batches may be filtered."""
     guards: Guards
     validated_at: int = -1
     """`global_step` of the last validation."""
@@ -229,6 +231,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
         for optimizer in named.values()
     ]
     trainer.metrics = MetricStore(module)
+    trainer.metrics.noticed = trainer.noticed_names
     if strategy.data_rank > 0:  # noise of its own; data rank 0 goes on with the process's stream
         seed_everything(derive(seed, "noise", strategy.data_rank))
     if checkpoint is not None:
@@ -267,6 +270,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
         before_backward=_all_of(hooks.on_before_backward),
         after_backward=_all_of(hooks.on_after_backward),
         reevaluates=reevaluates,
+        counts_manually=not module.automatic_optimization and train_loader.may_filter,
         guards=Guards(
             trainer, module, watches=module.automatic_optimization and not overrides(module, "optimizer_step", Module)
         ),

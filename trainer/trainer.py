@@ -209,6 +209,7 @@ class Trainer:
         self.lr_scheduler_configs: list[Any] = []
         self.user_optimizers: list[Any] = []
         self.metrics = MetricStore()
+        self.noticed_names: set[str] = set()
         self.manually_stepped = False
         self.window_is_open = False
         self.batch_share = 1.0
@@ -486,13 +487,17 @@ class Trainer:
         """Show reduced values: to callbacks, the progress bar and the loggers. Every rank calls it."""
         if not values:
             return
-        self.show({name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()})
+        self.show_values(values)
         if self.is_global_zero and not self.sanity_checking:
             logged = {
                 name: value for name, value in values.items() if (entry := self._entry(name)) is None or entry.logger
             }
             if logged:
                 self.log_metrics({"epoch": self.current_epoch, **logged})
+
+    def show_values(self, values: dict[str, float]) -> None:
+        """`show` for numbers."""
+        self.show({name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()})
 
     def show(self, tensors: dict[str, Tensor]) -> None:
         """Put values where callbacks, users and the progress bar look."""
@@ -696,8 +701,7 @@ class Trainer:
             raise
 
     def _entry(self, name: str) -> Any:
-        entries = self.metrics.entries
-        return entries.get(name) or entries.get(name.removesuffix("_step")) or entries.get(name.removesuffix("_epoch"))
+        return self.metrics.origins.get(name) or self.metrics.entries.get(name)
 
     def _catch_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():

@@ -208,16 +208,16 @@ def test_what_nobody_would_see_is_refused(moment: str) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_after_an_uneven_batch_ranks_count_alike(devices: int) -> None:
-    """3 samples on 2 ranks: the last batch must not weigh what is logged after it."""
+def test_what_is_logged_after_the_last_batch_weighs_the_samples_of_the_epoch(devices: int) -> None:
+    """7 samples on 2 ranks, in batches of 2: rank 0 sees 4, rank 1 sees 3; the last batches hold 2 and 1."""
 
     class After(Net):
         def on_train_epoch_end(self) -> None:
             self.log("rank", float(self.global_rank))
 
     trainer = quiet(devices=devices)
-    trainer.fit(After(), loader(3, 2))
-    assert trainer.callback_metrics["rank"] == (devices - 1) / 2
+    trainer.fit(After(), loader(7, 2))
+    assert trainer.callback_metrics["rank"] == (devices - 1) * 3 / 7
 
 
 def test_callbacks_see_what_the_module_logs_at_the_end_of_the_epoch() -> None:

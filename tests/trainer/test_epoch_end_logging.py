@@ -1,0 +1,193 @@
+"""What is collected in steps and logged by hand at the end of an epoch, on ranks that have seen more, fewer or no samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from callbacks import Callback
+from tests.trainer.toy import Net, loader, quiet
+from trainer import Trainer
+
+
+class Collects(Net):
+    """Keeps losses of samples in lists of its own and logs them in the hooks of each loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def step(self, batch: Any) -> torch.Tensor:
+        losses = F.cross_entropy(self(batch[0]), batch[1], reduction="none")
+        self.seen.append(losses.detach())
+        return losses.mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.step(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("batch/loss", self.step(batch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.step(batch)
+
+    def summed_up(self, name: str) -> None:
+        self.log(f"{name}/rate", 0.1)
+        if self.seen:
+            losses = torch.cat(self.seen)
+            self.log(f"{name}/mean", losses.mean())
+            self.log(f"{name}/max", losses.max(), reduce_fx="max")
+            self.log(f"{name}/min", losses.min(), reduce_fx="min")
+            self.log(f"{name}/sum", losses.sum(), reduce_fx="sum")
+            self.log(f"{name}/own weight", losses.mean(), batch_size=len(losses))
+        self.seen = []
+
+    def on_validation_epoch_end(self) -> None:
+        self.summed_up("val")
+
+    def on_test_epoch_end(self) -> None:
+        self.summed_up("test")
+
+    def on_train_epoch_end(self) -> None:
+        self.summed_up("train")
+
+
+class Collector(Callback):
+    """The same from outside, in the batch hook."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.sizes += batch[1].tolist()
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        if self.sizes:
+            self.log("callback/mean", torch.tensor(self.sizes, dtype=torch.float64).mean())
+        self.sizes = []
+
+
+def numbers(strategy: str, devices: int, n: int, batch_size: int = 4) -> dict[str, float]:
+    torch.manual_seed(0)
+    module = Collects()
+    trainer = quiet(
+        strategy=strategy, devices=devices, accelerator="cpu", precision="64-true", seed=0, callbacks=[Collector()]
+    )
+    shown: dict[str, float] = {}
+    for result in (
+        trainer.validate(module, loader(n, batch_size), verbose=False),
+        trainer.test(module, loader(n, batch_size), verbose=False),
+    ):
+        shown |= result[0]
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "n", "batch_size"),
+    [
+        ("ddp", 2, 13, 4),
+        ("ddp", 3, 13, 4),
+        ("ddp", 3, 2, 1),
+        ("fsdp", 2, 13, 4),
+        ("fsdp", 3, 2, 1),
+        ("dp", 2, 13, 4),
+        ("tensor", 2, 13, 4),
+        ("pipeline", 2, 13, 4),
+    ],
+)
+def test_values_are_those_of_one_process(strategy: str, devices: int, n: int, batch_size: int) -> None:
+    want, found = numbers("single", 1, n, batch_size), numbers(strategy, devices, n, batch_size)
+    assert found == pytest.approx(want, rel=1e-12)
+    assert found["val/rate"] == found["test/rate"] == 0.1
+
+
+def test_training_values_weigh_the_samples_of_the_epoch() -> None:
+    """7 samples in one step of each epoch: the losses are those of the first weights on any number of ranks."""
+    found = []
+    for devices in (1, 2):
+        torch.manual_seed(0)
+        trainer = quiet(
+            devices=devices, accelerator="cpu", precision="64-true", seed=0, split_batches=True, max_epochs=2
+        )
+        trainer.fit(Collects(), loader(7, 7))
+        found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+    assert found[1]["train/rate"] == 0.1
+
+
+def test_ranks_with_values_of_their_own_are_told_of_once(capfd: pytest.CaptureFixture[str]) -> None:
+    numbers("ddp", 2, 13)
+    said = capfd.readouterr().err
+    assert said.count("logged outside of a batch with another value on each rank: 'callback/mean', 'val/mean'.") == 1
+    assert "log a torchmetrics Metric, or call all_gather first" in said
+    assert "rate" not in said
+    assert "own weight" not in said
+    assert said.count("all_gather") == 2  # validation and test
+
+
+class Careless(Collects):
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean", torch.cat(self.seen).mean())
+
+
+class Sometimes(Net):
+    """One rank that has samples logs nothing."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 0:
+            self.log("alone", 1.0)
+
+
+class Extra(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("usual", 1.0)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.global_rank == 2:
+            self.log("without samples", 1.0)
+
+
+class Names(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("odd" if self.global_rank and batch_idx == 1 else "usual", 1.0)
+        return self(batch[0]).sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "devices", "message"),
+    [
+        (Careless, 3, "on_validation_epoch_end failed on rank 2, which has seen no sample .*log in the step"),
+        (Sometimes, 2, "rank 1 did not log 'alone'|rank 0 logged 'alone'"),
+        (Extra, 3, "rank 2, which has seen no sample, logged 'without samples'"),
+    ],
+)
+def test_what_ranks_without_samples_cannot_do_is_refused_by_name(make: Any, devices: int, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        quiet(devices=devices, accelerator="cpu").validate(make(), loader(2, 1), verbose=False)
+
+
+def test_names_that_differ_in_a_step_are_named() -> None:
+    with pytest.raises(RuntimeError, match="rank 1 logged 'odd', which not all did"):
+        quiet(devices=2, accelerator="cpu").fit(Names(), loader(40, 2))
+
+
+class Reads(Net):
+    """Reads in the hook what its steps have logged."""
+
+    def on_validation_epoch_end(self) -> None:
+        loss = float(self.trainer.callback_metrics["val/loss"])
+        self.log("read", loss)
+        self.log("val/twice", 2 * loss)
+
+
+def test_the_hook_at_the_end_of_a_validation_sees_what_its_steps_have_logged() -> None:
+    for devices in (1, 2):
+        trainer = quiet(devices=devices, accelerator="cpu", max_epochs=2)
+        trainer.fit(Reads(), loader(), loader(30))
+        metrics = trainer.callback_metrics
+        assert metrics["read"] == metrics["val/loss"] == metrics["val/twice"] / 2

@@ -1,0 +1,157 @@
+"""A collate function that leaves samples out: means are weighted by what is in the batch, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from tests.trainer.toy import Net, data, distance, quiet, weights
+from trainer import Loss, Module
+
+SAMPLES = [(x.double(), y) for x, y in data(24)]
+
+
+class Plain(Net):
+    """Logs a mean over each batch in both loops."""
+
+    def __init__(self, kind: str = "mean") -> None:
+        super().__init__()
+        self.kind = kind
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = F.cross_entropy(self(batch[0]), batch[1], reduction="none")
+        self.log("loss", losses.mean(), on_step=False, on_epoch=True)
+        return Loss(losses.sum(), len(losses)) if self.kind == "sum" else losses.mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Manual(Plain):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from SAMPLES
+
+
+def positive(items: list[Any]) -> Any:
+    """Of the first half of the data one rank of two gets nothing in one batch."""
+    kept = [item for item in items if item[0][0] < 0.3]
+    return default_collate(kept) if kept else None
+
+
+def loader(dataset: Any = SAMPLES, **options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, **{"batch_size": 4, "collate_fn": positive} | options)
+
+
+def trained(strategy: str, devices: int, make: Any = Plain, dataset: Any = SAMPLES, **options: Any) -> Any:
+    torch.manual_seed(0)
+    module = make()
+    workers = options.pop("num_workers", 0)
+    trainer = quiet(
+        strategy=strategy,
+        devices=devices,
+        accelerator="cpu",
+        precision="32-true" if strategy == "deepspeed" else "64-true",
+        max_epochs=2,
+        split_batches=True,
+        **options,
+    )
+    trainer.fit(module, loader(dataset, num_workers=workers), loader(dataset))
+    return weights(module), {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_one_process_is_the_loop_by_hand() -> None:
+    torch.manual_seed(0)
+    module = Plain().double()
+    optimizer = module.configure_optimizers()
+    for _ in range(2):
+        for batch in loader():
+            if batch is not None:
+                optimizer.zero_grad()
+                F.cross_entropy(module(batch[0]), batch[1]).backward()
+                optimizer.step()
+    assert distance(trained("single", 1)[0], weights(module)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "options"),
+    [
+        ("single", 1, {"accumulate_grad_batches": 2}),
+        ("ddp", 2, {}),
+        ("ddp", 2, {"accumulate_grad_batches": 2, "num_workers": 1}),
+        ("ddp", 2, {"dataset": Stream()}),
+        ("dp", 2, {}),
+        ("fsdp", 2, {}),
+        ("ddp", 2, {"make": Manual}),
+        ("fsdp", 2, {"make": Manual}),
+        ("tensor", 2, {}),
+        ("pipeline", 2, {}),
+    ],
+)
+def test_weights_and_means_are_those_of_one_process(strategy: str, devices: int, options: dict[str, Any]) -> None:
+    want, want_metrics = trained("single", 1, **{k: v for k, v in options.items() if k in ("make", "dataset")})
+    found, metrics = trained(strategy, devices, **options)
+    assert distance(found, want) < 1e-12
+    assert metrics == pytest.approx(want_metrics, rel=1e-12)
+
+
+def test_deepspeed_trains_as_one_process() -> None:
+    pytest.importorskip("deepspeed")
+    want, _ = trained("single", 1)
+    single = [(x.float(), y) for x, y in SAMPLES]
+    assert distance([w.double() for w in trained("deepspeed", 2, dataset=single)[0]], want) < 1e-5
+
+
+class Packed(Plain):
+    """Its batches show no number of samples: all rows of all samples in one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = self(batch[0].double()).square().mean(1)
+        return Loss(losses.sum(), len(losses)) if self.kind == "sum" else losses.mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("rows", self(batch[0].double()).square().mean(), batch_size=batch.shape[1])
+
+
+class PackedLog(Packed):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("rows", self(batch[0].double()).square().mean())
+
+
+def packed(items: list[Any]) -> torch.Tensor:
+    return torch.cat([x.expand(1 + int(y), 8) for x, y in items])[None]
+
+
+def packed_fit(module: Module, devices: int, **options: Any) -> None:
+    train = DataLoader(SAMPLES, 4, collate_fn=packed)  # type: ignore[arg-type]
+    quiet(devices=devices, accelerator="cpu", precision="64-true", split_batches=True, **options).fit(
+        module, train, train
+    )
+
+
+def test_a_mean_over_a_batch_that_does_not_show_its_samples_is_refused_where_it_is_weighted() -> None:
+    packed_fit(PackedLog(), 1)
+    packed_fit(Packed("sum"), 2)
+    with pytest.raises(
+        ValueError, match=r"was given 2 samples, and batch 0 does not show .*return Loss\(total, count\)"
+    ):
+        packed_fit(Packed(), 2)
+    with pytest.raises(ValueError, match=r"return Loss\(total, count\)"):
+        packed_fit(Packed(), 1, accumulate_grad_batches=2)
+    with pytest.raises(ValueError, match=r"self.log\('rows'\) cannot weigh .*give batch_size="):
+        packed_fit(PackedLog("sum"), 2)
