@@ -15,6 +15,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ class Silent:
 
     def send(self, note: Note, samples: int, count: float, finite: bool, total: float = math.nan) -> None:
         self.agreement = Agreement(samples, int(note.stop), None, None)  # every loss counts its samples
+
+    def prepare(self, note: Note, samples: int) -> Callable[[float, bool, float], None]:
+        return lambda count, finite, total: self.send(note, samples, count, finite, total)
 
     def receive(self) -> Agreement:
         return self.agreement

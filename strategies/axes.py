@@ -9,6 +9,7 @@ Values come from the mesh's first rank, block by block, so that no rank but that
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -109,6 +110,10 @@ class Placed(nn.Module):
             self.depth -= 1
             if self.sequence is not None:
                 self.sequence.close()
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """`fn(*args)` as a forward of this module, of which `args` are no arguments: torch would move those to the device."""
+        return self(functools.partial(fn, *args))
 
     @contextmanager
     def open(self) -> Iterator[None]:

@@ -297,17 +297,18 @@ class Strategy(ABC):
         """Take over what any strategy saved on any number of ranks. Raises KeyError or ValueError by name."""
 
 
-def split_loss(output: Any, num_samples: int) -> tuple[Tensor | None, float, float]:
+def split_loss(output: Any, num_samples: int) -> tuple[Tensor | None, float, int | float | Tensor]:
     """Normalise what a training step returned to (value, numerator, count).
 
-    The micro-batch contributes `value * numerator` to the sum and `count` to the denominator.
+    The micro-batch contributes `value * numerator` to the sum and `count` to the denominator. A count that is a tensor
+    stays one: to read it, the host would wait for its device.
     """
     if isinstance(output, Tensor):
         return output, num_samples, num_samples
     if output is None:
         return None, 0.0, 0.0
     if isinstance(output, Loss):
-        return output.total, 1.0, float(output.count)
+        return output.total, 1.0, output.count
     if isinstance(output, Mapping) and "loss" in output:
         return split_loss(output["loss"], num_samples)
     raise TypeError(

@@ -72,14 +72,15 @@ class Control:
 
     def send(self, note: Note, samples: int, count: float, finite: bool, total: float = math.nan) -> None:
         """Start the exchange."""
+        self.prepare(note, samples)(count, finite, total)
+
+    def prepare(self, note: Note, samples: int) -> Callable[[float, bool, float], None]:
+        """`send` in two: this says what was called until now; what it returns takes the rest, and starts the exchange."""
         self._names = note.names
-        self._messages.post(
-            *Message(
-                self._step, samples, self._num_calls(), self._calls.hash, note.keys, note.stop, finite, count, total
-            )
-        )
+        said = self._step, samples, self._num_calls(), self._calls.hash, note.keys, note.stop
         self._sent = self._calls.latest
         self._calls.clear()
+        return lambda count, finite, total: self._messages.post(*Message(*said, finite, count, total))
 
     def receive(self) -> Agreement:
         """Wait for the others' messages. Raises RuntimeError where they contradict ours."""

@@ -272,7 +272,8 @@ class EagerStrategy(Strategy):
         autocast, on_cpu = self.precision.autocast_dtype, self._on_cpu
         run = self._runner(placed, step_fn) if automatic else step_fn
         exchanges, scaler = self._in_group, self.precision.scaler
-        count, weighted = 0.0, 0.0
+        count: Any = 0.0  # a tensor if losses count on an accelerator
+        weighted, told, counting, send = 0.0, Note(), None, None
         for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
             if exchanges:
                 self._sync_gradients(placed, i == last)
@@ -283,7 +284,7 @@ class EagerStrategy(Strategy):
                 with torch.autocast(self.device.type, dtype=autocast):
                     output = call(micro_batch.batch, micro_batch.batch_idx)
             losses, counted = (
-                weighted_losses(output, micro_batch.num_samples, None if alone else scale, parameters)
+                weighted_losses(output, micro_batch.num_samples, None if alone else scale, parameters, on_cpu)
                 if automatic
                 else ([], micro_batch.num_samples)
             )
@@ -291,14 +292,14 @@ class EagerStrategy(Strategy):
             for value, *_ in losses:
                 weighted += value.item() if on_cpu else math.nan  # no host sync on an accelerator
             micro_batch.output = output.detach() if isinstance(output, Tensor) else detach(output)
-            if i == last and self._control is not None:
-                finite = not on_cpu or math.isfinite(weighted)
-                said = (
-                    (count, finite, weighted * count if alone else weighted / scale)
-                    if self.reports
-                    else (0.0, finite, 0.0)
-                )
-                self._control.send(note() if note else Note(), window.num_samples, *said)
+            if i == last:
+                told = note() if note else told
+                if self._control is not None:
+                    send = self._control.prepare(told, window.num_samples)
+                if isinstance(count, Tensor):
+                    counting = finite.to_host(count)
+                elif send is not None:
+                    self._send(send, count, weighted * count if alone else weighted / scale)
             if faults.plan is not None:
                 faults.fault("backward")
             for j, (value, inputs, returned) in enumerate(losses):
@@ -309,14 +310,16 @@ class EagerStrategy(Strategy):
                 )
                 if after_backward is not None and (i < last or j < len(losses) - 1):
                     after_backward()
+        if counting is not None:  # the host waits for the forward, while the device has the backward to do
+            count = counting()
+            if send is not None:
+                self._send(send, count, math.nan)
         if automatic and exchanges:
             self._after_backwards(placed)
         if self._control is None:
-            finite = not on_cpu or math.isfinite(weighted)
+            bad = on_cpu and not math.isfinite(weighted)
             loss = weighted if alone else weighted / scale / count if count else None
-            agreement = Agreement(
-                count, note().stop if note else 0, None if finite else "the loss of rank 0", loss if on_cpu else None
-            )
+            agreement = Agreement(count, told.stop, "the loss of rank 0" if bad else None, loss if on_cpu else None)
         else:
             agreement = self._control.receive()
         if automatic and not alone and agreement.count and agreement.count != window.num_samples:
@@ -543,6 +546,11 @@ class EagerStrategy(Strategy):
 
     # ---- helpers -----------------------------------------------------------------------------------
 
+    def _send(self, send: Callable[[float, bool, float], None], count: float, total: float) -> None:
+        """Tell the other ranks what this one has computed; the sum of its losses is not known on accelerators."""
+        finite = not self._on_cpu or math.isfinite(total)
+        send(*((count, finite, total) if self.reports else (0.0, finite, 0.0)))
+
     def _look_at(self, optimizer: Optimizer) -> None:
         """Manual optimization: raise FloatingPointError, on all ranks alike, for a gradient that is not finite."""
         if self.precision.scaler is not None:
@@ -653,6 +661,13 @@ class EagerStrategy(Strategy):
         self._skipped = finite.later(found)
 
 
+def presence(parameters: Sequence[nn.Parameter], like: Tensor) -> Tensor:
+    """For each parameter 1 if it has a gradient, else 0, in `like`'s dtype on its device; made there if all have one."""
+    if all(p.grad is not None for p in parameters):
+        return like.new_ones(len(parameters))
+    return torch.tensor([float(p.grad is not None) for p in parameters]).to(like)
+
+
 def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
     """Sum the plain gradients of these parameters over the ranks of `group`, in one all-reduce for each dtype and device.
 
@@ -661,9 +676,9 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup |
     by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
         by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-    for (dtype, device), members in by_kind.items():
+    for members in by_kind.values():
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
-        has = torch.tensor([float(p.grad is not None) for p in members], dtype=dtype).to(device)
+        has = presence(members, parts[0])
         flat = torch.cat([has, *(part.reshape(-1) for part in parts)])
         dist.all_reduce(flat, group=group)
         sums = flat[len(members) :].split([part.numel() for part in parts])
@@ -722,15 +737,21 @@ def resolve_devices(devices: int | str, accelerator: str, most: int | None = Non
 
 
 def weighted_losses(
-    output: Any, num_samples: int, scale: float | None, parameters: Mapping[str, Sequence[nn.Parameter]] | None
-) -> tuple[list[tuple[Tensor, Sequence[nn.Parameter] | None, Tensor]], float]:
+    output: Any,
+    num_samples: int,
+    scale: float | None,
+    parameters: Mapping[str, Sequence[nn.Parameter]] | None,
+    reads_counts: bool = True,
+) -> tuple[list[tuple[Tensor, Sequence[nn.Parameter] | None, Tensor]], Any]:
     """What to run backward from, as (loss times its weight, parameters that it moves or None for all, the loss that the
     step returned), and what it counts.
 
     `scale` turns a sum into this rank's part of the global mean; None means that the micro-batch is the
-    whole of it.
+    whole of it. Without `reads_counts` a count that is a tensor stays one, on its device, in float64.
     """
     losses: list[tuple[Tensor, Sequence[nn.Parameter] | None, Tensor]]
+    count: Any
+    weight: Any
     if parameters and isinstance(output, Mapping) and "loss" not in output:
         wrong = sorted(set(map(str, output)) ^ set(parameters)) + [
             name for name, value in output.items() if not isinstance(value, Tensor)
@@ -741,13 +762,18 @@ def weighted_losses(
                 "name the losses after the optimizers"
             )
         losses = [(output[name], parameters[name], output[name]) for name in parameters]
-        numerator = count = float(num_samples)
+        numerator, count = float(num_samples), num_samples
     else:
         value, numerator, count = (
             (output, num_samples, num_samples) if isinstance(output, Tensor) else split_loss(output, num_samples)
         )
         losses = [] if value is None else [(value, None, value)]
-    weight = numerator * scale if scale is not None else numerator / count if count else 0.0
+    if reads_counts or not isinstance(count, Tensor):
+        count = float(count)
+        weight = numerator * scale if scale is not None else numerator / count if count else 0.0
+    else:
+        count = count.detach().double().reshape(())
+        weight = numerator * scale if scale is not None else torch.where(count != 0, numerator / count, 0.0)
     for i, (value, inputs, returned) in enumerate(losses):
         if faults.plan is not None:
             value = faults.plan.poison(value)
@@ -760,7 +786,9 @@ def weighted_losses(
             raise ValueError(
                 "training_step returned a loss without gradient: it does not depend on a trainable parameter, or was detached or computed under no_grad"
             )
-        if weight != 1.0:
+        if isinstance(weight, Tensor):
+            losses[i] = value * weight.to(value.dtype), inputs, returned
+        elif weight != 1.0:
             losses[i] = value * weight, inputs, returned
     return losses, count
 

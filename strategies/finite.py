@@ -28,16 +28,22 @@ def found(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def later(found: Tensor) -> Callable[[], str | None]:
     """What `found` holds, on its way to the host while the device works on."""
-    host = torch.empty((), dtype=torch.float32, pin_memory=found.is_cuda)
-    host.copy_(found, non_blocking=True)
-    event = torch.cuda.Event() if found.is_cuda else None
+    read = to_host(found)
+    return lambda: "a gradient" if read() else None
+
+
+def to_host(number: Tensor) -> Callable[[], float]:
+    """What a 0-dim tensor holds, on its way to the host while the device works on: calling it waits for what came before."""
+    host = torch.empty((), dtype=number.dtype, pin_memory=number.is_cuda)
+    host.copy_(number.detach(), non_blocking=True)
+    event = torch.cuda.Event() if number.is_cuda else None
     if event is not None:
         event.record()
 
-    def read() -> str | None:
+    def read() -> float:
         if event is not None:
             event.synchronize()
-        return "a gradient" if host.item() else None
+        return host.item()
 
     return read
 

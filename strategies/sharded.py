@@ -19,7 +19,7 @@ from strategies.base import Agreement, Loss, split_loss
 from strategies.blocks import Rule
 from strategies.buffers import share_buffers
 from strategies.data import MicroBatch, Window
-from strategies.eager import EagerStrategy
+from strategies.eager import EagerStrategy, presence
 from strategies.exchange import open_exchange
 from strategies.mesh import resolve
 from strategies.meta import materialise
@@ -184,9 +184,9 @@ class ShardedStrategy(EagerStrategy):
         try:
             with self.precision.autocast(self.device):
                 if micro_batch.num_samples:
-                    return placed(step_fn, micro_batch.batch, *args)
+                    return placed.run(step_fn, micro_batch.batch, *args)  # type: ignore[operator]
                 with traceless(placed), nullcontext() if part is None else part(0):
-                    placed(step_fn, micro_batch.batch, *args)
+                    placed.run(step_fn, micro_batch.batch, *args)  # type: ignore[operator]
                 return None
         finally:
             placed.close()  # type: ignore[operator]
@@ -263,13 +263,14 @@ class ShardedStrategy(EagerStrategy):
     def _runner(self, placed: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
         if self._mesh is None:
             return super()._runner(placed, step_fn)
-        return functools.partial(placed, step_fn) if self._steps is None else self._steps.told(placed, step_fn)
+        run: Callable[..., Any] = placed.run  # type: ignore[assignment]
+        return functools.partial(run, step_fn) if self._steps is None else self._steps.told(run, step_fn)
 
     def _padding(self, placed: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         def without_weight(batch: Any, batch_idx: int) -> Any:
             with traceless(placed), nullcontext() if self._part is None else self._part(0):
                 before = numbers(self._user_model(placed))
-                output = placed(step_fn, batch, batch_idx)
+                output = placed.run(step_fn, batch, batch_idx)  # type: ignore[operator]
                 refuse_changed_numbers(self._user_model(placed), before)
             if (
                 isinstance(output, Mapping) and "loss" not in output
@@ -378,13 +379,14 @@ class ShardedStrategy(EagerStrategy):
         if not axes or not parameters:
             return
         pieces = [torch.zeros_like(dtensors.local(p)) if p.grad is None else dtensors.local(p.grad) for p in parameters]
-        has = torch.tensor([float(p.grad is not None) for p in parameters])
-        flat = torch.cat([has.to(pieces[0]), *(piece.reshape(-1).to(pieces[0]) for piece in pieces)])
+        has = presence(parameters, pieces[0])
+        missing = any(p.grad is None for p in parameters)
+        flat = torch.cat([has, *(piece.reshape(-1).to(pieces[0]) for piece in pieces)])
         for axis in axes:
             dist.all_reduce(flat, group=self._mesh.get_group(axis))  # type: ignore[union-attr]
         for parameter, found, piece, total in zip(
             parameters,
-            flat[: len(has)].tolist(),
+            flat[: len(has)].tolist() if missing else [1.0] * len(has),  # else the host need not wait to know
             pieces,
             flat[len(has) :].split([piece.numel() for piece in pieces]),
             strict=True,

@@ -419,7 +419,7 @@ def window_loss(trainer: Trainer, window: Window, training_step: Callable, name:
         value, numerator, counted = split_loss(own, micro_batch.num_samples)
         if value is not None:
             total = total + value.detach().double().cpu() * numerator
-            count += counted
+            count += float(counted)
     both = trainer.strategy.all_reduce(torch.stack([total, torch.tensor(count, dtype=torch.float64)]))
     return both[0] / both[1]
 
