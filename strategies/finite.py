@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from strategies.absent import is_here
+
 
 @torch.no_grad()
 def found(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -51,6 +53,6 @@ def to_host(number: Tensor) -> Callable[[], float]:
 def name(model: nn.Module) -> str:
     """Which gradient is not finite, in words, for what `found` has found."""
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None and found([parameter.grad], parameter.grad.device):
+        if is_here(parameter) and parameter.grad is not None and found([parameter.grad], parameter.grad.device):
             return f"the gradient of {name}"
     return "a gradient"

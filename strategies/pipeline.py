@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies import environment, pipeline_split
+from strategies.absent import is_here
 from strategies.base import Agreement, Note
 from strategies.blocks import Rule
 from strategies.data import MicroBatch, Window
@@ -24,7 +27,7 @@ from strategies.pipeline_feed import Feed, Tally, merged, runs, shapes
 from strategies.pipeline_schedule import schedule as find_schedule
 from strategies.pipeline_stage import Staged
 from strategies.recompute import is_recomputed
-from strategies.state import Reader, Shard, State, gather_state, gather_whole, names_of, parameter_names, restore_state
+from strategies.state import Reader, Shard, State, gather_state, gather_whole, names_of, parameter_names
 from strategies.streams import kept_streams, seed_streams
 
 if TYPE_CHECKING:
@@ -50,9 +53,9 @@ class Pipeline(EagerStrategy):
     `split`: names of the layers with which stages 1, 2, ... begin; None balances the stages.
     `sample`: an input of the pipelined module (a tensor or a tuple of arguments): stages are balanced by the seconds
         that layers take on it instead of by their numbers of parameters.
-    `mesh`: `"ddp=2,pipeline=2"` runs two pipelines of two ranks on different samples and averages their gradients after
+    `mesh`: `"ddp=2,pipeline=2"` runs two pipelines of two ranks on different samples and sums their gradients after
         the schedule; `"fsdp=2,pipeline=2"` cuts parameters, gradients and optimizer state of each stage over two ranks as
-        well. Every trainable parameter then has a gradient, zero where the loss does not use it.
+        well. .
     `activation_checkpointing`: compute what lies within blocks again in the backward; True, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
@@ -103,8 +106,9 @@ class Pipeline(EagerStrategy):
         self._group: dist.ProcessGroup | None = None
         self._seed = 0
         self._steps_seen = 0
-        self._orders: dict[str, list[list[str]]] = {}
         self._engines: dict[Any, Any] = {}
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._in_step = False
 
     @property
     def num_parts(self) -> int:
@@ -212,22 +216,16 @@ class Pipeline(EagerStrategy):
         super().release(placed)
 
     def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
-        """Leave in the optimizers what this rank holds; placeholders of other stages' parameters go."""
+        """Take optimizers that hold the model's parameters; each steps those of this rank.
+
+        Their groups go on listing all, so that hooks find none missing without a word.
+        """
         if isinstance(placed, Staged):
-            names, absent = parameter_names(placed.model), placed.placeholders
             for key, optimizer in optimizers.items():
-                self._orders[key] = [
-                    [names_of(p, names, key) for p in group["params"]] for group in optimizer.param_groups
-                ]
                 self._check_optimizer(placed, key, optimizer)
-                for group in optimizer.param_groups:
-                    here = [id(p) not in absent for p in group["params"]]
-                    for parameter, stays in zip(group["params"], here, strict=True):
-                        if not stays:
-                            optimizer.state.pop(parameter, None)
-                    for item in ("params", "param_names"):
-                        if item in group:
-                            group[item] = [value for value, stays in zip(group[item], here, strict=True) if stays]
+                self._optimizers.add(optimizer)
+                for parameter in [p for p in optimizer.state if not is_here(p)]:
+                    del optimizer.state[parameter]
         return super().attach(placed, optimizers)
 
     # ---- 2. gradient sync ------------------------------------------------------------------------
@@ -257,7 +255,6 @@ class Pipeline(EagerStrategy):
             raise ValueError(
                 "a pipeline walks back by its schedule, so it needs automatic optimization; remove automatic_optimization = False, or use another strategy"
             )
-        placed.strip()
         if placed.shards is not None:
             placed.shards.gather()
         self._steps_seen += 1
@@ -305,7 +302,10 @@ class Pipeline(EagerStrategy):
             placed.shards.scatter()
         if agreement.count and agreement.count != window.num_samples:
             torch._foreach_mul_(self._gradients(placed), window.num_samples / agreement.count)
-        return self._concluded(placed, agreement, after_backward) if agreement.count else agreement
+        if agreement.count:
+            return self._concluded(placed, agreement, after_backward)
+        self._drop_gradients(placed)  # zeros that went through the stages
+        return agreement
 
     def evaluate(
         self,
@@ -317,7 +317,6 @@ class Pipeline(EagerStrategy):
     ) -> Any:
         if not isinstance(placed, Staged):
             return super().evaluate(placed, step_fn, micro_batch, *args, part=part)
-        placed.strip()
         if not micro_batch.num_samples:
             with placed.gathered():  # with the ranks that run the step
                 return None
@@ -338,8 +337,10 @@ class Pipeline(EagerStrategy):
         self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
         if algorithm != "norm" or not isinstance(placed, Staged):
-            return super().clip_gradients(placed, optimizer, value, algorithm)
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            with _own_parameters(optimizer):
+                return super().clip_gradients(placed, optimizer, value, algorithm)
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if is_here(p)]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         cut_over_ranks = [gradient for gradient in gradients if hasattr(gradient, "device_mesh")]
         squares = self._squares([gradient for gradient in gradients if not hasattr(gradient, "device_mesh")])
         if placed.shards is not None:
@@ -355,12 +356,28 @@ class Pipeline(EagerStrategy):
         return norm
 
     def optimizer_step(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        if self._mesh is None:
-            return super().optimizer_step(placed, optimizer, closure)
-        from strategies import dtensors
+        with _own_parameters(optimizer):
+            if self._mesh is None:
+                return super().optimizer_step(placed, optimizer, closure)
+            from strategies import dtensors
 
-        with dtensors.groups_by_mesh(optimizer):
-            return super().optimizer_step(placed, optimizer, closure)
+            with dtensors.groups_by_mesh(optimizer):
+                return super().optimizer_step(placed, optimizer, closure)
+
+    @contextmanager
+    def whole(self, placed: nn.Module) -> Iterator[None]:
+        if not isinstance(placed, Staged):
+            with super().whole(placed):
+                yield
+            return
+        if self._in_step:
+            raise RuntimeError(
+                "whole() was called within a step, which a pipeline's ranks do not run alike; call it in a hook"
+            )
+        from strategies.pipeline_whole import whole
+
+        with whole(placed, self._group, self._optimizers):
+            yield
 
     # ---- 3. sampler seeding ----------------------------------------------------------------------
 
@@ -376,8 +393,7 @@ class Pipeline(EagerStrategy):
     def state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> State:
         if not isinstance(placed, Staged):
             return super().state_dict(placed, optimizers)
-        with placed.stripped():
-            state = gather_state(placed.model, optimizers, self._piece)
+        state = gather_state(placed.model, optimizers, self._piece)
         own = {name: value for name, value in state.meta["model"].items() if placed.is_here(name)}
         foreign = {f"model/{name}" for name in state.meta["model"].keys() - own}
         groups = {
@@ -394,39 +410,18 @@ class Pipeline(EagerStrategy):
             saved["state"] = {
                 name: entry for piece in pieces for name, entry in piece["optimizers"][key]["state"].items()
             }
-            for i, group in enumerate(saved["param_groups"]):
-                group["params"] = self._order(
-                    key, i, [name for piece in pieces for name in piece["optimizers"][key]["param_groups"][i]["params"]]
-                )
-                if "param_names" in group:
-                    group["param_names"] = list(group["params"])
         state.meta["pipeline"] = {"steps_seen": self._steps_seen}
         return state
 
     def load_state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        if not isinstance(placed, Staged):
-            super().load_state_dict(placed, optimizers, state)
-            return
-        saved = set(state.meta["model"])
-        if saved != placed.state_names:
-            missing, unexpected = sorted(placed.state_names - saved), sorted(saved - placed.state_names)
-            raise KeyError(
-                f"the checkpoint does not fit the module: it lacks {missing[:5]} and has {unexpected[:5]} besides"
-            )
-        for key in optimizers:
-            groups = [group["params"] for group in state.meta["optimizers"].get(key, {}).get("param_groups", ())]
-            for i, (there, here) in enumerate(zip(groups, self._orders.get(key, ()), strict=False)):
-                if there != here:
-                    raise ValueError(
-                        f"optimizer {key!r} holds other parameters or groups than the one that was saved: group {i} had {there[:3]}, now {here[:3]}"
-                    )
-        with placed.stripped():
-            restore_state(placed.model, optimizers, _StageReader(state, set(placed.model.state_dict())), self._take)
+        super().load_state_dict(placed, optimizers, state)
         self._steps_seen = state.meta.get("pipeline", {}).get("steps_seen", 0)
 
     # ---- what EagerStrategy asks -------------------------------------------------------------------
 
     def _piece(self, tensor: Tensor) -> Shard | None:
+        if not is_here(tensor):
+            return None
         if self._mesh is None:
             return Shard.whole(tensor) if self.data_rank == 0 else None
         from strategies import dtensors
@@ -443,6 +438,24 @@ class Pipeline(EagerStrategy):
 
     def _gradients(self, placed: nn.Module) -> list[Tensor]:
         return [_local(gradient) for p in self._watched or placed.parameters() if (gradient := p.grad) is not None]
+
+    def _gradient_of(self, placed: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+        if not is_here(parameter) or parameter.grad is None:
+            return None
+        gradient: Any = parameter.grad
+        return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+    def _put_gradient(self, placed: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
+        if hasattr(parameter, "device_mesh"):
+            from strategies.pipeline_shard import shard_like
+
+            gradient = shard_like(gradient, parameter)
+        parameter.grad = gradient
+
+    def _trainability_changed(self, placed: nn.Module, names: list[str]) -> None:
+        if isinstance(placed, Staged):  # what travels between stages has a gradient or not
+            placed.forget_layouts()
+            self._engines.clear()
 
     def _user_model(self, placed: nn.Module) -> nn.Module:
         return placed.model if isinstance(placed, Staged) else placed
@@ -467,46 +480,52 @@ class Pipeline(EagerStrategy):
                     f"{called} has a step hook, which would see one rank's parameters only; "
                     "remove the hook and override on_before_optimizer_step or on_train_batch_end"
                 )
-        for i, names in enumerate(self._orders[key] if found.needs_all_groups else ()):
-            if len({placed.rank_of_name(name) for name in names}) < self.num_stage_ranks:
+        names = parameter_names(placed.model)
+        for i, group in enumerate(optimizer.param_groups if found.needs_all_groups else ()):
+            ranks = {placed.rank_of_name(names_of(p, names, key)) for p in group["params"]}
+            if len(ranks) < self.num_stage_ranks:
                 raise ValueError(
                     f"{called} fails on a parameter group without parameters ({found.needs_all_groups}), "
                     f"but no stage of some rank has one of group {i}; let its step pass over empty groups, or join the groups"
                 )
-
-    def _order(self, key: str, index: int, names: list[str]) -> list[str]:
-        """The names of a parameter group in the user's order."""
-        known = self._orders.get(key, [])
-        return [*known[index]] if index < len(known) and set(known[index]) == set(names) else names
 
     def _squares(self, gradients: list[Tensor]) -> Tensor:
         """Sum of the squares of all elements."""
         return torch.nn.utils.get_total_norm(gradients).to(self.device).double().square().reshape(())
 
     def _sum(self, placed: Staged) -> None:
-        """Sum the gradients of the pipelines, and give the statistics of the first to the others."""
+        """Sum the gradients of the pipelines, and give the statistics of the first to the others. What none of them has stays None."""
         shards = placed.shards
-        trained = [p for p in placed.model.parameters() if p.requires_grad]
+        trained = [p for p in placed.parameters() if p.requires_grad]
         if shards is not None:
             apart = {id(p) for p in shards.whole}
-            for parameter in trained:  # torch reduces a shard only if every rank has a gradient
-                if parameter.grad is None and id(parameter) not in apart:
+            sharded = [p for p in trained if id(p) not in apart]
+            have = torch.tensor([p.grad is not None for p in sharded], dtype=torch.int8).to(self.device)
+            dist.all_reduce(have, dist.ReduceOp.MAX, group=self._data_group)
+            for parameter in sharded:  # torch reduces a shard only if every rank has a gradient
+                if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             shards.exchange()
+            sharded = [p for p in placed.parameters() if p.requires_grad and id(p) not in apart]  # shards again
+            for parameter, used in zip(sharded, have.tolist(), strict=True):
+                if not used:
+                    parameter.grad = None
             trained = [p for p in trained if id(p) in apart]
         sum_gradients(trained, self._data_group)
         for buffer in placed.statistics:
             dist.broadcast(buffer, group=self._data_group, group_src=0)
 
     def _engine(self, placed: Staged, feed: Feed) -> Engine | None:
-        """The schedule for parts of this shape: built when a shape is new, kept for the last two. None where the step makes no use of them."""
+        """The schedule for parts of this shape: built when a shape is new, kept for the last two. None if the step returns None for each."""
         from strategies.pipeline_engine import Engine  # torch.distributed.pipelining takes a second to import
 
         key = (shapes(feed.parts[0].batch), len(feed.parts))
         engine = self._engines.pop(key, None)
         if engine is None:
             with self.precision.autocast(self.device), feed.counted(0):
-                layout = placed.layout_of(lambda: feed.step(0))
+                layout = next(
+                    filter(None, (placed.layout_of(partial(feed.step, i)) for i in range(len(feed.parts)))), None
+                )
             if layout is None:
                 return None
             fitting = self.schedule.fitting(self.num_stage_ranks, len(feed.parts))
@@ -522,28 +541,17 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor if type(tensor) is Tensor or not hasattr(tensor, "device_mesh") else tensor.to_local()  # type: ignore[attr-defined]
 
 
-class _StageReader:
-    """A saved state as if it held nothing but what lies on this rank."""
-
-    def __init__(self, reader: Reader, model_names: set[str]) -> None:
-        self.names, self.shape, self.read = reader.names, reader.shape, reader.read
-        self.meta = dict(reader.meta)
-        self.meta["model"] = {name: value for name, value in reader.meta["model"].items() if name in model_names}
-        self.meta["optimizers"] = {
-            key: self._mine(saved, model_names) for key, saved in reader.meta.get("optimizers", {}).items()
-        }
-
-    @staticmethod
-    def _mine(saved: dict[str, Any], names: set[str]) -> dict[str, Any]:
-        lists = ("params", "param_names")
-        groups = [
-            {**group, **{item: [n for n in group[item] if n in names] for item in lists if item in group}}
-            for group in saved["param_groups"]
-        ]
-        return {
-            "param_groups": groups,
-            "state": {name: entry for name, entry in saved["state"].items() if name in names},
-        }
+@contextmanager
+def _own_parameters(optimizer: Optimizer) -> Iterator[None]:
+    """While it lasts the groups of `optimizer` hold what this rank does."""
+    groups = [(group, group["params"]) for group in optimizer.param_groups]
+    for group, parameters in groups:
+        group["params"] = [p for p in parameters if is_here(p)]
+    try:
+        yield
+    finally:
+        for group, parameters in groups:
+            group["params"] = parameters
 
 
 def _started_by_us() -> bool:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
 from torch.utils._pytree import tree_any, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from strategies.absent import Absent, is_here
 from strategies.blank import Blank, Mode
 from strategies.permutation import mix
 from strategies.pipeline_split import Cut
@@ -97,24 +98,16 @@ class _Lost(NamedTuple):
 
     module: nn.Module
     name: str
-    path: str
-    """Its name in the model's state."""
-    is_parameter: bool
-    requires_grad: bool
-    identity: int
-    """Equal for places that share one tensor."""
     value: Tensor | None
     """A buffer that is not part of the state, as it was."""
-    placeholder: Tensor | None
-    """Of the parameter's shape and no memory."""
+    absent: Absent
 
 
 class Staged(nn.Module):
     """The user's model, of which this rank holds some stages: what `Pipeline.place` returns.
 
-    `stage_of` is the stage of each layer, `rank_of` the rank (in the pipeline's group) of each stage. Parameters of
-    other stages become placeholders of their shape, so that the user's `configure_optimizers` finds what it names;
-    `strip` removes them.
+    `stage_of` is the stage of each layer, `rank_of` the rank (in the pipeline's group) of each stage. In the place of
+    what other ranks hold the model has `Absent` tensors; this module's own `parameters()` are those of this rank.
     """
 
     def __init__(
@@ -158,12 +151,7 @@ class Staged(nn.Module):
         self._edits_input = [
             any(getattr(child, "inplace", False) for child in layer.module.modules()) for layer in self.layers
         ]
-        self._absent = [
-            layer.module for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage not in self.here
-        ]
-        self._placeholders: dict[int, nn.Parameter] = {}
         self._lost: list[_Lost] = []
-        self._alive: list[Tensor] = []
         self._replace_absent()
         self._patch()
         self.stages = {stage: self._stage(stage) for stage in self.here}
@@ -177,6 +165,18 @@ class Staged(nn.Module):
         """Whether this rank answers for the tensor `name` of the model's state."""
         return self.rank_of[self._owner[name]] == self.rank
 
+    def staged(self) -> list[tuple[str, Tensor, int]]:
+        """Name, tensor and rank of each parameter and buffer that lies on one stage, in the same order on all ranks.
+
+        Others, outside of the pipelined module or buffers beside layers, are on every rank.
+        """
+        stage_by_id = {id(lost.absent): lost.absent.stage for lost in self._lost}
+        stage_by_id.update((id(shell._parameters[name]), 0) for shell, name in self._own)
+        for layer, stage in zip(self.layers, self.stage_of, strict=True):
+            stage_by_id.update((id(t), stage) for t in (*layer.module.parameters(), *layer.module.buffers()))
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return [(name, t, self.rank_of[stage_by_id[id(t)]]) for name, t in named if id(t) in stage_by_id]
+
     def rank_of_name(self, name: str) -> int:
         """The rank of the pipeline that answers for the tensor `name` of the model's state."""
         return self.rank_of[self._owner[name]]
@@ -186,10 +186,9 @@ class Staged(nn.Module):
         """All names of the model's state, on whatever rank they lie."""
         return set(self._owner)
 
-    @property
-    def placeholders(self) -> set[int]:
-        """`id` of each placeholder among the model's parameters."""
-        return {id(parameter) for parameter in self._placeholders.values()}
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that this rank holds."""
+        return ((name, p) for name, p in super().named_parameters(*args, **options) if is_here(p))
 
     def _make_plain(self, values: Mapping[str, Tensor]) -> None:
         whole = {
@@ -210,39 +209,25 @@ class Staged(nn.Module):
         ]
         return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
 
-    def strip(self) -> None:
-        """Remove the placeholders: from here on `model.parameters()` are this rank's."""
-        self._remove_placeholders()
-        self._placeholders.clear()
-
-    @contextmanager
-    def stripped(self) -> Iterator[None]:
-        """While it lasts `model.parameters()` are this rank's."""
-        self._remove_placeholders()
-        try:
-            yield
-        finally:
-            self._add_placeholders()
-
     def restore(self, values: Mapping[str, Tensor]) -> None:
         """Undo the placement: plain modules on the CPU with plain parameters; `values` are the whole tensors by name."""
-        self.strip()
         self._unpatch()
+        for lost in self._lost:
+            self._put(lost, None)
         if self.shards is not None:
             self.shards.scatter()
             self.shards.undo()
             self._make_plain(values)
         self.model.to("cpu")
-        parameters: dict[int, nn.Parameter] = {}
+        parameters: dict[Absent, nn.Parameter] = {}
         for lost in self._lost:
-            value = values.get(lost.path, lost.value)
-            if lost.is_parameter:
-                lost.module.__dict__.pop(lost.name, None)
-                if lost.identity not in parameters:
-                    parameters[lost.identity] = nn.Parameter(values[lost.path], requires_grad=lost.requires_grad)
-                lost.module._parameters[lost.name] = parameters[lost.identity]
-            else:
-                lost.module._buffers[lost.name] = value
+            if not lost.absent._is_param:
+                self._put(lost, values.get(lost.absent.path, lost.value))
+                continue
+            if lost.absent not in parameters:
+                whole = nn.Parameter(values[lost.absent.path], requires_grad=lost.absent.requires_grad)
+                parameters[lost.absent] = whole
+            self._put(lost, parameters[lost.absent])
         self.model.load_state_dict(dict(values), strict=False)
 
     # ---- running -----------------------------------------------------------------------------------
@@ -345,7 +330,7 @@ class Staged(nn.Module):
             seed_streams(mix(run.noise, run.stage + 1))
         outer, self._run, run.inside = self._run, run, True
         try:
-            with self._without_own_parameters() if run.stage and 0 in self.here else nullcontext():
+            with self._without_own_parameters() if run.stage else nullcontext():
                 result = self._parts.net._call_impl(*args, **kwargs)
         finally:
             self._run, run.inside = outer, False
@@ -469,6 +454,15 @@ class Staged(nn.Module):
             tensors.append(tensor.clone(memory_format=torch.contiguous_format) if copied else tensor.contiguous())
         return tuple(tensors)
 
+    def forget_layouts(self) -> None:
+        """Find out anew what travels, as other parameters are trained."""
+        for layer, shadow in zip(self.layers, self._shadows, strict=True):
+            for mine, theirs in zip(layer.module.parameters(), shadow.parameters(), strict=True):
+                theirs.requires_grad_(mine.requires_grad)
+        for (shell, name), own in zip(self._own, self._own_shadows, strict=True):
+            own.requires_grad_(shell._parameters[name].requires_grad)  # type: ignore[union-attr]
+        self._layouts.clear()
+
     # ---- rehearsal -----------------------------------------------------------------------------------
 
     def _rehearsed(self, args: Any, kwargs: Any) -> Layout:
@@ -531,18 +525,16 @@ class Staged(nn.Module):
     @contextmanager
     def _without_own_parameters(self) -> Iterator[None]:
         """Parameters beside layers belong to the first stage: for the others they are values that it has computed."""
-        kept = [shell._parameters.pop(name, None) for shell, name in self._own]
         before = [shell.__dict__.get(name) for shell, name in self._own]
         for (shell, name), shadow in zip(self._own, self._own_shadows, strict=True):
-            shell.__dict__[name] = shadow
+            shell.__dict__[name] = shadow  # found before what `_parameters` holds
         try:
             yield
         finally:
-            for (shell, name), parameter, value in zip(self._own, kept, before, strict=True):
-                shell.__dict__.pop(name)
-                if parameter is not None:
-                    shell._parameters[name] = parameter
-                elif value is not None:
+            for (shell, name), value in zip(self._own, before, strict=True):
+                if value is None:
+                    del shell.__dict__[name]
+                else:
                     shell.__dict__[name] = value
 
     # ---- taking the model apart ----------------------------------------------------------------------
@@ -591,68 +583,46 @@ class Staged(nn.Module):
         return owners
 
     def _replace_absent(self) -> None:
-        """Give up what other ranks hold and move the rest to the device; leave placeholders that take no memory."""
+        """Give up what other ranks hold and move the rest to the device."""
         places = [
-            (child, name, True)
-            for module in self._absent
-            for child in module.modules()
-            for name, p in child._parameters.items()
-            if p is not None
+            (child, name, stage)
+            for layer, stage in zip(self.layers, self.stage_of, strict=True)
+            if stage not in self.here
+            for child in layer.module.modules()
+            for name in (*child._parameters, *child._buffers)
         ]
-        places += [] if 0 in self.here else [(shell, name, True) for shell, name in self._own]
-        places += [
-            (child, name, False)
-            for module in self._absent
-            for child in module.modules()
-            for name, b in child._buffers.items()
-            if b is not None
+        places += [] if 0 in self.here else [(shell, name, 0) for shell, name in self._own]
+        known = {(id(module), name) for module, name, _ in places}
+        places += [  # names for the same parameter elsewhere
+            (module, name, -1)
+            for module in self.model.modules()
+            for name in (*module._parameters, *module._buffers)
+            if (id(module), name) not in known
         ]
         paths = {module: path for path, module in self.model.named_modules()}
-        for module, name, is_parameter in places:
-            holder = module._parameters if is_parameter else module._buffers
-            value = holder[name]
-            assert value is not None
-            placeholder = (
-                torch.zeros((), dtype=value.dtype, device=self.device).expand(value.shape) if is_parameter else None
-            )
+        made: dict[int, Absent] = {}
+        alive: list[Tensor] = []  # until all are listed, so that ids are told apart
+        for module, name, stage in places:
+            is_parameter = name in module._parameters
+            value = module._parameters[name] if is_parameter else module._buffers[name]
+            if value is None or (stage < 0 and id(value) not in made):
+                continue
+            alive.append(value)
+            if id(value) not in made:
+                path = f"{paths[module]}.{name}" if paths[module] else name
+                made[id(value)] = Absent(value, path, stage, self.device, is_parameter)
             kept = value if name in module._non_persistent_buffers_set else None
-            self._lost.append(
-                _Lost(
-                    module,
-                    name,
-                    f"{paths[module]}.{name}" if paths[module] else name,
-                    is_parameter,
-                    value.requires_grad,
-                    id(value),
-                    kept,
-                    placeholder,
-                )
-            )
-            self._alive.append(value)  # until all are listed, so that ids are told apart
-            holder[name] = None
-        self._alive.clear()
+            self._lost.append(_Lost(module, name, kept, made[id(value)]))
+        for lost in self._lost:
+            self._put(lost, None)
+        alive.clear()
         self.model.to(self.device)
         for lost in self._lost:
-            if lost.placeholder is not None and lost.identity not in self._placeholders:
-                self._placeholders[lost.identity] = nn.Parameter(lost.placeholder, requires_grad=lost.requires_grad)
-        self._add_placeholders()
+            self._put(lost, lost.absent)
 
-    def _add_placeholders(self) -> None:
-        for lost in self._lost:
-            if lost.identity in self._placeholders:
-                lost.module.__dict__.pop(lost.name, None)
-                lost.module._parameters[lost.name] = self._placeholders[lost.identity]
-
-    def _remove_placeholders(self) -> None:
-        own = {(shell, name): shadow for (shell, name), shadow in zip(self._own, self._own_shadows, strict=True)}
-        for lost in self._lost:
-            if lost.is_parameter and (lost.module, lost.name) in own:
-                lost.module._parameters.pop(lost.name, None)
-                lost.module.__dict__[lost.name] = own[
-                    lost.module, lost.name
-                ].detach()  # it is used by name, not by a call
-            elif lost.is_parameter:
-                lost.module._parameters[lost.name] = None
+    @staticmethod
+    def _put(lost: _Lost, value: Tensor | None) -> None:
+        (lost.module._parameters if lost.absent._is_param else lost.module._buffers)[lost.name] = value  # type: ignore[assignment]
 
     def _patch(self) -> None:
         """Put the stand-ins in the place of the calls, on the objects: names, types, attributes and copies stay the user's.

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from strategies.absent import is_here
+
 if TYPE_CHECKING:
     from strategies.base import Strategy
 
@@ -198,6 +200,7 @@ def restore_state(model: nn.Module, optimizers: dict[str, Optimizer], reader: Re
                         k: unpack(v, functools.partial(take, reader, like=parameters[name])) for k, v in entry.items()
                     }
                     for name, entry in saved["state"].items()
+                    if name not in parameters or is_here(parameters[name])
                 },
                 "param_groups": [
                     _taken(key, group, now) for group, now in zip(groups, current["param_groups"], strict=True)
@@ -221,6 +224,8 @@ def restore_model(model: nn.Module, reader: Reader, strict: bool = True, take: T
                 extra[name] = unpack(saved[name], reader.read)
                 continue
             check_shape(name, value.shape, reader)
+            if not is_here(value):
+                continue
             value.copy_(take(reader, f"model/{name}", value))
     if extra:
         model.load_state_dict(extra, strict=False)

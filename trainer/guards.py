@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from callbacks.guard import Guard, fingerprint
 from callbacks.printing import safe_print
+from strategies.absent import is_here
 from trainer import snapshot
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class Guards:
             for optimizer in optimizers
             for group in optimizer.param_groups
             for p in group["params"]
-            if p.grad is not None
+            if is_here(p) and p.grad is not None
         ]
         return any(bool(getattr(gradient, "_local_tensor", gradient).any()) for gradient in gradients)
 

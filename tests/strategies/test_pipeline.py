@@ -655,8 +655,8 @@ def held(options: dict[str, Any]) -> list[list[float]]:
         for window in list(strategy.shard_loader(DataLoader(contract.dataset(32), 16), seed=0).windows(0)):
             strategy.forward_backward(placed, model.step, window)
             strategy.optimizer_step(placed, optimizer)
-        parameters = sum(p.numel() for p in model.parameters())
-        gradients = sum(p.grad.numel() for p in model.parameters() if p.grad is not None)
+        parameters = sum(p.numel() for p in placed.parameters())
+        gradients = sum(p.grad.numel() for p in placed.parameters() if p.grad is not None)
         state = sum(value.numel() for entry in optimizer.state.values() for value in entry.values() if value.dim())
         (layout,) = placed._layouts.values()  # type: ignore[union-attr,operator]
         sent = sum(message.num_bytes for message in layout.messages) * strategy.num_parts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +79,7 @@ def attached(mesh: str | None, cases: dict[str, Callable[[nn.Module], Optimizer]
         try:
             strategy.attach(strategy.place(model), {"main": make(model)})
             found[name] = ""
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             found[name] = str(error)
         finally:
             strategy.teardown()
@@ -140,3 +142,141 @@ def test_a_refused_optimizer_has_changed_nothing() -> None:
     with pytest.raises(ValueError, match=r"\(Rule\) cannot be stepped in a pipeline"):
         fit(module, "pipeline", 2)
     assert difference(module.state_dict(), GlobalNorm().state_dict()) == 0.0
+
+
+# ---- layers on other ranks ------------------------------------------------------------------------------
+
+
+class Clipping(Base):
+    """Writes to all weights in a hook, reads none, and freezes and unfreezes layers by the clock."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                p.clamp_(-0.2, 0.2)
+            self.net[0].bias.zero_()
+            self.net[4].weight[0] *= 0.5
+            self.net[2].weight.data[1:].fill_(0.1)
+
+
+class InPlace(Base):
+    """Starts the layers anew in the middle of the run and loads part of a state dict."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            with torch.no_grad():
+                for layer in (self.net[0], self.net[4]):
+                    layer.weight.normal_(generator=torch.Generator().manual_seed(5))  # type: ignore[operator]
+            self.load_state_dict({"net.2.weight": torch.eye(16, dtype=torch.float64)}, strict=False)
+            self.zero_grad()
+
+
+class Facts(Base):
+    """What does not depend on values is answered on every rank."""
+
+    def on_train_epoch_end(self) -> None:
+        assert sum(p.numel() for p in self.parameters()) == 484 and len(self.state_dict()) == 6
+        p = next(self.parameters())
+        assert p.device.type == "cpu" and p.dtype == torch.float64 and p.requires_grad and p.is_floating_point()
+        assert isinstance(p, nn.Parameter) and p.shape == (16, 8) and p.detach().T.shape == (8, 16) and p.is_leaf
+        assert {n: tuple(v.shape) for n, v in self.state_dict().items()}["net.4.weight"] == (4, 16)
+        assert torch.zeros_like(self.net[4].weight).sum() == 0 and repr(self.net[0].weight)
+        self.to("cpu")
+
+
+def exact(make: Callable[[], Module], strategies: dict[Any, int], **options: Any) -> None:
+    expected = fit(make(), "single", 1, **options)
+    for strategy, devices in strategies.items():
+        found = fit(make(), strategy() if callable(strategy) else strategy, devices, **options)
+        assert difference(found, expected) < 1e-12, strategy
+
+
+TWO = {"pipeline": 2}
+ALL = {"pipeline": 2, "ddp=2,pipeline=2": 4, "fsdp=2,pipeline=2": 4}
+
+
+@pytest.mark.parametrize("make", [Clipping, InPlace, Facts])
+def test_what_writes_to_layers_of_other_ranks_or_asks_for_facts_is_exact(make: type[Module]) -> None:
+    exact(make, TWO)
+
+
+def told(uses: dict[str, Callable[[nn.Module], Any]]) -> dict[str, list[str]]:
+    """What each use of the model is told, by rank."""
+    strategy = Pipeline()
+    strategy.configure(devices=2, accelerator="cpu")
+    strategy.setup()
+    found = {}
+    try:
+        model = nn.ModuleDict({"net": layers()})
+        strategy.place(model)
+        for name, use in uses.items():
+            try:
+                use(model)
+                message = ""
+            except RuntimeError as error:
+                message = str(error)
+            texts = strategy.all_gather(torch.tensor(list(message.encode().ljust(400))[:400]))
+            found[name] = [bytes(text.tolist()).decode().strip() for text in texts]
+    finally:
+        strategy.teardown()
+    return found
+
+
+def test_what_needs_values_of_another_rank_is_refused_by_name(run_ranks: Callable[..., Any]) -> None:
+    uses: dict[str, Callable[[nn.Module], Any]] = {
+        "penalty": lambda m: sum(p.square().sum() for p in m.parameters()),
+        "norm": lambda m: torch.nn.utils.get_total_norm(list(m.parameters())),
+        "gradients": lambda m: [p.grad for p in m.parameters()],
+        "clip": lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+        "copy": lambda m: copy.deepcopy(m["net"]),  # type: ignore[index]
+        "clone": lambda m: {name: value.clone() for name, value in m.state_dict().items()},
+        "save": lambda m: torch.save(m.state_dict(), io.BytesIO()),
+        "average": lambda m: [torch.zeros_like(p).lerp_(p.detach(), 0.5) for p in m.parameters()],
+        "numpy": lambda m: [p.detach().numpy() for p in m.parameters()],
+        "list": lambda m: [p.tolist() for p in m.parameters()],
+        "number": lambda m: [p.flatten()[0].item() for p in m.parameters()],
+        "compare": lambda m: [torch.equal(p, p) for p in m.parameters()],
+        "vector": lambda m: torch.nn.utils.parameters_to_vector(m.parameters()),
+        "foreach": lambda m: torch._foreach_norm(list(m.parameters())),
+        "histogram": lambda m: [torch.histc(p.detach()) for p in m.parameters()],
+        "other dtype": lambda m: m.half(),
+        "first layer": lambda m: m["net"][0].weight.sum() + m["net"][4].weight.sum(),  # type: ignore[index]
+    }
+    found = run_ranks(told, 2, uses)
+    for name, (first, second) in found.items():
+        assert first.startswith("net.2.weight lies on stage 1 of the pipeline") or name == "first layer", (name, first)
+        assert second.startswith("net.0.weight lies on stage 0 of the pipeline"), (name, second)
+        assert "trainer.whole(module)" in first
+
+
+class Freezing(Base):
+    """Layers by the epoch in which they learn; the optimizer holds all of them."""
+
+    plan: dict[int, tuple[int, ...]] = {0: (2, 4), 1: (0, 2, 4), 2: (0,), 3: (4,), 4: (0, 2)}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._freeze(0)
+
+    def _freeze(self, epoch: int) -> None:
+        for index in (0, 2, 4):
+            self.net[index].requires_grad_(index in self.plan[epoch])
+
+    def on_train_epoch_start(self) -> None:
+        self._freeze(self.current_epoch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [
+        ("pipeline", 2),
+        ("ddp=2,pipeline=2", 4),
+        ("fsdp=2,pipeline=2", 4),
+        (lambda: Pipeline(schedule="gpipe", split=["net.4"]), 2),
+    ],
+)
+def test_layers_frozen_and_unfrozen_during_a_run_are_exact(strategy: Any, devices: int) -> None:
+    exact(Freezing, {strategy: devices}, max_epochs=5)
