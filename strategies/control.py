@@ -111,6 +111,10 @@ class Control:
         """Whether all ranks give the same number. Waits and raises as `first_rank` does."""
         return all(theirs == number for theirs in self._numbers(number))
 
+    def gather(self, number: float) -> list[float]:
+        """What each rank gave, in rank order. Waits and raises as `first_rank` does."""
+        return self._numbers(number)
+
     def check(self) -> None:
         """Raise RuntimeError where the ranks' collectives differ by now. Waits for every rank."""
         self._numbers(0)

@@ -214,7 +214,7 @@ class DeepSpeed(EagerStrategy):
         self._clipped = False
         share_buffers(placed.modules())
         if agreement.count:
-            placed.check_unused()
+            self._check_used(placed)
         else:
             placed.forget_gradients()
         return agreement
@@ -273,6 +273,7 @@ class DeepSpeed(EagerStrategy):
         ):  # a host synchronisation: the engine cannot leave out a step on the device
             placed.forget_gradients()
             return False
+        placed.adopt_weights()
         self._steps = True
         try:
             placed.engine.step()
@@ -298,6 +299,7 @@ class DeepSpeed(EagerStrategy):
         assert isinstance(placed, ZeroStep)
         if placed.engine is None:
             return super().state_dict(placed, optimizers)
+        placed.adopt_weights()
         state, shared = State(), State()  # `shared`: what all ranks hold alike, rank 0 writes
         model: dict[str, Any] = {}
         for name, value in placed.model.state_dict(keep_vars=True).items():
@@ -377,6 +379,32 @@ class DeepSpeed(EagerStrategy):
         return placed.model
 
     # ---- helpers -----------------------------------------------------------------------------------
+
+    def _check_used(self, placed: ZeroStep) -> None:
+        """Raise RuntimeError for parameters that no rank used in this window: the engine would step them all the same.
+
+        And where ranks used them in different orders, by which they exchange tensors. Every rank calls it.
+        """
+        unused = placed.unused()
+        if self._control is not None:
+            said = self._control.gather(placed.order() * 2 + bool(unused))
+            if any(number // 2 != said[0] // 2 for number in said):
+                raise RuntimeError(
+                    f"ranks used the layers of {type(placed.model).__name__} in different orders or numbers, by which ZeRO-{placed.stage} "
+                    f"exchanges {'parameters and ' if placed.stage == 3 else ''}gradients, so those are wrong now; use the same layers "
+                    "for the samples of every rank, or strategy='ddp' or 'deepspeed_stage_1'"
+                )
+            if any(number % 2 for number in said):
+                used = torch.ones(len(placed.trained), device=self.device)
+                used[unused] = 0
+                unused = (self.all_reduce(used, "max") == 0).nonzero()[:, 0].tolist()
+        if unused:
+            names = placed.names(unused)
+            shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+            raise RuntimeError(
+                f"these parameters got no gradient in a step, but ZeRO steps them with the others: {shown}; "
+                "use them in each step, freeze them before fit (requires_grad=False), or use strategy='ddp' or 'fsdp'"
+            )
 
     def _check_batches(self) -> None:
         """Compare DeepSpeed's config with the loader, once both are known."""

@@ -8,6 +8,8 @@ import io
 import math
 import os
 import warnings
+import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -46,6 +48,16 @@ class ZeroStep(nn.Module):
         self.part: Part | None = None
         self.ran = False
         """Whether the running step has called a submodule."""
+        self.counts = True
+        """Whether the running step is one that one process would run too."""
+        self.arrived: list[int] = []
+        """Indices of the parameters in the order in which this window's backwards gave them a gradient."""
+        self.in_backward: set[int] = set()
+        """Those of the running backward."""
+        self.used: set[int] = set()
+        """Those of steps that one process would run too."""
+        self.called: list[int] = []
+        """Ids of submodules in the order in which this window's steps called them, under stage 3."""
 
     def attach(
         self,
@@ -59,6 +71,11 @@ class ZeroStep(nn.Module):
         self.local_rank = local_rank
         self.before = [(owner, set(vars(owner))) for owner in (*self.model.modules(), *self.model.parameters())]
         self.linear = F.linear  # replaced by ZeRO-3
+        self.trained = trained
+        self.hooks: list[Any] = [  # before the engine's own
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._note_gradient, i))
+            for i, parameter in enumerate(trained)
+        ]
         accelerator = {"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {}
         with _environment(LOCAL_RANK=str(local_rank), **accelerator), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -73,15 +90,17 @@ class ZeroStep(nn.Module):
                 )
         self.__dict__["engine"] = engine  # no child: the engine holds this module
         self.stage = int(engine.zero_optimization_stage())
-        self.trained = trained
         self.offloads = engine.zero_cpu_offload()
         self.kept = [flat.grad for flat in self.flats()]
-        self.used = _Used(trained)
-        self.hooks = (
-            [child.register_forward_pre_hook(self._note_run) for child in self.model.modules()]
-            if self.stage == 3
-            else []
-        )
+        if self.stage == 3:
+            self.hooks += [
+                child.register_forward_pre_hook(functools.partial(self._note_call, i), prepend=True)
+                for i, child in enumerate(self.model.modules())
+            ]
+        else:
+            self.views = [(parameter, parameter.detach()) for parameter in trained]
+            name = "reduce_gradients" if self.stage == 1 else "overlapping_partition_gradients_reduce_epilogue"
+            setattr(engine.optimizer, name, functools.partial(self._reduce_all, getattr(engine.optimizer, name)))
         if engine.optimizer.optimizer is not optimizer:
             raise ValueError(
                 f"DeepSpeed replaces {type(optimizer).__name__} by an optimizer of its own, which schedulers do not reach; use another optimizer"
@@ -90,6 +109,7 @@ class ZeroStep(nn.Module):
     def release(self, keep: bool) -> None:
         """Take the engine off; with `keep` the model holds its weights, whole. Every rank calls it."""
         whole = []
+        self.adopt_weights()
         for parameter in self.model.parameters():
             value = self.whole(parameter) if self.stage == 3 else parameter.detach()
             whole += [(parameter, value.to(parameter.dtype, copy=True))] if keep else []
@@ -101,9 +121,9 @@ class ZeroStep(nn.Module):
         """Remove the engine and what it has put on the model. Calls no collective; where parameters were cut, they stay so."""
         if self.engine is None:
             return
-        self.used.close()
         for hook in self.hooks:
             hook.remove()
+        self.views = []
         self.engine.destroy()
         del self.__dict__["engine"]
         F.linear = self.linear
@@ -117,6 +137,7 @@ class ZeroStep(nn.Module):
 
     def begin_window(self, part: Part | None) -> None:
         self.part = part
+        self.arrived, self.called, self.used = [], [], set()
         optimizer = self.engine.optimizer
         if self.stage == 3:
             optimizer.grad_partitions_flat_buffer.zero_()  # a parameter without gradient would be stepped by its last one
@@ -135,14 +156,19 @@ class ZeroStep(nn.Module):
 
     def step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Any:
         """What the step returns, through the engine. Where it returns None, gradients of zero."""
-        self.call = functools.partial(step_fn, batch, batch_idx)
+        self.call, self.counts = functools.partial(step_fn, batch, batch_idx), True
+        return self._run_step()
+
+    def _run_step(self) -> Any:
+        self.in_backward = set()
         value = self._through_engine(self._loss)
         return _with_loss(self._taken(), value)
 
     def weightless_step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Loss:
         """Padding: the other ranks exchange parameters and gradients in this micro-batch, in the order in which they are used."""
+        self.call, self.counts = functools.partial(step_fn, batch, batch_idx), False
         with no_trace(self.model, self.part):
-            output = self.step(step_fn, batch, batch_idx)
+            output = self._run_step()
         value: Any = split_loss(output, 0)[0]
         return Loss(value * 0, 0)
 
@@ -173,6 +199,7 @@ class ZeroStep(nn.Module):
         if self.output is not None:
             self.last = self.call if self.stage > 1 else None
             return split_loss(self.output, 0)[0]
+        self.counts = False
         if self.stage == 1:
             return torch.stack([parameter.sum() * 0 for parameter in self.trained]).sum()
         if self.last is None or (self.ran and self.stage == 3):
@@ -185,21 +212,64 @@ class ZeroStep(nn.Module):
             value: Any = split_loss(self.last(), 0)[0]
         return value * 0
 
-    def _note_run(self, *_: Any) -> None:
+    def _note_call(self, index: int, *_: Any) -> None:
         self.ran = True
+        self.called.append(index)
 
-    def check_unused(self) -> None:
-        """Raise RuntimeError where the first window left parameters without gradient: ZeRO would step them all the same."""
-        if self.used.closed or not self.used.seen:
+    def _note_gradient(self, index: int, parameter: nn.Parameter) -> None:
+        self.arrived.append(index)
+        self.in_backward.add(index)
+        if self.counts:
+            self.used.add(index)
+
+    def _reduce_all(self, reduce: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """In place of what ends the engine's backward under stages 1 and 2: ranks exchange a gradient for each parameter.
+
+        One that this rank's samples did not use gets zeros here, as another rank may have used it.
+        """
+        optimizer = self.engine.optimizer
+        for i, parameter in enumerate(self.trained):
+            if i in self.in_backward or (self.stage == 1 and optimizer.get_gradient_for_reduction(parameter) is not None):
+                continue
+            parameter.grad = torch.zeros_like(parameter)
+            optimizer.process_gradients(parameter, optimizer._get_param_group_idx(parameter))
+        return reduce(*args, **options)
+
+    def order(self) -> int:
+        """A number below 2**32 of what this rank exchanged in the window, in its order; equal on ranks that did the same."""
+        if self.stage == 1 and not self.engine.optimizer.overlap_comm:
+            return 0  # whole gradients, reduced in the order of the parameters
+        return zlib.crc32(array("q", [*self.arrived, -1, *self.called]).tobytes())
+
+    def unused(self) -> list[int]:
+        """The parameters for which no step of this rank gave a gradient."""
+        return [i for i in range(len(self.trained)) if i not in self.used] if len(self.used) < len(self.trained) else []
+
+    def names(self, indices: Iterable[int]) -> list[str]:
+        """The names of trained parameters."""
+        known = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return [known[id(self.trained[i])] for i in indices]
+
+    @torch.no_grad()
+    def adopt_weights(self) -> None:
+        """Let the weights that the optimizer steps follow what user code has changed in the model's parameters.
+
+        Calls no collective. Where masters are more precise than parameters, only elements that were changed are taken over.
+        """
+        optimizer, rank = self.engine.optimizer, dist.get_rank()
+        if self.stage == 3:
+            for parameter in optimizer.persistent_parameters:  # the others are not there to be changed
+                piece = self._piece(parameter, None)
+                if piece is not None and parameter.numel():
+                    low = parameter.detach().view(-1)[piece.offset : piece.offset + piece.source.numel()]
+                    _take_changes(piece.source, low)
             return
-        self.used.close()
-        unused = [name for name, parameter in self.named_trained() if id(parameter) not in self.used.seen]
-        if unused:
-            shown = ", ".join(unused[:10]) + (f" and {len(unused) - 10} more" if len(unused) > 10 else "")
-            raise RuntimeError(
-                f"these parameters got no gradient in a step, but ZeRO steps them with the others: {shown}; "
-                "use them in training_step, or freeze them (requires_grad=False)"
-            )
+        for parameter, view in self.views:
+            if parameter.data_ptr() != view.data_ptr():  # `.data` was assigned
+                view.copy_(parameter)
+                parameter.data = view
+        for parts, high in zip(optimizer.parallel_partitioned_bit16_groups, self.flats(), strict=True):
+            _take_changes(high, parts[rank])
 
     def forget_gradients(self) -> None:
         """A window that counts nothing is not stepped: the next one must not add to it."""
@@ -303,20 +373,13 @@ class _Piece(NamedTuple):
     """Where it begins in the flattened tensor."""
 
 
-class _Used:
-    """Notes which parameters get a gradient, until it is closed."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.seen: set[int] = set()
-        self.closed = False
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda p: self.seen.add(id(p))) for parameter in parameters
-        ]
-
-    def close(self) -> None:
-        self.closed = True
-        for hook in self._hooks:
-            hook.remove()
+def _take_changes(high: Tensor, low: Tensor) -> None:
+    """Copy `low` into `high`, but for elements of which `low` is the rounded value."""
+    if high.dtype == low.dtype:
+        high.copy_(low)
+        return
+    low = low.to(high.device)
+    torch.where(high.to(low.dtype) == low, high, low.to(high.dtype), out=high)
 
 
 @contextlib.contextmanager
