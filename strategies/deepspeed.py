@@ -8,7 +8,8 @@ import importlib.util
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from strategies.base import Agreement
 from strategies.blocks import Rule
 from strategies.buffers import share_buffers
 from strategies.data import MicroBatch, ShardedLoader, Window
-from strategies.eager import EagerStrategy
+from strategies.eager import EagerStrategy, shortened
 from strategies.state import (
     HOW,
     Reader,
@@ -186,6 +187,7 @@ class DeepSpeed(EagerStrategy):
             if not {name, name.removeprefix("stage3_")} & set(config["zero_optimization"]):
                 config["zero_optimization"][name] = at_once
         self._detach = placed.detach
+        self._watch_changes(placed)
         placed.attach(optimizer, config, [p for group in trained for p in group], self.device, self.local_rank)
         optimizer.register_step_pre_hook(self._only_through_the_engine)
         return optimizers
@@ -208,14 +210,16 @@ class DeepSpeed(EagerStrategy):
                 "DeepSpeed's engine decides when gradients meet, so it cannot optimize manually; set automatic_optimization = True, or use strategy='ddp'"
             )
         placed.begin_window(options.get("part"))
-        agreement = super().forward_backward(
-            placed, step_fn, window, micro_batches=placed.each(window, micro_batches), **options
-        )
+        options |= self._around_backward(placed, options.get("before_backward"), options.get("after_backward"))
+        try:
+            agreement = super().forward_backward(
+                placed, step_fn, window, micro_batches=placed.each(window, micro_batches), **options
+            )
+        finally:
+            placed.access.is_users = True
         self._clipped = False
         share_buffers(placed.modules())
-        if agreement.count:
-            self._check_used(placed)
-        else:
+        if not agreement.count:
             placed.forget_gradients()
         return agreement
 
@@ -276,9 +280,10 @@ class DeepSpeed(EagerStrategy):
         placed.adopt_weights()
         self._steps = True
         try:
-            placed.engine.step()
+            with placed.access.of_engine():
+                placed.engine.step()
         finally:
-            self._steps = False
+            self._steps = placed.has_gradients = False
         return placed.engine.was_step_applied()
 
     # ---- 3. sampler seeding ----------------------------------------------------------------------
@@ -357,18 +362,50 @@ class DeepSpeed(EagerStrategy):
         assert isinstance(placed, ZeroStep)
         return placed.gradients()
 
+    def _after_backwards(self, placed: nn.Module) -> None:
+        assert isinstance(placed, ZeroStep)
+        placed.access.is_users = placed.access.hides_gradients = True
+
     def _concluded(
         self, placed: nn.Module, agreement: Agreement, after_backward: Callable[[], None] | None = None
     ) -> Agreement:
+        assert isinstance(placed, ZeroStep)
+        self._check_used(placed)
         if self.data_size > 1:
             torch._foreach_mul_(self._gradients(placed), self.data_size)  # the engine averages over ranks
+        placed.has_gradients = True
         return super()._concluded(placed, agreement, after_backward)
 
-    def _gradient_of(self, placed: nn.Module, parameter: nn.Parameter) -> Tensor | None:
-        name = next((name for name, p in self._user_model(placed).named_parameters() if p is parameter), "a parameter")
+    def _trainability_changed(self, placed: nn.Module, names: list[str]) -> None:
+        assert isinstance(placed, ZeroStep)
+        if placed.engine is None:
+            return
         raise RuntimeError(
-            f"{name} has a gradient hook, which DeepSpeed does not call; remove it, or use strategy='fsdp'"
+            f"requires_grad of {shortened(names)} changed during the run, but ZeRO cuts what is trained when it starts; freeze "
+            "layers before fit, or use strategy='ddp' or 'fsdp'"
         )
+
+    @contextmanager
+    def whole(self, placed: nn.Module) -> Iterator[None]:
+        assert isinstance(placed, ZeroStep)
+        if placed.engine is None:
+            yield
+            return
+        with placed.unsharded():
+            yield
+
+    def _gradient_of(self, placed: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+        assert isinstance(placed, ZeroStep)
+        return placed.gradient(parameter) if parameter.requires_grad else None
+
+    def _put_gradient(self, placed: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
+        assert isinstance(placed, ZeroStep)
+        placed.set_gradient(parameter, gradient)
+
+    def _left(self, placed: nn.Module, agreement: Agreement, first: int) -> Agreement:
+        assert isinstance(placed, ZeroStep)
+        with placed.access.of_engine():
+            return super()._left(placed, agreement, first)
 
     def _drop_gradients(self, placed: nn.Module) -> None:
         assert isinstance(placed, ZeroStep)
@@ -379,6 +416,23 @@ class DeepSpeed(EagerStrategy):
         return placed.model
 
     # ---- helpers -----------------------------------------------------------------------------------
+
+    def _around_backward(
+        self, placed: ZeroStep, before: Callable[[Tensor], None] | None, after: Callable[[], None] | None
+    ) -> dict[str, Callable[..., None]]:
+        """The user's hooks around a backward, which is the engine's time to read parameters."""
+
+        def before_backward(loss: Tensor) -> None:
+            if before is not None:
+                before(loss)
+            placed.access.is_users = False
+
+        def after_backward() -> None:
+            placed.access.is_users = placed.access.hides_gradients = True
+            if after is not None:
+                after()
+
+        return {"before_backward": before_backward, "after_backward": after_backward}
 
     def _check_used(self, placed: ZeroStep) -> None:
         """Raise RuntimeError for parameters that no rank used in this window: the engine would step them all the same.
@@ -400,9 +454,8 @@ class DeepSpeed(EagerStrategy):
                 unused = (self.all_reduce(used, "max") == 0).nonzero()[:, 0].tolist()
         if unused:
             names = placed.names(unused)
-            shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
             raise RuntimeError(
-                f"these parameters got no gradient in a step, but ZeRO steps them with the others: {shown}; "
+                f"these parameters got no gradient in a step, but ZeRO steps them with the others: {shortened(names)}; "
                 "use them in each step, freeze them before fit (requires_grad=False), or use strategy='ddp' or 'fsdp'"
             )
 

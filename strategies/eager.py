@@ -223,11 +223,15 @@ class EagerStrategy(Strategy):
                 self._steps_on_host |= any(p.device.type == "cpu" for p in parameters)
         # Walking through the modules in each step would cost more than the check of the gradients.
         self._watched = list(placed.parameters())
+        self._watch_changes(placed)
+        return optimizers
+
+    def _watch_changes(self, placed: nn.Module) -> None:
+        """From here on `adopt_changes` takes over what user code changes."""
         if self._changes is not None:
             self._changes.close()
         self._changes = ModelChanges(self._user_model(placed))
         self.adopt_changes(placed)
-        return optimizers
 
     def adopt_changes(self, placed: nn.Module) -> None:
         if self._changes is None:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from strategies.base import Loss, split_loss
 from strategies.data import MicroBatch, Window
 from strategies.traceless import traceless
+from strategies.zero_access import Access
 
 Part = Callable[[int], AbstractContextManager[Any]]
 
@@ -57,7 +58,10 @@ class ZeroStep(nn.Module):
         self.used: set[int] = set()
         """Those of steps that one process would run too."""
         self.called: list[int] = []
-        """Ids of submodules in the order in which this window's steps called them, under stage 3."""
+        """Indices of submodules in the order in which this window's steps called them, under stage 3."""
+        self.access = Access()
+        self.has_gradients = False
+        """Whether the engine holds the final gradient of a window."""
 
     def attach(
         self,
@@ -76,6 +80,19 @@ class ZeroStep(nn.Module):
             parameter.register_post_accumulate_grad_hook(functools.partial(self._note_gradient, i))
             for i, parameter in enumerate(trained)
         ]
+        gathers: list[bool] = []  # who read parameters before the running gather or release began
+
+        def begin(*_: Any) -> None:
+            gathers.append(self.access.is_users)
+            self.access.is_users = False
+
+        def end(*_: Any) -> None:
+            self.access.is_users = gathers.pop()
+
+        cuts = config["zero_optimization"]["stage"] == 3
+        modules = list(self.model.modules()) if cuts else []
+        for module in modules:  # around the engine's own hooks, which are registered in between
+            self.hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(begin)]
         accelerator = {"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {}
         with _environment(LOCAL_RANK=str(local_rank), **accelerator), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -92,15 +109,18 @@ class ZeroStep(nn.Module):
         self.stage = int(engine.zero_optimization_stage())
         self.offloads = engine.zero_cpu_offload()
         self.kept = [flat.grad for flat in self.flats()]
-        if self.stage == 3:
-            self.hooks += [
-                child.register_forward_pre_hook(functools.partial(self._note_call, i), prepend=True)
-                for i, child in enumerate(self.model.modules())
-            ]
-        else:
+        for module in modules:
+            cut = any(not parameter.ds_persist for parameter in module.parameters(recurse=False))  # type: ignore[attr-defined]
+            call = functools.partial(self._note_call, modules.index(module) if cut else None)
+            self.hooks += [module.register_forward_pre_hook(end), module.register_forward_hook(end)]
+            self.hooks += [module.register_forward_pre_hook(call)]
+        if self.stage < 3:
             self.views = [(parameter, parameter.detach()) for parameter in trained]
             name = "reduce_gradients" if self.stage == 1 else "overlapping_partition_gradients_reduce_epilogue"
             setattr(engine.optimizer, name, functools.partial(self._reduce_all, getattr(engine.optimizer, name)))
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad or hasattr(parameter, "ds_id"):
+                self.access.guard(name, parameter)
         if engine.optimizer.optimizer is not optimizer:
             raise ValueError(
                 f"DeepSpeed replaces {type(optimizer).__name__} by an optimizer of its own, which schedulers do not reach; use another optimizer"
@@ -109,10 +129,11 @@ class ZeroStep(nn.Module):
     def release(self, keep: bool) -> None:
         """Take the engine off; with `keep` the model holds its weights, whole. Every rank calls it."""
         whole = []
-        self.adopt_weights()
-        for parameter in self.model.parameters():
-            value = self.whole(parameter) if self.stage == 3 else parameter.detach()
-            whole += [(parameter, value.to(parameter.dtype, copy=True))] if keep else []
+        with self.access.of_engine():
+            self.adopt_weights()
+            for parameter in self.model.parameters():
+                value = self.whole(parameter) if self.stage == 3 else parameter.detach()
+                whole += [(parameter, value.to(parameter.dtype, copy=True))] if keep else []
         self.detach()
         for parameter, value in whole:
             parameter.data = value
@@ -124,6 +145,8 @@ class ZeroStep(nn.Module):
         for hook in self.hooks:
             hook.remove()
         self.views = []
+        for parameter in self.model.parameters():
+            self.access.release(parameter)
         self.engine.destroy()
         del self.__dict__["engine"]
         F.linear = self.linear
@@ -138,6 +161,7 @@ class ZeroStep(nn.Module):
     def begin_window(self, part: Part | None) -> None:
         self.part = part
         self.arrived, self.called, self.used = [], [], set()
+        self.access.hides_gradients = self.has_gradients = False
         optimizer = self.engine.optimizer
         if self.stage == 3:
             optimizer.grad_partitions_flat_buffer.zero_()  # a parameter without gradient would be stepped by its last one
@@ -178,11 +202,18 @@ class ZeroStep(nn.Module):
         return self._taken()
 
     def forward(self) -> Tensor | None:
-        return self.forwarded()
+        self.access.is_users = True
+        try:
+            return self.forwarded()
+        finally:
+            self.access.is_users = False
 
     def _through_engine(self, forwarded: Callable[[], Any]) -> Any:
         self.forwarded = forwarded
-        with _environment(LOCAL_RANK=str(self.local_rank)):  # where ZeRO-3 looks for it, and not every launcher sets it
+        with (
+            self.access.of_engine(),
+            _environment(LOCAL_RANK=str(self.local_rank)),
+        ):  # where ZeRO-3 looks for it, and not every launcher sets it
             return self.engine()
 
     def _taken(self) -> Any:
@@ -212,9 +243,10 @@ class ZeroStep(nn.Module):
             value: Any = split_loss(self.last(), 0)[0]
         return value * 0
 
-    def _note_call(self, index: int, *_: Any) -> None:
+    def _note_call(self, index: int | None, *_: Any) -> None:
         self.ran = True
-        self.called.append(index)
+        if index is not None:
+            self.called.append(index)
 
     def _note_gradient(self, index: int, parameter: nn.Parameter) -> None:
         self.arrived.append(index)
@@ -229,7 +261,9 @@ class ZeroStep(nn.Module):
         """
         optimizer = self.engine.optimizer
         for i, parameter in enumerate(self.trained):
-            if i in self.in_backward or (self.stage == 1 and optimizer.get_gradient_for_reduction(parameter) is not None):
+            if i in self.in_backward or (
+                self.stage == 1 and optimizer.get_gradient_for_reduction(parameter) is not None
+            ):
                 continue
             parameter.grad = torch.zeros_like(parameter)
             optimizer.process_gradients(parameter, optimizer._get_param_group_idx(parameter))
@@ -259,10 +293,7 @@ class ZeroStep(nn.Module):
         optimizer, rank = self.engine.optimizer, dist.get_rank()
         if self.stage == 3:
             for parameter in optimizer.persistent_parameters:  # the others are not there to be changed
-                piece = self._piece(parameter, None)
-                if piece is not None and parameter.numel():
-                    low = parameter.detach().view(-1)[piece.offset : piece.offset + piece.source.numel()]
-                    _take_changes(piece.source, low)
+                self._take_changes(parameter)
             return
         for parameter, view in self.views:
             if parameter.data_ptr() != view.data_ptr():  # `.data` was assigned
@@ -271,11 +302,91 @@ class ZeroStep(nn.Module):
         for parts, high in zip(optimizer.parallel_partitioned_bit16_groups, self.flats(), strict=True):
             _take_changes(high, parts[rank])
 
+    def _take_changes(self, parameter: nn.Parameter) -> None:
+        """The same for one parameter under stage 3, if it is not empty."""
+        piece = self._piece(parameter, None)
+        with self.access.of_engine():
+            if piece is not None and parameter.numel():
+                low = parameter.detach().reshape(-1)[piece.offset : piece.offset + piece.source.numel()]
+                _take_changes(piece.source, low)
+
     def forget_gradients(self) -> None:
         """A window that counts nothing is not stepped: the next one must not add to it."""
-        self.engine.optimizer.zero_grad()
+        with self.access.of_engine():
+            self.engine.optimizer.zero_grad()
+        self.access.hides_gradients = self.has_gradients = False
         if self.stage < 3:
             self.engine.optimizer.micro_step_id = -1
+
+    # ---- what user code sees ---------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Parameters, and gradients where there are, whole while it lasts; what was changed then holds. Every rank calls it."""
+        parameters = list(self.model.parameters())
+        self.adopt_weights()
+        cut = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+        hides, gathers = self.access.hides_gradients, self.has_gradients
+        with self.access.of_engine():
+            if cut:
+                cut[0].all_gather(param_list=cut)  # type: ignore[attr-defined]
+            for parameter in self.trained if gathers else ():
+                parameter.grad = self.gradient(parameter)
+        self.access.hides_gradients = hides and not gathers
+        try:
+            yield
+            with self.access.of_engine(), torch.no_grad():
+                for parameter in self.trained if gathers else ():
+                    if parameter.grad is None:
+                        raise RuntimeError(
+                            f"the gradient of {self.names([self.trained.index(parameter)])[0]} was dropped, but ZeRO steps all "
+                            "parameters together; set it to zeros, or use strategy='ddp'"
+                        )
+                    self.set_gradient(parameter, parameter.grad)
+                for parameter in cut:
+                    if parameter.numel() < parameter.ds_numel:  # type: ignore[attr-defined]
+                        raise RuntimeError(
+                            "a layer was called within `whole`, which ends with that under ZeRO-3; call it outside"
+                        )
+                    self._take_changes(parameter)
+        finally:
+            self.access.hides_gradients = hides
+            with self.access.of_engine():
+                for parameter in self.trained if gathers else ():
+                    parameter.grad = None
+                if cut:
+                    cut[0].partition(param_list=cut, has_been_updated=True)  # type: ignore[attr-defined]
+        if cut:
+            self.refresh()
+        else:
+            self.adopt_weights()
+
+    @torch.no_grad()
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """All of the gradient that the optimizer will get. Every rank calls it."""
+        from deepspeed.utils import safe_get_full_grad
+
+        with self.access.of_engine():
+            held, parameter.grad = parameter.grad, None
+            gradient = safe_get_full_grad(parameter).to(parameter.dtype)
+            parameter.grad = held
+        return gradient
+
+    @torch.no_grad()
+    def set_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Let this be the gradient of a parameter, where it differs from what the optimizer would get."""
+        from deepspeed.utils import safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
+
+        with self.access.of_engine():
+            held, parameter.grad = parameter.grad, None
+            if self.stage < 3:
+                safe_set_full_grad(parameter, gradient.to(torch.float32))
+            else:  # what sets all of it asks for more elements than there are, where ranks hold different numbers
+                mine = safe_get_local_grad(parameter).clone()
+                piece = gradient.reshape(-1)[dist.get_rank() * mine.numel() :][: mine.numel()]
+                mine[: piece.numel()] = piece
+                safe_set_local_grad(parameter, mine)
+            parameter.grad = held
 
     # ---- where things are ------------------------------------------------------------------------
 

@@ -1,0 +1,261 @@
+"""What a user's hooks and steps may do to a model under ZeRO: the effect of one process, or a sentence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strategies import DeepSpeed, Strategy
+from strategies.processes import launch
+from tests.trainer.toy import data, distance, quiet, weights
+from trainer import Module
+
+pytest.importorskip("deepspeed")
+CUT_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+STAGES: dict[str, Callable[[], Strategy]] = {
+    "1": lambda: DeepSpeed(stage=1),
+    "2": lambda: DeepSpeed(stage=2),
+    "2 offloaded": lambda: DeepSpeed(stage=2, offload_optimizer=True),
+    "3": lambda: DeepSpeed(stage=3, config=CUT_ALL),
+    "3 with small parameters whole": lambda: DeepSpeed(stage=3),
+    "3 offloaded": lambda: DeepSpeed(stage=3, offload_optimizer=True, offload_parameters=True, config=CUT_ALL),
+}
+
+
+class Plain(Module):
+    """Layers whose sizes no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 15), nn.Tanh(), nn.Linear(15, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net.parameters(), lr=0.01)
+
+
+class Clamps(Plain):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.1, 0.1)
+
+
+class Assigns(Plain):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data * 0.9
+
+
+class LoadsInHook(Plain):
+    def on_train_epoch_end(self) -> None:
+        self.load_state_dict({name: value * 0.5 for name, value in self.state_dict().items()})
+
+
+class ScalesInStep(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            self.net[2].weight.data.mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+class ClampsWhole(Plain):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with self.trainer.whole(self), torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.1, 0.1)
+
+
+class ChangesGradients(Plain):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with self.trainer.whole(self):
+            for parameter in self.parameters():
+                assert parameter.grad is not None
+                parameter.grad.clamp_(-0.01, 0.01)
+                parameter.grad[0] = 0.0
+
+
+class Averages(Plain):
+    """A running average of the weights, frozen, that takes their place now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = copy.deepcopy(self.net).requires_grad_(False)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with self.trainer.whole(self), torch.no_grad():
+            for slow, fast in zip(self.slow.parameters(), self.net.parameters(), strict=True):
+                slow.lerp_(fast, 0.3)
+            if self.trainer.global_step % 3 == 0:
+                self.net.load_state_dict(self.slow.state_dict())
+
+
+class Masks(Plain):
+    """Gradient hooks, one of them registered late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+    def on_fit_start(self) -> None:
+        self.net[0].bias.register_hook(lambda gradient: gradient * 0)
+
+
+class Penalty(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.01 * sum(p.square().sum() for p in self.parameters())
+
+
+class Logs(Plain):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = [parameter.grad.norm() for parameter in self.parameters() if parameter.grad is not None]
+        assert norms
+
+
+class DropsGradient(Plain):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.net[4].bias.grad = None
+
+
+class LogsLate(Plain):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        assert self.net[0].weight.grad is None, "one process still has it"
+
+
+class Thaws(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch == 1)
+
+
+class Alternates(Plain):
+    """A branch that every third step leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.extra = nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.net[:5](batch[0])
+        if batch_idx % 3 != 2:
+            logits = logits + self.net.extra(batch[0])
+        return F.cross_entropy(logits, batch[1])
+
+
+class Experts(Plain):
+    """Each sample goes to one of two experts of the same shape; some batches of a rank use only one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = x[:, :3]
+        for expert, chosen in zip(self.net, (x[:, 0] < 0, x[:, 0] >= 0), strict=True):
+            rows = chosen.nonzero()[:, 0]
+            if len(rows):
+                logits = logits.index_add(0, rows, expert(x[rows]))
+        return F.cross_entropy(logits, y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(kind: type[Module], strategy: Strategy | str, **options: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = kind()
+    trainer = quiet(strategy=strategy, accelerator="cpu", seed=1, max_epochs=2, **{"split_batches": True} | options)
+    trainer.fit(module, torch.utils.data.DataLoader(data(20), batch_size=8))
+    return weights(module)
+
+
+def train_each(cases: list[tuple[type[Module], str, dict[str, Any]]]) -> list[list[Tensor] | str]:
+    """On a rank: the weights of each case, or the sentence that refused it."""
+    results: list[list[Tensor] | str] = []
+    for kind, stage, options in cases:
+        try:
+            results.append(train(kind, STAGES[stage](), devices=2, **options))
+        except (RuntimeError, ValueError) as error:
+            results.append(str(error))
+    return results
+
+
+WHOLE = [(kind, stage) for kind in (Clamps, Assigns, LoadsInHook, ScalesInStep) for stage in ("1", "2 offloaded")]
+ANYWHERE = [
+    (kind, stage) for kind in (ClampsWhole, ChangesGradients, Averages, Masks) for stage in ("2", "2 offloaded", "3")
+]
+REST: list[tuple[type[Module], str]] = [
+    (Clamps, "3 with small parameters whole"),
+    (Penalty, "1"),
+    (Penalty, "2"),
+    (Experts, "1"),
+    (ChangesGradients, "1"),
+    (Averages, "3 offloaded"),
+    (Masks, "3 with small parameters whole"),
+]
+
+
+@pytest.mark.parametrize("cases", [WHOLE + REST, ANYWHERE], ids=["whole parameters", "any stage"])
+def test_what_user_code_does_has_the_effect_of_one_process(cases: list[tuple[type[Module], str]]) -> None:
+    found = launch(train_each, ([(kind, stage, {}) for kind, stage in cases],), 2)
+    expected = {kind: train(kind, "single") for kind in {kind for kind, _ in cases}}
+    for (kind, stage), result in zip(cases, found, strict=True):
+        assert not isinstance(result, str), (kind.__name__, stage, result)
+        assert distance(result, expected[kind]) < 1e-5, (kind.__name__, stage)
+
+
+REFUSED: list[tuple[type[Module], str, str]] = [
+    (Clamps, "3", "net.0.weight is in pieces over the ranks under ZeRO-3, and empty here, so clamp_ would not see it"),
+    (Assigns, "3", "net.0.weight is in pieces over the ranks under ZeRO-3"),
+    (LoadsInHook, "3", "within `with trainer.whole(module):`"),
+    (Penalty, "3", "so square would not see it"),
+    (Logs, "1", "the gradient of net.0.weight is in DeepSpeed's engine, in pieces, and not in .grad"),
+    (Logs, "3", "the gradient of net.0.weight is in DeepSpeed's engine"),
+    (DropsGradient, "2", "the gradient of net.4.bias is in DeepSpeed's engine"),
+    (LogsLate, "2", "the gradient of net.0.weight is in DeepSpeed's engine"),
+    (Thaws, "1", "net.0.weight, net.0.bias"),
+    (
+        Alternates,
+        "1",
+        "got no gradient in a step, but ZeRO steps them with the others: net.extra.weight, net.extra.bias",
+    ),
+    (
+        Alternates,
+        "3",
+        "got no gradient in a step, but ZeRO steps them with the others: net.extra.weight, net.extra.bias",
+    ),
+    (Experts, "2", "ranks used the layers of Experts in different orders or numbers"),
+]
+
+
+def test_what_would_change_numbers_is_refused_by_name() -> None:
+    found = launch(train_each, ([(kind, stage, {}) for kind, stage, _ in REFUSED],), 2)
+    for (kind, stage, sentence), result in zip(REFUSED, found, strict=True):
+        assert isinstance(result, str) and sentence in result, (kind.__name__, stage, result)
+
+
+def test_counts_and_shapes_are_those_of_whole_parameters(tmp_path: Path) -> None:
+    class Counts(Plain):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            sizes = [(p.numel(), tuple(p.shape), p.size(0), p.dim(), p.ndim, len(p)) for p in self.parameters()]
+            if self.trainer.is_global_zero:
+                (tmp_path / "sizes").write_text(repr(sizes))
+
+    train(Counts, "single")
+    expected = (tmp_path / "sizes").read_text()
+    (tmp_path / "sizes").unlink()
+    train(Counts, STAGES["3"](), devices=2)
+    assert (tmp_path / "sizes").read_text() == expected
