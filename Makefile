@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format lint types bench clean
+.PHONY: help demo test test-slow test-gpu check format lint types bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -17,6 +17,10 @@ test: .venv/.installed ## Run the tests
 
 test-slow: .venv/.installed ## Run the tests that take too long for every day
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow --timeout 1800
+
+# On a machine with an environment of its own: make test-gpu PYTEST="python3 -m pytest"
+test-gpu: $(if $(PYTEST),,.venv/.installed) ## Run the tests that need a GPU, and say what they covered
+	OMP_NUM_THREADS=1 $(or $(PYTEST),$(BIN)/pytest) -m "gpu and not slow"
 
 check: .venv/.installed ## Check format, lint and types, changing nothing
 	$(BIN)/ruff format --check

@@ -16,6 +16,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import gpu_report
+
 REPO_ROOT = Path(__file__).resolve().parent.parent
 LAUNCHER_PREFIXES = (
     "RANK",
@@ -43,6 +45,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    if gpu_report.is_asked_for(config):
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+        terminalreporter.section(f"covered on {torch.cuda.device_count()} × {name}, torch {torch.__version__}")
+        for line in gpu_report.table(terminalreporter.stats):
+            terminalreporter.line(line)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if gpu_report.is_asked_for(session.config) and not torch.cuda.is_available() and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED  # that all were skipped is no success
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,11 @@ DEVICE, BACKEND = "cuda", "nccl"
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(autouse=True)
+def _one_rank_keeps_its_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
+
+
 def on(count: int, make: Callable[[], Strategy], name: str) -> Any:
     have = torch.cuda.device_count()
     marks = [pytest.mark.skipif(have < count, reason=f"needs {count} CUDA devices, there are {have}")]

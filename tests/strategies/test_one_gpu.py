@@ -1,0 +1,185 @@
+"""Each strategy's own code on one GPU, as a mesh of one rank: numbers of loops by hand, no host synchronisation in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from callbacks import Callback
+from strategies import DDP, FSDP, SingleDevice, Strategy
+from tests.strategies import contract
+from tests.strategies.contract import difference, reference, saved_weights
+from tests.strategies.test_force_mesh import ENGINES, PLANS, computes_in_double
+from tests.trainer.toy import Net, distance, loader, net, quiet
+from trainer import Loss
+
+pytestmark = pytest.mark.gpu
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "single": SingleDevice,
+    **{name: make for name, (make, _) in ENGINES.items()},
+    "fsdp offloaded": lambda: FSDP(cpu_offload=True),
+}
+OWN_SYNCS = ("deepspeed", "offloaded")
+"""Engines that wait for the device in each step: they look at numbers on the host, or step there."""
+
+
+@pytest.fixture(autouse=True)
+def _one_rank_keeps_its_mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+class NoHostSyncs(Callback):
+    """torch raises in steps 2 to 4 where the host would wait for the device."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        torch.cuda.set_sync_debug_mode("error" if 1 <= batch_idx <= 3 else "default")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.steps += torch.cuda.get_sync_debug_mode() == 2
+        if batch_idx >= 3:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+class Counts(Net):
+    """A loss that says in a tensor what it counted."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        weight = (x[:, 0] > -0.5).to(x.dtype)
+        total = (F.cross_entropy(self(x), y, reduction="none") * weight).sum()
+        self.log("total", total)
+        return Loss(total, weight.sum())
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_contract(name: str, tmp_path: Path) -> None:
+    for key, plan in PLANS.items():
+        plan = replace(plan, precision="64-true" if computes_in_double(name) else "32-true")
+        found = contract.run(STRATEGIES[name](), 1, plan, tmp_path / key, "gpu")
+        model, expected = reference(plan)
+        bound = 1e-9 if computes_in_double(name) else 1e-4
+        assert difference(saved_weights(tmp_path / key), model) < bound, key
+        assert found["counts"] == expected["counts"]
+        assert found["norms"] == pytest.approx(expected["norms"], rel=bound)
+
+
+@pytest.mark.parametrize("step", [Net, Counts], ids=["mean", "count in a tensor"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if not any(own in name for own in OWN_SYNCS)])
+def test_no_step_waits_for_the_device(name: str, precision: str, step: type[Net]) -> None:
+    """Logging and clipping included; what is shown every so many steps is not."""
+    if "pipeline" in name and (precision == "16-mixed" or step is Counts):
+        pytest.skip("a pipeline refuses 16-mixed, and reads the counts of its losses")
+    watch = NoHostSyncs()
+    run = quiet(
+        strategy=STRATEGIES[name](),
+        devices=1,
+        accelerator="gpu",
+        precision=precision,
+        gradient_clip_val=0.5,
+        log_every_n_steps=50,
+        callbacks=[watch],
+    )
+    run.fit(step(), loader(48, 8))
+    assert watch.steps == 3 and run.global_step == 6
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_trainer_moves_the_weights_as_the_loop_by_hand_does(name: str, precision: str) -> None:
+    module, by_hand = net(), net().cuda()
+    run = quiet(
+        strategy=STRATEGIES[name](),
+        devices=1,
+        accelerator="gpu",
+        precision=precision,
+        gradient_clip_val=0.5,
+        max_epochs=2,
+    )
+    run.fit(module, loader(48, 8))
+    optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-2, fused=True)
+    for _ in range(2):
+        for x, y in loader(48, 8):
+            with torch.autocast("cuda", torch.bfloat16, enabled=precision != "32-true"):
+                loss = F.cross_entropy(by_hand(x.cuda()), y.cuda())
+            loss.backward()
+            nn.utils.clip_grad_norm_(by_hand.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    ours = [p.detach().cpu() for p in module.parameters()]
+    theirs = [p.detach().cpu() for p in by_hand.parameters()]
+    assert distance(ours, theirs) < (1e-4 if precision == "32-true" else 0.1)
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "tensor", "fsdp offloaded"])
+def test_a_step_that_loss_scaling_skips_is_no_step(name: str) -> None:
+    class Overflows(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * 1e36 if batch_idx in (0, 3) else loss
+
+    run = quiet(strategy=STRATEGIES[name](), devices=1, accelerator="gpu", precision="16-mixed")
+    run.fit(Overflows(), loader(48, 8))
+    assert run.global_step == 4
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
+def test_single_takes_sparse_gradients(kind: str) -> None:
+    class Words(Net):
+        def __init__(self) -> None:
+            super().__init__(optimizer=kind)
+            self.words = nn.Embedding(5, 8, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x + self.words((x[:, 0] > 0).long()))
+
+    found = []
+    for accelerator in ("gpu", "cpu"):
+        torch.manual_seed(0)
+        module = Words()
+        quiet(strategy="single", accelerator=accelerator, devices=1).fit(module, loader(48, 8))
+        found.append([p.detach().cpu() for p in module.parameters()])
+    assert distance(*found) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "tensor", "pipeline 1f1b"])
+def test_a_batch_that_a_hook_leaves_on_the_cpu_stays_there(name: str) -> None:
+    class KeepsLabels(Net):
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            return batch[0].to(device), batch[1]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            assert batch[0].is_cuda and batch[1].device.type == "cpu"
+            return F.cross_entropy(self(batch[0]), batch[1].cuda())
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            assert batch[0].is_cuda and batch[1].device.type == "cpu"
+
+    quiet(strategy=STRATEGIES[name](), devices=1, accelerator="gpu").fit(KeepsLabels(), loader(16, 8), loader(8, 8))
+
+
+def test_ddp_binds_its_group_to_the_device() -> None:
+    strategy = DDP()
+    strategy.configure(devices=1, accelerator="gpu")
+    strategy.setup()
+    try:
+        assert dist.group.WORLD.bound_device_id == strategy.device == torch.device("cuda", 0)
+        assert strategy.all_reduce(torch.ones(3, device="cuda")).tolist() == [1.0, 1.0, 1.0]
+        assert strategy.all_reduce(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
+        strategy.barrier()
+    finally:
+        strategy.teardown()
