@@ -18,10 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils._pytree import tree_leaves
 
 from strategies.blocks import find_blocks
 from strategies.forwards import within_compiled
@@ -43,7 +45,7 @@ def apply_axes(
     layer, parameter or option that does not fit.
     """
     names = tuple(mesh.mesh_dim_names or ())
-    placed = Placed(model)
+    placed = Placed(model, True if options.reshard_after_forward is None else options.reshard_after_forward)
     device = (
         torch.device("cuda", torch.cuda.current_device())
         if mesh.device_type == "cuda"
@@ -86,9 +88,10 @@ class Placed(nn.Module):
     parameters of a block are whole while the block, or one of its layers, runs.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, reshards: bool | int = True) -> None:
         super().__init__()
         self.structure = Structure(model)
+        self._reshards = reshards
         self.model = model
         self.units: list[Any] = []
         """What is gathered and freed as one: the blocks and this module, which holds the rest. Empty without data axes."""
@@ -101,8 +104,14 @@ class Placed(nn.Module):
         self.manual = False
         """Whether the bracket is of a step that walks back by itself, so that what requires gradients may change within it."""
         self._synchronized = True
+        self._kept = self._flushes = False
+        self._calls: set[Any] = set()
+        self.reused: list[Any] = []
+        """Blocks that run, or of which a layer runs, more than once in this step."""
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
+        if not self.depth:
+            self._calls.clear()
         self.depth += 1
         try:
             return fn(*args)
@@ -132,8 +141,65 @@ class Placed(nn.Module):
 
     def close(self) -> None:
         """Leave in the model what the optimizer holds: this rank's part of every parameter."""
+        if self._kept:
+            self._keep(False)
+        for unit in self.reused:
+            unit.set_reshard_after_backward(True, recurse=False)
+        self.reused.clear()
+        self._calls.clear()
         for unit in self.units:
             unit.reshard()
+
+    def _called(self, unit: Any, output: Any) -> None:
+        """A forward hook of a block: see to what torch expects to be a block's only backward, without a graph of itself."""
+        if not self.depth or not torch.is_grad_enabled():
+            return
+        if unit in self._calls:
+            self._reuse(unit, output)
+        self._calls.add(unit)
+        self._watch(output)
+
+    def _reuse(self, unit: Any, output: Any) -> None:
+        """A block or a layer of it runs more than once in a step: its backward is over when that of all of them is."""
+        if unit not in self.reused:
+            self.reused.append(unit)
+            unit.set_reshard_after_backward(False, recurse=False)
+        for x in _with_gradient(output):
+            x.register_hook(functools.partial(self._again, unit))
+
+    def _again(self, unit: Any, gradient: Tensor) -> None:
+        unit.unshard()  # another backward within the step may have freed it
+        if not self._flushes:
+            self._flushes = True
+            Variable._execution_engine.queue_callback(self._flush)
+
+    def _flush(self) -> None:
+        """Reduce the gradients that came after torch took the backward of their block to be over."""
+        self._flushes = False
+        for unit in self.reused:
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                if any(p.unsharded_param.grad is not None for p in group.fsdp_params if hasattr(p, "_unsharded_param")):
+                    group.post_backward()
+                    group.finalize_backward()
+
+    def _watch(self, output: Any) -> None:
+        """Before the backward from `output` asks for a graph of itself, keep every parameter whole until `close`.
+
+        The backward of a backward begins with the layers that torch would gather last.
+        """
+        for x in _with_gradient(output):
+            x.register_hook(self._differentiated)
+
+    def _differentiated(self, gradient: Tensor) -> None:
+        if not self._kept and torch.is_grad_enabled():
+            self._keep(True)
+
+    def _keep(self, on: bool) -> None:
+        self._kept = on
+        self.set_reshard_after_backward(not on)  # type: ignore[operator]
+        for unit in self.units:
+            if unit is not self:
+                unit.set_reshard_after_forward(False if on else self._reshards, recurse=False)
 
     def synchronize(self, on: bool) -> None:
         """Whether the next backward exchanges gradients, or keeps them whole on this rank."""
@@ -165,6 +231,9 @@ class Placed(nn.Module):
             id(unit): _Lender(self, unit, {key for key, holder in owner.items() if holder is unit})
             for unit in self.units
         }
+        for unit in self.units:
+            if unit is not self:
+                unit.register_forward_hook(lambda module, args, output: self._called(module, output))
         inside = {module for block in blocks.values() for module in block.modules()}
         traced = within_compiled(self.model)
         for module in self.model.modules():
@@ -343,6 +412,8 @@ class _Lender:
         if parameters[name] is cut:
             self._unit.unshard()
             self._lent.append(module)
+        elif self._placed.depth and self._unit in self._placed.reused:
+            self._lent.append(module)
         elif self._placed.manual:
             for parameters, name, cut in self._places:
                 if parameters[name].requires_grad != cut.requires_grad:
@@ -351,8 +422,17 @@ class _Lender:
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._lent and self._lent[-1] is module:
             self._lent.pop()
-            if not self._placed.depth:  # within a step the backward frees it
-                self._placed.close()
+            if not self._placed.depth:  # within a step, and where a backward computes again, the backward frees it
+                if torch._C._current_graph_task_id() == -1:
+                    self._placed.close()
+            elif torch.is_grad_enabled():
+                self._placed._reuse(self._unit, output)
+                self._placed._watch(output)
+
+
+def _with_gradient(output: Any) -> list[Tensor]:
+    leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
+    return [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from strategies.blocks import shared
 from strategies.forwards import within_compiled
 from strategies.options import Options
-from strategies.styles import STYLES, Column, Sequence
+from strategies.styles import STYLES, Column, Sequence, differentiable_twice
 from strategies.traceless import traceless
 
 ATTENTION = (
@@ -148,6 +148,8 @@ def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> No
             torch_plan[name] = STYLES[style](plan.sequence) if isinstance(style, str) else style
     if torch_plan:
         parallelize_module(unit, mesh, torch_plan, src_data_rank=None)
+        for name in torch_plan:
+            unit.get_submodule(name).register_forward_pre_hook(differentiable_twice)
     for name, _, module in inside(plan.heads):
         for attribute, count in plan.heads[name].items():
             setattr(module, attribute, count)

@@ -188,6 +188,24 @@ STYLES: dict[str, Callable[[Sequence | None], ParallelStyle]] = {
 """What a plan may say of a layer."""
 
 
+def differentiable_twice(module: nn.Module, args: Any) -> None:
+    """A forward pre-hook of a sharded layer: let gradients of gradients reach what comes before it.
+
+    Where a gradient is to be summed over ranks, the backward of `DTensor.from_local` does so without a graph. Where a
+    graph is wanted (`create_graph=True`), it gets the gradient summed.
+    """
+    for x in args:
+        if isinstance(x, DTensor) and x.requires_grad and x.grad_fn is not None:
+            if not torch.compiler.is_compiling():  # what is compiled has no second derivatives, and torch says so
+                x.register_hook(functools.partial(_summed, x.placements))
+
+
+def _summed(placements: tuple[Any, ...], gradient: Tensor) -> Tensor | None:
+    if not is_grad_enabled() or not isinstance(gradient, DTensor) or gradient.placements == placements:
+        return None
+    return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in placements])
+
+
 class PlainLoss(TorchFunctionMode):
     """Within it the cross entropy of cut logits is a plain tensor, to be logged and added to."""
 

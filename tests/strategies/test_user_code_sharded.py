@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from strategies import FSDP, TensorParallel
+from strategies.processes import launch
 from tests.strategies.test_fsdp import fit
 from tests.trainer.toy import distance, weights
 from trainer import Module
@@ -41,13 +44,19 @@ class Perceptron(Module):
 STRATEGIES = [("fsdp", 2), ("tensor", 2), ("fsdp=2,tensor=2", 4)]
 
 
-def exact(make: Callable[[], Module], strategy: Any, devices: int | str, n: int = 16, **options: Any) -> Any:
-    """Train under `strategy` and on one process: the weights must be equal. Returns the Trainer of the former."""
-    one, several = make(), make()
-    fit("single", 1, one, labelled(n), **options)
-    trainer = fit(strategy, devices, several, labelled(n), **options)
-    assert distance(weights(several), weights(one)) < 1e-12
-    return trainer
+def fit_each(strategy: Any, makes: list[Callable[[], Module]], n: int, options: dict[str, Any]) -> list[list[Tensor]]:
+    """The weights after training each module; on every rank."""
+    modules = [make() for make in makes]
+    for module in modules:
+        fit(strategy, "auto", module, labelled(n), **options)
+    return [weights(module) for module in modules]
+
+
+def exact(strategy: Any, devices: int, *makes: Callable[[], Module], n: int = 16, **options: Any) -> None:
+    """Train each module under `strategy`, in one start of ranks, and on one process: the weights must be equal."""
+    found = launch(fit_each, (strategy, list(makes), n, options), devices)
+    for make, several, one in zip(makes, found, fit_each("single", list(makes), n, options), strict=True):
+        assert distance(several, one) < 1e-12, make
 
 
 # ---- ranks without samples ---------------------------------------------------------------------------
@@ -105,5 +114,116 @@ def test_a_count_of_steps_is_refused_where_a_rank_has_no_samples(
 
 @pytest.mark.parametrize(("strategy", "devices"), STRATEGIES)
 def test_a_count_of_steps_holds_where_every_rank_has_samples_or_it_is_a_buffer(strategy: str, devices: int) -> None:
-    exact(Annealed, strategy, devices)
-    exact(InBuffer, strategy, devices, n=17)
+    exact(strategy, devices, Annealed)
+    exact(strategy, devices, InBuffer, n=17)
+
+
+# ---- gradients of gradients, and blocks that a step calls in unusual ways ------------------------------
+
+
+class Block(nn.Module):
+    """A residual layer: gathered as one by FSDP, sharded by the automatic plan."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Blocks(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.net = nn.Sequential(Block(), Block(), nn.Linear(8, 4))
+
+
+def penalty(net: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_(True)
+    (gradient,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+    return (gradient.norm(dim=1) - 1).square().mean()
+
+
+class Penalized(Perceptron):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + penalty(self.net, batch[0])
+
+
+class PenalizedBlocks(Blocks):
+    """The forward runs again after the gradient of which a gradient is taken."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return penalty(self.net, batch[0]) + super().training_step(batch, batch_idx)
+
+
+class PenalizedGathered(Penalized):
+    """Layers of other sizes, which the plan shards each by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 4))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "makes"),
+    [
+        ("tensor", 2, [Penalized, PenalizedGathered]),
+        (TensorParallel(sequence_parallel=True), 2, [PenalizedBlocks]),
+        ("fsdp", 2, [Penalized, PenalizedBlocks]),
+        (FSDP(activation_checkpointing=True, reshard_after_forward=False), 2, [PenalizedBlocks]),
+        ("fsdp=2,tensor=2", 4, [Penalized, PenalizedBlocks]),
+    ],
+)
+def test_gradients_of_gradients_are_exact(strategy: Any, devices: int, makes: list[Callable[[], Module]]) -> None:
+    exact(strategy, devices, *makes, accumulate_grad_batches=2)
+
+
+class Twice(Blocks):
+    """A block called for several inputs, whose backwards interleave."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        h = torch.tanh(x * self.scale)
+        block = self.net[0]
+        return F.cross_entropy(self.net(block(h) * block(x) + block(block(h))), y)
+
+
+class LayerFirst(Blocks):
+    """A layer called past its block, before the block."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        h = torch.tanh(x * self.scale)
+        early = self.net[0].up(h).square().mean()
+        return F.cross_entropy(self.net(h), y) + early
+
+
+class GradientBetween(Blocks):
+    """A gradient taken in the step while the backward through a layer is still to come."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch[0].clone().requires_grad_(True), batch[1]
+        early = self.net[0].up(x * self.scale)
+        (gradient,) = torch.autograd.grad(early.tanh().sum(), x, create_graph=True)
+        return F.cross_entropy(self.net(x + 0.1 * gradient), y) + early.square().mean()
+
+
+class CheckpointedByHand(Blocks):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = torch.tanh(batch[0] * self.scale)
+        for block in self.net[:2]:
+            h = checkpoint(block, h, use_reentrant=False)
+        return F.cross_entropy(self.net[2](h), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "makes"),
+    [
+        ("fsdp", 2, [Twice, LayerFirst, GradientBetween, CheckpointedByHand]),
+        ("tensor", 2, [Twice, CheckpointedByHand]),
+        ("fsdp=2,tensor=2", 4, [Twice, CheckpointedByHand]),
+    ],
+)
+def test_a_step_may_call_blocks_in_any_way(strategy: Any, devices: int, makes: list[Callable[[], Module]]) -> None:
+    exact(strategy, devices, *makes, accumulate_grad_batches=2)
