@@ -194,10 +194,11 @@ def differentiable_twice(module: nn.Module, args: Any) -> None:
     Where a gradient is to be summed over ranks, the backward of `DTensor.from_local` does so without a graph. Where a
     graph is wanted (`create_graph=True`), it gets the gradient summed.
     """
+    if torch.compiler.is_compiling():  # what is compiled has no second derivatives, and torch says so
+        return
     for x in args:
         if isinstance(x, DTensor) and x.requires_grad and x.grad_fn is not None:
-            if not torch.compiler.is_compiling():  # what is compiled has no second derivatives, and torch says so
-                x.register_hook(functools.partial(_summed, x.placements))
+            x.register_hook(functools.partial(_summed, x.placements))
 
 
 def _summed(placements: tuple[Any, ...], gradient: Tensor) -> Tensor | None:
