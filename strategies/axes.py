@@ -10,6 +10,7 @@ Values come from the mesh's first rank, block by block, so that no rank but that
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -446,3 +447,6 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w*Placed\) returned a view", category=UserWarning)
+logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
+    lambda record: "sequential all_gather operations" not in record.getMessage()
+)  # of tensors sharded over two axes, made whole where somebody looks at them

@@ -19,7 +19,7 @@ from strategies.base import Agreement, Loss, split_loss
 from strategies.blocks import Rule
 from strategies.buffers import share_buffers
 from strategies.data import MicroBatch, Window
-from strategies.eager import EagerStrategy, presence
+from strategies.eager import EagerStrategy, presence, shortened
 from strategies.exchange import open_exchange
 from strategies.mesh import resolve
 from strategies.meta import materialise
@@ -53,7 +53,8 @@ class ShardedStrategy(EagerStrategy):
         self.timeout_s = timeout_s
         self._sizes: dict[str, int] = {}
         self._mesh: DeviceMesh | None = None
-        self._sync_each = False
+        self._sync_each = self._in_step = self._is_whole = False
+        self._micro_batches = 0
         self._steps: Steps | None = None
         self._named: list[tuple[str, nn.Parameter]] | None = None
         self._buffered: list[nn.Module] | None = None
@@ -148,6 +149,26 @@ class ShardedStrategy(EagerStrategy):
         )
         return attached
 
+    @contextmanager
+    def whole(self, placed: nn.Module) -> Iterator[None]:
+        if self._mesh is None or self._is_whole:
+            yield
+            return
+        if self._in_step or placed.depth:
+            raise RuntimeError(
+                f"whole() was called within a step, where {type(self).__name__} has not reduced the gradients yet; "
+                "call it in on_after_backward, on_before_optimizer_step or later"
+            )
+        from strategies.whole_model import whole_model
+
+        placed.close()  # type: ignore[operator]
+        self._is_whole = True
+        try:
+            with whole_model(self._user_model(placed), type(self).__name__):
+                yield
+        finally:
+            self._is_whole = False
+
     # ---- 2. gradient sync ------------------------------------------------------------------------
 
     def forward_backward(
@@ -163,10 +184,12 @@ class ShardedStrategy(EagerStrategy):
                 placed, step_fn, parameters, options.get("before_backward"), options.get("after_backward")
             )
             options |= changed
+        self._in_step, self._micro_batches = True, 0
         try:
             with self._losses(), nullcontext() if automatic else placed.open():  # type: ignore[operator]
                 agreement = super().forward_backward(placed, step_fn, window, **options)
         finally:
+            self._in_step = False
             placed.close()  # type: ignore[operator]
         share_buffers(placed.modules() if self._buffered is None else self._buffered)
         return agreement
@@ -258,6 +281,7 @@ class ShardedStrategy(EagerStrategy):
             self._check_used(placed)
             dtensors.settle(self._watched or placed.parameters())
             self._sum([p for p in placed.unsharded if p.requires_grad])  # type: ignore[union-attr]
+            self._in_step = False
         return super()._concluded(placed, agreement, after_backward)
 
     def _runner(self, placed: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
@@ -294,6 +318,7 @@ class ShardedStrategy(EagerStrategy):
             ]
 
     def _sync_gradients(self, placed: nn.Module, on: bool) -> None:
+        self._micro_batches += 1
         if self._mesh is not None:
             placed.synchronize(on or self._sync_each)  # type: ignore[operator]
 
@@ -305,6 +330,28 @@ class ShardedStrategy(EagerStrategy):
 
         dtensors.settle(parameters)
         self._sum([p for p in parameters if not self._is_sharded(p)])
+
+    def _gradient_of(self, placed: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+        if self._mesh is None:
+            return super()._gradient_of(placed, parameter)
+        from strategies.whole_model import gradient_of
+
+        return gradient_of(parameter)
+
+    def _put_gradient(self, placed: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
+        if self._mesh is None:
+            return super()._put_gradient(placed, parameter, gradient)
+        from strategies.whole_model import put_gradient
+
+        put_gradient(parameter, gradient)
+
+    def _trainability_changed(self, placed: nn.Module, names: list[str]) -> None:
+        if self._in_step and self._micro_batches and self._mesh is not None and placed.units:
+            raise RuntimeError(
+                f"requires_grad of {shortened(names)} changed between the micro-batches of an accumulation window, whose gradients "
+                f"{type(self).__name__} reduces as one; change it before the first of them (on_train_epoch_start, or on_train_batch_end "
+                "of the last)"
+            )
 
     def _share_again(self, parameter: nn.Parameter) -> None:
         if not self._is_sharded(parameter):

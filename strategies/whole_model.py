@@ -1,0 +1,106 @@
+"""A sharded model made whole for a while: plain parameters with plain gradients, written back afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from strategies.dtensors import cut_like, local
+
+
+@contextmanager
+def whole_model(model: nn.Module, strategy: str) -> Iterator[None]:
+    """Replace each parameter that is a DTensor by the whole, with its whole gradient; write both back at the end.
+
+    Every rank of the parameters' meshes calls it. Within, calling a module of `model` raises RuntimeError.
+    """
+    places = [
+        (module, name, sharded)
+        for module in model.modules()
+        for name, sharded in module._parameters.items()
+        if isinstance(sharded, DTensor)
+    ]
+    gathered: dict[int, tuple[Any, nn.Parameter]] = {}
+    for _, _, sharded in places:
+        if id(sharded) not in gathered:
+            gathered[id(sharded)] = sharded, _gather(sharded)
+    names = {module: name or type(model).__name__ for name, module in model.named_modules()}
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        if module in names:
+            raise RuntimeError(
+                f"{names[module]} was called within whole(), where {strategy} has its parameters whole and not as it computes "
+                "with them; call it outside of the block"
+            )
+
+    handle, hooks = register_module_forward_pre_hook(refuse), _take_hooks(model)
+    for module, name, sharded in places:
+        module._parameters[name] = gathered[id(sharded)][1]
+    replaced = []
+    try:
+        yield
+    finally:
+        handle.remove()
+        for held, theirs in hooks:
+            held.update(theirs)
+        for module, name, sharded in places:
+            if module._parameters.get(name) is not gathered[id(sharded)][1]:
+                replaced.append(f"{names[module]}.{name}")
+            module._parameters[name] = sharded
+        for sharded, whole in gathered.values():
+            _write_back(sharded, whole)
+    if replaced:
+        raise RuntimeError(
+            f"within whole() the parameters {', '.join(replaced[:5])} were replaced by other ones, which {strategy} cannot take "
+            "over; copy values into the existing ones, as in weight.data.copy_(values)"
+        )
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor | None:
+    """The whole gradient of a parameter as a plain tensor; every rank of its mesh calls it."""
+    gradient = parameter.grad
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def put_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Let `gradient`, the whole, be the gradient of a parameter; each rank takes its shard."""
+    parameter.grad = cut_like(gradient.detach().to(parameter.dtype), parameter)
+
+
+def _take_hooks(model: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
+    """Take off torch's own hooks on loading a state dict, which expect shards; returns what to put back where."""
+    taken = []
+    for module in model.modules():
+        held = module._load_state_dict_post_hooks
+        theirs = {key: hook for key, hook in held.items() if hook.__module__.startswith("torch.distributed.")}
+        if theirs:
+            taken.append((held, theirs))
+            for key in theirs:
+                del held[key]
+    return taken
+
+
+@torch.no_grad()
+def _gather(sharded: Any) -> nn.Parameter:
+    # Cloned, as what is replicated comes back as it is, and is not to change before it is written back.
+    whole = nn.Parameter(sharded.detach().full_tensor().clone(), requires_grad=sharded.requires_grad)
+    gradient = gradient_of(sharded)
+    whole.grad = gradient.clone() if gradient is not None else None
+    return whole
+
+
+@torch.no_grad()
+def _write_back(sharded: Any, whole: nn.Parameter) -> None:
+    local(sharded).copy_(local(cut_like(whole.detach(), sharded)))
+    if sharded.requires_grad != whole.requires_grad:
+        sharded.requires_grad_(whole.requires_grad)
+    if whole.grad is None:
+        sharded.grad = None
+    else:
+        put_gradient(sharded, whole.grad)
