@@ -278,7 +278,7 @@ class Module(HyperParameters, nn.Module):
     def device(self) -> torch.device:
         """Where this rank computes."""
         if self._trainer is not None and self._trainer.running:
-            return self._trainer.strategy.device
+            return vars(self).get("replica_device") or self._trainer.strategy.device
         return next((t.device for t in [*self.parameters(), *self.buffers()]), torch.device("cpu"))
 
     @property

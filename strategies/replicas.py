@@ -1,0 +1,237 @@
+"""Replicas of a model in one process: each runs the step on a slice of the batch, and only one may remember it."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+
+
+def replica(model: nn.Module) -> nn.Module:
+    """A structural copy with parameters, gradients, buffers, lists and dicts of its own; other objects are shared.
+
+    What a step changes in place, such as a target network or a counter, it so changes once in each replica, from the same values.
+    """
+    aliases: dict[int, nn.Parameter] = {}
+    copies: dict[int, nn.Module] = {}
+    for module in model.modules():
+        if hasattr(module, "merge_state"):  # a torchmetrics object: counts by itself, merged afterwards
+            copied = copy.deepcopy(module)
+            copied.reset()  # type: ignore[operator]
+        else:
+            copied = module._replicate_for_data_parallel()
+        copies[id(module)] = copied
+    for module in model.modules():
+        copied = copies[id(module)]
+        if hasattr(module, "merge_state"):
+            continue
+        for name, child in module._modules.items():
+            copied._modules[name] = None if child is None else copies[id(child)]
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in aliases:
+                aliases[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            copied._parameters[name] = None if parameter is None else aliases[id(parameter)]
+        for name, buffer in module._buffers.items():
+            copied._buffers[name] = None if buffer is None else buffer.clone()
+        if isinstance(module, nn.RNNBase):  # whose forward reads its weights from a list
+            vars(copied)["_flat_weights"] = [getattr(copied, name, None) for name in module._flat_weights_names]
+    own_state(model, copies)
+    return copies[id(model)]
+
+
+def own_state(model: nn.Module, copies: Mapping[int, nn.Module]) -> None:
+    """Give the copies of a model's modules lists, dicts and hooks of their own."""
+    for module in model.modules():
+        copied = copies[id(module)]
+        if hasattr(module, "merge_state"):
+            continue
+        for key, value in vars(module).items():
+            if _is_state(key) and type(value) in _CONTAINERS:
+                vars(copied)[key] = _copied(value)
+        for kind in _HOOKS:
+            hooks = getattr(module, kind, None)
+            if hooks:
+                bound = type(hooks)((key, _rebound(hook, copies)) for key, hook in hooks.items())
+                vars(copied)[kind] = bound
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raise ValueError for a hook that may keep what it sees outside of the replica that calls it."""
+    known = {id(module) for module in model.modules()}
+    for name, module in model.named_modules():
+        for kind in _HOOKS:
+            for hook in (getattr(module, kind, None) or {}).values():
+                owner = getattr(hook, "__self__", None)
+                if id(owner) in known or not _remembers(hook):
+                    continue
+                raise ValueError(
+                    f"{name or type(model).__name__} has a hook, {getattr(hook, '__qualname__', type(hook).__name__)}, that strategy 'dp' would call "
+                    "for each slice of a batch, in any order, and that may keep what it sees; make it a method of the module, or use strategy='ddp'"
+                )
+
+
+def _remembers(hook: Any) -> bool:
+    """Whether a callable holds objects of its own in which it could keep something."""
+    if str(getattr(hook, "__module__", "")).startswith(("torch.", "strategies.")):
+        return False
+    return (
+        not hasattr(hook, "__code__") or bool(hook.__closure__) or bool(hook.__defaults__) or hasattr(hook, "__self__")
+    )
+
+
+def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
+    """A method of a module as the method of its copy."""
+    owner = getattr(hook, "__self__", None)
+    return hook.__func__.__get__(copies[id(owner)]) if id(owner) in copies else hook
+
+
+def join_state(model: nn.Module, others: list[nn.Module]) -> None:
+    """After a step, let what replicas remember differently be nobody's: reading it raises RuntimeError.
+
+    Raises RuntimeError for a buffer that they changed differently, but for the statistics of normalization layers.
+    """
+    for (name, module), *copies in zip(model.named_modules(), *(other.modules() for other in others), strict=True):
+        if hasattr(module, "merge_state"):
+            continue
+        if not isinstance(module, nn.modules.batchnorm._NormBase):
+            for key, buffer in module._buffers.items():
+                if any(not _same(buffer, copied._buffers.get(key)) for copied in copies):
+                    raise RuntimeError(
+                        f"training_step changed the buffer {name + '.' if name else ''}{key} by the samples of a slice, and strategy 'dp' runs it "
+                        "on slices; change it in on_train_batch_end, or use strategy='single'"
+                    )
+        if type(module).__module__.startswith("torch.nn."):
+            continue
+        prefix = name + "." if name else ""
+        for key in [key for key in vars(module) if _is_state(key)]:
+            found = [vars(copied).get(key, _MISSING) for copied in copies]
+            vars(module)[key] = _joined(vars(module)[key], found, prefix + key)
+
+
+def _joined(value: Any, others: list[Any], name: str) -> Any:
+    """`value` if it is that of all replicas, with what differs in lists and dicts replaced in place, else an `OfSlices`."""
+    if all(_same(value, other) for other in others):
+        return value
+    alike = all(type(value) is type(other) for other in others)
+    if alike and type(value) is dict and all(list(value) == list(other) for other in others):
+        value.update((key, _joined(item, [other[key] for other in others], name)) for key, item in value.items())
+        return value
+    if alike and type(value) is list and all(len(value) == len(other) for other in others):
+        value[:] = [_joined(item, [other[i] for other in others], name) for i, item in enumerate(value)]
+        return value
+    return OfSlices(name)
+
+
+class OfSlices:
+    """In place of an attribute that a step has set by the samples of a slice. Any use raises RuntimeError."""
+
+    def __init__(self, name: str) -> None:
+        vars(self)["_name"] = name
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            f"{vars(self)['_name']} was set by training_step, which strategy 'dp' runs on slices of a batch, so there is one for each slice and none "
+            "of the batch; return it from training_step or log it, or use strategy='single' or 'ddp'"
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = [item for value in args for item in (value if isinstance(value, list | tuple) else (value,))]
+        next(item for item in leaves if isinstance(item, OfSlices))._refuse()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._refuse()
+
+
+for _verb in (
+    "add radd iadd sub rsub mul rmul truediv rtruediv pow matmul neg lt le gt ge bool float int len iter getitem setitem contains call "
+    "array"
+).split():
+    setattr(OfSlices, f"__{_verb}__", OfSlices._refuse)
+
+_MISSING = object()
+_CONTAINERS = (list, dict, set, deque)
+
+
+def _is_state(key: str) -> bool:
+    return (
+        key
+        not in (
+            "_parameters",
+            "_buffers",
+            "_modules",
+            "_trainer",
+            "_is_replica",
+            "_former_parameters",
+            "replica_device",
+        )
+        and "hooks" not in key
+    )
+
+
+def _copied(value: Any) -> Any:
+    """Lists and dicts anew, with what they hold shared."""
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) is list:
+        return [_copied(item) for item in value]
+    return copy.copy(value) if type(value) in _CONTAINERS else value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return (
+            one.shape == other.shape
+            and one.dtype == other.dtype
+            and torch.equal(one.detach().to(other.device), other.detach())
+        )
+    if type(one) is dict:
+        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
+    if type(one) in (list, tuple, deque):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, nn.Module):  # its own attributes are compared where it is a submodule
+        return True
+    try:
+        return bool(one == other)
+    except Exception:
+        return False
+
+
+def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a model or replica, in the same order."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter
+
+
+def metrics_of(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "merge_state") and hasattr(module, "_update_count")]
+
+
+def rebind(step_fn: Callable[..., Any], model: nn.Module, replica: nn.Module) -> Callable[..., Any]:
+    """`step_fn` as a method of `replica`. Raises TypeError where it is no method of `model`."""
+    if hasattr(step_fn, "rebind"):  # an adapter around a method
+        return step_fn.rebind(lambda method: rebind(method, model, replica))
+    if getattr(step_fn, "__self__", None) is not model:
+        raise TypeError("strategy 'dp' needs a step that is a method of the module that it placed")
+    return step_fn.__func__.__get__(replica)  # type: ignore[attr-defined]
