@@ -32,12 +32,13 @@ class Guard(Callback):
         non_finite: "raise", "skip" or "roll_back".
         max_in_a_row: Windows in a row that may be left out; one more raises FloatingPointError.
         check_replicas_every_n_steps: Optimizer steps between comparisons of the parameters over ranks; None for none.
-            Every parameter, or part of one, that several ranks hold must be equal on them in every bit. Reads the
-            parameters once and sends 16 bytes a tensor. A difference raises RuntimeError, on every rank.
+            Every parameter, or part of one, that several ranks hold must be equal on them in every bit. Also compared
+            before a checkpoint and at the end. Reads the parameters once and sends 16 bytes a tensor. A difference
+            raises RuntimeError, on every rank.
     """
 
     def __init__(
-        self, *, non_finite: str = "raise", max_in_a_row: int = 10, check_replicas_every_n_steps: int | None = None
+        self, *, non_finite: str = "raise", max_in_a_row: int = 10, check_replicas_every_n_steps: int | None = 100
     ) -> None:
         if non_finite not in ACTIONS:
             raise ValueError(
@@ -63,14 +64,9 @@ class Guard(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.left_out, self.in_a_row = state_dict["left_out"], state_dict["in_a_row"]
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        every = self.check_replicas_every_n_steps
-        if every is not None and not trainer.window_is_open and trainer.global_step % every == 0:
-            check_replicas(trainer, module)
 
-
-def check_replicas(trainer: Trainer, module: Module) -> None:
-    """Raise RuntimeError where a parameter that several ranks hold is not the same on them. Every rank calls it."""
+def check_replicas(trainer: Trainer, module: Module) -> bool:
+    """Raise RuntimeError if a parameter that several ranks hold differs on them; whether there are any. Every rank calls it."""
     strategy = trainer.strategy
     mine = {
         _place(name, p): (name, fingerprint(p))
@@ -82,15 +78,18 @@ def check_replicas(trainer: Trainer, module: Module) -> None:
     )  # a pipeline's ranks have the layers of their stage only
     rows = [(place, content) for place, (_, content) in mine.items()] + [(0, 0)] * (longest - len(mine))
     holders: dict[int, tuple[int, int]] = {}
+    has_replicas = False
     for rank, table in enumerate(strategy.all_gather(torch.tensor(rows, dtype=torch.int64)).tolist()):
         for place, content in table:
             holder, expected = holders.setdefault(place, (rank, content))
+            has_replicas = has_replicas or (place != 0 and holder != rank)
             if content != expected:
                 name = strategy.broadcast(mine[place][0] if rank == strategy.rank else None, rank)
                 raise RuntimeError(
                     f"the replicas have drifted apart: after step {trainer.global_step} {name} on rank {rank} is not what it is on rank {holder}; "
-                    "look for code that changes parameters, or draws random numbers for them, differently by rank"
+                    "look for code that changes parameters or gradients, or draws random numbers for them, differently by rank"
                 )
+    return has_replicas
 
 
 def fingerprint(tensor: Tensor) -> int:

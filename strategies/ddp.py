@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from strategies.data import Window
 from strategies.eager import EagerStrategy, resolve_accelerator, shortened
 from strategies.meta import materialise
 from strategies.rendezvous import plain_group
+from strategies.step_state import numbers, refuse_changed_numbers
+from strategies.traceless import traceless
 
 
 class DDP(EagerStrategy):
@@ -65,6 +68,7 @@ class DDP(EagerStrategy):
             self._options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
         self._first_window = True
         self._converted: list[tuple[nn.Module, str, nn.Module]] = []
+        self._part: Callable[[int], AbstractContextManager[Any]] | None = None
 
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
@@ -94,6 +98,7 @@ class DDP(EagerStrategy):
     ) -> Agreement:
         if isinstance(placed, Replica):
             placed.begin_window()
+        self._part = options.get("part")
         agreement = super().forward_backward(placed, step_fn, window, **options)
         self._first_window = False
         return agreement
@@ -102,6 +107,23 @@ class DDP(EagerStrategy):
         if isinstance(placed, Replica) and placed.ddp is not None:
             return functools.partial(placed.ddp, step_fn)
         return super()._runner(placed, step_fn)
+
+    def _padding(self, placed: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+        """The step without effect, for the collectives that it calls, and a loss of zero."""
+        if not isinstance(placed, Replica) or placed.ddp is None:
+            return super()._padding(placed, step_fn)
+        model, stand_in = placed.model, functools.partial(placed.ddp, None)
+
+        def without_weight(batch: Any, batch_idx: int) -> Any:
+            if batch is None:  # a dataset that shards itself had nothing for this rank
+                return stand_in(batch, batch_idx)
+            before = numbers(model)
+            with traceless(model), nullcontext() if self._part is None else self._part(0):
+                step_fn(batch, batch_idx)
+                refuse_changed_numbers(model, before)
+            return stand_in(batch, batch_idx)
+
+        return without_weight
 
     def _sync_gradients(self, placed: nn.Module, on: bool) -> None:
         if isinstance(placed, Replica) and placed.ddp is not None:

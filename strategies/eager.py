@@ -28,7 +28,7 @@ from strategies.blocks import Rule
 from strategies.control import Control
 from strategies.data import MicroBatch, ShardedLoader, Window
 from strategies.fused import allow_sparse, fuse, leaves_out
-from strategies.model_changes import ModelChanges, refuse_max_norm
+from strategies.model_changes import ModelChanges, gradient_marks, own_backward, refuse_max_norm
 from strategies.parameter_hooks import ParameterHooks
 from strategies.precision import Precision, dtype_of
 from strategies.recompute import is_recomputed, keep, recompute
@@ -282,11 +282,14 @@ class EagerStrategy(Strategy):
             if exchanges:
                 self._sync_gradients(placed, i == last)
             call = run if micro_batch.num_samples or not automatic else self._padding(placed, step_fn)
+            marks = gradient_marks(self._watched) if automatic and not alone else None
             if autocast is None:
                 output = call(micro_batch.batch, micro_batch.batch_idx)
             else:
                 with torch.autocast(self.device.type, dtype=autocast):
                     output = call(micro_batch.batch, micro_batch.batch_idx)
+            if marks is not None and marks != gradient_marks(self._watched):
+                raise own_backward(self._user_model(placed), marks)
             losses, counted = (
                 weighted_losses(output, micro_batch.num_samples, None if alone else scale, parameters, on_cpu)
                 if automatic

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterable
+
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -49,6 +51,23 @@ class ModelChanges:
 
     def _note(self, module: nn.Module, name: str, value: object) -> None:
         self.pending = self.pending or id(module) in self._modules
+
+
+def gradient_marks(parameters: Iterable[Tensor]) -> list[int | None]:
+    """What changes when a backward adds to the gradients of these parameters: nothing, or how often each was written."""
+    return [None if (gradient := p.grad) is None else gradient._version for p in parameters]
+
+
+def own_backward(model: nn.Module, marks: list[int | None]) -> RuntimeError:
+    """The error of a step that ran a backward of its own, which nobody weighs by this rank's share of the batch."""
+    names = [
+        name for (name, p), mark in zip(model.named_parameters(), marks, strict=False) if [mark] != gradient_marks([p])
+    ]
+    return RuntimeError(
+        f"training_step changed gradients by itself ({', '.join(names[:3])}{', …' if len(names) > 3 else ''}), which automatic "
+        "optimization cannot weigh by the samples of a rank or micro-batch; add the losses and return their sum, or set "
+        "automatic_optimization = False and call self.manual_backward"
+    )
 
 
 def refuse_max_norm(model: nn.Module, data_size: int, strategy: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from callbacks.guard import Guard, fingerprint
+from callbacks.guard import Guard, check_replicas, fingerprint
 from callbacks.printing import safe_print
 from strategies.absent import is_here
 from trainer import snapshot
@@ -27,7 +27,9 @@ class Guards:
     def __init__(self, trainer: Trainer, module: Module, watches: bool) -> None:
         self.trainer = trainer
         self.module = module
-        self.options = next((callback for callback in trainer.callbacks if isinstance(callback, Guard)), Guard())
+        self.options = options_of(trainer)
+        self.compares_every = self.options.check_replicas_every_n_steps if trainer.world_size > 1 else None
+        """Optimizer steps between comparisons of the ranks' parameters, None for none."""
         self.remembers = self.options.non_finite != "raise"
         """Whether what a window logs may have to be forgotten."""
         self.watches = watches
@@ -87,9 +89,15 @@ class Guards:
         return True
 
     def finish(self) -> None:
-        """After the last step: raise FloatingPointError where it was left out on the device."""
+        """After the last step: raise FloatingPointError if it was skipped on the device, RuntimeError if replicas differ."""
+        self.compare_replicas()
         if self._later is not None and (bad := self._later()) is not None:
             raise self._error(bad, self.trainer.global_step - 1)
+
+    def compare_replicas(self) -> None:
+        """Raise RuntimeError if a parameter that several ranks hold differs on them. Every rank calls it."""
+        if self.compares_every is not None and not check_replicas(self.trainer, self.module):
+            self.compares_every = None  # no rank holds what another holds
 
     def check_weights(self, optimizers: Sequence[Optimizer]) -> None:
         """At the end of training: raise FloatingPointError, on all ranks, where a step has left a parameter NaN or infinite.
@@ -144,6 +152,11 @@ class Guards:
         return FloatingPointError(
             f"{bad} is NaN or infinite in step {step} of epoch {self.trainer.current_epoch}; no parameter was changed by it"
         )
+
+
+def options_of(trainer: Trainer) -> Guard:
+    """The run's Guard, or one with the defaults."""
+    return next((callback for callback in trainer.callbacks if isinstance(callback, Guard)), Guard())
 
 
 def fingerprints(optimizers: Sequence[Optimizer]) -> list[int]:

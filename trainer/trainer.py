@@ -21,10 +21,11 @@ from torch.optim import Optimizer
 import callbacks as own
 import strategies
 from callbacks.base import Callback, Logger
+from callbacks.guard import check_replicas
 from callbacks.printing import safe_print
 from strategies import Strategy, environment, processes, restarts
 from trainer import checkpoint as files
-from trainer import checks, compilation, evaluation, loop, run_plan, snapshot
+from trainer import checks, compilation, evaluation, guards, loop, run_plan, snapshot
 from trainer.checkpoint import Checkpoint
 from trainer.datamodule import DataModule
 from trainer.hooks import Hooks
@@ -327,6 +328,8 @@ class Trainer:
             )
         self.finish_saving()
         began, path = time.perf_counter(), os.path.expanduser(path)
+        if self.world_size > 1 and guards.options_of(self).check_replicas_every_n_steps is not None:
+            check_replicas(self, self._module)  # what has drifted apart is not worth keeping
         self.saving = snapshot.save(
             self, self._module, path, wait=wait, also=also, outdated=[*outdated, *self._superseded(path)]
         )
