@@ -211,16 +211,16 @@ class Replica(nn.Module):
         """Raise RuntimeError if the last backward left parameters without a gradient, for which the others may wait."""
         if self._reduced or self.ddp is None:
             return
+        unused = [name for name, p in self._trained.items() if p.grad is None]
         try:
-            self.ddp.reducer.prepare_for_backward([])  # says which parameters are missing
+            self.ddp.reducer._rebuild_buckets()  # says which parameters are missing, also if an earlier backward had them
         except RuntimeError as error:
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            names = list(self._trained)
-            unused = [names[int(i)] for i in found.group(1).split()] if found else ["some parameters"]
-            raise RuntimeError(
-                f"these parameters got no gradient in a step: {shortened(unused)}; use them in training_step, freeze them "
-                "(requires_grad=False), or give strategy=DDP(find_unused_parameters=True)"
-            ) from error
+            unused = [list(self._trained)[int(i)] for i in found.group(1).split()] if found else unused
+        raise RuntimeError(
+            f"these parameters got no gradient in a step: {shortened(unused) or 'some parameters'}; use them in training_step, "
+            "freeze them (requires_grad=False), or give strategy=DDP(find_unused_parameters=True)"
+        )
 
     @torch.no_grad()
     def drop_unused(self) -> None:
