@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from strategies.base import Agreement, Loss
 from strategies.blocks import Rule
-from strategies.data import Window
+from strategies.buffers import share_buffers
+from strategies.data import MicroBatch, Window
 from strategies.eager import EagerStrategy, resolve_accelerator, shortened
 from strategies.meta import materialise
 from strategies.rendezvous import plain_group
@@ -67,6 +68,7 @@ class DDP(EagerStrategy):
             renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
             self._options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
         self._first_window = True
+        self._shares_buffers, self._stale_buffers = broadcast_buffers, False
         self._converted: list[tuple[nn.Module, str, nn.Module]] = []
         self._part: Callable[[int], AbstractContextManager[Any]] | None = None
 
@@ -98,21 +100,28 @@ class DDP(EagerStrategy):
     ) -> Agreement:
         if isinstance(placed, Replica):
             placed.begin_window()
+            self._stale_buffers = self._shares_buffers
         self._part = options.get("part")
         agreement = super().forward_backward(placed, step_fn, window, **options)
         self._first_window = False
         return agreement
 
+    def evaluate(
+        self, placed: nn.Module, step_fn: Callable[..., Any], micro_batch: MicroBatch, *args: Any, **options: Any
+    ) -> Any:
+        if self._stale_buffers:  # DDP shares them at the beginning of a step, so the last step left each rank its own
+            share_buffers(placed.modules())
+            self._stale_buffers = False
+        return super().evaluate(placed, step_fn, micro_batch, *args, **options)
+
     def _runner(self, placed: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
-        if isinstance(placed, Replica) and placed.ddp is not None:
-            return functools.partial(placed.ddp, step_fn)
-        return super()._runner(placed, step_fn)
+        return functools.partial(placed, step_fn) if isinstance(placed, Replica) else super()._runner(placed, step_fn)
 
     def _padding(self, placed: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         """The step without effect, for the collectives that it calls, and a loss of zero."""
-        if not isinstance(placed, Replica) or placed.ddp is None:
+        if not isinstance(placed, Replica):
             return super()._padding(placed, step_fn)
-        model, stand_in = placed.model, functools.partial(placed.ddp, None)
+        model, stand_in = placed.model, functools.partial(placed, None)
 
         def without_weight(batch: Any, batch_idx: int) -> Any:
             if batch is None:  # a dataset that shards itself had nothing for this rank
@@ -138,6 +147,12 @@ class DDP(EagerStrategy):
     def _concluded(
         self, placed: nn.Module, agreement: Agreement, after_backward: Callable[[], None] | None = None
     ) -> Agreement:
+        changed = self._changes.trainability() if self._changes is not None else []
+        if changed:
+            raise RuntimeError(
+                f"requires_grad was changed within a step ({shortened(changed)}), after DDP had begun to reduce the gradients of "
+                "the others; change it in a hook such as on_train_batch_start"
+            )
         control = self._control
         asks = isinstance(placed, Replica) and placed.used is not None
         if asks and control is not None and control.first_rank(placed.stood_in) is not None:  # type: ignore[arg-type]
@@ -192,6 +207,12 @@ class Replica(nn.Module):
         for watch in self._watches:
             watch.remove()
         self._watches = []
+
+    def forward(self, step_fn: Callable[[Any, int], Any] | None, batch: Any, batch_idx: int) -> Any:
+        """The user's step, through DDP; None stands for a step without a loss."""
+        if self.ddp is not None:
+            return self.ddp(step_fn, batch, batch_idx)
+        return None if step_fn is None else step_fn(batch, batch_idx)
 
     def begin_window(self) -> None:
         self._reduced, self.stood_in = False, False

@@ -1,0 +1,218 @@
+"""Every model and habit of the zoo under every strategy, as a table: equal to one process, refused by name, or documented.
+
+`python -m tests.zoo.table` writes the table into docs/exactness.md; `test_zoo.py` compares what happens with what is there.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from strategies.processes import launch
+from tests.zoo.habits import HABITS, Plain
+from tests.zoo.models import MODELS
+from trainer import Module, Trainer
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "exactness.md"
+STRATEGIES: dict[str, tuple[str, int]] = {
+    "dp": ("dp", 2),
+    "model": ("model", 2),
+    "ddp": ("ddp", 2),
+    "fsdp": ("fsdp", 2),
+    "tensor": ("tensor", 2),
+    "pipeline": ("pipeline", 2),
+    "zero 1": ("deepspeed_stage_1", 2),
+    "zero 3": ("deepspeed_stage_3", 2),
+}
+MORE: dict[str, tuple[str, int]] = {
+    "ddp on 3": ("ddp", 3),
+    "fsdp=2,tensor=2": ("fsdp=2,tensor=2", 4),
+    "ddp=2,pipeline=2": ("ddp=2,pipeline=2", 4),
+    "zero 2": ("deepspeed_stage_2", 2),
+}
+"""Run by `make test-slow`; what they may do is what the column above them may."""
+DOCUMENTED = {
+    "batch norm": "statistics are those of a rank's samples, as in torch's DDP",
+    "dropout": "the same noise only on the same number of ranks",
+}
+NUM_SAMPLES, BATCH, EPOCHS = 17, 8, 2  # the last batch has one sample: the second rank has none
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one training: values by name, or the error that ended it."""
+
+    values: dict[str, torch.Tensor]
+    error: str = ""
+
+
+def cases() -> dict[str, Any]:
+    return {**{name: lambda make=make: Plain(make()) for name, make in MODELS.items()}, **HABITS}
+
+
+def train(name: str, strategy: str, devices: int, precision: str) -> Result:
+    """Train one case; on ranks that run already, in place."""
+    generator = torch.Generator().manual_seed(3)
+    dtype = torch.float64 if precision == "64-true" else torch.float32
+    size = 16 if name == "batch norm" else NUM_SAMPLES
+    x = torch.randn(size, 8, generator=generator, dtype=torch.float64).to(dtype)
+    y = torch.randint(0, 4, (size,), generator=generator)
+    torch.manual_seed(7)
+    module: Module = cases()[name]()
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = Trainer(
+            strategy=strategy,
+            devices=devices,
+            accelerator="cpu",
+            precision=precision,
+            max_epochs=EPOCHS,
+            split_batches=True,
+            seed=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            num_sanity_val_steps=0,
+            default_root_dir=folder,
+        )
+        loaders = [DataLoader(TensorDataset(x, y), batch_size=BATCH) for _ in range(2)]
+        try:
+            run.fit(module, *loaders)
+        except Exception as error:
+            return Result({}, f"{type(error).__name__}: {error}")
+    values = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    values |= {f"logged {name}": value.detach().clone() for name, value in run.callback_metrics.items()}
+    return Result(values)
+
+
+def train_all(names: list[str], strategy: str, devices: int, precision: str) -> dict[str, Result]:
+    return {name: train(name, strategy, devices, precision) for name in names}
+
+
+def results(strategy: str, devices: int, names: list[str]) -> dict[str, Result]:
+    """Every case under one strategy: on one start of ranks as far as errors are alike on all of them, else each on its own."""
+    precision = precision_of(strategy)
+    if strategy in ("single", "dp", "model"):
+        return train_all(names, strategy, devices, precision)
+    found: dict[str, Result] = {}
+    left = list(names)
+    while left:
+        together = [name for name in left if name not in APART.get(strategy, ())]
+        if not together:
+            break
+        try:
+            found |= launch(train_all, (together, strategy, devices, precision), devices)
+            left = [name for name in left if name not in together]
+        except Exception:
+            break
+    for name in left:
+        found[name] = train(name, strategy, devices, precision)
+    return found
+
+
+APART: dict[str, tuple[str, ...]] = {}
+"""Cases in which an error of one rank ends the others."""
+
+
+def precision_of(strategy: str) -> str:
+    return "32-true" if "deepspeed" in strategy else "64-true"
+
+
+def outcome(name: str, result: Result, expected: Result, precision: str) -> str:
+    """ "equal", "refused" or "documented"; raises AssertionError for a difference or an error that is none of ours."""
+    if result.error:
+        assert is_refusal(result.error), f"{name}: {result.error}"
+        return "refused"
+    assert not expected.error, f"{name} trains on several devices, but not on one: {expected.error}"
+    worst = max((distance(result.values.get(key), value), key) for key, value in expected.values.items())
+    if worst[0] <= (1e-11 if precision == "64-true" else 2e-4):
+        return "equal"
+    assert name in DOCUMENTED, f"{name}: {worst[1]} differs by {worst[0]:.1e} from one process"
+    return "documented"
+
+
+def distance(value: torch.Tensor | None, expected: torch.Tensor) -> float:
+    if value is None or value.shape != expected.shape:
+        return float("inf")
+    return float((value - expected).abs().max()) if expected.numel() else 0.0
+
+
+def is_refusal(error: str) -> bool:
+    """Whether an error is a sentence of ours: it says what to do instead, in few lines, and is no error of torch's."""
+    foreign = ("aten.", "DTensor", "Expected to have finished", "Failed to run stage", "_orig_mod", "NoneType", "hangs")
+    return error.count("\n") < 3 and not any(word in error for word in foreign) and bool(re.search(r"[;:,] ?\w", error))
+
+
+def column(strategy: str, devices: int, expected: dict[str, Result]) -> dict[str, str]:
+    found = results(strategy, devices, list(expected))
+    return {name: outcome(name, result, expected[name], precision_of(strategy)) for name, result in found.items()}
+
+
+def expected_results(strategy: str) -> dict[str, Result]:
+    return train_all(list(cases()), "single", 1, precision_of(strategy))
+
+
+def as_markdown(columns: dict[str, dict[str, str]]) -> str:
+    rows = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    signs = {"equal": "=", "refused": "refused", "documented": "see below"}
+    for kind, names in (("models", list(MODELS)), ("habits", list(HABITS))):
+        rows.append(f"| **{kind}** |" + " |" * len(columns))
+        rows += ["| " + " | ".join([name, *(signs[columns[c][name]] for c in columns)]) + " |" for name in names]
+    return "\n".join(rows)
+
+
+def written() -> dict[str, dict[str, str]]:
+    """The table of the page, by strategy and case."""
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    start = next(i for i, line in enumerate(lines) if line.startswith("| | dp |"))
+    heads = [cell.strip() for cell in lines[start].strip("|").split("|")][1:]
+    names = {"=": "equal", "refused": "refused", "see below": "documented"}
+    table: dict[str, dict[str, str]] = {head: {} for head in heads}
+    for line in lines[start + 1 :]:
+        name, *cells = (cell.strip() for cell in line.strip().strip("|").split("|"))
+        if name in cases():
+            for head, cell in zip(heads, cells, strict=True):
+                table[head][name] = names[cell]
+    return table
+
+
+def main() -> None:
+    expected: dict[str, dict[str, Result]] = {}
+    columns: dict[str, dict[str, str]] = {}
+    wrong, wanted = 0, sys.argv[1:]
+    for head, (strategy, devices) in (STRATEGIES | MORE if wanted else STRATEGIES).items():
+        if wanted and head not in wanted:
+            continue
+        precision = precision_of(strategy)
+        if precision not in expected:
+            expected[precision] = expected_results(strategy)
+        reference = expected[precision]
+        columns[head] = {}
+        for name, result in results(strategy, devices, list(reference)).items():
+            try:
+                columns[head][name] = outcome(name, result, reference[name], precision_of(strategy))
+            except AssertionError as error:
+                wrong += 1
+                print(f"{head}: {error}"[:300], flush=True)
+            if result.error:
+                print(f"{head}: {name}: {result.error}"[:400], flush=True)
+    if wrong:
+        sys.exit(f"{wrong} of {sum(map(len, columns.values())) + wrong} are different")
+    if wanted:
+        return
+    text = PAGE.read_text()
+    begin, end = "<!-- zoo -->\n", "\n<!-- end of zoo -->"
+    head, _, rest = text.partition(begin)
+    PAGE.write_text(head + begin + as_markdown(columns) + end + rest.partition(end)[2])
+
+
+if __name__ == "__main__":
+    main()
