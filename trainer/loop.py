@@ -124,11 +124,11 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                 trainer.publish(metrics.reduce(strategy))
             last = window.micro_batches[-1]
             trainer.window_is_open = False
-            if stepped and guards.compares_every is not None and progress.global_step % guards.compares_every == 0:
-                guards.compare_replicas()
             set_phase(progress.global_step, "callbacks")
             for hook in hooks.on_train_batch_end:
                 hook(last.output, last.batch, last.batch_idx)
+            if stepped and guards.compares_every is not None and progress.global_step % guards.compares_every == 0:
+                guards.compare_replicas()
             metrics.in_batch, metrics.weight = False, 1.0
             if run.val_every is not None and _validation_is_due(run, trainer):
                 _validate(trainer, module, run)
