@@ -19,7 +19,7 @@ import torch.distributed as dist
 from strategies import faults
 from strategies.base import Agreement, Note
 from strategies.calls import Calls
-from strategies.exchange import open_exchange
+from strategies.exchange import Reduced, open_exchange
 
 
 class Message(NamedTuple):
@@ -61,14 +61,16 @@ class Control:
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         self._rank = rank
         self._step = 0
-        self._messages = open_exchange(rank, world_size, len(Message._fields), timeout_s)
-        self._answers = open_exchange(rank, world_size, 3, timeout_s)
+        self._messages = open_exchange(rank, world_size, len(Message._fields) + 2, timeout_s)
+        self._answers = open_exchange(rank, world_size, 4, timeout_s)
         self._calls = Calls()
         self._names: Callable[[], list[str]] | None = None
         self._sent = self._calls.latest
 
     def close(self) -> None:
         self._calls.close()
+        self._messages.close()
+        self._answers.close()
 
     def send(self, note: Note, samples: int, count: float, finite: bool, total: float = math.nan) -> None:
         """Start the exchange."""
@@ -80,52 +82,69 @@ class Control:
         said = self._step, samples, self._num_calls(), self._calls.hash, note.keys, note.stop
         self._sent = self._calls.latest
         self._calls.clear()
-        return lambda count, finite, total: self._messages.post(*Message(*said, finite, count, total))
+
+        def post(count: float, finite: bool, total: float) -> None:
+            message = Message(*said, finite, count, total)
+            self._messages.post(*message, message.keys or math.inf, math.inf if finite else self._rank)
+
+        return post
 
     def receive(self) -> Agreement:
         """Wait for the others' messages. Raises RuntimeError where they contradict ours."""
         if faults.plan is not None:
             faults.fault("collective")
-        messages = [Message(*numbers) for numbers in self._messages.read()]  # type: ignore[arg-type]
-        for field, what in _EQUAL.items():
-            values = [getattr(message, field) for message in messages]
-            if field == "keys":
-                values = [
-                    value or max(values) for value in values
-                ]  # 0 says nothing: a rank of padding has logged nothing yet
-            when = f" in step {self._step}"
-            if field == "keys" and values.count(values[0]) < len(values) and self._names is not None:
-                when += self._differing_names(self._names())
-            self._compare(what, values, when)
+        found = self._messages.reduced()
+        low, high, total = (Message(*numbers[: len(Message._fields)]) for numbers in found)  # type: ignore[arg-type]
+        least_keys, first_bad = found.lowest[-2:]
+        # Keys of 0 say nothing: a rank of padding has logged nothing yet.
+        if any(getattr(low, field) != getattr(high, field) for field in _EQUAL if field != "keys") or (
+            least_keys not in (high.keys, math.inf)
+        ):
+            self._refuse([Message(*numbers[: len(Message._fields)]) for numbers in self._messages.read()])  # type: ignore[arg-type]
         self._step += 1
-        bad = next((f"the loss of rank {rank}" for rank, message in enumerate(messages) if not message.finite), None)
-        count, total = sum(message.count for message in messages), sum(message.total for message in messages)
-        loss = None if math.isnan(total) or not count else total / count
-        return Agreement(count, int(max(message.stop for message in messages)), bad, loss)
+        bad = None if first_bad == math.inf else f"the loss of rank {first_bad:.0f}"
+        loss = None if math.isnan(total.total) or not total.count else total.total / total.count
+        return Agreement(total.count, int(high.stop), bad, loss)
 
     def first_rank(self, says_so: bool) -> int | None:
         """The first rank that says so, or None. Waits for every rank; raises RuntimeError where their collectives differ by now."""
-        return next((rank for rank, number in enumerate(self._numbers(says_so)) if number), None)
+        first = self._asked(says_so).lowest[-1]
+        return None if first == math.inf else int(first)
 
     def is_equal(self, number: int) -> bool:
         """Whether all ranks give the same number. Waits and raises as `first_rank` does."""
-        return all(theirs == number for theirs in self._numbers(number))
+        found = self._asked(number)
+        return found.lowest[0] == found.highest[0]
 
     def gather(self, number: float) -> list[float]:
         """What each rank gave, in rank order. Waits and raises as `first_rank` does."""
-        return self._numbers(number)
+        self._asked(number)
+        return [theirs for theirs, *_ in self._answers.read()]
 
     def check(self) -> None:
         """Raise RuntimeError where the ranks' collectives differ by now. Waits for every rank."""
-        self._numbers(0)
+        self._asked(0)
 
-    def _numbers(self, number: float) -> list[float]:
-        self._answers.post(number, self._num_calls(), self._calls.hash)
-        answers = self._answers.read()
+    def _asked(self, number: float) -> Reduced:
+        self._answers.post(number, self._num_calls(), self._calls.hash, self._rank if number else math.inf)
+        found = self._answers.reduced()
         self._sent = self._calls.latest
-        self._compare(_EQUAL["collectives"], [calls for _, calls, _ in answers])
-        self._compare(_EQUAL["kinds"], [kinds for *_, kinds in answers])
-        return [theirs for theirs, *_ in answers]
+        if found.lowest[1:3] != found.highest[1:3]:
+            answers = self._answers.read()
+            self._compare(_EQUAL["collectives"], [calls for _, calls, *_ in answers])
+            self._compare(_EQUAL["kinds"], [kinds for _, _, kinds, _ in answers])
+        return found
+
+    def _refuse(self, messages: list[Message]) -> None:
+        """Raise RuntimeError for the first thing in which the ranks' messages differ. Every rank calls it."""
+        for field, what in _EQUAL.items():
+            values = [getattr(message, field) for message in messages]
+            when = f" in step {self._step}"
+            if field == "keys":
+                values = [value or max(values) for value in values]
+                if values.count(values[0]) < len(values) and self._names is not None:
+                    when += self._differing_names(self._names())
+            self._compare(what, values, when)
 
     def _differing_names(self, mine: list[str]) -> str:
         """Which names some ranks have logged and others not. Every rank calls it, where all have made the same collective calls."""

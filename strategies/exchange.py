@@ -1,6 +1,6 @@
-"""A few numbers from every rank to every rank, in every step: through shared memory on one node, by gloo over several.
+"""A few numbers from every rank to every rank, in every step: through shared memory on one node, over a tree of connections on several.
 
-A gloo collective wakes a thread in each rank and interrupts what the cores do; numbers in shared memory are there when they are looked for.
+A collective wakes a thread in each rank and interrupts what the cores do; numbers in shared memory are there when they are looked for.
 """
 
 from __future__ import annotations
@@ -12,14 +12,23 @@ import struct
 import time
 import zlib
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from strategies.rendezvous import plain_group
+from strategies.exchange_tree import Links, Worker
 
 RING = 256
 """How many messages a rank may be ahead of one that reads its messages."""
+
+
+class Reduced(NamedTuple):
+    """What all ranks have posted, number by number."""
+
+    lowest: tuple[float, ...]
+    highest: tuple[float, ...]
+    total: tuple[float, ...]
 
 
 class Exchange(ABC):
@@ -30,11 +39,19 @@ class Exchange(ABC):
         """Tell the others; does not wait for them."""
 
     @abstractmethod
-    def read(self) -> list[tuple[float, ...]]:
-        """Wait until every rank has posted as many messages as this one, and return the latest of these, in rank order.
+    def reduced(self) -> Reduced:
+        """Wait until every rank has posted as many messages as this one; return what the latest of these amount to.
 
-        Ranks may leave messages unread. Raises RuntimeError for a rank that has ended or does not come within the timeout.
+        Equal on all ranks, which may leave it unread. Raises RuntimeError for a rank that has ended or does not come within
+        the timeout.
         """
+
+    @abstractmethod
+    def read(self) -> list[tuple[float, ...]]:
+        """The latest message of each rank, in rank order. Every rank calls it, for the same message; else as `reduced`."""
+
+    def close(self) -> None:  # noqa: B027 - shared memory needs no end
+        """Use it no more."""
 
 
 def open_exchange(rank: int, world_size: int, width: int, timeout_s: float) -> Exchange:
@@ -52,7 +69,7 @@ def open_exchange(rank: int, world_size: int, width: int, timeout_s: float) -> E
     if file >= 0:
         os.close(file)
     if memory is None or not opened:
-        return _Gloo(world_size, width)
+        return _Tree(Links(rank, world_size, timeout_s), timeout_s)
     return _Memory(memory, rank, width, [int(row[0]) for row in everyone], timeout_s)
 
 
@@ -108,6 +125,10 @@ class _Memory(Exchange):
         at = self._mine + self._turn % RING * self._record.size
         self._memory[at : at + self._record.size] = message + _CHECK.pack(zlib.crc32(message))
 
+    def reduced(self) -> Reduced:
+        columns = [*zip(*self.read(), strict=True)]
+        return Reduced(tuple(map(min, columns)), tuple(map(max, columns)), tuple(map(sum, columns)))
+
     def read(self) -> list[tuple[float, ...]]:
         return [self._look(rank) or self._wait(rank) for rank in range(len(self._rings))]
 
@@ -152,23 +173,29 @@ _LOOKS = 20
 """Looks at a message that has not come, at once one after the other: about 30 us, less than it takes to go to sleep and wake up."""
 
 
-class _Gloo(Exchange):
-    """An all_gather in a process group of its own, so that no user collective can be mistaken for it."""
+class _Tree(Exchange):
+    """Sends and receives in a thread, so that nobody who reads late holds up the others."""
 
-    def __init__(self, world_size: int, width: int) -> None:
-        self._group = plain_group("gloo")
-        self._all = [torch.zeros(width, dtype=torch.float64) for _ in range(world_size)]
-        self._work: dist.Work | None = None
+    def __init__(self, links: Links, timeout_s: float) -> None:
+        self._links, self._worker, self._timeout_s = links, Worker(links), timeout_s
+        self._latest: tuple[float, ...] = ()
+        self._known: Reduced | None = None
 
     def post(self, *numbers: float) -> None:
-        if self._work is not None:
-            self._work.wait()
-        self._work = dist.all_gather(
-            self._all, torch.tensor(numbers, dtype=torch.float64), group=self._group, async_op=True
-        )
+        self._latest, self._known = tuple(map(float, numbers)), None
+        self._worker.give(self._links.reduce, self._latest)
+
+    def reduced(self) -> Reduced:
+        if self._known is None:
+            found, width = self._worker.result(self._timeout_s), len(self._latest)
+            self._known = Reduced(found[:width], found[width : 2 * width], found[2 * width :])
+        return self._known
 
     def read(self) -> list[tuple[float, ...]]:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return [tuple(numbers.tolist()) for numbers in self._all]
+        self.reduced()
+        self._worker.give(self._links.gather, self._latest)
+        found, width = self._worker.result(self._timeout_s), len(self._latest) + 1
+        return [row[1:] for row in sorted(found[i : i + width] for i in range(0, len(found), width))]
+
+    def close(self) -> None:
+        self._worker.close()

@@ -212,13 +212,27 @@ def _interface_to(host: str) -> str | None:
             address = probe.getsockname()[0]
             for _, name in socket.if_nameindex() if not address.startswith("127.") else ():
                 with suppress(OSError):  # an interface without an address
-                    request = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                    if socket.inet_ntoa(request[20:24]) == address:
+                    if _address_of(name, probe) == address:
                         return name
     return None
 
 
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+
+
+def own_address() -> str:
+    """The address at which other nodes reach this one: that of gloo's interface, else that of the host's name."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if name:
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            return _address_of(name, probe)
+    return socket.gethostbyname(socket.gethostname())
+
+
+def _address_of(interface: str, probe: socket.socket) -> str:
+    """Raises OSError where it has none."""
+    request = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+    return socket.inet_ntoa(request[20:24])
 
 
 def _mpi_file() -> str:
@@ -245,4 +259,4 @@ def _mpi_file() -> str:
     return str(folder / hashlib.sha256(json.dumps(run).encode()).hexdigest()[:32])
 
 
-__all__ = ["destroy_process_group", "init_process_group", "plain_group"]
+__all__ = ["destroy_process_group", "init_process_group", "own_address", "plain_group"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,6 +104,8 @@ class ShardedStrategy(EagerStrategy):
 
     def teardown(self) -> None:
         super().teardown()
+        if self._steps is not None:
+            self._steps.close()
         self._mesh = self._steps = None
         self._named = self._buffered = None
 
@@ -468,17 +471,20 @@ class Steps:
 
         def call(batch: Any, batch_idx: int) -> Any:
             output = run(*first, batch, batch_idx)
-            self._losses.post(output is not None)
+            self._losses.post(math.inf if output is None else self._rank)
             if output is None:  # the others do not wait
-                others = [rank for rank, (has,) in enumerate(self._losses.read()) if has]
-                if others:
+                other = self._losses.reduced().lowest[0]
+                if other != math.inf:
                     raise RuntimeError(
-                        f"training_step returned None on rank {self._rank}, but a loss on rank {', '.join(map(str, others))}; parameters cut over ranks "
+                        f"training_step returned None on rank {self._rank}, but a loss on rank {other:.0f}; parameters cut over ranks "
                         "need the backward of all, so return None on every rank, or a loss without weight: Loss(loss * 0, 0)"
                     )
             return output
 
         return call
+
+    def close(self) -> None:
+        self._losses.close()
 
 
 def _one_optimizer_each(
