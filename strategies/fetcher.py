@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import signal
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -63,27 +65,30 @@ class Samples:
         """Whether the user's own function makes batches and so may leave samples out."""
 
     def __getitem__(self, key: tuple[int, int, Any]) -> Any:
-        epoch, position, indices = key
-        if self._tensors is not None:
-            rows = torch.from_numpy(np.array(indices))
-            try:
-                batch = [tensor.index_select(0, rows) for tensor in self._tensors]
-            except (IndexError, RuntimeError):  # counted from the end, or none of the dataset's
-                batch = [tensor[rows] for tensor in self._tensors]
-            return batch[0] if self._is_tensor else batch
-        dataset = self.dataset
-        if get_worker_info() is None:
-            if self._in_bulk:
-                return self._collate_fn(dataset.__getitems__(indices))
-            return self._collate_fn([dataset[index] for index in indices] if self._one_by_one else dataset[indices])
-        if self._one_by_one and not self._in_bulk:
-            samples = []
-            for place, index in enumerate(indices, position):
-                _seed_all(mix(self._seed, epoch, place))
-                samples.append(dataset[index])
-            return self._collate_fn(samples)
-        _seed_all(mix(self._seed, epoch, position))
-        return self._collate_fn(dataset.__getitems__(indices) if self._in_bulk else dataset[indices])
+        try:
+            epoch, position, indices = key
+            if self._tensors is not None:
+                rows = torch.from_numpy(np.array(indices))
+                try:
+                    batch = [tensor.index_select(0, rows) for tensor in self._tensors]
+                except (IndexError, RuntimeError):  # counted from the end, or none of the dataset's
+                    batch = [tensor[rows] for tensor in self._tensors]
+                return batch[0] if self._is_tensor else batch
+            dataset = self.dataset
+            if get_worker_info() is None:
+                if self._in_bulk:
+                    return self._collate_fn(dataset.__getitems__(indices))
+                return self._collate_fn([dataset[index] for index in indices] if self._one_by_one else dataset[indices])
+            if self._one_by_one and not self._in_bulk:
+                samples = []
+                for place, index in enumerate(indices, position):
+                    _seed_all(mix(self._seed, epoch, place))
+                    samples.append(dataset[index])
+                return self._collate_fn(samples)
+            _seed_all(mix(self._seed, epoch, position))
+            return self._collate_fn(dataset.__getitems__(indices) if self._in_bulk else dataset[indices])
+        except StopIteration as error:
+            raise escaped(error, f"reading {str(key[2])[:200]} of {type(self.dataset).__name__}") from error
 
 
 def _stacked(dataset: Any) -> Sequence[torch.Tensor] | None:
@@ -136,6 +141,12 @@ class Items:
         return Items(self.dataset, self._share, self._batch_size, self._collate_fn, self.drop_last)
 
     def __getitem__(self, key: tuple[int, int, int, int | None, int]) -> tuple[Any, int, int]:
+        try:
+            return self._fetch(key)
+        except StopIteration as error:
+            raise escaped(error, f"reading batch {key[4]} of {type(self.dataset).__name__}") from error
+
+    def _fetch(self, key: tuple[int, int, int, int | None, int]) -> tuple[Any, int, int]:
         run, epoch, start, limit, number = key
         if run != self._run:
             self._open(epoch, start, limit)
@@ -394,6 +405,19 @@ def announce(iterated: Any, seed: int, epoch: int) -> None:
 
 
 class _QuietLoader(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        """Start the workers with the signals blocked that they leave to the rank, until they can."""
+        if not self.num_workers:
+            return super().__iter__()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_RANK)
+        try:
+            iterator: Any = super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for worker in iterator._workers:  # torch, and Python at its end, ask those that do not react to end: they must
+            worker._popen.terminate = worker._popen.kill
+        return iterator
+
     def check_worker_number_rationality(self) -> None:
         """Warn of nothing: the user's own loader has warned of too many workers."""
 
@@ -417,12 +441,36 @@ class _StartWorker:
     def __call__(self, worker_id: int) -> None:
         info = torch_worker._worker_info
         assert info is not None
+        # Signals to all processes of a job, or from a terminal, are the rank's to answer: it may need its workers until it has
+        # saved. By functions, as programs that a worker starts would inherit that they are ignored.
+        for number in _OF_THE_RANK:
+            signal.signal(number, _leave_to_the_rank)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_RANK)
         dataset = info.dataset.dataset  # type: ignore[attr-defined]
         torch_worker._worker_info = type(info)(
             id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=dataset
         )
         if self.worker_init_fn is not None:
-            self.worker_init_fn(worker_id)
+            try:
+                self.worker_init_fn(worker_id)
+            except StopIteration as error:
+                raise escaped(error, f"starting worker {worker_id}") from error
+
+
+_OF_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def _leave_to_the_rank(number: int, frame: Any) -> None: ...
+
+
+def escaped(error: StopIteration, doing: str) -> RuntimeError:
+    """What to raise in place of a StopIteration of user code that is no end of an iteration, but would be taken for one."""
+    frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
+    code = frame.f_code
+    where = f"{getattr(code, 'co_qualname', code.co_name)} ({code.co_filename}, line {line})"
+    return RuntimeError(
+        f"{where} raised StopIteration while {doing}, which would end the epoch in silence; give next() a default, or catch it"
+    )
 
 
 _NOTHING = object()

@@ -14,6 +14,7 @@ import atexit
 import ctypes
 import gc
 import importlib
+import math
 import os
 import select
 import shutil
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,15 +55,20 @@ class Server:
         path = [str(Path(__file__).resolve().parents[1]), *sys.path]
         # Passes of the collector over modules while they are imported find next to nothing and take a fifth of the time.
         code = f"import gc, sys; gc.disable(); sys.path[:] = {path!r}; from strategies.forkserver import serve; serve({theirs.fileno()}, {_own_modules()!r})"
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "OMP_NUM_THREADS": num_threads},
-                start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
-            )
+        # Blocked from its first instruction on: a signal to every process of a job must not cut the ranks' own ending short.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, rank_module.SIGNALS)
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, "OMP_NUM_THREADS": num_threads},
+                    start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def start(self, folder: str, fds: list[int]) -> None:
         """Fork ranks. `fds`: a socket for signals and ends, standard output and error, program, work, a socket for each rank.
@@ -70,6 +77,12 @@ class Server:
         """
         socket.send_fds(self.control, [folder.encode()], fds)
         self.used = True
+
+    def is_stopped(self) -> bool:
+        """Whether a signal such as SIGSTOP keeps it from running, where the system tells."""
+        with suppress(OSError):
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return False
 
     def close(self) -> None:
         self.control.close()
@@ -137,13 +150,22 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def readable(sources: Iterable[Any], timeout_s: float) -> list[Any]:
+    """Those of some sockets or descriptors that can be read, or have come to their end, within a time; by `poll`, as `select`
+    takes no descriptor above 1023."""
+    poller = select.poll()
+    by_descriptor = {source if isinstance(source, int) else source.fileno(): source for source in sources}
+    for descriptor in by_descriptor:
+        poller.register(descriptor, select.POLLIN)
+    return [by_descriptor[descriptor] for descriptor, _ in poller.poll(max(0, math.ceil(timeout_s * 1000)))]
+
+
 # ---- in the server -------------------------------------------------------------------------------------
 
 
 def serve(control_fd: int, own: list[str]) -> None:
     """Main of the server: fork ranks on request until the launcher is gone."""
-    # A signal to every process of a job must not cut the ranks' own ending short.
-    signal.pthread_sigmask(signal.SIG_BLOCK, rank_module.SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, rank_module.SIGNALS)  # as it started, whoever started it
     launcher = os.getppid()
     for name in (*PRELOAD, *own):
         importlib.import_module(name)
@@ -155,7 +177,7 @@ def serve(control_fd: int, own: list[str]) -> None:
     gc.freeze()  # a collection in a rank would write to every page that it shares with the others
     with socket.socket(fileno=control_fd) as control:
         while True:
-            while not select.select([control], [], [], 1.0)[0]:
+            while not readable([control], 1.0):
                 if os.getppid() != launcher:
                     return
             message, fds, _, _ = socket.recv_fds(control, 4096, 253)
@@ -176,7 +198,7 @@ def _watch(ranks: socket.socket, pids: dict[int, int], launcher: int, wake: int)
     alone = False
     while pids:
         sources: list[Any] = [wake] if alone else [wake, ranks]
-        ready = select.select(sources, [], [], 1.0)[0]
+        ready = readable(sources, 1.0)
         signals = ranks.recv(64) if ranks in ready else b""
         if not alone and (os.getppid() != launcher or (ranks in ready and not signals)):
             alone = True
@@ -228,13 +250,17 @@ def _fork(rank: int, folder: str, fds: list[int], servers: list[int]) -> int:
         with socket.socket(fileno=channels[rank]) as channel:
             rank_module.run(rank, len(channels), folder, program, work, channel)
         code = 0
+    except SystemExit as error:  # of a process that the rank forked: a rank reports its own
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
         with suppress(BaseException):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)  # no interpreter shutdown: engines with threads of their own abort in it now and then
+        os._exit(code & 0xFF)  # no interpreter shutdown: engines with threads of their own abort in it now and then
 
 
-__all__ = ["END", "MAX_RANKS", "Server", "give_back", "serve", "take"]
+__all__ = ["END", "MAX_RANKS", "Server", "give_back", "readable", "serve", "take"]

@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from strategies.batch_rows import count_samples
-from strategies.fetcher import Once, Randomness, Samples, Share, Workers, announce, guess_batch_size
+from strategies.fetcher import Once, Randomness, Samples, Share, Workers, announce, escaped, guess_batch_size
 from strategies.permutation import Permutation, mix
 from strategies.source import Piece, Source, Task, bounds, cannot_share, length_of, name_of
 
@@ -235,7 +235,7 @@ class Indexed(Source):
 
     def _batches_after(self, epoch: int, start: int) -> tuple[Iterator[list[Any]], int, int]:
         """The batches of a user's batch sampler after `start` samples, how many they follow, and in how many parts if split."""
-        batches = map(list, self._replay(epoch))
+        batches = map(_listed, self._replay(epoch))
         passed = parts = 0
         while start > 0:
             batch = next(batches, None)
@@ -264,13 +264,24 @@ class Indexed(Source):
     def _replay(self, epoch: int) -> Iterator[Any]:
         """Iterate the user's sampler as every other rank does, leaving the run's random state alone."""
         ahead = _READ_AHEAD_BATCHES if self._batches else _READ_AHEAD
-        announce(self._sampler, self.share.seed, epoch)
         apart = Randomness(mix(self.share.seed, epoch))
-        with apart:
-            items = iter(self._sampler)
+        try:
+            announce(self._sampler, self.share.seed, epoch)
+            with apart:
+                items = iter(self._sampler)
+        except StopIteration as error:
+            raise escaped(error, f"beginning epoch {epoch} of {name_of(self._sampler)}") from error
         while True:
             with apart:
                 read = list(islice(Once(items), ahead))
             yield from read
             if len(read) < ahead:
                 return
+
+
+def _listed(batch: Any) -> list[Any]:
+    """A batch of a user's batch sampler, which may be anything that can be iterated."""
+    try:
+        return list(batch)
+    except StopIteration as error:
+        raise escaped(error, "reading a batch of indices") from error

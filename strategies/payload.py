@@ -1,7 +1,7 @@
 """Objects in one anonymous file: how work reaches the ranks and how a result comes home.
 
 Functions and classes of `__main__` travel by value (cloudpickle), everything importable by name. The bytes of
-tensors on the CPU and of numpy arrays lie beside the pickle and are mapped, not read: any number of processes
+tensors on the CPU and of numpy arrays lie beside the pickle, and large ones are mapped, not read: any number of processes
 that unpack one file share its pages until they write to them. The file has no name, so nothing is left
 when the last process that holds it ends, however it ends.
 """
@@ -22,6 +22,7 @@ import torch
 from torch.nn.utils import parametrize
 
 _ALIGN = 64  # what torch's own allocator gives; vector instructions are slower below it
+_LARGE = 1 << 20  # bytes from which on a tensor is mapped, not read
 
 
 def pack(value: Any) -> int:
@@ -38,7 +39,7 @@ def pack(value: Any) -> int:
     try:
         offset = _write(fd, memoryview(header), 0)
         for part in parts:
-            offset = _write(fd, part, -(-offset // _ALIGN) * _ALIGN)
+            offset = _write(fd, part, _aligned(offset, part.nbytes))
     except BaseException:
         os.close(fd)
         raise
@@ -46,19 +47,30 @@ def pack(value: Any) -> int:
 
 
 def unpack(fd: int) -> Any:
-    """Return what `pack` wrote to `fd`. Its tensors and arrays are private views of the file, writable and copied page by page on write.
+    """Return what `pack` wrote to `fd`. Its tensors and arrays are private and writable.
 
+    Large ones are views of the file, copied page by page on write, each with a map of its own: one that stays keeps no other.
     Their storages cannot be resized. Raises whatever importing or building the objects raises.
     """
-    view = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
-    (num_parts,) = struct.unpack_from("q", view)
+    (num_parts,) = struct.unpack("q", os.pread(fd, 8, 0))
     offset = 8 + 8 * num_parts
     parts = []
-    for size in struct.unpack_from(f"{num_parts}q", view, 8):
-        offset = -(-offset // _ALIGN) * _ALIGN
-        parts.append(view[offset : offset + size])
+    for size in struct.unpack(f"{num_parts}q", os.pread(fd, 8 * num_parts, 8)):
+        offset = _aligned(offset, size)
+        if size >= _LARGE:
+            part = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY, offset=offset))
+        else:
+            part = torch.empty(size, dtype=torch.uint8).numpy().data
+            os.preadv(fd, [part], offset)
+        parts.append(part)
         offset += size
     return pickle.loads(parts[0], buffers=parts[1:])
+
+
+def _aligned(offset: int, size: int) -> int:
+    """Where a part of this size begins that follows `offset`."""
+    alignment = mmap.ALLOCATIONGRANULARITY if size >= _LARGE else _ALIGN
+    return -(-offset // alignment) * alignment
 
 
 def dumps(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import select
 import shutil
 import signal
 import socket
@@ -28,7 +27,17 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from strategies import forkserver, watchdog
 from strategies.payload import dumps, pack, unpack
-from strategies.rank import Failure, cut, guard, library_state, program_state, set_phase
+from strategies.rank import (
+    Failure,
+    current_phase,
+    cut,
+    ends_well,
+    guard,
+    library_state,
+    program_state,
+    set_phase,
+    shortened,
+)
 from strategies.rendezvous import destroy_process_group, init_process_group
 
 T = TypeVar("T")
@@ -42,6 +51,12 @@ _SETTLE_SECONDARY_S = (
 _TERMINATE_S = (
     2.0  # from SIGTERM to SIGKILL for what is left; with the line above everything is gone within 4 s of a failure
 )
+_SAME_S = (
+    0.2  # signals this close together are one request: GNU timeout signals its child and then the child's whole group
+)
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals that ask a run to stop."""
+_STOPPED_S = 3.0  # after which a server that stands still by SIGSTOP is continued, and after twice as long given up
 
 
 class RankFailure(RuntimeError):
@@ -136,7 +151,9 @@ class _Ranks:
         self.result: Any = None
         self.failures: list[Failure] = []
         self.passed_on: list[int] = []  # signals that the launcher got
+        self.requests: list[float] = []  # when: those close together once
         self.sent: list[int] = []  # signals to clean up
+        self.stopped_since = math.inf  # the server, time.monotonic()
         self.watchdog = watchdog.Watchdog()
         self.terminate_at = self.kill_at = math.inf  # time.monotonic()
         for rank in self.running:
@@ -166,17 +183,17 @@ class _Ranks:
         with self._passing_on_signals(grace_s):
             while self.running:
                 now = time.monotonic()
+                self._wait_for_the_living(now, grace_s)
                 for due, cleanup in ((self.terminate_at, signal.SIGTERM), (self.kill_at, signal.SIGKILL)):
                     if now >= due and cleanup not in self.sent:
                         self.sent.append(cleanup)
                         self._send(cleanup)
                 self._look_for_hangs(grace_s)
+                self._continue_server(now)
                 timeout = min(
                     at - now for at in (now + self.watchdog.interval_s, self.terminate_at, self.kill_at) if at > now
                 )
-                ready: list[Any] = select.select(
-                    [self.control, *(self.channels[rank] for rank in self.open)], [], [], timeout
-                )[0]
+                ready = forkserver.readable([self.control, *(self.channels[rank] for rank in self.open)], timeout)
                 for rank in [rank for rank in self.open if self.channels[rank] in ready]:
                     self._hear(rank, grace_s)
                 if self.control in ready:
@@ -197,11 +214,19 @@ class _Ranks:
 
     @contextmanager
     def _passing_on_signals(self, grace_s: float) -> Iterator[None]:
+        process = os.getpid()
+
         def pass_on(signum: int, frame: Any) -> None:
+            if os.getpid() != process:  # a process that the launcher forked
+                signal.signal(signum, previous[signum])
+                signal.raise_signal(signum)
+                return
+            now = time.monotonic()
+            if not self.passed_on or now - self.requests[-1] > _SAME_S:
+                self.requests.append(now)
             self.passed_on.append(signum)
             self._send(signum)
-            now = time.monotonic()
-            self.kill_at = now if len(self.passed_on) >= 3 else min(self.kill_at, now + grace_s)
+            self.kill_at = now if len(self.requests) >= 3 else min(self.kill_at, now + grace_s)
 
         previous: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():  # Python's rule for handlers
@@ -261,13 +286,16 @@ class _Ranks:
         place = watchdog.where(rank, step, phase).partition(", ")[2]
         place = f" ({place})" if place else ""
         failure = Failure(rank, time.monotonic(), step, phase, "", exitcode=exitcode)
-        if -exitcode in self.sent:
+        if -exitcode in self.sent and len(self.requests) >= 3:
+            name = _name(self.passed_on[0])
+            print(f"rank {rank} was killed at the third signal, {name}, before it had stopped{place}", file=sys.stderr)
+            failure.stop, failure.error = True, dumps(_stop(self.passed_on[0]))
+        elif -exitcode in self.sent:
             failure.message = (
                 f"rank {rank} had not ended {grace_s:g} s after {_name(self.passed_on[0])} and was killed{place}"
             )
-        elif -exitcode in self.passed_on:  # it has no handler, which is a way to end
-            failure.stop = True
-            failure.error = dumps(KeyboardInterrupt() if -exitcode == signal.SIGINT else SystemExit(128 - exitcode))
+        elif -exitcode in _STOPS:  # whoever sent it: the rank has no handler, or none yet, which is a way to end
+            failure.stop, failure.error = True, dumps(_stop(-exitcode))
         elif exitcode < 0:
             failure.text = cut((self.folder / f"{rank}.fatal").read_text(errors="replace"))
             hint = "; where nobody sent it, the kernel did, short of memory" if -exitcode == signal.SIGKILL else ""
@@ -275,6 +303,32 @@ class _Ranks:
         else:
             failure.message = f"rank {rank} exited with code {exitcode} before its work was done{place}"
         self._note(failure, grace_s)
+        if failure.stop and not self.passed_on:  # it alone was signalled, so the others wait for it
+            self._end_in(_SETTLE_S)
+
+    def _wait_for_the_living(self, now: float, grace_s: float) -> None:
+        """Put off the kill after a signal while a rank gives signs of life: it ends a validation or writes a checkpoint."""
+        if now < self.kill_at or self.failures or self.sent or len(self.requests) >= 3:
+            return
+        boards = [watchdog.read(self.folder / f"{rank}.board") for rank in self.running]
+        signs = [sign.time_ns / 1e9 for sign in boards if sign.step is not None]
+        self.kill_at = max([self.kill_at, *(sign + grace_s for sign in signs)])
+
+    def _continue_server(self, now: float) -> None:
+        """Let the server run where something has stopped it: without it no signal reaches a rank, and no end of a rank the launcher."""
+        if not self.server.is_stopped():
+            self.stopped_since = math.inf
+            return
+        self.stopped_since = min(self.stopped_since, now)
+        who = f"the process that starts the ranks (process {self.server.process.pid})"
+        if now - self.stopped_since > 2 * _STOPPED_S:
+            self.server.process.kill()
+            raise RankFailure(
+                f"{who} is stopped and does not continue at SIGCONT, so its ranks were ended: start again"
+            )
+        if now - self.stopped_since > _STOPPED_S:
+            print(f"{who} was stopped by a signal (SIGSTOP), and is continued", file=sys.stderr, flush=True)
+            self.server.process.send_signal(signal.SIGCONT)
 
     def _place(self, rank: int) -> tuple[int | None, str]:
         sign = watchdog.read(self.folder / f"{rank}.board")
@@ -300,9 +354,12 @@ class _Ranks:
             self.kill_at = min(self.kill_at, now + grace_s)
         else:
             failure.secondary |= failure.stop  # what our own SIGTERM brought about
-            self.terminate_at = min(self.terminate_at, now + (_SETTLE_SECONDARY_S if failure.secondary else _SETTLE_S))
-            self.kill_at = min(self.kill_at, self.terminate_at + _TERMINATE_S)
+            self._end_in(_SETTLE_SECONDARY_S if failure.secondary else _SETTLE_S)
         self.failures.append(failure)
+
+    def _end_in(self, seconds: float) -> None:
+        self.terminate_at = min(self.terminate_at, time.monotonic() + seconds)
+        self.kill_at = min(self.kill_at, self.terminate_at + _TERMINATE_S)
 
 
 def _raise(failure: Failure, stopping: bool) -> NoReturn:
@@ -321,6 +378,7 @@ def _raise(failure: Failure, stopping: bool) -> NoReturn:
             step=failure.step,
             phase=failure.phase,
         )
+    shortened(error)
     with suppress(Exception):  # where its class allows attributes
         error._lockstep_place = Place(failure.rank, failure.step, failure.phase, stopping)  # type: ignore[attr-defined]
     raise error from (
@@ -328,6 +386,11 @@ def _raise(failure: Failure, stopping: bool) -> NoReturn:
         if failure.text
         else None
     )
+
+
+def _stop(signum: int) -> BaseException:
+    """What ends a program with 130 after SIGINT, else with 143."""
+    return KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
 
 
 def _server_died(server: forkserver.Server) -> str:
@@ -354,10 +417,13 @@ def _is_open(fd: int) -> bool:
 __all__ = [
     "RankFailure",
     "RankTraceback",
+    "current_phase",
     "destroy_process_group",
+    "ends_well",
     "guard",
     "init_process_group",
     "launch",
     "place_of",
     "set_phase",
+    "shortened",
 ]

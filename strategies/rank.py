@@ -27,6 +27,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy
@@ -39,6 +40,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Blocked in the server, so that none is lost between the fork of a rank and its own handlers."""
 
 _MAX_TRACEBACK_LINES = 30  # the launcher's own frames and the message come on top, 60 together
+_MAX_MESSAGE_LINES = 8
 _MAX_LINE_LENGTH = 1000
 
 # ---- what this process is doing ------------------------------------------------------------------------
@@ -58,6 +60,20 @@ def set_phase(step: int | None, phase: str) -> None:
         watchdog.write(_board, step, phase)
     if faults.plan is not None:
         faults.plan.enter(step, phase)
+
+
+def current_phase() -> tuple[int | None, str]:
+    """What this process gave to `set_phase` last."""
+    return _phase
+
+
+def _forget_board() -> None:
+    """In a process that a rank forked: what it does is not what the rank does."""
+    global _board
+    _board = faults.beat = None
+
+
+os.register_at_fork(after_in_child=_forget_board)
 
 
 def open_board(board: int, answers: Any, phase: str) -> None:
@@ -207,6 +223,7 @@ class Failure:
 
 def run(rank: int, num_ranks: int, folder: str, program_fd: int, work_fd: int, channel: socket.socket) -> None:
     """Main of a rank, entered with `SIGNALS` blocked. Sends one file over `channel`: the result (of rank 0) or a `Failure`."""
+    process = os.getpid()
     _take_over_program(unpack(program_fd))
     os.close(program_fd)
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
@@ -231,11 +248,22 @@ def run(rank: int, num_ranks: int, folder: str, program_fd: int, work_fd: int, c
         set_phase(_phase[0], "return of the result")
         outcome = pack(result if rank == 0 else None)
     except BaseException as error:
+        if os.getpid() != process:  # a process that the work forked: it answers for itself alone
+            raise
         outcome = pack(_describe(rank, error))
+    if os.getpid() != process:
+        raise RuntimeError(
+            "a process that a rank forked came to the end of the rank's work; end it by os._exit or sys.exit"
+        )
     socket.send_fds(channel, [b"."], [outcome])
     # What an interpreter does at its end: wait for threads, stop idle executors, flush what registered for it.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+
+
+def ends_well(error: SystemExit) -> bool:
+    """Whether a program that ends with it has exit code 0."""
+    return error.code is None or (isinstance(error.code, int) and error.code % 256 == 0)
 
 
 # A peer that failed, in the words of a save, or is gone, in those of gloo, NCCL and torch's stores.
@@ -246,6 +274,10 @@ _CONSEQUENCE = re.compile(
 
 def _describe(rank: int, error: BaseException) -> Failure:
     step, phase = _phase
+    if isinstance(error, SystemExit) and ends_well(error):
+        place = watchdog.where(rank, step, phase)
+        message = f"sys.exit({'' if error.code is None else error.code}) was called on {place} before its work was done"
+        return Failure(rank, time.monotonic(), step, phase, message, exitcode=0)
     start = error.__traceback__
     while start is not None and start.tb_next is not None and start.tb_frame.f_code.co_filename == __file__:
         start = start.tb_next
@@ -259,14 +291,23 @@ def _describe(rank: int, error: BaseException) -> Failure:
         time=time.monotonic(),
         step=step,
         phase=phase,
-        message=f"{type(error).__name__} in {watchdog.where(rank, step, phase)}: {error}",
-        text=cut("".join(traceback.format_exception(type(error), error, start))),
+        message=cut(f"{type(error).__name__} in {watchdog.where(rank, step, phase)}: {error}", _MAX_MESSAGE_LINES),
+        text=_text(error, start),
         error=_pickle_error(error),
         stop=isinstance(error, SystemExit | KeyboardInterrupt),
         secondary=any(
             isinstance(link, RuntimeError | OSError) and _CONSEQUENCE.search(str(link)) is not None for link in chain
         ),
     )
+
+
+def _text(error: BaseException, start: TracebackType | None) -> str:
+    """The traceback, cut to size; of an exception with a long message both are cut, so that neither hides the other."""
+    whole = cut("".join(traceback.format_exception(type(error), error, start)))
+    message = "".join(traceback.format_exception_only(type(error), error))
+    if "lines cut" not in whole or len(message.splitlines()) <= _MAX_MESSAGE_LINES:
+        return whole
+    return cut("".join(traceback.format_tb(start)), _MAX_MESSAGE_LINES + 2) + "\n" + cut(message, _MAX_MESSAGE_LINES)
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
@@ -296,19 +337,48 @@ def _rebuild(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[
     return error
 
 
-def cut(text: str) -> str:
-    """The text with its middle left out where it is long."""
+def cut(text: str, max_lines: int = _MAX_TRACEBACK_LINES) -> str:
+    """The text with its middle left out if it is long."""
     lines = [
         line if len(line) <= _MAX_LINE_LENGTH else line[:_MAX_LINE_LENGTH] + " ..."
         for line in text.rstrip().splitlines()
     ]
-    if len(lines) > _MAX_TRACEBACK_LINES:
+    if len(lines) > max_lines:
         lines = [line for line in lines if line.strip(" ^~")]  # the markers under the code go first
-    if len(lines) > _MAX_TRACEBACK_LINES:
-        head = 6
-        tail = _MAX_TRACEBACK_LINES - head - 1
+    if len(lines) > max_lines:
+        head = min(6, max_lines // 2)
+        tail = max_lines - head - 1
         lines = [*lines[:head], f"  ... {len(lines) - head - tail} lines cut ...", *lines[-tail:]]
     return "\n".join(lines)
 
 
-__all__ = ["SIGNALS", "Failure", "cut", "guard", "library_state", "open_board", "program_state", "run", "set_phase"]
+def shortened(error: BaseException) -> None:
+    """Cut the message of an exception, in place, if it is long; the whole text is its `full_message` then."""
+    with suppress(Exception):  # of a class of the user's, whose text and attributes may be anything
+        text = str(error)
+        short = cut(text, _MAX_MESSAGE_LINES)
+        if len(short) >= len(text.rstrip()):
+            return
+        error.full_message = text  # type: ignore[attr-defined]
+        args, error.args = error.args, (short,)
+        if len(str(error)) > 2 * len(short):  # its class writes the text from something else
+            error.args = args
+            kind = type(error)
+            names = {"__str__": lambda self: short, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            error.__class__ = type(kind.__name__, (kind,), names)
+
+
+__all__ = [
+    "SIGNALS",
+    "Failure",
+    "current_phase",
+    "cut",
+    "ends_well",
+    "guard",
+    "library_state",
+    "open_board",
+    "program_state",
+    "run",
+    "set_phase",
+    "shortened",
+]

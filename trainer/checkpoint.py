@@ -18,7 +18,18 @@ from trainer.checkpoint_format import MANIFEST, CheckpointError, reason
 from trainer.checkpoint_reader import Checkpoint, is_checkpoint, read_manifest
 from trainer.checkpoint_writer import Saving
 
-__all__ = ["Checkpoint", "CheckpointError", "Saving", "begin", "clean", "is_checkpoint", "newest", "remove", "save"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Saving",
+    "begin",
+    "clean",
+    "is_checkpoint",
+    "newest",
+    "present",
+    "remove",
+    "save",
+]
 
 
 def save(
@@ -103,12 +114,12 @@ def begin(
     return saving
 
 
-def newest(folder: str | os.PathLike[str], since_ns: int = 0) -> Path | None:
+def newest(folder: str | os.PathLike[str], without: Container[Any] = ()) -> Path | None:
     """The checkpoint in `folder` with the highest (global_step, time of saving) that verifies, or None.
 
     Reads every byte of the one that it returns. Warns once for each damaged one that is newer. Temporary folders
-    are skipped; an aside copy counts where a kill fell between the two renames of a replacement. Those that were saved
-    before `since_ns` (`time.time_ns()`) do not count.
+    are skipped; an aside copy counts where a kill fell between the two renames of a replacement. Those in `without`, which
+    `present` returned, do not count.
     """
     folder = Path(os.path.abspath(folder))
     found: list[tuple[int, int, Path]] = []
@@ -123,7 +134,7 @@ def newest(folder: str | os.PathLike[str], since_ns: int = 0) -> Path | None:
         except CheckpointError as error:
             warnings.warn(f"skipped: {error}", stacklevel=2)
         else:
-            if manifest["saved_at_ns"] >= since_ns:
+            if _identity(entry) not in without:
                 found.append((manifest["global_step"], manifest["saved_at_ns"], entry))
     for _, _, entry in sorted(found, reverse=True):
         try:
@@ -131,6 +142,20 @@ def newest(folder: str | os.PathLike[str], since_ns: int = 0) -> Path | None:
         except CheckpointError as error:
             warnings.warn(f"skipped: {error}", stacklevel=2)
     return None
+
+
+def present(folder: str | os.PathLike[str]) -> set[Any]:
+    """What is in `folder` now, for `newest`: no clock tells what was saved later, as clocks are set back."""
+    return {identity for entry in folders(Path(os.path.abspath(folder))) if (identity := _identity(entry)) is not None}
+
+
+def _identity(entry: Path) -> tuple[int, int] | None:
+    """What a checkpoint keeps when it is renamed, and one that replaces it has not."""
+    try:
+        status = os.stat(entry / MANIFEST)
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def clean(folder: str | os.PathLike[str]) -> list[Path]:

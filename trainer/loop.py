@@ -68,6 +68,8 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             window = next(windows, None)
             if window is None:
                 break
+            if not trainer.signals.deferred:
+                trainer.signals.defer()
             set_phase(progress.global_step, "training step")
             if guards.remembers:
                 guards.remember()
@@ -130,14 +132,13 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             if stepped and guards.compares_every is not None and progress.global_step % guards.compares_every == 0:
                 guards.compare_replicas()
             metrics.in_batch, metrics.weight = False, 1.0
+            done = trainer.max_steps is not None and progress.global_step >= trainer.max_steps
+            if agreement.stop > 1 and not done:  # a signal's number, or a save beside the training that failed
+                raise trainer.interrupted()
             if run.val_every is not None and _validation_is_due(run, trainer):
                 _validate(trainer, module, run)
                 stop = trainer.agree_to_stop()
-            stop = (
-                stop or agreement.stop or (trainer.max_steps is not None and progress.global_step >= trainer.max_steps)
-            )
-            if agreement.stop > 1:  # a signal's number, or a save beside the training that failed
-                raise trainer.interrupted()
+            stop = stop or bool(agreement.stop) or done
 
         resumed_at_its_end = 0 < batches_before == progress.batches_seen
         if progress.global_step == steps_before and trainer.max_epochs is None and not stop and not resumed_at_its_end:
@@ -156,6 +157,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
     for hook in hooks.on_train_end:
         hook()
     trainer.finish_saving()
+    trainer.agree_to_stop()
     for hook in hooks.on_fit_end:
         hook()
 
@@ -166,7 +168,7 @@ def note(trainer: Trainer) -> Note:
         return Note(SAVE_FAILED, trainer.metrics.keys_hash)
     wanted = trainer.should_stop and trainer.progress.current_epoch >= (trainer.min_epochs or 0)
     metrics = trainer.metrics
-    return Note(trainer.stop_signal or int(wanted), metrics.keys_hash, metrics.names)
+    return Note(trainer.signals.number or int(wanted), metrics.keys_hash, metrics.names)
 
 
 def _finished(trainer: Trainer) -> bool:
@@ -175,7 +177,7 @@ def _finished(trainer: Trainer) -> bool:
         return True
     if trainer.max_steps is not None and progress.global_step >= trainer.max_steps:
         return True
-    return bool(trainer.agree_to_stop()) and progress.current_epoch >= (trainer.min_epochs or 0)
+    return trainer.agree_to_stop() and progress.current_epoch >= (trainer.min_epochs or 0)
 
 
 def _prepared(trainer: Trainer, run: setup.FitRun, window: Window) -> Iterator[MicroBatch]:
@@ -289,8 +291,7 @@ def _close_epoch(trainer: Trainer, module: Module, run: setup.FitRun) -> None:
     metrics.samples = 0
     if trainer.check_val_every_n_epoch is not None:
         progress.validations = 0
-    if trainer.agree_to_stop() > 1:
-        raise trainer.interrupted()
+    trainer.agree_to_stop()
 
 
 def _finish_early(trainer: Trainer, module: Module, run: setup.FitRun) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +22,8 @@ from callbacks.printing import safe_print
 from strategies.base import split_loss
 from strategies.combined import CombinedLoader
 from strategies.data import ShardedLoader, Window
-from strategies.processes import set_phase
-from strategies.watchdog import SETTING_UP
+from strategies.processes import current_phase, ends_well, set_phase, shortened
+from strategies.watchdog import SETTING_UP, where
 from trainer import optimizers as configured
 from trainer import snapshot
 from trainer.compilation import Compiled
@@ -30,6 +33,7 @@ from trainer.logging import MetricStore
 from trainer.manual import AutomaticOptimizer, ManualOptimizer
 from trainer.metric_sync import synced_metrics
 from trainer.module import Module
+from trainer.run_folder import conclude
 from trainer.seeding import derive, seed_everything
 
 if TYPE_CHECKING:
@@ -92,14 +96,42 @@ class FitRun:
         return self.num_batches is not None and progress.batches_seen >= self.num_batches
 
 
+class attached:
+    """The life of a run on this rank: processes joined, module and callbacks attached, and all of it undone. Every rank enters it.
+
+    Raises what user code raises, as itself, but for a `sys.exit` that would end the program with code 0: that is a
+    RuntimeError. Raises SystemExit(143) or KeyboardInterrupt after a signal.
+    """
+
+    def __init__(self, trainer: Trainer, module: Module, sources: Sources, stage: str, ckpt_path: str | None) -> None:
+        self._life = _life(trainer, module, sources, stage, ckpt_path)
+
+    def __enter__(self) -> None:
+        try:
+            self._life.__enter__()
+        except RuntimeError as error:
+            self._raise(error)
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            self._life.__exit__(*raised)
+        except RuntimeError as error:
+            self._raise(error)
+
+    def _raise(self, error: RuntimeError) -> NoReturn:
+        own = _of_the_user(error)
+        raise error if own is error else own from None
+
+
 @contextmanager
-def attached(trainer: Trainer, module: Module, sources: Sources, stage: str, ckpt_path: str | None) -> Iterator[None]:
-    """The life of a run on this rank: processes joined, module and callbacks attached, and all of it undone."""
+def _life(trainer: Trainer, module: Module, sources: Sources, stage: str, ckpt_path: str | None) -> Iterator[None]:
     trainer.running = True
+    process = os.getpid()
     vars(trainer).pop("hooks", None)  # those of an earlier run must not hear of this one's failure
     module.__dict__["_trainer"] = trainer
     datamodule = sources.datamodule
     compiled: Compiled | None = None
+    trainer.signals.catch()
     try:
         trainer.strategy.setup()
         trainer.start_run(module, stage)
@@ -138,26 +170,66 @@ def attached(trainer: Trainer, module: Module, sources: Sources, stage: str, ckp
             else:
                 callback.teardown(trainer, module, stage)
         trainer.strategy.release(trainer.placed)
+        if trainer.signals.number:
+            raise trainer.signals.error()
         trainer.end_run("success")
-    except BaseException as error:
+    except BaseException as caught:
+        if os.getpid() != process:  # a process that user code forked: the run is its parent's
+            raise
+        if trainer.signals.number and not trainer.signals.deferred and trainer.is_global_zero:
+            name = signal.Signals(trainer.signals.number).name
+            safe_print(f"stopped by {name}" + (" before the first step" if stage == "fit" else ""), file=sys.stderr)
+        trainer.signals.defer()  # another one must not cut short what follows
+        error = _early_exit(trainer, caught) or _of_the_user(caught)
+        if not trainer.signals.launched:  # the launcher does it for its ranks
+            shortened(error)
         trainer.settle_saving(error)
         hooks = getattr(trainer, "hooks", None)
         for hook in hooks.on_exception if hooks is not None else ():
             try:
                 hook(error)
             except Exception as later:  # the first error is the one to show
-                error.add_note(f"on_exception failed too: {type(later).__name__}: {later}") if hasattr(
+                error.add_note(f"on_exception failed too: {type(later).__name__}: {str(later)[:500]}") if hasattr(
                     error, "add_note"
                 ) else None
         trainer.end_run("interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed", error)
+        if error is not caught:
+            raise error from (None if error is caught.__cause__ else caught)
         raise
     finally:
-        trainer.running = False
-        if compiled is not None:
-            compiled.undo()
-        for callback in trainer.callbacks:
-            callback._module = None
-        trainer.strategy.teardown()
+        if os.getpid() == process:
+            trainer.running = False
+            if compiled is not None:
+                compiled.undo()
+            for callback in trainer.callbacks:
+                callback._module = None
+            trainer.strategy.teardown()
+            trainer.signals.give_back()
+    if trainer.signals.number:  # since the account of the run was closed
+        late = trainer.signals.error()
+        if trainer.log_dir is not None and trainer.is_global_zero:
+            conclude(Path(trainer.log_dir), late)
+        raise late
+
+
+def _of_the_user(error: BaseException) -> BaseException:
+    """The StopIteration of user code, if `error` is what Python made of it where it left a generator of ours; else `error`."""
+    cause = error.__cause__
+    if not isinstance(error, RuntimeError) or not isinstance(cause, StopIteration) or cause.__traceback__ is None:
+        return error
+    ours = Path(cause.__traceback__.tb_frame.f_code.co_filename).parent.parent == Path(__file__).parent.parent
+    return cause if ours and str(error) == "generator raised StopIteration" else error
+
+
+def _early_exit(trainer: Trainer, error: BaseException) -> RuntimeError | None:
+    """What to raise in place of a `sys.exit` within the run that would end the program with code 0; None for anything else."""
+    if not isinstance(error, SystemExit) or not ends_well(error):
+        return None
+    place = where(trainer.global_rank, *current_phase())
+    return RuntimeError(
+        f"sys.exit({'' if error.code is None else error.code}) was called on {place} before the run was done, and exit code 0 "
+        "says that it is; set trainer.should_stop = True to end training early, or exit with another code"
+    )
 
 
 def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -35,6 +34,7 @@ from trainer.progress import Progress
 from trainer.run_folder import RunFolder, conclude, described
 from trainer.seeding import deterministic, rng_state, seed_everything, set_rng_state
 from trainer.setup import Sources, attached
+from trainer.signals import Signals
 
 RESULTS: tuple[str, ...] = ("callback_metrics", "logged_metrics", "progress_bar_metrics", "log_dir", "should_stop")
 RESULTS += ("num_training_batches", "windows_per_epoch", "evaluation_batches", "run_seed")
@@ -225,8 +225,7 @@ class Trainer:
         self.saving: files.Saving | None = None
         self.saving_s = 0.0
         """Seconds that training has waited for checkpoints on this rank."""
-        self.stop_signal = 0
-        self._handlers: dict[int, Any] = {}
+        self.signals = Signals()
         self._failed_loggers: list[Logger] = []
         self._undeterministic: Callable[[], None] | None = None
         self._folder: RunFolder | None = None
@@ -449,7 +448,7 @@ class Trainer:
     def start_run(self, module: Module, stage: str) -> None:
         """Seed the streams and choose the run's folder. Every rank calls it once the strategy is set up."""
         self._module, self._stage = module, stage
-        self.stop_signal, self.should_stop = 0, False
+        self.should_stop = False
         self.window_is_open = self.manually_stepped = False
         self.streams.clear()
         if self.seed is not None:
@@ -462,8 +461,6 @@ class Trainer:
         if self._chosen is not None and self.is_global_zero:
             safe_print(self._chosen, file=sys.stderr)
             self._chosen = None
-        if stage == "fit":
-            self._catch_signals()
 
     def begin_account(self, module: Module) -> None:
         """Note in the run's folder what is about to happen, and count what happens."""
@@ -472,16 +469,13 @@ class Trainer:
             self.executed = self._folder.executed
 
     def end_run(self, status: str, error: BaseException | None = None) -> None:
-        """Close the loggers and the run's folder, and give the signals back."""
+        """Close the loggers and the run's folder."""
         for logger in self.loggers:
             self.guarded(logger, logger.finalize, status)
         if self._folder is not None:
             self.executed = list(self.executed)
             self._folder.end(self, error)
             self._folder = None
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers = {}
         if self._undeterministic is not None:
             self._undeterministic()
             self._undeterministic = None
@@ -565,23 +559,29 @@ class Trainer:
         for hook in self.hooks.on_after_backward:
             hook()
 
-    def agree_to_stop(self) -> int:
-        """The largest reason to stop of any rank, for places between steps. Every rank calls it."""
+    def agree_to_stop(self) -> bool:
+        """Whether any rank asks to stop, for places between steps. Every rank calls it.
+
+        Raises what `interrupted` returns where a rank got a signal, or has failed in a save beside the training.
+        """
         stop = loop.note(self).stop
-        return stop if self.world_size == 1 else int(self.strategy.all_reduce(torch.tensor(stop), "max"))
+        stop = stop if self.world_size == 1 else int(self.strategy.all_reduce(torch.tensor(stop), "max"))
+        if stop > 1:
+            raise self.interrupted()
+        return bool(stop)
 
     def interrupted(self) -> BaseException:
-        """Commit a checkpoint; return what ends the process with 143 or 130. Every rank calls it.
+        """Commit a checkpoint, once a step has been done; return what ends the process with 143 or 130. Every rank calls it.
 
         Raises what failed in a save that went on beside the training, which may be why the ranks are here.
         """
         self.finish_saving()
-        number = int(self.strategy.all_reduce(torch.tensor(self.stop_signal), "max"))
+        number = int(self.strategy.all_reduce(torch.tensor(self.signals.number), "max"))
         path = None
-        if self.checkpoint_callback is not None:
+        if self.checkpoint_callback is not None and self.signals.deferred:
             path = Path(self.checkpoint_dir()) / f"{_INTERRUPTED}{self.global_step}"
             self.save_checkpoint(path)
-        if self.is_global_zero:
+        if self.is_global_zero and self.signals.deferred:
             safe_print(
                 f"stopped by {signal.Signals(number).name} after step {self.global_step}"
                 + (f"; resume with ckpt_path='{path}' or 'auto'" if path else ""),
@@ -669,14 +669,15 @@ class Trainer:
 
     def _fit_on_ranks(self, module: Module, sources: Sources, ckpt_path: str | None) -> dict[str, Any]:
         """Launch ranks, and launch them again from the newest checkpoint when they die; return what rank 0 brought back."""
-        before, streams, begun = self.log_dir, rng_state(), time.time_ns()
+        before, streams = self.log_dir, rng_state()
         self._module, self._stage = module, "fit"
         plan = run_plan.carried_out(run_plan.plan(self, ckpt_path))  # here, so that every attempt has the same folder
         self.log_dir, first = plan["log_dir"], plan["checkpoint"]
+        of_others = files.present(self.checkpoint_dir())
 
         def newest(restart: int) -> str | None:
             found = (
-                files.newest(self.checkpoint_dir(), begun)
+                files.newest(self.checkpoint_dir(), of_others)
                 if restart and self.log_dir and self.checkpoint_callback is not None
                 else None
             )
@@ -705,19 +706,6 @@ class Trainer:
 
     def _entry(self, name: str) -> Any:
         return self.metrics.origins.get(name) or self.metrics.entries.get(name)
-
-    def _catch_signals(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        own = signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL  # the program's, which means something else by it
-        for number in (signal.SIGTERM, signal.SIGINT) if own else (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            self._handlers[number] = signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        """Ask for a stop after this step; a second SIGINT stops at once."""
-        if self.stop_signal and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.stop_signal = number
 
     def _result(self, returned: Any) -> dict[str, Any]:
         """What rank 0 brings back to the process that called `fit`."""
@@ -767,7 +755,6 @@ class Trainer:
             "lr_scheduler_configs": [],
             "user_optimizers": [],
             "named_optimizers": {},
-            "_handlers": {},
         }
         empty["_folder"] = None
         return {**{name: value for name, value in self.__dict__.items() if name not in ("hooks", "metrics")}, **empty}
@@ -806,8 +793,7 @@ def _on_rank(
             loop.fit(trainer, module, sources)
         else:
             returned = evaluation.run(trainer, module, sources, stage)
-        rank = trainer.global_rank
-    return trainer._result(returned) if rank == 0 else {}
+    return trainer._result(returned) if trainer.global_rank == 0 else {}
 
 
 def _all_callbacks(

@@ -106,12 +106,33 @@ def test_numpy_arrays_are_writable_and_private() -> None:
     assert (first[0, 0], second[0, 0], sent[0, 0]) == (7, 0, 0)
 
 
-def test_loading_maps_the_bytes() -> None:
-    got = through({"data": torch.ones(1_000_000), "labels": np.ones(1000)})
+def test_loading_maps_the_bytes_of_what_is_large() -> None:
+    got = through({"data": torch.ones(1_000_000), "labels": np.ones(1_000_000), "scalar": torch.ones(())})
+    assert got["scalar"].data_ptr() % 64 == 0
     for address in (got["data"].data_ptr(), got["labels"].ctypes.data):
         (line,) = [line for line in Path("/proc/self/maps").read_text().splitlines() if contains(line, address)]
         assert "memfd:lockstep" in line
         assert address % 64 == 0
+
+
+def mapped_bytes() -> int:
+    sizes = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:lockstep" in line:
+            low, high = (int(bound, 16) for bound in line.split()[0].split("-"))
+            sizes += high - low
+    return sizes
+
+
+def test_what_stays_of_a_result_keeps_nothing_else_in_memory() -> None:
+    before = mapped_bytes()
+    got = through({"scalar": torch.ones(()), "one": torch.ones(1_000_000), "other": torch.ones(2_000_000)})
+    kept = got["scalar"], got["one"]
+    del got
+    assert 4_000_000 <= mapped_bytes() - before < 5_000_000
+    assert kept[0].item() == 1 and kept[1].sum() == 1_000_000
+    del kept
+    assert mapped_bytes() == before
 
 
 def contains(line: str, address: int) -> bool:

@@ -238,3 +238,21 @@ def test_the_random_streams_of_the_caller_are_those_of_every_attempt(monkeypatch
         quiet(max_restarts=1).fit(model, loader(40, 8, shuffle=True))
         runs.append(weights(model))
     assert equal(*runs)
+
+
+class SetBack(Net):
+    """The wall clock of every rank is set back by an hour once training has begun."""
+
+    def on_train_start(self) -> None:
+        real = time.time_ns
+        time.time_ns = lambda: real() - 3600 * 10**9  # type: ignore[assignment]
+
+
+def test_a_clock_that_is_set_back_does_not_hide_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(faults.VARIABLE, "rank=0,step=5,point=backward,action=sigkill,file=count")
+    quiet(max_restarts=1, enable_checkpointing=True, callbacks=[ModelCheckpoint(every_n_train_steps=2)]).fit(
+        SetBack(), loader(32, 4)
+    )
+    assert "restart 1 of 1 from" in (told := capfd.readouterr().err) and "step=4" in told
