@@ -23,10 +23,11 @@ from strategies.eager import EagerStrategy, sum_gradients
 from strategies.mesh import devices_of, parse, resolve
 from strategies.optimizer_probe import probe
 from strategies.permutation import mix
-from strategies.pipeline_feed import Feed, Tally, merged, runs, shapes
+from strategies.pipeline_feed import Feed, Tally, merged, runs
 from strategies.pipeline_schedule import schedule as find_schedule
 from strategies.pipeline_stage import Staged
 from strategies.recompute import is_recomputed
+from strategies.slices import signature
 from strategies.state import Reader, Shard, State, gather_state, gather_whole, names_of, parameter_names
 from strategies.streams import kept_streams, seed_streams
 
@@ -55,7 +56,7 @@ class Pipeline(EagerStrategy):
         that layers take on it instead of by their numbers of parameters.
     `mesh`: `"ddp=2,pipeline=2"` runs two pipelines of two ranks on different samples and sums their gradients after
         the schedule; `"fsdp=2,pipeline=2"` cuts parameters, gradients and optimizer state of each stage over two ranks as
-        well. .
+        well.
     `activation_checkpointing`: compute what lies within blocks again in the backward; True, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
@@ -104,7 +105,7 @@ class Pipeline(EagerStrategy):
         self._data_group: dist.ProcessGroup | None = None
         self._mesh: DeviceMesh | None = None
         self._group: dist.ProcessGroup | None = None
-        self._seed = 0
+        self._seed: int | None = None
         self._steps_seen = 0
         self._engines: dict[Any, Any] = {}
         self._optimizers: WeakSet[Optimizer] = WeakSet()
@@ -138,7 +139,7 @@ class Pipeline(EagerStrategy):
 
     def setup(self) -> None:
         super().setup()
-        self._engines = {}
+        self._engines, self._seed = {}, None
         if not self._in_group:
             return
         sizes = {
@@ -204,6 +205,7 @@ class Pipeline(EagerStrategy):
 
             data = tuple(name for name in self._mesh.mesh_dim_names or () if name != "pipeline")
             staged.shards = Shards(staged, self._mesh[data])
+        staged.watch_state()
         self._steps_seen = 0
         return staged
 
@@ -271,13 +273,15 @@ class Pipeline(EagerStrategy):
         for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
             feeds = runs(micro_batch, self.num_parts)
             tally.outputs = []
-            with kept_streams():
+            assert placed.state is not None
+            num_parts = sum(map(len, feeds))
+            with kept_streams(), placed.state.micro_batch(num_parts), self._within_step():
                 for k, run in enumerate(feeds):
                     feed = Feed(
                         step_fn=step_fn,
                         batch_idx=micro_batch.batch_idx,
                         parts=run,
-                        noise=mix(self._seed, self.data_rank, self._steps_seen, i, k),
+                        noise=mix(self._seed or 0, self.data_rank, self._steps_seen, i, k),
                         scale=1 / window.num_samples,
                         parameters=parameters,
                         context=part,
@@ -290,6 +294,14 @@ class Pipeline(EagerStrategy):
                         engine.run(feed)
                     elif feed.before_last_backward is not None:
                         feed.before_last_backward()
+            if not feeds and self.data_size > 1:
+                with (
+                    kept_streams(),
+                    placed.state.padding(),
+                    self.precision.autocast(self.device),
+                    nullcontext() if part is None else part(0),
+                ):
+                    placed.layout_of(partial(step_fn, micro_batch.batch, micro_batch.batch_idx))
             if i == last and not feeds:
                 send()
             if feeds and after_backward is not None and i < last:
@@ -320,7 +332,7 @@ class Pipeline(EagerStrategy):
         if not micro_batch.num_samples:
             with placed.gathered():  # with the ranks that run the step
                 return None
-        noise = mix(self._seed, self.data_rank, *(arg for arg in args if isinstance(arg, int)))
+        noise = mix(self._seed or 0, self.data_rank, *(arg for arg in args if isinstance(arg, int)))
         counts = nullcontext() if self.reports or part is None else part(0)
         with kept_streams(), counts, self.precision.autocast(self.device), placed.gathered():
             seed_streams(noise)  # the step begins alike on all ranks
@@ -370,7 +382,7 @@ class Pipeline(EagerStrategy):
             with super().whole(placed):
                 yield
             return
-        if self._in_step:
+        if self._in_step or (placed.shards is not None and placed.shards.gathered):
             raise RuntimeError(
                 "whole() was called within a step, which a pipeline's ranks do not run alike; call it in a hook"
             )
@@ -384,7 +396,7 @@ class Pipeline(EagerStrategy):
     def shard_loader(
         self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False
     ) -> Any:
-        if not self._seed:
+        if self._seed is None:
             self._seed = seed  # equal on all ranks; noise is a function of it
         return super().shard_loader(loader, seed=seed, shuffle=shuffle, accumulate=accumulate, split=split)
 
@@ -462,6 +474,14 @@ class Pipeline(EagerStrategy):
 
     # ---- helpers -----------------------------------------------------------------------------------
 
+    @contextmanager
+    def _within_step(self) -> Iterator[None]:
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
     def _check_optimizer(self, placed: Staged, key: str, optimizer: Optimizer) -> None:
         """Raise ValueError, on all ranks alike, for an optimizer that would step other numbers on one rank's parameters."""
         called, found = f"optimizer {key!r} ({type(optimizer).__name__})", probe(optimizer)
@@ -519,7 +539,7 @@ class Pipeline(EagerStrategy):
         """The schedule for parts of this shape: built when a shape is new, kept for the last two. None if the step returns None for each."""
         from strategies.pipeline_engine import Engine  # torch.distributed.pipelining takes a second to import
 
-        key = (shapes(feed.parts[0].batch), len(feed.parts))
+        key = (signature(feed.parts[0].batch), len(feed.parts))
         engine = self._engines.pop(key, None)
         if engine is None:
             with self.precision.autocast(self.device), feed.counted(0):

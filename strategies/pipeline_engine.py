@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
+from torch.utils._pytree import tree_leaves
 
 from strategies import faults
 from strategies.eager import detach, weighted_losses
@@ -58,6 +60,9 @@ class Engine:
         self._feed, self._error = feed, None
         for stage, held in zip(self.stages, self._placed.stages.values(), strict=True):
             held.run = functools.partial(self._forward, stage)
+            if self._placed.splits_backward:
+                stage.hooked = any(m._backward_hooks or m._backward_pre_hooks for m in held.modules())
+                stage.unsplit.clear()
         self._passes.clear()
         try:
             if self._is_last:
@@ -84,9 +89,10 @@ class Engine:
         try:
             with self._precision.autocast(placed.device), feed.counted(feed.parts[index].num_samples if last else 0):
                 arrive = functools.partial(open_stage.arrive, index)
-                output, sent = placed.run_stage(
-                    stage, received, arrive, self._layout, mix(feed.noise, index), lambda: feed.step(index)
-                )
+                with open_stage.noting_hooks(index) if placed.splits_backward else nullcontext():
+                    output, sent = placed.run_stage(
+                        stage, received, arrive, self._layout, mix(feed.noise, index), lambda: feed.step(index)
+                    )
                 arrive()  # where the step has not come to a layer of this stage
             if last:
                 return self._weighed(feed, feed.parts[index].num_samples, output, received)
@@ -131,6 +137,12 @@ class OpenStage(PipelineStage):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.arriving: dict[int, list[dist.Work]] = {}
+        self.hooked = False
+        """Whether modules of this stage have backward hooks."""
+        self.unsplit: set[int] = set()
+        """Microbatches whose forward has hooked tensors."""
+        self._done: set[int] = set()
+        """Microbatches whose backward ran whole, and has not been asked for weights."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         operations = super().get_fwd_recv_ops(fwd_chunk_id)
@@ -145,6 +157,60 @@ class OpenStage(PipelineStage):
         """Wait until what this part receives is there."""
         for work in self.arriving.pop(fwd_chunk_id, ()):
             work.wait()
+
+    @contextmanager
+    def noting_hooks(self, fwd_chunk_id: int) -> Iterator[None]:
+        """Note that the user's code hooks tensors in its forward: a split backward would call such hooks twice."""
+        register = Tensor.register_hook
+
+        def noting(tensor: Tensor, hook: Any) -> Any:
+            self.unsplit.add(fwd_chunk_id)
+            return register(tensor, hook)
+
+        Tensor.register_hook = noting  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Tensor.register_hook = register  # type: ignore[method-assign]
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if full_backward or self._splits(bwd_chunk_id, loss):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            return
+        self._done.add(bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if bwd_chunk_id in self._done:
+            self._done.remove(bwd_chunk_id)
+        else:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def _splits(self, bwd_chunk_id: int, loss: Any) -> bool:
+        """Whether gradients of inputs and weights may be computed apart.
+
+        Torch then finds only weights on the way from an input that has a gradient, and only those of this stage.
+        """
+        if self.is_first:  # torch does both at once
+            return True
+        outputs, inputs = self.fwd_cache[bwd_chunk_id]
+        if self.hooked or bwd_chunk_id in self.unsplit or not any(t.requires_grad for t in inputs):
+            return False
+        known = {*map(id, self.submod.parameters()), *map(id, inputs)}
+        roots = [loss] if self.is_last else tree_leaves(outputs)
+        seen = {t.grad_fn for t in roots if isinstance(t, Tensor) and t.grad_fn is not None}
+        waiting = list(seen)
+        while waiting:
+            node = waiting.pop()
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) not in known:
+                return False
+            found = {follower for follower, _ in node.next_functions if follower is not None} - seen
+            seen |= found
+            waiting += found
+        return True
 
 
 class WindowStage(OpenStage):

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from strategies.base import Loss
 from strategies.data import MicroBatch
@@ -62,12 +61,6 @@ class Feed:
         """The user's step on a part, from random streams that begin alike on all stages."""
         seed_streams(mix(self.noise, index, 0))
         return self.step_fn(self.parts[index].batch, self.batch_idx)
-
-
-def shapes(batch: Any) -> Any:
-    """What the shapes within a step follow from."""
-    leaves, spec = tree_flatten(batch)
-    return str(spec), tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
 
 
 def runs(micro_batch: MicroBatch, num_parts: int) -> list[list[Part]]:

@@ -31,20 +31,27 @@ class Shards:
         for module in (*self._layers, *self._stages):  # the stage last: it is the root of its layers
             fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
             sum_gradients_of(module)
+        self.gathered = False
+        """Whether parameters are whole at the moment, and gradients those of this rank."""
         self._structure.seal()
 
     def gather(self) -> None:
         """Make the parameters whole. Every rank that holds the same layers calls it."""
+        self.gathered = True
+        for stage in self._stages:  # which torch does in the first forward: a rank may have no samples for one
+            stage._get_fsdp_state()._lazy_init()  # type: ignore[operator]
         for module in (*self._stages, *self._layers):  # the root first: it makes itself known to the layers
             module.unshard()  # type: ignore[operator]
 
     def scatter(self) -> None:
         """Give up what the others hold."""
+        self.gathered = False
         for module in self._layers:
             module.reshard()  # type: ignore[operator]
 
     def exchange(self) -> None:
         """Sum the gradients of a window over the mesh, and shard them and the parameters again. Every parameter has one."""
+        self.gathered = False
         for stage in self._stages:
             PipelineStage.perform_reduce_grad(SimpleNamespace(submod=stage), 1)  # type: ignore[arg-type]
 

@@ -18,7 +18,7 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,6 +32,8 @@ from strategies.absent import Absent, is_here
 from strategies.blank import Blank, Mode
 from strategies.permutation import mix
 from strategies.pipeline_split import Cut
+from strategies.pipeline_state import StepState
+from strategies.slices import signature
 from strategies.streams import kept_streams, seed_streams
 
 MAX_LAYOUTS = 512
@@ -156,6 +158,8 @@ class Staged(nn.Module):
         self._patch()
         self.stages = {stage: self._stage(stage) for stage in self.here}
         """What torch runs, by the index of the stage."""
+        self.state: StepState | None = None
+        """What steps do to the model beside its layers, where that is watched."""
         self.shards: Any = None
         """Where layers are cut over ranks: a `pipeline_shard.Shards`."""
 
@@ -277,11 +281,27 @@ class Staged(nn.Module):
             )
 
     def _pass(self, run: _Run, step: Callable[[], Any]) -> Any:
+        watch, left, output = self._watch(run), None, None
         outer, self._run = self._run, run
         try:
-            return step()
+            with watch:
+                try:
+                    output = step()
+                except Leave as leaving:
+                    left = leaving
         finally:
             self._run = outer
+        if left is not None:
+            raise left
+        return output
+
+    def _watch(self, run: _Run) -> AbstractContextManager[None]:
+        """What a run of the step may do to the model beside its layers."""
+        if self.state is None:
+            return nullcontext()
+        if run.wants == "stage":
+            return self.state.run(run.stage == self.num_stages - 1)
+        return self.state.rehearsal() if run.wants == "inputs" else self.state.evaluation()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -309,6 +329,8 @@ class Staged(nn.Module):
                 f"a pipelined module is called once a step, but the step calls {self.name} a second time; join the calls into one, or use another strategy"
             )
         run.entered = True
+        if self.state is not None and run.stage == self.num_stages - 1:
+            self.state.calling()
         if run.wants == "inputs":
             self._learned = self._rehearsed(args, kwargs)
             raise Leave
@@ -462,6 +484,11 @@ class Staged(nn.Module):
         for (shell, name), own in zip(self._own, self._own_shadows, strict=True):
             own.requires_grad_(shell._parameters[name].requires_grad)  # type: ignore[union-attr]
         self._layouts.clear()
+
+    def watch_state(self) -> None:
+        """Follow what steps change beside the layers, from now on."""
+        here = [layer for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage in self.here]
+        self.state = StepState(self.model, self.layers, here)
 
     # ---- rehearsal -----------------------------------------------------------------------------------
 
@@ -663,7 +690,7 @@ def _looks(net: nn.Module, args: Any, kwargs: Any) -> Any:
         if isinstance(leaf, Tensor)
         else leaf
         if isinstance(leaf, (bool, int, float, str, type(None)))
-        else type(leaf)
+        else signature(leaf)
         for leaf in leaves
     )
     return str(spec), kinds, net.training, torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def cut(batch: Any, num_rows: int, num_parts: int) -> list[tuple[Any, int]]:
     """`batch` in at most `num_parts` parts, larger ones first, with the number of rows of each.
 
-    Tensors whose first dimension is `num_rows` are cut, as are lists and tuples of one item a sample; named tuples,
-    dataclasses, mappings and other lists are looked into, and all else is given to each part whole.
+    Tensors whose first dimension is `num_rows` are cut, as are lists and tuples of one item a sample; so is what named
+    tuples, dataclasses, mappings, other lists and objects with a `to` of their own hold. All else is given to each part
+    whole. Raises ValueError for an object with a tensor of another first dimension.
     """
     num_parts = max(1, min(num_parts, num_rows))
     if num_parts == 1:
@@ -31,38 +33,80 @@ def has_rows(batch: Any, num_rows: int) -> bool:
     """Whether a tensor somewhere in `batch` has `num_rows` rows."""
     if isinstance(batch, Tensor):
         return batch.dim() > 0 and len(batch) == num_rows
+    return any(has_rows(item, num_rows) for item in _items(batch))
+
+
+def signature(batch: Any) -> Any:
+    """What the shapes within a step follow from: types, and shapes and dtypes of tensors, to compare and to look up."""
+    if isinstance(batch, Tensor):
+        return batch.shape, batch.dtype
+    items = _items(batch)
+    if not items:
+        return type(batch)
+    keys = tuple(map(str, batch)) if isinstance(batch, Mapping) else ()
+    return type(batch), keys, tuple(map(signature, items))
+
+
+def _items(batch: Any) -> list[Any]:
+    """What `batch` holds; nothing if it is not a container."""
     if isinstance(batch, Mapping):
-        return any(has_rows(value, num_rows) for value in batch.values())
+        return list(batch.values())
     if isinstance(batch, (list, tuple)):
-        return any(has_rows(item, num_rows) for item in batch)
+        return list(batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return any(has_rows(getattr(batch, f.name), num_rows) for f in dataclasses.fields(batch))
-    return False
+        return [getattr(batch, f.name) for f in dataclasses.fields(batch)]
+    return [*vars(batch).values()] if _is_plain_object(batch) else []
+
+
+def _is_plain_object(batch: Any) -> bool:
+    """Whether it is an object of a class of the user's that moves itself to a device, as batches do."""
+    return (
+        not isinstance(batch, (Tensor, nn.Module, type))
+        and callable(getattr(batch, "to", None))
+        and hasattr(batch, "__dict__")
+    )
 
 
 def _rows(batch: Any, num_rows: int, start: int, stop: int) -> Any:
     if isinstance(batch, Tensor):
         return batch[start:stop] if batch.dim() > 0 and len(batch) == num_rows else batch
+    part: Any
     if isinstance(batch, Mapping):
         rows = {key: _rows(value, num_rows, start, stop) for key, value in batch.items()}
-        if type(batch) is dict:
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
             return rows
-        try:
-            return type(batch)(rows)  # type: ignore[call-arg]
-        except TypeError:
-            return rows
+        part = copy.copy(batch)
+        part.update(rows)
+        return part
     if isinstance(batch, (list, tuple)):
         if len(batch) == num_rows and not has_rows(batch, num_rows):  # one item a sample
             return batch[start:stop]
         items = [_rows(item, num_rows, start, stop) for item in batch]
         return items if isinstance(batch, list) else type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return dataclasses.replace(
-            batch,
-            **{
-                f.name: _rows(getattr(batch, f.name), num_rows, start, stop)
-                for f in dataclasses.fields(batch)
-                if f.init
-            },
-        )
+        part = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(part, field.name, _rows(getattr(batch, field.name), num_rows, start, stop))
+        return part
+    if _is_plain_object(batch):
+        return _object_rows(batch, num_rows, start, stop)
     return batch
+
+
+def _object_rows(batch: Any, num_rows: int, start: int, stop: int) -> Any:
+    """A shallow copy with the rows of each tensor; only where every tensor has one row a sample is it clear what the object's parts are."""
+    for name, value in vars(batch).items():
+        odd = [t for t in _tensors(value) if t.dim() and len(t) != num_rows]
+        if odd:
+            raise ValueError(
+                f"a batch of class {type(batch).__name__} cannot be split, as the first dimension of its {name} "
+                f"(shape {list(odd[0].shape)}) is not the number of samples, {num_rows}; let the loader make a dict, a named tuple or a dataclass"
+            )
+    part = copy.copy(batch)
+    for name, value in vars(batch).items():
+        part.__dict__[name] = _rows(value, num_rows, start, stop)
+    return part
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    return [batch] if isinstance(batch, Tensor) else [t for item in _items(batch) for t in _tensors(item)]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import io
+import re
+from collections import UserDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies import Pipeline
+from strategies import Pipeline, slices
 from tests.strategies.test_optimizer_probe import (
     CASES,
     Rule,
@@ -23,7 +27,7 @@ from tests.strategies.test_optimizer_probe import (
     by_trust_ratio,
 )
 from tests.trainer.toy import quiet
-from trainer import Module
+from trainer import Loss, Module
 
 
 def layers() -> nn.Sequential:
@@ -280,3 +284,337 @@ class Freezing(Base):
 )
 def test_layers_frozen_and_unfrozen_during_a_run_are_exact(strategy: Any, devices: int) -> None:
     exact(Freezing, {strategy: devices}, max_epochs=5)
+
+
+class Hooked(Base):
+    """Five layers, of which hooks change what runs backward, and a penalty on a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            *layers()[:3], nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), *layers()[3:]
+        )
+        self.net.double()
+        for index in (0, 2, 4, 6):
+            self.net[index].register_forward_hook(scales_gradient)
+        self.net[2].register_full_backward_hook(clamps_gradient)
+
+
+def scales_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
+    if type(output) is Tensor and output.requires_grad:
+        output.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3) * 2)
+
+
+def clamps_gradient(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return tuple(None if gradient is None else gradient.clamp(-1e-3, 1e-3) for gradient in inputs)
+
+
+class FrozenBeginning(Hooked):
+    """Nothing of the first stages learns, then everything does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[:4].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net.requires_grad_(self.current_epoch == 1)
+        self.net[5:].requires_grad_(True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return Base.training_step(self, batch, batch_idx) + 0.1 * self.net[-1].weight.square().sum()  # type: ignore[operator]
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved_zero_bubble"])
+def test_hooks_and_frozen_layers_are_exact_where_a_schedule_splits_the_backward(schedule: str) -> None:
+    exact(FrozenBeginning, {lambda: Pipeline(schedule=schedule): 2})
+
+
+# ---- batches and parts that count nothing ---------------------------------------------------------------
+
+
+class Sometimes(Base):
+    """Returns None for what it finds empty: the first part, another part, all parts, all parts on one data rank."""
+
+    level = 0.4
+    late = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        chosen = batch[0][:, 0] > self.level
+        if not chosen.any() and not self.late:
+            return None
+        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        return Loss((losses * chosen).sum(), chosen.sum()) if chosen.any() else None
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
+
+
+class Seldom(Sometimes):
+    level = 1.2
+
+
+class Late(Seldom):
+    """Decides after it has called the net."""
+
+    late = True
+
+
+@pytest.mark.parametrize("make", [Sometimes, Seldom, Late])
+def test_parts_without_a_loss_leave_the_others_alone(make: type[Sometimes]) -> None:
+    exact(make, ALL if make is Seldom else TWO, accumulate_grad_batches=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    x: Tensor
+    y: Any
+    size: int = 0
+
+
+class Named(NamedTuple):
+    pair: Pair
+    names: list[str]
+
+
+class Movable:
+    """Neither a mapping nor a dataclass: it moves itself."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y, self.names = x, {"labels": y}, [f"sample {i}" for i in range(len(x))]
+
+    def to(self, device: Any) -> Movable:
+        self.x = self.x.to(device)
+        return self
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """A mapping with attributes, whose constructor asks for more than the data."""
+
+    def __init__(self, data: dict[str, Any], kind: str) -> None:
+        super().__init__(data)
+        self.kind = kind
+
+    def to(self, device: Any) -> Encoding:
+        return self
+
+
+def collate(kind: str, items: list[Any]) -> Any:
+    x, y = torch.utils.data.default_collate(items)
+    if kind == "dataclass":
+        return Pair(x, [y, {"same": y}])
+    if kind == "named tuple":
+        return Named(Pair(x, y), [f"sample {i}" for i in range(len(x))])
+    if kind == "object":
+        return Movable(x, y)
+    return Encoding({"x": x, "y": y}, "encoding")
+
+
+class AnyBatch(Base):
+    """Takes each kind of batch; the net takes the object itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Unpacking()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if isinstance(batch, Named):
+            assert len(batch.names) == len(batch.pair.x)
+            batch = batch.pair
+        if isinstance(batch, Movable):
+            assert len(batch.names) == len(batch.x)
+            return F.cross_entropy(self.net(batch), batch.y["labels"])
+        if isinstance(batch, Encoding):
+            assert batch.kind == "encoding"
+            return F.cross_entropy(self.net(Pair(batch["x"], None)), batch["y"])
+        y = batch.y[0] if isinstance(batch.y, list) else batch.y
+        return F.cross_entropy(self.net(batch), y)
+
+
+class Unpacking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = layers()
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.blocks(batch.x)
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "named tuple", "object", "mapping"])
+def test_batches_of_any_container_are_split_by_samples(kind: str) -> None:
+    expected = fit(AnyBatch(), "single", 1, loader={"collate_fn": functools.partial(collate, kind)})
+    assert (
+        difference(fit(AnyBatch(), "pipeline", 2, loader={"collate_fn": functools.partial(collate, kind)}), expected)
+        < 1e-12
+    )
+
+
+def test_an_object_whose_tensors_are_not_one_row_a_sample_is_refused() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"a batch of class Movable cannot be split, as the first dimension of its x \(shape \[3, 8\]\)",
+    ):
+        slices.cut([Movable(torch.ones(3, 8), torch.ones(4)), torch.ones(4)], 4, 2)
+    first, second = (part for part, _ in slices.cut(Movable(torch.ones(4, 8), torch.arange(4)), 4, 2))
+    assert (
+        first.x.shape == (2, 8) and second.y["labels"].tolist() == [2, 3] and second.names == ["sample 2", "sample 3"]
+    )
+    assert (
+        slices.signature(first)
+        == slices.signature(second)
+        != slices.signature(Movable(torch.ones(3, 8), torch.ones(3)))
+    )
+
+
+def test_a_second_run_of_a_strategy_draws_from_its_own_seed() -> None:
+    strategy = Pipeline()
+    for seed in (5, 0):
+        strategy.configure(devices=1, accelerator="cpu")
+        strategy.setup()
+        strategy.shard_loader(DataLoader(samples(), 8), seed=seed)
+        strategy.shard_loader(DataLoader(samples(), 8), seed=9)
+        assert strategy._seed == seed
+        strategy.teardown()
+
+
+# ---- what a step keeps in the model ---------------------------------------------------------------------
+
+
+class Counting(Base):
+    """Numbers that each step changes and uses before and after it calls the net, and a cache that it fills once."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, float] = {"weight": 1.0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        self.seen["weight"] *= 0.9
+        self.scale = 1.0 / self.calls
+        output = self.net(batch[0])
+        return F.cross_entropy(output, batch[1]) * self.seen["weight"] + self.scale * output.square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        assert self.calls == self.trainer.global_step * 2 and self.scale == 1 / self.calls
+
+
+def test_numbers_that_a_step_counts_are_those_of_one_process() -> None:
+    exact(Counting, {"pipeline": 2, "ddp=2,pipeline=2": 4}, n=32, accumulate_grad_batches=2, max_epochs=1)
+
+
+class Keeping(Base):
+    """Keeps something that cannot be followed through the parts of a micro-batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.total, self.losses = how, 0.0, []
+        self.register_buffer("steps", torch.zeros(()))
+        self.slow = copy.deepcopy(self.net[4]).requires_grad_(False)
+        if how == "counting layer":
+            self.net[3] = CountingLayer()
+        if how == "spectral norm":
+            self.net[2] = nn.utils.parametrizations.spectral_norm(self.net[2])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.how == "samples":
+            self.total += float(batch[0][0, 0])
+        if self.how == "buffer":
+            self.steps += 1
+        if self.how == "slow copy":
+            with torch.no_grad():
+                self.slow.weight.mul_(0.9)
+        output = self.net(batch[0])
+        loss = F.cross_entropy(output, batch[1])
+        if self.how == "after the call":
+            self.total += 1
+        if self.how == "list":
+            self.losses.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.losses.append(self.net(batch[0]).mean())
+
+
+class CountingLayer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(16, 16, dtype=torch.float64)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("samples", "training_step leaves another total for each part of a micro-batch, but"),
+        (
+            "buffer",
+            "training_step changes steps in place, but a pipeline runs it for each part of a micro-batch; change it in",
+        ),
+        ("slow copy", "training_step changes slow.weight in place"),
+        ("after the call", "training_step changes total after it has called the pipelined module"),
+        ("list", "training_step adds to the list losses"),
+        ("evaluation", "an evaluation step adds to the list losses"),
+        ("counting layer", "training_step calls a layer that counts in net.3.calls"),
+        ("spectral norm", "training_step changes net.2.parametrizations.weight.0._u in place"),
+    ],
+)
+def test_what_a_step_keeps_that_cannot_be_followed_is_refused_by_name(how: str, message: str) -> None:
+    module = Keeping(how)
+    trainer = quiet(strategy="pipeline", devices=2, max_epochs=1, precision="64-true")
+    loader = DataLoader(samples(16), 8)
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        trainer.fit(module, loader, loader if how == "evaluation" else None)
+
+
+# ---- the whole model in hooks ---------------------------------------------------------------------------
+
+
+class Whole(Base):
+    """Reads and changes weights and gradients of all layers, moves a slow copy, freezes, and saves a state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = copy.deepcopy(self.net).requires_grad_(False)
+        self.register_buffer("norms", torch.zeros(8, dtype=torch.float64))
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        with self.trainer.whole(self):
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            gradients = [p.grad for p in held if p.grad is not None]
+            self.norms[self.global_step] = torch.nn.utils.get_total_norm(gradients)
+            assert len(held) == 6 and all(type(p) is nn.Parameter for p in self.parameters())
+            for gradient in gradients:
+                gradient.mul_(0.5)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with self.trainer.whole(self), torch.no_grad():
+            for p, q in zip(self.net.parameters(), self.slow.parameters(), strict=True):
+                q.lerp_(p, 0.5)
+            self.net[4].bias.add_(0.01 * self.net[0].bias.sum())
+            torch.save(self.state_dict(), io.BytesIO())
+        if self.current_epoch == 0:
+            with self.trainer.whole(self):
+                self.net[2].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_hooks_see_and_change_the_whole_model_for_a_while() -> None:
+    exact(Whole, ALL)
+
+
+class WholeInAStep(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with self.trainer.whole(self):
+            return super().training_step(batch, batch_idx)
+
+
+def test_the_whole_model_is_refused_within_a_step() -> None:
+    with pytest.raises(RuntimeError, match=r"whole\(\) was called within a step"):
+        fit(WholeInAStep(), "pipeline", 2)

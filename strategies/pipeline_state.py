@@ -1,0 +1,213 @@
+"""What a step keeps in the model, where it runs once for each pipeline microbatch and stage instead of once.
+
+Numbers beside the layers (counters, annealed weights) begin each run as the micro-batch found them, so that the
+microbatches of one micro-batch see the same, and after it they are what one run has left. What cannot be followed so is
+refused by name before the optimizer steps: sums over samples, lists that grow, tensors that are changed in place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import numpy as np
+from torch import Tensor, nn
+
+from strategies.absent import is_here
+from strategies.pipeline_split import Layer
+
+_NUMBERS = (int, float, complex, np.number)
+_PLAIN = frozenset((bool, int, float, complex))
+_OF_TORCH = frozenset(vars(nn.Module()))
+_Place = tuple[nn.Module, str, Any]
+_Numbers = dict[_Place, Any]
+_ADVICE = "in on_train_batch_start or on_train_batch_end, which run once on every rank"
+
+
+class StepState:
+    """Watches the modules of one model, of whose layers `here` are this rank's."""
+
+    def __init__(self, model: nn.Module, layers: list[Layer], here: list[Layer]) -> None:
+        inside = {child for layer in layers for child in layer.module.modules()}
+        own = [child for layer in here for child in layer.module.modules()]
+        self._model = model
+        self._outside = [m for m in model.modules() if m not in inside and not _is_metric(m)]
+        self._layers = [m for m in own if not type(m).__module__.startswith("torch.nn.")]
+        self._tensors = [t for m in self._outside if not _measures(m) for t in _tensors_of(m)]
+        self._layer_tensors = [t for m in own if not _measures(m) for t in _tensors_of(m)]
+        self.pads = False
+        """Whether the step is rehearsed in the place of a run, as this rank has no samples."""
+        self._start: _Numbers = {}
+        self._end: _Numbers | None = None
+        self._called: _Numbers | None = None
+        self._changed_once: set[tuple[int, str, Any]] = set()
+
+    @contextmanager
+    def micro_batch(self, num_parts: int) -> Iterator[None]:
+        """Around all runs of a step on one micro-batch. Raises RuntimeError naming what they have changed that cannot be followed."""
+        self._start, self._end = _numbers(self._outside), None
+        inside, sizes = _numbers(self._layers), _sizes(self._outside)
+        tensors = [*self._tensors, *self._layer_tensors] if num_parts > 1 else self._tensors
+        versions = [t._version for t in tensors]
+        yield
+        self._refuse_grown(sizes, "training_step")
+        if versions != [t._version for t in tensors]:
+            changed = [t for t, before in zip(tensors, versions, strict=True) if t._version != before]
+            names = {id(t): name for name, t in (*self._model.named_parameters(), *self._model.named_buffers())}
+            self._refuse(f"changes {names.get(id(changed[0]), 'a tensor')} in place", f"change it {_ADVICE}")
+        if num_parts > 1:
+            self._refuse_counting(inside, _numbers(self._layers))
+
+    @contextmanager
+    def run(self, is_last: bool = False) -> Iterator[None]:
+        """Around one run of the step, which begins with the numbers that the micro-batch found."""
+        _restore(self._outside, self._start)
+        self._called = None
+        yield
+        end = _numbers(self._outside)
+        if is_last and self._called is not None and (place := _difference(self._called, end)) is not None:
+            self._refuse(
+                f"changes {self._name(place)} after it has called the pipelined module, where only the last stage comes",
+                f"change it before, or {_ADVICE}",
+            )
+        if self._end is not None and (place := _difference(self._end, end)) is not None:
+            self._refuse(f"leaves another {self._name(place)} for each part of a micro-batch", f"change it {_ADVICE}")
+        self._end = end
+
+    @contextmanager
+    def padding(self) -> Iterator[None]:
+        """Around a rehearsal of the step on a rank that has no samples, which must not leave numbers behind."""
+        self.pads = True
+        try:
+            yield
+        finally:
+            self.pads = False
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Around a run of the step that leaves nothing behind."""
+        numbers, lists = _numbers(self._outside), [(held, len(held)) for _, _, held in _lists(self._outside)]
+        try:
+            yield
+            if self.pads and (place := _difference(numbers, _numbers(self._outside))) is not None:
+                raise RuntimeError(
+                    f"training_step changed the number {self._name(place)} of the model in a step in which a rank has no "
+                    f"samples, and would fall behind the others; change it {_ADVICE}"
+                )
+        finally:
+            _restore(self._outside, numbers)
+            for held, length in lists:
+                while len(held) > length:
+                    held.pop()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Around the run of an evaluation step, which comes to its end on the last stage only."""
+        sizes = _sizes(self._outside)
+        yield
+        self._refuse_grown(sizes, "an evaluation step")
+
+    def calling(self) -> None:
+        """The step calls the pipelined module."""
+        self._called = _numbers(self._outside)
+
+    # ---- helpers ---------------------------------------------------------------------------------------
+
+    def _refuse_grown(self, before: dict[_Place, int], step: str) -> None:
+        for (module, name, key), size in _sizes(self._outside).items():
+            if before.get((module, name, key), size) != size:
+                raise RuntimeError(
+                    f"{step} adds to the list {self._name((module, name, key))}, but a pipeline runs it for parts of a "
+                    "micro-batch, to its end on the last stage only; use self.log, a metric of torchmetrics, or on_train_batch_end"
+                )
+
+    def _refuse_counting(self, before: _Numbers, now: _Numbers) -> None:
+        """A layer may keep a number once, as a cache does; one that goes on changing counts."""
+        for place in {**before, **now}:
+            if _differ(before.get(place), now.get(place)):
+                key = (id(place[0]), place[1], place[2])
+                if key in self._changed_once:
+                    self._refuse(f"calls a layer that counts in {self._name(place)}", f"count {_ADVICE}")
+                self._changed_once.add(key)
+
+    def _refuse(self, what: str, instead: str) -> NoReturn:
+        raise RuntimeError(f"training_step {what}, but a pipeline runs it for each part of a micro-batch; {instead}")
+
+    def _name(self, place: _Place) -> str:
+        module, attribute, key = place
+        path = next((name for name, child in self._model.named_modules() if child is module), "")
+        return ".".join(filter(None, (path, attribute))) + ("" if key is None else f"[{key!r}]")
+
+
+def _numbers(modules: list[nn.Module]) -> _Numbers:
+    found: _Numbers = {}
+    for module in modules:
+        for name, value in vars(module).items():
+            if type(value) in _PLAIN or isinstance(value, _NUMBERS):
+                found[module, name, None] = value
+            elif type(value) is dict and name not in _OF_TORCH:
+                for key, item in value.items():
+                    if type(item) in _PLAIN or isinstance(item, _NUMBERS):
+                        found[module, name, key] = item
+    return found
+
+
+def _restore(modules: list[nn.Module], numbers: _Numbers) -> None:
+    for module, name, key in _numbers(modules).keys() - numbers.keys():
+        if key is None:
+            del module.__dict__[name]
+        else:
+            del module.__dict__[name][key]
+    for (module, name, key), value in numbers.items():
+        if key is None:
+            module.__dict__[name] = value
+        else:
+            module.__dict__[name][key] = value
+
+
+def _lists(modules: list[nn.Module]) -> Iterator[tuple[_Place, int, Any]]:
+    """Lists among the attributes of modules, and in attributes that are dicts."""
+    for module in modules:
+        for name, value in vars(module).items():
+            if name in _OF_TORCH:
+                continue
+            if isinstance(value, list | deque):
+                yield (module, name, None), len(value), value
+            elif isinstance(value, dict):
+                for key, item in value.items():
+                    if isinstance(item, list | deque):
+                        yield (module, name, key), len(item), item
+
+
+def _sizes(modules: list[nn.Module]) -> dict[_Place, int]:
+    return {place: size for place, size, _ in _lists(modules)}
+
+
+def _difference(one: _Numbers, other: _Numbers) -> _Place | None:
+    if one == other:
+        return None
+    return next((place for place in {**one, **other} if _differ(one.get(place), other.get(place))), None)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return bool(one is not other and one != other and (one == one or other == other))
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    held = [*module._parameters.values(), *module._buffers.values()]
+    return [t for t in held if t is not None and is_here(t) and not hasattr(t, "device_mesh")]
+
+
+def _measures(module: nn.Module) -> bool:
+    """Whether its tensors may change in a forward.
+
+    BatchNorm's are statistics of batches, which each rank and part measures by itself; `max_norm` of embeddings leaves the
+    rows that the parts look up as it leaves those of the whole.
+    """
+    return isinstance(module, nn.modules.batchnorm._NormBase | nn.Embedding | nn.EmbeddingBag) or _is_metric(module)
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return any(cls.__module__.partition(".")[0] == "torchmetrics" for cls in type(module).__mro__)
