@@ -133,6 +133,11 @@ class ShardedLoader:
         return (batch for batch, num_samples, *_ in apart.pieces(0, 0, None) if num_samples)
 
     @property
+    def splits(self) -> bool:
+        """Whether the loader's batch is the global one of a window, cut over ranks and micro-batches."""
+        return self._source.share.split
+
+    @property
     def may_filter(self) -> bool:
         """Whether batches may hold fewer samples than were asked for, as the user's own function makes them."""
         return self._source.may_filter

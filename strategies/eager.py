@@ -363,7 +363,7 @@ class EagerStrategy(Strategy):
         self._complete_local_gradients(placed, optimizer)
         if self.precision.scaler is not None:
             self._unscale(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = self._in_model_order(optimizer)
         if algorithm == "norm":
             return torch.nn.utils.clip_grad_norm_(parameters, value)
         torch.nn.utils.clip_grad_value_(parameters, value)
@@ -646,6 +646,12 @@ class EagerStrategy(Strategy):
                 f"parameters were added or replaced during the run ({shortened(names)}), which {type(self).__name__} cannot "
                 "take over; create them in __init__, setup or configure_model, or copy values into the existing ones"
             )
+
+    def _in_model_order(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """What `optimizer` steps and has a gradient, in the order of the model's parameters: a norm depends on it in its last bits."""
+        own = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        ordered = [parameter for p in self._watched if (parameter := own.pop(id(p), None)) is not None]
+        return ordered + list(own.values())
 
     def _update_scaler(self) -> None:
         self.precision.scaler.update()  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import count, islice
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from strategies.combined import CombinedLoader
 from strategies.fetcher import Randomness, Share, keep
@@ -30,6 +30,7 @@ def source_of(loader: Any, share: Share, shuffle: bool | None) -> Source:
             if isinstance(loader.dataset, IterableDataset)
             else Indexed(loader, share, shuffle)
         )
+    check_is_no_dataset(loader)
     if hasattr(loader, "__iter__"):
         return Streamed(loader, share, shuffle)
     if hasattr(loader, "__getitem__") and hasattr(loader, "__len__"):
@@ -39,6 +40,16 @@ def source_of(loader: Any, share: Share, shuffle: bool | None) -> Source:
     raise TypeError(
         f"a loader is a DataLoader, an iterable of batches or a function that returns one, but it is {type(loader).__name__}"
     )
+
+
+def check_is_no_dataset(loader: Any) -> None:
+    """Raise TypeError for a dataset in the place of a loader: its items are samples, without the dimension of a batch."""
+    if isinstance(loader, Dataset):
+        name = type(loader).__name__
+        raise TypeError(
+            f"a loader gives batches, but {name} is a dataset and gives samples; give DataLoader({name}(...), batch_size=...), "
+            "with batch_size=None where its items are batches already"
+        )
 
 
 class Combined(Source):

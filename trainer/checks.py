@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import callbacks as own
 from callbacks.base import Callback
 from strategies import environment
+from strategies.sources import check_is_no_dataset
 from strategies.state import pack
 from trainer import run_plan
 from trainer.datamodule import DataModule
-from trainer.hooks import overrides
+from trainer.hooks import check_names, overrides
 from trainer.module import Module
 from trainer.setup import Sources, loaders_of
 
@@ -91,6 +93,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
         )
     if not isinstance(module, Module):
         raise TypeError(f"fit takes a trainer.Module, but module is {type(module).__name__}; subclass Module")
+    hooks(trainer, module, sources.datamodule)
     name = type(module).__name__
     for method in ("training_step", "configure_optimizers"):
         if not overrides(module, method, Module):
@@ -116,12 +119,15 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                 f"gradient_clip_val={trainer.gradient_clip_val} needs automatic optimization; "
                 f"{name} optimizes manually, so call trainer.clip_gradients in its training_step"
             )
+    validates = trainer.limit_val_batches != 0 and not trainer.overfit_batches
+    if validates and not overrides(module, "validation_step", Module) and _is_given(sources, module, "val"):
+        warnings.warn(
+            f"{name} has no validation_step, so its validation data is not used; define it, or set limit_val_batches=0",
+            UserWarning,
+            stacklevel=3,
+        )
     train = sources.loaders.get("train")
-    if (
-        train is None
-        and not overrides(module, "train_dataloader", Module)
-        and (sources.datamodule is None or not overrides(sources.datamodule, "train_dataloader", DataModule))
-    ):
+    if not _is_given(sources, module, "train"):
         raise ValueError(
             "fit needs training data: give train_dataloaders, or a DataModule or Module with train_dataloader"
         )
@@ -135,6 +141,34 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
     roots = {str(run_plan.place_of(trainer, item)[0].parent) for item in trainer.loggers}
     for folder in roots | {str(item.dirpath or root) for item in savers}:
         writable(folder)
+
+
+def hooks(trainer: Trainer, module: Module, datamodule: DataModule | None) -> None:
+    """Raise TypeError for what looks like a hook and is none."""
+    check_names(module, Module)
+    if datamodule is not None:
+        check_names(datamodule, DataModule)
+    for callback in trainer.callbacks:
+        check_names(callback, Callback)
+
+
+def _is_given(sources: Sources, module: Module, kind: str) -> bool:
+    """Whether there is a loader of this kind; calls nothing of the user's."""
+    datamodule, name = sources.datamodule, f"{kind}_dataloader"
+    return (
+        sources.loaders.get(kind) is not None
+        or overrides(module, name, Module)
+        or (datamodule is not None and overrides(datamodule, name, DataModule))
+    )
+
+
+def not_running(trainer: Trainer, method: str) -> None:
+    """Raise RuntimeError for a run within a run: it would take the model, the ranks and the folder of the outer one."""
+    if trainer.running:
+        raise RuntimeError(
+            f"trainer.{method} was called while this Trainer runs {trainer._stage}; call it after trainer.{trainer._stage} has returned, "
+            "or measure in validation_step, with several validation loaders if need be"
+        )
 
 
 def not_done(trainer: Trainer) -> None:
@@ -161,6 +195,7 @@ def loaders(sources: Sources) -> None:
     """Raise ValueError for a loader that is known to be empty."""
     for kind, given in sources.loaders.items():
         for loader in loaders_of(given):
+            check_is_no_dataset(loader)
             try:
                 empty = len(loader) == 0
             except (TypeError, NotImplementedError):

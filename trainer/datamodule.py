@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trainer.hparams import HyperParameters
 
 if TYPE_CHECKING:
@@ -35,6 +37,22 @@ class DataModule(HyperParameters):
 
     def predict_dataloader(self) -> Any:
         return None
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch to move to the device. The three methods of a transfer go before a Module's."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch; the default is the strategy's `to_device`."""
+        assert self.trainer is not None
+        return self.trainer.strategy.to_device(batch)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch for the step, such as one augmented on the device."""
+        return batch
+
+    def on_exception(self, exception: BaseException) -> None:
+        """A run is leaving with `exception`; called on the ranks that raise it."""
 
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart: tensors and JSON data; rank 0's is saved."""

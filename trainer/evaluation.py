@@ -14,7 +14,7 @@ from strategies.data import ShardedLoader
 from strategies.processes import set_phase
 from strategies.state import pack, unpack
 from trainer import setup
-from trainer.hooks import overrides, step_function
+from trainer.hooks import overrides, step_function, transfer_of
 from trainer.logging import MetricStore
 from trainer.module import Module
 from trainer.seeding import rng_state, set_rng_state
@@ -100,8 +100,8 @@ def evaluate(trainer: Trainer, module: Module, loaders: list[ShardedLoader], sta
     metrics.noticed = trainer.noticed_names
     limits = trainer.evaluation_limits[kind]
     outputs: list[list[Any]] = [[] for _ in loaders]
-    own_transfer = overrides(module, "transfer_batch_to_device", Module)
-    with _evaluation_mode(module):
+    own_transfer = transfer_of(module, trainer.datamodule, strategy.to_device, strategy.device)
+    with _evaluation_mode(module, name):
         for hook in start:
             hook()
         for hook in epoch_start:
@@ -112,11 +112,7 @@ def evaluate(trainer: Trainer, module: Module, loaders: list[ShardedLoader], sta
                 (micro_batch,) = window.micro_batches
                 set_phase(trainer.global_step, f"{name} batch {batch_idx}")
                 batch = micro_batch.batch
-                batch = (
-                    module.transfer_batch_to_device(batch, strategy.device, index)
-                    if own_transfer
-                    else strategy.to_device(batch)
-                )
+                batch = strategy.to_device(batch) if own_transfer is None else own_transfer(batch, index)
                 micro_batch.batch = batch
                 metrics.weight, metrics.in_batch = micro_batch.num_samples, True
                 metrics.samples += micro_batch.num_samples
@@ -204,15 +200,17 @@ def _belongs(key: str, index: int, count: int) -> bool:
 
 
 @contextmanager
-def _evaluation_mode(module: Module) -> Iterator[None]:
+def _evaluation_mode(module: Module, name: str) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards every submodule has the mode that it had."""
     modes = [(child, child.training) for child in module.modules()]
-    module.eval()
+    getattr(module, f"on_{name}_model_eval")()
     try:
         with torch.no_grad():
             yield
     finally:
         if modes[0][1]:
-            module.train()  # through the module's own method, which some override to swap weights
+            getattr(
+                module, f"on_{name}_model_train"
+            )()  # `train` is the module's own, which some override to swap weights
         for child, mode in modes:
             child.training = mode

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from callbacks.base import Callback, Logger
+from trainer.datamodule import DataModule
 from trainer.module import Module
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 NAMES = [name for name in vars(Callback) if name.startswith("on_")]
+TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+_AT_EPOCH_END = "log in the step, or collect in lists of your own and log in on_{}_epoch_end"
+NOT_CALLED = {
+    "backward": "set automatic_optimization = False and call manual_backward, or use on_before_backward and on_after_backward",
+    "configure_callbacks": "give the callbacks to the Trainer",
+    "configure_sharded_model": "call it configure_model",
+    "optimizer_zero_grad": "gradients are set to None after every step; keep them over steps with accumulate_grad_batches",
+    "tbptt_split_batch": "set automatic_optimization = False and step over the parts by hand",
+    "training_step_end": "training_step sees each rank's whole batch; do it there",
+    "validation_step_end": "validation_step sees each rank's whole batch; do it there",
+    "test_step_end": "test_step sees each rank's whole batch; do it there",
+    "training_epoch_end": _AT_EPOCH_END.format("train"),
+    "validation_epoch_end": _AT_EPOCH_END.format("validation"),
+    "test_epoch_end": _AT_EPOCH_END.format("test"),
+}
+"""Methods of Lightning's modules that Lockstep does not call, and what to do instead."""
 UNWATCHED = {"on_before_backward", "on_after_backward", "on_exception", "on_save_checkpoint", "on_load_checkpoint"}
 """Hooks after which the strategy does not look for what they changed in the model: a window is under way, or none follows."""
 
@@ -34,11 +55,20 @@ class Hooks:
             found: list[Callable] = []
             if overrides(module, name, Module):
                 found.append(accept(getattr(module, name)))
+            if (
+                name == "on_exception"
+                and trainer.datamodule is not None
+                and overrides(trainer.datamodule, name, DataModule)
+            ):
+                found.append(trainer.datamodule.on_exception)
             for callback in trainer.callbacks:
                 if overrides(callback, name, Callback) and not (
                     isinstance(callback, Logger) and getattr(type(callback), name) is getattr(Logger, name)
                 ):
-                    call = partial(getattr(callback, name), trainer, module)
+                    method = getattr(callback, name)
+                    if positional(method) != positional(getattr(Callback, name).__get__(callback)):
+                        method = accept(method)
+                    call = partial(method, trainer, module)
                     found.append(partial(trainer.guarded, callback, call) if isinstance(callback, Logger) else call)
             adopt = [partial(_adopt_changes, trainer)] if name not in UNWATCHED else []
             if name == "on_train_epoch_end":
@@ -59,9 +89,54 @@ def _adopt_changes(trainer: Trainer, *_: Any) -> None:
         trainer.strategy.adopt_changes(trainer.placed)
 
 
+def check_names(owner: Any, base: type) -> None:
+    """Raise TypeError for a method of a Module, Callback or DataModule that looks like a hook and would never be called."""
+    kind = type(owner).__name__
+    if base is Module:
+        for name, instead in NOT_CALLED.items():
+            if callable(getattr(type(owner), name, None)):
+                raise TypeError(f"{kind}.{name} is not called by Lockstep, so it would have no effect; {instead}")
+    known = [name for name in dir(base) if name.startswith("on_")]
+    for name in dir(type(owner)):
+        if name.startswith("on_") and name not in known and callable(getattr(type(owner), name)):
+            near = difflib.get_close_matches(name, known, 1, 0.0)[0]
+            raise TypeError(
+                f"{kind}.{name} is not a hook, so it would never be called; the nearest hook is {near}. "
+                "Rename it without 'on_' if it is a method of your own"
+            )
+
+
+def transfer_of(
+    module: Module, datamodule: DataModule | None, to_device: Callable[[Any], Any], device: torch.device
+) -> Callable[[Any, int], Any] | None:
+    """What brings a batch of the loader with an index to the device, if a module or DataModule has its own way; else None.
+
+    Where both override one of the three methods, the DataModule's is called.
+    """
+    own: list[Any] = []
+    for name in TRANSFERS:
+        if datamodule is not None and overrides(datamodule, name, DataModule):
+            own.append(accept(getattr(datamodule, name)))
+        else:
+            own.append(accept(getattr(module, name)) if overrides(module, name, Module) else None)
+    if not any(own):
+        return None
+    before, move, after = own
+
+    def transfer(batch: Any, dataloader_idx: int) -> Any:
+        if before is not None:
+            batch = before(batch, dataloader_idx)
+        batch = to_device(batch) if move is None else move(batch, device, dataloader_idx)
+        return batch if after is None else after(batch, dataloader_idx)
+
+    return transfer
+
+
 def overrides(owner: Any, name: str, base: type) -> bool:
-    """Whether `owner` has its own `name`, in its class or as an attribute of the object."""
-    return name in vars(owner) or getattr(type(owner), name, None) is not getattr(base, name)
+    """Whether `owner` has its own `name`, in its class or as an attribute of the object; None stands for none."""
+    if name not in vars(owner) and getattr(type(owner), name, None) is getattr(base, name):
+        return False
+    return getattr(owner, name) is not None
 
 
 def accept(fn: Callable) -> Callable:

@@ -52,6 +52,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
     for hook in hooks.on_train_start:
         hook()
 
+    windows_seen, learned = 0, not module.automatic_optimization
     while not _finished(trainer):
         if not progress.batches_seen:
             for hook in hooks.on_train_epoch_start:
@@ -91,6 +92,8 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                 agreement
             )
             trainer.last_loss = agreement.loss
+            windows_seen += 1
+            learned = learned or agreement.count > 0
             stepped = trainer.manually_stepped
             if module.automatic_optimization and agreement.count and not left_out:
                 set_phase(progress.global_step, "optimizer step")
@@ -151,6 +154,11 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
         _close_epoch(trainer, module, run)
 
     guards.finish()
+    if windows_seen and not learned:
+        raise ValueError(
+            f"training_step of {type(module).__name__} returned a loss in none of the run's {windows_seen} steps, so nothing was "
+            "trained; return a loss, or set automatic_optimization = False and step by hand"
+        )
     guards.check_weights(optimizers)
     metrics.close()
     set_phase(None, "end of the run")

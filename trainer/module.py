@@ -87,6 +87,14 @@ class Module(HyperParameters, nn.Module):
         """Move a batch; the default is the strategy's `to_device`."""
         return self._running().strategy.to_device(batch)
 
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch to move to the device."""
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch for the step, such as one augmented on the device."""
+        return batch
+
     # ---- loaders and hooks: override -------------------------------------------------------------
 
     def prepare_data(self) -> None: ...
@@ -126,6 +134,26 @@ class Module(HyperParameters, nn.Module):
     def on_validation_epoch_end(self) -> None: ...
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_validation_model_eval(self) -> None:
+        """Put the model into evaluation mode before a validation; afterwards every submodule has the mode that it had."""
+        self.eval()
+
+    def on_validation_model_train(self) -> None:
+        """Put it back to training after a validation within fit."""
+        self.train(True)
+
+    def on_test_model_eval(self) -> None:
+        self.eval()
+
+    def on_test_model_train(self) -> None:
+        self.train(True)
+
+    def on_predict_model_eval(self) -> None:
+        self.eval()
+
+    def on_predict_model_train(self) -> None:
+        self.train(True)
+
     def on_test_start(self) -> None: ...
     def on_test_end(self) -> None: ...
     def on_test_epoch_start(self) -> None: ...
@@ -342,3 +370,10 @@ class Module(HyperParameters, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_trainer": None}
+
+
+def attach(module: nn.Module, trainer: Trainer) -> None:
+    """Let a module and those within it know the Trainer that runs them."""
+    for child in module.modules():
+        if isinstance(child, Module):
+            child.__dict__["_trainer"] = trainer

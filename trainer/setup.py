@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,7 +20,7 @@ from torch.optim import LBFGS, Optimizer
 from callbacks.base import Logger
 from callbacks.printing import safe_print
 from strategies.base import split_loss
-from strategies.combined import CombinedLoader
+from strategies.combined import CombinedLoader, is_nested, is_several
 from strategies.data import ShardedLoader, Window
 from strategies.processes import current_phase, ends_well, set_phase, shortened
 from strategies.watchdog import SETTING_UP, where
@@ -28,11 +28,11 @@ from trainer import optimizers as configured
 from trainer import snapshot
 from trainer.compilation import Compiled
 from trainer.guards import Guards, check_ownership
-from trainer.hooks import Hooks, overrides, step_function
+from trainer.hooks import Hooks, overrides, step_function, transfer_of
 from trainer.logging import MetricStore
 from trainer.manual import AutomaticOptimizer, ManualOptimizer
 from trainer.metric_sync import synced_metrics
-from trainer.module import Module
+from trainer.module import Module, attach
 from trainer.run_folder import conclude
 from trainer.seeding import derive, seed_everything
 
@@ -56,8 +56,12 @@ class Sources:
         if given is not None:
             return given
         name = f"{kind}_dataloader"
-        found = getattr(self.datamodule, name)() if self.datamodule is not None else None
-        return getattr(module, name)() if found is None else found
+        found = None
+        for owner in (self.datamodule, module):
+            method = getattr(owner, name, None)  # None where a user has set it so
+            if found is None and method is not None:
+                found = method()
+        return found
 
 
 @dataclass
@@ -128,7 +132,7 @@ def _life(trainer: Trainer, module: Module, sources: Sources, stage: str, ckpt_p
     trainer.running = True
     process = os.getpid()
     vars(trainer).pop("hooks", None)  # those of an earlier run must not hear of this one's failure
-    module.__dict__["_trainer"] = trainer
+    attach(module, trainer)
     datamodule = sources.datamodule
     compiled: Compiled | None = None
     trainer.signals.catch()
@@ -151,6 +155,7 @@ def _life(trainer: Trainer, module: Module, sources: Sources, stage: str, ckpt_p
             owner.setup(stage)
         with nullcontext() if trainer.strategy.builds else torch.device("meta"):
             module.configure_model()
+        attach(module, trainer)  # with what was built just now
         if trainer.compile is not None:
             compiled = Compiled(module, trainer.compile)
         trainer.hooks = Hooks(trainer, module)
@@ -294,6 +299,13 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
             raise TypeError(
                 f"{scheduler} is no scheduler of torch: it has no step, so {name} needs lr_scheduler_step; define it"
             )
+    for config in schedulers:
+        driven = getattr(config.scheduler, "optimizer", None)
+        if isinstance(driven, Optimizer) and not any(driven is optimizer for optimizer in named.values()):
+            raise ValueError(
+                f"{type(config.scheduler).__name__} drives a {type(driven).__name__} that {type(module).__name__}.configure_optimizers "
+                "did not return, so its rates would change nothing; build the scheduler on an optimizer that is returned"
+            )
     if module.automatic_optimization:
         check_ownership(module, named)
     named = strategy.attach(trainer.placed, named)
@@ -309,7 +321,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
     if checkpoint is not None:
         snapshot.restore(trainer, module, checkpoint)
     frozen = [child for child in module.modules() if not child.training] if module.training else []
-    module.train()
+    module.train(True)  # as an override without a default expects
     for child in frozen:  # by the user, in a module that trains
         child.training = False
 
@@ -324,18 +336,17 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
         isinstance(optimizer, LBFGS) for optimizer in named.values()
     )
     training_step = step_function(module.training_step, 2)
+    transfer = transfer_of(module, trainer.datamodule, strategy.to_device, strategy.device)
     return FitRun(
         train_loader=train_loader,
         limit=limit,
         num_batches=num_batches,
         val_loaders=val_loaders,
-        val_every=_validation_interval(trainer, num_batches),
+        val_every=_validation_interval(trainer, num_batches) if val_loaders else None,
         check_val_every_n_epoch=trainer.check_val_every_n_epoch or 1,
         optimizers=named,
         training_step=training_step,
-        transfer=functools.partial(module.transfer_batch_to_device, device=strategy.device, dataloader_idx=0)
-        if overrides(module, "transfer_batch_to_device", Module)
-        else strategy.to_device,
+        transfer=strategy.to_device if transfer is None else lambda batch: transfer(batch, 0),
         clip=_clip(trainer, module),
         own_step=_own_step(trainer, module, training_step),
         parameters=parameters,
@@ -352,11 +363,9 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
 def evaluation_loaders(trainer: Trainer, sources: Any, kind: str, overfit: float | int = 0) -> list[ShardedLoader]:
     """The sharded loaders of an evaluation, in order; sets the Trainer's number of batches of each."""
     loaders = loaders_of(sources)
+    shuffle = False if overfit else None
     sharded = [
-        trainer.strategy.shard_loader(
-            loader, seed=derive(trainer.run_seed, kind, i), shuffle=False if overfit else None
-        )
-        for i, loader in enumerate(loaders)
+        _shared_out(trainer, loader, derive(trainer.run_seed, kind, i), shuffle) for i, loader in enumerate(loaders)
     ]
     limits = {
         "val": trainer.limit_val_batches,
@@ -364,7 +373,17 @@ def evaluation_loaders(trainer: Trainer, sources: Any, kind: str, overfit: float
         "predict": trainer.fast_dev_run or None,
     }
     wanted = overfit or limits[kind]
-    trainer.evaluation_limits[kind] = [limit_of(wanted, _length(loader), f"limit_{kind}_batches") for loader in sharded]
+    name = "overfit_batches" if overfit else f"limit_{kind}_batches"
+    trainer.evaluation_limits[kind] = [limit_of(wanted, _length(loader), name) for loader in sharded]
+    size = trainer.strategy.data_size
+    for i, (loader, limit) in enumerate(zip(sharded, trainer.evaluation_limits[kind], strict=True)):
+        if trainer.split_batches and not loader.splits and limit is not None and size > 1 and kind != "predict":
+            if limit % size:
+                raise ValueError(
+                    f"{name}={wanted} is {limit} batches in all with split_batches=True, but those of loader {i} cannot be cut and "
+                    f"do not share out over {size} ranks; give a multiple of {size} or a DataLoader with a batch_size"
+                )
+            trainer.evaluation_limits[kind][i] = limit // size
     counts = [math.inf if (n := _length(loader)) is None else n for loader in sharded]
     trainer.evaluation_batches[kind] = [
         n if limit is None else min(n, limit) for n, limit in zip(counts, trainer.evaluation_limits[kind], strict=True)
@@ -372,21 +391,30 @@ def evaluation_loaders(trainer: Trainer, sources: Any, kind: str, overfit: float
     return sharded
 
 
+def _shared_out(trainer: Trainer, loader: Any, seed: int, shuffle: bool | None) -> ShardedLoader:
+    """A loader to evaluate; with `split_batches` its batches are cut over ranks where they can be, as in training."""
+    if trainer.split_batches and trainer.strategy.data_size > 1:
+        with suppress(ValueError):  # its batches are not ours to cut
+            return trainer.strategy.shard_loader(loader, seed=seed, shuffle=shuffle, split=True)
+    return trainer.strategy.shard_loader(loader, seed=seed, shuffle=shuffle)
+
+
 def loaders_of(source: Any) -> list[Any]:
-    """The loaders in what a user gives: None, a loader, or a list or dict of loaders."""
+    """The loaders in what a user gives: None, a loader, or a list or dict of loaders, nested or not."""
     if source is None:
         return []
-    if isinstance(source, Mapping):
-        return list(source.values())
-    return list(source) if isinstance(source, (list, tuple)) and all(_is_loader(item) for item in source) else [source]
+    if is_several(source):
+        return [
+            loader
+            for item in (source.values() if isinstance(source, Mapping) else source)
+            for loader in (loaders_of(item) if is_nested(item) else [item])
+        ]
+    return [] if isinstance(source, (list, tuple)) and not source else [source]
 
 
 def combined(source: Any) -> Any:
     """A dict or list of training loaders as one loader; anything else as it is."""
-    several = isinstance(source, Mapping) or (
-        isinstance(source, (list, tuple)) and bool(source) and all(_is_loader(item) for item in source)
-    )
-    return CombinedLoader(source) if several else source
+    return CombinedLoader(source) if is_several(source) else source
 
 
 def limit_of(wanted: float | int | None, total: int | None, name: str) -> int | None:
@@ -512,10 +540,3 @@ def _length(loader: ShardedLoader) -> int | None:
         return len(loader)
     except TypeError:
         return None
-
-
-def _is_loader(item: Any) -> bool:
-    """Whether a list's item is a loader rather than a batch."""
-    return isinstance(item, torch.utils.data.DataLoader) or (
-        hasattr(item, "__iter__") and not isinstance(item, (torch.Tensor, tuple, list, dict, str))
-    )

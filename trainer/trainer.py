@@ -29,7 +29,7 @@ from trainer.checkpoint import Checkpoint
 from trainer.datamodule import DataModule
 from trainer.hooks import Hooks
 from trainer.logging import MetricStore
-from trainer.module import Module
+from trainer.module import Module, attach
 from trainer.progress import Progress
 from trainer.run_folder import RunFolder, conclude, described
 from trainer.seeding import deterministic, rng_state, seed_everything, set_rng_state
@@ -251,6 +251,7 @@ class Trainer:
         Raises what a hook or step raises, as itself; RankFailure where a rank died; SystemExit(143) or
         KeyboardInterrupt after SIGTERM or SIGINT, once a checkpoint is committed.
         """
+        checks.not_running(self, "fit")
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         self._failed_loggers.clear()
@@ -636,12 +637,14 @@ class Trainer:
         ckpt_path: str | Path | None,
         verbose: bool,
     ) -> Any:
+        checks.not_running(self, stage)
         if not isinstance(module, Module):
             raise TypeError(f"{stage} takes a trainer.Module, but module is {type(module).__name__}; subclass Module")
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
         self._failed_loggers.clear()
         sources = Sources({evaluation.KINDS[stage][1]: dataloaders}, datamodule)
+        checks.hooks(self, module, datamodule)
         checks.loaders(sources)
         path = run_plan.checked(self, ckpt_path)
         self.callback_metrics, self.logged_metrics, self.progress_bar_metrics = {}, {}, {}
@@ -742,7 +745,7 @@ class Trainer:
             self.guarded(logger, setattr, logger, "log_dir", folder)
         for name, value in result["attributes"].items():
             setattr(self, name, value)
-        module.__dict__["_trainer"] = self
+        attach(module, self)
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to the ranks: the arguments and results, not what belongs to a running fit."""

@@ -33,7 +33,7 @@ class Net(Module):
         x, y = batch
         logits = self(x)
         self.log("val/loss", F.cross_entropy(logits, y))
-        self.log("val/acc", (logits.argmax(1) == y).float().mean())
+        self.log("val/acc", (logits.argmax(1) == y).to(logits.dtype).mean())
 
     def configure_optimizers(self) -> Any:
         return getattr(torch.optim, self.hparams.optimizer)(self.parameters(), lr=self.hparams.lr)
