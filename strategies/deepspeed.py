@@ -58,6 +58,7 @@ class DeepSpeed(EagerStrategy):
     `config`: DeepSpeed's configuration, a dict or the path of its JSON file. What it says of batch sizes,
         accumulation, precision and the options above must agree with the run; its `gradient_clipping` holds
         where the run clips nothing itself.
+    `broadcast_buffers`: rank 0's buffers (BatchNorm statistics) overwrite the others' after each step.
     `activation_checkpointing`: compute what lies within blocks again in the backward; True, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
@@ -72,6 +73,7 @@ class DeepSpeed(EagerStrategy):
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
         config: Mapping[str, Any] | str | Path | None = None,
+        broadcast_buffers: bool = True,
         activation_checkpointing: bool | Rule = False,
         timeout_s: float = 1800.0,
     ) -> None:
@@ -79,6 +81,8 @@ class DeepSpeed(EagerStrategy):
         if stage not in (None, 1, 2, 3):
             raise ValueError(f"stage must be 1, 2 or 3, but stage={stage!r}")
         self.timeout_s = timeout_s
+        self._shares_buffers = broadcast_buffers
+        self._buffered: list[nn.Module] = []
         self._stage, self._offload_optimizer, self._offload_parameters = stage, offload_optimizer, offload_parameters
         self._source = config
         self._config: dict[str, Any] = {}
@@ -188,7 +192,9 @@ class DeepSpeed(EagerStrategy):
                 config["zero_optimization"][name] = at_once
         self._detach = placed.detach
         self._watch_changes(placed)
-        placed.attach(optimizer, config, [p for group in trained for p in group], self.device, self.local_rank)
+        device_index = self.local_rank if self.device.index is None else self.device.index
+        placed.attach(optimizer, config, [p for group in trained for p in group], self.device, device_index)
+        self._buffered = [module for module in placed.modules() if module._buffers]
         optimizer.register_step_pre_hook(self._only_through_the_engine)
         return optimizers
 
@@ -218,7 +224,8 @@ class DeepSpeed(EagerStrategy):
         finally:
             placed.access.is_users = True
         self._clipped = False
-        share_buffers(placed.modules())
+        if self._shares_buffers:
+            share_buffers(self._buffered)
         if not agreement.count:
             placed.forget_gradients()
         return agreement

@@ -147,7 +147,7 @@ class EagerStrategy(Strategy):
             True,
         )
         self.device = (
-            torch.device(self._accelerator, self.local_rank)
+            torch.device("cuda", device_index(world, torch.cuda.device_count()))
             if self._accelerator == "cuda"
             else torch.device(self._accelerator)
         )
@@ -713,6 +713,22 @@ def shortened(names: Sequence[str], most: int = 10) -> str:
 def _nothing() -> None: ...
 
 
+def device_index(world: environment.World | None, visible: int, environ: Mapping[str, str] = os.environ) -> int:
+    """Which of the `visible` CUDA devices is this rank's: by its place on the node, or the only one that its launcher shows it.
+
+    Raises ValueError if there are fewer than ranks.
+    """
+    if world is None or world.local_rank < visible >= world.local_world_size:
+        return 0 if world is None else world.local_rank
+    if visible == 1 and environ.get("CUDA_VISIBLE_DEVICES"):  # as with one GPU a task under Slurm
+        return 0
+    raise ValueError(
+        f"each rank needs a CUDA device of its own, but {world.launcher} started {world.local_world_size} ranks on this node and "
+        f"rank {world.rank} sees {visible} (CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')!r}); start as many ranks as "
+        "devices, or show each rank one device"
+    )
+
+
 def resolve_accelerator(accelerator: str) -> str:
     """The torch device type for "auto", "cpu", "gpu" or "cuda"; raises ValueError where the machine has none."""
     if accelerator == "auto":
@@ -742,7 +758,10 @@ def resolve_devices(devices: int | str, accelerator: str, most: int | None = Non
         raise ValueError(f"devices must be 'auto' or a whole number of at least 1, but devices={devices!r}")
     if most is not None and count > most:
         raise ValueError(f"strategy='single' runs on one device, but devices={count}; use strategy='ddp' for {count}")
-    if accelerator == "cuda" and count > have:
+    world = environment.detect() if accelerator == "cuda" and count > have else None
+    if world is not None:
+        device_index(world, have)
+    elif accelerator == "cuda" and count > have:
         raise ValueError(
             f"devices={count}, but this machine has {have} CUDA devices; lower devices or use accelerator='cpu'"
         )

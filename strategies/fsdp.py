@@ -17,7 +17,7 @@ class FSDP(ShardedStrategy):
 
     `replicas`: 1 cuts over all ranks; n cuts over groups of ranks / n, which hold the same (hybrid sharding).
     `wrap`, `reshard_after_forward`, `cpu_offload`, `find_unused_parameters`, `sync_every_micro_batch`,
-    `low_precision_gather`: as in `Options`.
+    `low_precision_gather`, `broadcast_buffers`: as in `Options`.
     `activation_checkpointing`: compute what lies within blocks again in the backward; True for those of `wrap`, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
@@ -33,6 +33,7 @@ class FSDP(ShardedStrategy):
         find_unused_parameters: bool = False,
         sync_every_micro_batch: bool = False,
         low_precision_gather: bool = True,
+        broadcast_buffers: bool = True,
         timeout_s: float = 1800.0,
     ) -> None:
         if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
@@ -44,6 +45,7 @@ class FSDP(ShardedStrategy):
             find_unused_parameters=find_unused_parameters,
             sync_every_micro_batch=sync_every_micro_batch,
             low_precision_gather=low_precision_gather,
+            broadcast_buffers=broadcast_buffers,
         )
         super().__init__(options, timeout_s, activation_checkpointing)
         self.replicas = replicas

@@ -28,6 +28,8 @@ class Options:
     """fsdp, ddp: exchange gradients after each micro-batch: the memory of whole gradients is saved, traffic multiplied."""
     low_precision_gather: bool = True
     """fsdp: in mixed precision gather parameters in the format that the forward computes in; gradients meet in float32."""
+    broadcast_buffers: bool = True
+    """fsdp, ddp, tensor: rank 0's buffers (BatchNorm statistics) overwrite the others' after each step."""
     plan: str | Mapping[str, Any] = "auto"
     """tensor: how each layer is cut, by name: "column", "row" or one of torch's ParallelStyle. "auto" asks the modules'
     `tensor_plan()`, else finds attention and pairs of linear layers."""

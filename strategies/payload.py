@@ -90,13 +90,11 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         # By identity of the storage, which pickle's memo keeps: that is what preserves sharing between tensors.
-        if type(obj) is torch.storage.TypedStorage and obj._untyped_storage.device.type == "cpu":
+        # What lies on a GPU arrives on the CPU: which device it is to be on is known to the rank alone.
+        if type(obj) is torch.storage.TypedStorage and obj._untyped_storage.device.type in ("cpu", "cuda"):
             return _typed_storage, (obj._untyped_storage, obj.dtype)
-        if type(obj) is torch.UntypedStorage and obj.device.type == "cpu":
-            size = obj.nbytes()
-            return _untyped_storage, (
-                pickle.PickleBuffer((ctypes.c_ubyte * size).from_address(obj.data_ptr())) if size else None,
-            )
+        if type(obj) is torch.UntypedStorage and obj.device.type in ("cpu", "cuda"):
+            return _untyped_storage, (pickle.PickleBuffer(_bytes_of(obj.cpu())) if obj.nbytes() else None,)
         # torch cannot pickle the dtypes that it added last (uint16, float8): hand them over as integers of their width.
         if type(obj) is torch.Tensor and obj.dtype in torch.storage._new_dtypes() and obj.device.type == "cpu":
             return _viewed, (obj.detach().view(_INTEGERS[obj.itemsize]), obj.dtype, obj.requires_grad)
@@ -136,6 +134,13 @@ def _set_parametrized(module: torch.nn.Module, state: dict[str, Any]) -> None:
     parametrize._inject_new_class(module)
     for name in module.parametrizations:  # type: ignore[union-attr]
         parametrize._inject_property(module, name)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> ctypes.Array[ctypes.c_ubyte]:
+    """A view of the memory of a storage on the CPU, which lives as long as the view."""
+    view = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+    view.storage = storage  # type: ignore[attr-defined]
+    return view
 
 
 def _viewed(tensor: torch.Tensor, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:

@@ -194,7 +194,8 @@ class ShardedStrategy(EagerStrategy):
         finally:
             self._in_step = False
             placed.close()  # type: ignore[operator]
-        share_buffers(placed.modules() if self._buffered is None else self._buffered)
+        if self.options.broadcast_buffers:
+            share_buffers(placed.modules() if self._buffered is None else self._buffered)
         return agreement
 
     def evaluate(

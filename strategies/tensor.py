@@ -16,7 +16,7 @@ class TensorParallel(ShardedStrategy):
     Attention is cut by heads, a perceptron by its inner width; two sums over the ranks a block and direction make
     them whole. What is in no plan is repeated on every rank.
 
-    `plan`, `sequence_parallel`, `loss_parallel`, `wrap`: as in `Options`.
+    `plan`, `sequence_parallel`, `loss_parallel`, `broadcast_buffers`, `wrap`: as in `Options`.
     `activation_checkpointing`: compute what lies within blocks again in the backward; True for those of `wrap`, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
@@ -27,11 +27,18 @@ class TensorParallel(ShardedStrategy):
         plan: str | Mapping[str, Any] = "auto",
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
+        broadcast_buffers: bool = True,
         wrap: Rule = "auto",
         activation_checkpointing: bool | Rule = False,
         timeout_s: float = 1800.0,
     ) -> None:
-        options = Options(plan=plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, wrap=wrap)
+        options = Options(
+            plan=plan,
+            sequence_parallel=sequence_parallel,
+            loss_parallel=loss_parallel,
+            broadcast_buffers=broadcast_buffers,
+            wrap=wrap,
+        )
         super().__init__(options, timeout_s, activation_checkpointing)
 
     @property

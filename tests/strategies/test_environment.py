@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strategies.eager import device_index
 from strategies.environment import World, detect, expand_hosts
 
 TORCHRUN = {
@@ -258,3 +259,42 @@ def test_detect_reads_the_environment_of_the_process() -> None:
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True, timeout=60
     ).stdout
     assert "launcher='mpi'" in printed
+
+
+def node(rank: int, ranks: int) -> World:
+    return World(rank, rank, ranks, ranks, 0, 1, "slurm", None)
+
+
+@pytest.mark.parametrize(
+    ("world", "visible", "environ", "index"),
+    [
+        (None, 4, {}, 0),
+        (node(3, 4), 4, {}, 3),
+        (node(1, 2), 8, {}, 1),
+        (node(3, 4), 1, {"CUDA_VISIBLE_DEVICES": "3"}, 0),  # one GPU a task
+        (node(0, 4), 1, {"CUDA_VISIBLE_DEVICES": "GPU-5e1b"}, 0),
+        (node(0, 1), 1, {}, 0),
+    ],
+)
+def test_a_rank_takes_the_device_of_its_place_or_the_only_one_it_sees(
+    world: World | None, visible: int, environ: dict[str, str], index: int
+) -> None:
+    assert device_index(world, visible, environ) == index
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "visible", "environ"),
+    [
+        (1, 2, 1, {}),
+        (0, 2, 1, {}),
+        (3, 4, 2, {"CUDA_VISIBLE_DEVICES": "0,1"}),
+        (0, 4, 2, {"CUDA_VISIBLE_DEVICES": "0,1"}),
+        (0, 1, 0, {"CUDA_VISIBLE_DEVICES": ""}),
+    ],
+)
+def test_fewer_devices_than_ranks_are_refused(rank: int, ranks: int, visible: int, environ: dict[str, str]) -> None:
+    """By every rank, not only by those that find none."""
+    with pytest.raises(
+        ValueError, match=rf"slurm started {ranks} ranks on this node and rank {rank} sees {visible} \("
+    ):
+        device_index(node(rank, ranks), visible, environ)

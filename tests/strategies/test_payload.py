@@ -151,3 +151,15 @@ def test_what_cannot_be_pickled_is_named(value: Any) -> None:
     with pytest.raises(TypeError, match="must be picklable, but .*cannot pickle '.*' object: create it on the rank"):
         pack(value)
     assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.gpu
+def test_what_lies_on_a_gpu_arrives_on_the_cpu() -> None:
+    """Each rank moves it to the device that is its own; tied parameters stay tied."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)).cuda()
+    module[2].weight = module[0].weight
+    arrived = unpack(pack(module))
+    assert arrived[2].weight is arrived[0].weight
+    for name, value in module.state_dict().items():
+        assert arrived.state_dict()[name].device.type == "cpu"
+        assert torch.equal(arrived.state_dict()[name], value.cpu())

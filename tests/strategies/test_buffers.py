@@ -1,0 +1,74 @@
+"""Buffers such as BatchNorm's statistics: rank 0's are everybody's after a step, unless each rank is to keep its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from strategies import FSDP, DeepSpeed, MeshParallel, Strategy
+from tests.strategies.contract import dataset
+
+
+class Measures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+    def step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def differ(strategy: Strategy) -> bool:
+    """Whether the ranks' statistics differ after a step on different samples."""
+    torch.manual_seed(0)
+    model = Measures()
+    strategy.configure(devices=2, accelerator="cpu")
+    strategy.setup()
+    try:
+        placed = strategy.place(model)
+        optimizers = strategy.attach(placed, {"main": torch.optim.SGD(model.parameters(), lr=0.1)})
+        window = next(iter(strategy.shard_loader(DataLoader(dataset(16), 8), seed=0).windows(0)))
+        strategy.forward_backward(placed, model.step, window)
+        strategy.optimizer_step(placed, optimizers["main"])
+        seen = strategy.all_gather(model.net[1].running_mean)
+        return not torch.equal(seen[0], seen[1])
+    finally:
+        strategy.teardown()
+
+
+def found() -> dict[str, tuple[bool, bool]]:
+    kinds: dict[str, Callable[..., Strategy]] = {
+        "fsdp": FSDP,
+        "ddp=2": lambda **options: MeshParallel("ddp=2", **options),
+        "deepspeed": lambda **options: DeepSpeed(stage=1, **options),
+    }
+    return {name: (differ(make()), differ(make(broadcast_buffers=False))) for name, make in kinds.items()}
+
+
+def test_ranks_share_buffers_unless_they_are_to_keep_their_own(run_ranks: Callable[..., Any]) -> None:
+    assert run_ranks(found, 2) == dict.fromkeys(("fsdp", "ddp=2", "deepspeed"), (False, True))
+
+
+def test_a_model_without_buffers_broadcasts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from strategies import sharded
+
+    monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
+    told = []
+    monkeypatch.setattr(sharded, "share_buffers", lambda modules: told.append([*modules]))
+    model = nn.Linear(6, 4)
+    strategy = FSDP()
+    strategy.configure(devices=1, accelerator="cpu")
+    strategy.setup()
+    try:
+        placed = strategy.place(model)
+        strategy.attach(placed, {"main": torch.optim.SGD(model.parameters(), lr=0.1)})
+        window = next(iter(strategy.shard_loader(DataLoader(dataset(8), 8), seed=0).windows(0)))
+        strategy.forward_backward(placed, lambda batch, batch_idx: model(batch[0]).square().mean(), window)
+    finally:
+        strategy.teardown()
+    assert told == [[]]
