@@ -72,6 +72,10 @@ class Callback:
 
     _module: Module | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has: everything but the module that is running."""
+        return self.__dict__ | {"_module": None}
+
     def log(self, name: str, value: Any, **options: Any) -> None:
         """`Module.log` of the module that is running. Raises RuntimeError outside of a run."""
         if self._module is None:

@@ -130,7 +130,7 @@ class EarlyStopping(Callback):
             self._check(trainer, epoch_end=True)
 
     def _reset(self) -> None:
-        self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf)
+        self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf, dtype=torch.float64)
         self.wait_count = self.stopped_epoch = 0
         self.stopping_reason = None
         self._last = math.nan
@@ -150,7 +150,7 @@ class EarlyStopping(Callback):
         usable = math.isfinite(self._last) or not self.check_finite
         if usable and self._better(self._last, self._with_delta(float(self.best_score))):
             self._say(trainer, f"{self.monitor} improved from {float(self.best_score):.6g} to {self._last:.6g}")
-            self.best_score = current
+            self.best_score = current.to("cpu", torch.float64)
             self.wait_count = 0
         else:
             self.wait_count += 1

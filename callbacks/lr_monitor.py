@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from callbacks.base import Callback
 from callbacks.lr_factor import lr_factor
 
@@ -20,6 +22,7 @@ class LearningRateMonitor(Callback):
     The name is the scheduler's `name` where its config has one, else `lr-<optimizer class>`; a second
     optimizer of that name gets `-1`, then `-2`. Several parameter groups append `/pg1`, `/pg2`, or `/<name>`
     where the group has a "name". Momentum and weight decay append `-momentum` and `-weight_decay`.
+    The values are in `trainer.callback_metrics` too, on every rank.
 
     Args:
         logging_interval: "step" logs every `log_every_n_steps` optimizer steps, "epoch" at the start of every
@@ -42,9 +45,7 @@ class LearningRateMonitor(Callback):
         self._used: dict[str, float] = {}  # by the step that is being taken, where that step is logged
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        stats = self._stats(trainer, "epoch")
-        if stats:
-            trainer.log_metrics(stats)
+        self._log(trainer, self._stats(trainer, "epoch"))
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
         # Read now, since schedulers move before the step is counted and logged.
@@ -53,8 +54,15 @@ class LearningRateMonitor(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._used:
-            trainer.log_metrics(self._used)
+            self._log(trainer, self._used)
             self._used = {}
+
+    @staticmethod
+    def _log(trainer: Trainer, stats: dict[str, float]) -> None:
+        trainer.callback_metrics.update(
+            {name: torch.tensor(value, dtype=torch.float64) for name, value in stats.items()}
+        )
+        trainer.log_metrics(stats)
 
     def _stats(self, trainer: Trainer, interval: str) -> dict[str, float]:
         stats: dict[str, float] = {}

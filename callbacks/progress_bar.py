@@ -61,6 +61,9 @@ class ProgressBar(Callback):
         self._paused_s_a_batch = 0.0  # over the epochs that have ended
         self._pause_began: float | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_screen": None, "_next_draw": NEVER}  # a copy shows nothing until its own run
+
     def print(self, *values: Any, **options: Any) -> None:
         """The builtin `print`, above the bar instead of into it; does nothing on ranks other than 0."""
         if self._screen is not None:

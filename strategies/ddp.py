@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from strategies.base import Agreement, Loss
 from strategies.blocks import Rule
@@ -21,6 +23,7 @@ from strategies.data import MicroBatch, Window
 from strategies.eager import EagerStrategy, resolve_accelerator, shortened
 from strategies.meta import materialise
 from strategies.rendezvous import plain_group
+from strategies.state import Reader, State
 from strategies.step_state import numbers, refuse_changed_numbers
 from strategies.traceless import traceless
 
@@ -32,7 +35,8 @@ class DDP(EagerStrategy):
     it exchange nothing.
 
     `find_unused_parameters`: allow steps in which some parameters get no gradient (walks the graph every step).
-    `static_graph`: promise that every step uses the same parameters in the same way.
+    `static_graph`: promise that every step uses the same parameters in the same way. On three and more ranks a resumed run
+        then sums its first two gradients in another order than the run that was not stopped.
     `gradient_as_bucket_view`: gradients live in the communication buckets (saves one copy of them).
     `broadcast_buffers`: rank 0's buffers (BatchNorm statistics) overwrite the others' at each forward.
     `sync_batchnorm`: turn BatchNorm layers into SyncBatchNorm, whose statistics span the ranks (CUDA only).
@@ -114,6 +118,18 @@ class DDP(EagerStrategy):
             self._stale_buffers = False
         return super().evaluate(placed, step_fn, micro_batch, *args, **options)
 
+    def state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> State:
+        state = super().state_dict(placed, optimizers)
+        if isinstance(placed, Replica):
+            state.meta["bucket_order"] = placed.bucket_order()
+        return state
+
+    def load_state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+        super().load_state_dict(placed, optimizers, state)
+        order = state.meta.get("bucket_order")
+        if optimizers and isinstance(placed, Replica) and isinstance(order, list):
+            placed.lay_out(order)
+
     def _runner(self, placed: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
         return functools.partial(placed, step_fn) if isinstance(placed, Replica) else super()._runner(placed, step_fn)
 
@@ -186,12 +202,16 @@ class Replica(nn.Module):
         self._watches: list[Any] = []
         self._reduced = True
         self._stands_in = False
+        self._order: list[int] = []
+        """Ids of the parameters as they lie in DDP's buckets, as far as they have been seen."""
+        self._order_is_known = False
         self.wrap()
 
     def wrap(self, **options: Any) -> None:
         """Build DDP for the parameters that are trained now. Every rank calls it."""
         self.unwrap()
         self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._order, self._order_is_known = [], False
         if not self._trained:
             return
         group = plain_group() if dist.get_debug_level() == dist.DebugLevel.DETAIL else None
@@ -213,6 +233,48 @@ class Replica(nn.Module):
         if self.ddp is not None:
             return self.ddp(step_fn, batch, batch_idx)
         return None if step_fn is None else step_fn(batch, batch_idx)
+
+    def bucket_order(self) -> list[str] | None:
+        """The trained parameters in the order in which they lie in DDP's buckets; None before a step has settled it.
+
+        DDP lays its buckets out anew after the first step, by the order in which gradients came, and sums of more than
+        two ranks depend in their last bit on where in a bucket a gradient lies. Every rank calls it.
+        """
+        if self.ddp is None:
+            return None
+        if not self._order_is_known and self.ddp.reducer._rebuild_buckets():  # else the next forward would
+            self.ddp._has_rebuilt_buckets = True
+            self._order = [
+                id(p) for bucket in self.ddp.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()
+            ]
+            self._order_is_known = True
+        names = {id(p): name for name, p in self._trained.items()}
+        return [names[key] for key in self._order] if self._order_is_known else None
+
+    def lay_out(self, order: list[str]) -> None:
+        """Give DDP the buckets of a run that is resumed, by a backward of zeros in which gradients come in this order.
+
+        Every rank calls it, before the first step. Does nothing if other parameters are trained now, and with
+        find_unused_parameters (DDP keeps its buckets) or static_graph (the backward would be taken for the graph).
+        """
+        if self.ddp is None or self.used is not None or self._order_is_known or set(order) != set(self._trained):
+            return
+        sparse = {
+            id(layer.weight) for layer in self.model.modules() if isinstance(layer, nn.Embedding) and layer.sparse
+        }
+        sums = []
+        with torch.enable_grad():
+            for name in reversed(order):  # autograd works on what was computed last first
+                used: torch.Tensor = self._trained[name]
+                if id(used) in sparse:
+                    used = F.embedding(torch.zeros(1, dtype=torch.int64, device=used.device), used, sparse=True)
+                sums.append((torch.view_as_real(used) if used.is_complex() else used).sum().float())
+            zero = torch.stack(sums).sum() * 0
+            self.ddp.require_backward_grad_sync = True
+            self.ddp(lambda *_: zero, None, 0).backward()
+        for parameter in self._trained.values():
+            parameter.grad = None
+        self.bucket_order()
 
     def begin_window(self) -> None:
         self._reduced, self.stood_in = False, False
@@ -256,6 +318,9 @@ class Replica(nn.Module):
     def _sum(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP's communication hook: the sum over ranks, where DDP by itself takes the mean."""
         self._reduced = self._reduced or bucket.is_last()
+        if not self._order_is_known and self.ddp is not None and self.ddp._has_rebuilt_buckets:
+            self._order += map(id, bucket.parameters())
+            self._order_is_known = bucket.is_last()
         work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 

@@ -8,6 +8,7 @@ other has written.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -188,7 +189,9 @@ def restore_state(model: nn.Module, optimizers: dict[str, Optimizer], reader: Re
     names = parameter_names(model)
     check_optimizers(optimizers, reader)
     for key, optimizer in optimizers.items():
-        saved, current = reader.meta["optimizers"][key], optimizer.state_dict()
+        saved = reader.meta["optimizers"][key]
+        _add_saved_groups(model, key, optimizer, saved["param_groups"])
+        current = optimizer.state_dict()
         order = [names_of(parameter, names, key) for group in optimizer.param_groups for parameter in group["params"]]
         groups = saved_groups(reader, key, [[order[i] for i in group["params"]] for group in current["param_groups"]])
         index = {name: i for i, name in enumerate(order)}
@@ -203,7 +206,8 @@ def restore_state(model: nn.Module, optimizers: dict[str, Optimizer], reader: Re
                     if name not in parameters or is_here(parameters[name])
                 },
                 "param_groups": [
-                    _taken(key, group, now) for group, now in zip(groups, current["param_groups"], strict=True)
+                    _taken(optimizer, key, group, now)
+                    for group, now in zip(groups, current["param_groups"], strict=True)
                 ],
             }
         )
@@ -266,16 +270,53 @@ def saved_groups(reader: Reader, key: str, have: list[list[str]]) -> list[dict[s
     return groups
 
 
+def _add_saved_groups(model: nn.Module, key: str, optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
+    """Add the parameter groups that the saved run added after its optimizer was made. Their options come with the state."""
+    parameters = dict(model.named_parameters())
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for group in saved[len(optimizer.param_groups) :]:
+        added = [parameters.get(name) for name in group["params"]]
+        if any(parameter is None or id(parameter) in held for parameter in added):
+            return  # another order of groups: `saved_groups` says so
+        held |= {id(parameter) for parameter in added}
+        optimizer.add_param_group({"params": added})
+
+
 HOW = ("capturable", "differentiable", "foreach", "fused")
 """Options of torch's optimizers that say by which kernels they step: this run's business, whatever the saved one's was."""
 
 
-def _taken(key: str, saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+def _taken(optimizer: Optimizer, key: str, saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """A saved parameter group, with what it lacks as it is now: another version of torch may have had fewer options."""
+    own = type(optimizer).__module__.startswith("torch.optim")
     for name, value in now.items():
-        if isinstance(value, int | float) and not isinstance(saved.get(name, value), int | float | Tensor):
-            raise ValueError(f"optimizer {key!r} has {name}={value!r}, a number, but {saved[name]!r:.60} was saved")
+        if name in ("params", *HOW) or name not in saved or isinstance(saved[name], Tensor):
+            continue
+        # Nothing but the code changes a flag of torch's optimizers, and their state depends on it.
+        if not is_alike(saved[name], value) or (own and isinstance(value, bool) and saved[name] != value):
+            raise ValueError(f"optimizer {key!r} has {name}={value!r}, but {saved[name]!r:.60} was saved")
+    if own:  # its own constructor knows what its options may be; the rate is a scheduler's business
+        takes = inspect.signature(type(optimizer)).parameters.keys() - {"params", "lr", *HOW}
+        options = {name: saved[name] for name in takes if name in saved}
+        type(optimizer)([torch.zeros(1, 1, requires_grad=True)], **options)
     return {**now, **saved, **{name: now[name] for name in ("params", *HOW) if name in now}}
+
+
+def is_alike(saved: Any, now: Any) -> bool:
+    """Whether a saved value may stand for one of this run: of the same kind, and in lists of the same length."""
+    if isinstance(now, bool):
+        return isinstance(saved, bool)
+    if isinstance(now, int | float):
+        return isinstance(saved, int | float) and not isinstance(saved, bool)
+    if isinstance(now, str):
+        return isinstance(saved, str)
+    if isinstance(now, list | tuple):
+        return isinstance(saved, list | tuple) and (
+            len(saved) != len(now) or all(is_alike(a, b) for a, b in zip(saved, now, strict=True))
+        )
+    if isinstance(now, dict):
+        return isinstance(saved, dict) and all(is_alike(saved[key], now[key]) for key in saved.keys() & now.keys())
+    return True
 
 
 @dataclass

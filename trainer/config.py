@@ -32,10 +32,10 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -49,6 +49,8 @@ from trainer.seeding import seed_everything
 from trainer.trainer import Trainer
 
 Key = tuple[str, ...]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 SHORT_FOR_MODULE = ("optimizer", "lr_scheduler")
 """Top-level sections that are arguments of the module."""
@@ -101,6 +103,22 @@ class Run(NamedTuple):
     ckpt_path: str | None
 
 
+def _bounded(fn: Callable[P, T]) -> Callable[P, T]:
+    """`fn` with a ConfigError in place of the RecursionError of a config that is nested too deeply."""
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return fn(*args, **kwargs)
+        except RecursionError:
+            raise ConfigError(
+                "the config is nested too deeply to be read; flatten it, or look for an anchor or interpolation that refers to itself"
+            ) from None
+
+    return call
+
+
+@_bounded
 def resolve(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Resolved:
     """Merge YAML files, then `key=value` overrides, in order. Raises ConfigError; imports no class."""
     values: dict[str, Any] = {}
@@ -310,6 +328,7 @@ class _Mismatch(Exception):
     """A value that does not fit an annotation."""
 
 
+@_bounded
 def _plan_run(resolved: Resolved) -> _Plan:
     values = resolved.values
     if not values.get("module"):

@@ -18,7 +18,7 @@ from trainer.hooks import overrides, step_function, transfer_of
 from trainer.logging import MetricStore
 from trainer.module import Module
 from trainer.seeding import rng_state, set_rng_state
-from trainer.snapshot import restore_weights, torchmetrics_of
+from trainer.snapshot import load_extra, restore_weights, torchmetrics_of
 
 if TYPE_CHECKING:
     from trainer.setup import Sources
@@ -37,6 +37,8 @@ def run(trainer: Trainer, module: Module, sources: Sources, stage: str) -> Any:
     if not setup.loaders_of(source):
         raise ValueError(f"{stage} needs data: give dataloaders, or a DataModule or Module with {kind}_dataloader")
     loaders = setup.evaluation_loaders(trainer, source, kind)
+    if trainer.resumed is not None:
+        load_extra(trainer, trainer.resumed, callbacks=False)
     trainer.placed = trainer.strategy.place(module)
     if trainer.resumed is not None:
         restore_weights(trainer, trainer.resumed)
@@ -46,6 +48,8 @@ def run(trainer: Trainer, module: Module, sources: Sources, stage: str) -> Any:
         return [
             {key: value for key, value in shown.items() if _belongs(key, i, len(loaders))} for i in range(len(loaders))
         ]
+    if not trainer.keeps_predictions:
+        return None
     ordered = [in_dataset_order(trainer, part) for part in outputs]
     return ordered[0] if len(ordered) == 1 else ordered
 
@@ -100,6 +104,7 @@ def evaluate(trainer: Trainer, module: Module, loaders: list[ShardedLoader], sta
     metrics.noticed = trainer.noticed_names
     limits = trainer.evaluation_limits[kind]
     outputs: list[list[Any]] = [[] for _ in loaders]
+    keeps = stage == "predict" and trainer.keeps_predictions
     own_transfer = transfer_of(module, trainer.datamodule, strategy.to_device, strategy.device)
     with _evaluation_mode(module, name):
         for hook in start:
@@ -130,8 +135,8 @@ def evaluate(trainer: Trainer, module: Module, loaders: list[ShardedLoader], sta
                 for hook in batch_end if real else ():
                     hook(output, batch, batch_idx, index)
                 metrics.in_batch = False
-                if stage == "predict" and real:
-                    outputs[index].append(output)
+                if keeps and real:
+                    outputs[index].append(on_host(output))
         metrics.suffix, metrics.weight = "", 1.0
         early: dict[str, float] = {}
         if epoch_end:  # which read what the steps have logged, and log more
@@ -158,6 +163,18 @@ def call_at_epoch_end(trainer: Trainer, hook: Callable[[], Any], name: str) -> N
             f"({type(error).__name__}: {error}); log in the step, which is exact on any number of ranks, let the hook do without "
             "samples, or use fewer ranks or a smaller batch_size"
         ) from error
+
+
+def on_host(output: Any) -> Any:
+    """A prediction without its graph and on the CPU, so that those of a whole dataset do not fill the device. Waits for the device."""
+    if isinstance(output, Tensor):
+        output = output.detach()
+        return output if output.device.type == "cpu" else output.cpu()
+    if isinstance(output, dict):
+        return {key: on_host(value) for key, value in output.items()}
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)(*map(on_host, output))
+    return type(output)(map(on_host, output)) if type(output) in (list, tuple) else output
 
 
 def in_dataset_order(trainer: Trainer, outputs: list[Any]) -> list[Any]:

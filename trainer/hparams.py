@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Mapping
@@ -92,18 +93,28 @@ def restored(cls: type, saved: dict[str, Any]) -> dict[str, Any]:
     A checkpoint holds the value of a member and names no class. The class is that of the argument's annotation,
     or of its default. Raises ValueError for a value that the Enum does not have.
     """
-    init = cls.__init__  # type: ignore[misc]
-    try:
-        hints = typing.get_type_hints(init)
-    except (NameError, TypeError, AttributeError):  # a name that only type checkers know
-        hints = {}
     result = dict(saved)
     for name, parameter in inspect.signature(cls).parameters.items():
-        kinds = {type(parameter.default), hints.get(name), *typing.get_args(hints.get(name))}
+        kinds = [type(parameter.default), *_classes(parameter.annotation, cls)]
         kind = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, enum.Enum)), None)
         if kind is not None and result.get(name) is not None:
             result[name] = kind(result[name])
     return result
+
+
+def _classes(annotation: Any, cls: type) -> list[Any]:
+    """What an annotation names; one that is a string is looked up where `__init__` was written, and never evaluated."""
+    if not isinstance(annotation, str):
+        return [annotation, *typing.get_args(annotation)]
+    scope = getattr(cls.__init__, "__globals__", {})  # type: ignore[misc]
+    found = []
+    for path in re.findall(r"[^\W\d][\w.]*", annotation):
+        first, *rest = path.split(".")
+        value = scope.get(first)
+        for name in rest:
+            value = getattr(value, name, None)
+        found.append(value)
+    return found
 
 
 def _plain(value: Mapping[str, Any]) -> Mapping[str, Any]:

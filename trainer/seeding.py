@@ -83,8 +83,18 @@ def rng_state(streams: Mapping[str, torch.Generator] | None = None) -> dict[str,
         "streams": {key: [generator.device.type, generator.get_state()] for key, generator in (streams or {}).items()},
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+        state["cuda"] = torch.cuda.get_rng_state_all()
+        state["cuda_device"] = torch.cuda.current_device()
     return state
+
+
+def _set_cuda_state(state: dict[str, Any]) -> None:
+    """All devices of the process as they were; of the device in use alone where the process sees others than it did."""
+    saved = [value.to(torch.uint8) for value in state["cuda"]]
+    if len(saved) == torch.cuda.device_count() and state["cuda_device"] == torch.cuda.current_device():
+        torch.cuda.set_rng_state_all(saved)
+    else:
+        torch.cuda.set_rng_state(saved[state["cuda_device"]])
 
 
 def set_rng_state(state: dict[str, Any], streams: dict[str, torch.Generator] | None = None) -> None:
@@ -95,7 +105,7 @@ def set_rng_state(state: dict[str, Any], streams: dict[str, torch.Generator] | N
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].to(torch.uint8))
+        _set_cuda_state(state)
     if streams is not None:
         for key in streams.keys() - state["streams"].keys():
             del streams[key]

@@ -25,7 +25,7 @@ from strategies.data import ShardedLoader, Window
 from strategies.processes import current_phase, ends_well, set_phase, shortened
 from strategies.watchdog import SETTING_UP, where
 from trainer import optimizers as configured
-from trainer import snapshot
+from trainer import resume_checks, snapshot
 from trainer.compilation import Compiled
 from trainer.guards import Guards, check_ownership
 from trainer.hooks import Hooks, overrides, step_function, transfer_of
@@ -287,6 +287,9 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
         raise ValueError(
             f"{type(module).__name__} has no trainable parameter; give it layers, or set requires_grad on what is to be trained"
         )
+    if checkpoint is not None:
+        snapshot.load_extra(trainer, checkpoint)
+    trainer.trainable_at_start = resume_checks.trainability(module)
     trainer.placed = strategy.place(module)
     named, schedulers = configured.parse(module.configure_optimizers())
     if module.automatic_optimization and not named:
@@ -308,6 +311,9 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
             )
     if module.automatic_optimization:
         check_ownership(module, named)
+    trainer.configured = resume_checks.configured(named, schedulers)
+    if checkpoint is not None:
+        snapshot.check_configured(trainer, checkpoint)
     named = strategy.attach(trainer.placed, named)
     trainer.named_optimizers, trainer.lr_scheduler_configs = named, schedulers
     trainer.user_optimizers = [
@@ -319,6 +325,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
     if strategy.data_rank > 0:  # noise of its own; data rank 0 goes on with the process's stream
         seed_everything(derive(seed, "noise", strategy.data_rank))
     if checkpoint is not None:
+        snapshot.restore_trainability(trainer, module, checkpoint)
         snapshot.restore(trainer, module, checkpoint)
     frozen = [child for child in module.modules() if not child.training] if module.training else []
     module.train(True)  # as an override without a default expects

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import platform
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from callbacks.base import Logger
-from strategies.state import Shard, pack, restore_model, unpack
+from callbacks.printing import safe_print
+from strategies.state import Shard, is_alike, pack, restore_model, unpack
 from trainer import checkpoint as files
+from trainer import checkpoint_schema, resume_checks
 from trainer.checkpoint import Checkpoint, CheckpointError
 from trainer.hparams import restored
 from trainer.logging import COMBINE
-from trainer.progress import Progress
 from trainer.seeding import derive, rng_state, seed_everything, set_rng_state
 
 if TYPE_CHECKING:
@@ -69,12 +71,18 @@ def save(
             "hyperparameters_name": module.hparams_name,
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "windows": trainer.train_dataloader.plan,
+            "configured": trainer.configured,
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }
         rank_state = {
             "data_rank": strategy.data_rank,
             "data_size": strategy.data_size,
             "reports": strategy.reports,
+            "trainability": {
+                name: trained
+                for name, trained in resume_checks.trainability(module).items()
+                if trained != trainer.trainable_at_start.get(name, trained)
+            },
             "rng": pack(rng_state(trainer.streams), f"ranks/{strategy.rank}/rng", tensors),
             "sums": trainer.metrics.state_dict(),
             "loader": pack(trainer.train_dataloader.state_dict(), f"ranks/{strategy.rank}/loader", tensors),
@@ -150,8 +158,49 @@ def rewind(trainer: Trainer, module: Module, path: str | Path) -> None:
     Every rank calls it, between windows.
     """
     checkpoint = Checkpoint.open(path)
+    load_extra(trainer, checkpoint)
     _restore_training(trainer, checkpoint)
     trainer.progress.global_step = checkpoint.state["progress"]["global_step"]
+
+
+def load_extra(trainer: Trainer, checkpoint: Checkpoint, *, callbacks: bool = True) -> None:
+    """Call the `on_load_checkpoint` hooks of the module, which may build layers in it, and with `callbacks` of these.
+
+    Every rank calls it before the model is placed: weights, buffers and the state of optimizers are loaded afterwards.
+    """
+    module = trainer._module
+    if not callbacks:
+        _load_extra_of(module, checkpoint)
+        return
+    with refused(checkpoint.path):
+        extra = unpack(checkpoint.state["module"], checkpoint.read)
+        for hook in trainer.hooks.on_load_checkpoint:
+            hook(extra)
+
+
+def _load_extra_of(module: Any, checkpoint: Checkpoint) -> None:
+    with refused(checkpoint.path):
+        if "module" in checkpoint.state:  # imported weights have none
+            module.on_load_checkpoint(unpack(checkpoint.state["module"], checkpoint.read))
+
+
+def check_configured(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if this run's code configures other optimizers than the saved run's did."""
+    same_world = checkpoint.world_size == trainer.world_size
+    with refused(checkpoint.path):
+        saved = checkpoint.state.get("configured")
+        resume_checks.check(checkpoint.path, saved, trainer.configured, same_world, trainer.is_global_zero)
+
+
+def restore_trainability(trainer: Trainer, module: Module, checkpoint: Checkpoint) -> None:
+    """Freeze and unfreeze what the saved run had frozen and unfrozen since it began. Every rank calls it."""
+    with refused(checkpoint.path):
+        changed: dict[str, bool] = {}
+        for rank in range(checkpoint.world_size):
+            changed |= (checkpoint.rank_state(rank) or {}).get("trainability", {})
+    if changed:
+        resume_checks.restore_trainability(module, changed)
+        trainer.strategy.adopt_changes(trainer.placed)
 
 
 def restore_weights(trainer: Trainer, checkpoint: Checkpoint) -> None:
@@ -169,7 +218,12 @@ def _restore_training(trainer: Trainer, checkpoint: Checkpoint) -> None:
                 f"it holds {len(state['schedulers'])} schedulers, but this run has {len(trainer.lr_scheduler_configs)}"
             )
         for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
-            config.scheduler.load_state_dict(unpack(saved, read))
+            values, name = unpack(saved, read), type(config.scheduler).__name__
+            for key, now in config.scheduler.state_dict().items():
+                if key in values and not is_alike(values[key], now):
+                    raise ValueError(f"scheduler {name} has {key}={now!r:.60}, but {values[key]!r:.60} was saved")
+            config.scheduler.load_state_dict(values)
+        _say_what_is_dropped(trainer, checkpoint)
         for callback in trainer.callbacks:
             if callback.state_key in state["callbacks"]:
                 saved = unpack(state["callbacks"][callback.state_key], read)
@@ -177,9 +231,18 @@ def _restore_training(trainer: Trainer, checkpoint: Checkpoint) -> None:
                     trainer.guarded(callback, callback.load_state_dict, saved)
                 else:
                     callback.load_state_dict(saved)
-        extra = unpack(state["module"], read)
-        for hook in trainer.hooks.on_load_checkpoint:
-            hook(extra)
+
+
+def _say_what_is_dropped(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """One line for the saved state of callbacks that this run does not have."""
+    given = {callback.state_key for callback in trainer.callbacks}
+    dropped = [key for key, saved in checkpoint.state["callbacks"].items() if saved and key not in given]
+    if dropped and trainer.is_global_zero:
+        safe_print(
+            f"checkpoint {checkpoint.path} holds the state of {', '.join(dropped)}, which this run does not have among its callbacks: "
+            "that state is dropped; give the same callback with the same arguments to continue it",
+            file=sys.stderr,
+        )
 
 
 def _callback_states(trainer: Trainer, kept: dict[str, Shard]) -> dict[str, Any]:
@@ -199,31 +262,10 @@ def check_resumable(checkpoint: Checkpoint) -> None:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} holds weights alone, so there is nothing to resume: load them with load_from_checkpoint, and fit without ckpt_path"
         )
-    kinds = {
-        "progress": dict,
-        "strategy": dict,
-        "schedulers": list,
-        "callbacks": dict,
-        "metrics": dict,
-        "windows": dict,
-    }
-    wrong = [name for name, kind in kinds.items() if type(state.get(name)) is not kind]
-    if type(state["seed"]) is not int or not 0 <= state["seed"] < 2**63:
-        wrong.append("seed")
-    if "windows" not in wrong:
-        counts = [state["windows"].get(name) for name in ("ranks", "accumulate", "batch_size")]
-        if (
-            type(state["windows"].get("split")) is not bool
-            or any(type(n) is not int or n < 1 for n in counts[:2])
-            or type(counts[2]) not in (int, type(None))
-        ):
-            wrong.append("windows")
-    if wrong:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.path} cannot be resumed: state.json has no valid {wrong[0]}; load another one"
-        )
     with refused(checkpoint.path):
-        Progress().load_state_dict(state["progress"])
+        wrong = checkpoint_schema.fault(checkpoint)
+    if wrong is not None:
+        raise CheckpointError(f"checkpoint {checkpoint.path} cannot be resumed: {wrong}; load another one")
 
 
 def load_module(cls: Any, path: str | Path, map_location: Any, strict: bool, overrides: dict[str, Any]) -> Any:
@@ -245,6 +287,7 @@ def load_module(cls: Any, path: str | Path, map_location: Any, strict: bool, ove
         saved = restored(cls, saved)
     module = cls(**saved | overrides)
     module.configure_model()
+    _load_extra_of(module, checkpoint)
     with refused(path):
         restore_model(module, checkpoint, strict)
     return module if map_location is None else module.to(map_location)

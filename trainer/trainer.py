@@ -204,9 +204,15 @@ class Trainer:
         self.val_dataloaders: list[Any] = []
         self.num_training_batches: int | float = 0
         self.windows_per_epoch: int | None = None
+        self.keeps_predictions = True
+        """Whether `predict` returns what `predict_step` returned."""
         self.evaluation_limits: dict[str, list[int | None]] = {"val": [], "test": [], "predict": []}
         self.evaluation_batches: dict[str, list[int | float]] = {"val": [], "test": [], "predict": []}
         self.named_optimizers: dict[str, Optimizer] = {}
+        self.configured: dict[str, Any] = {}
+        """What `configure_optimizers` gave: classes and initial values."""
+        self.trainable_at_start: dict[str, bool] = {}
+        """Which parameters the code trains before the run, by name."""
         self.lr_scheduler_configs: list[Any] = []
         self.user_optimizers: list[Any] = []
         self.metrics = MetricStore()
@@ -298,12 +304,16 @@ class Trainer:
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
-    ) -> list[Any]:
-        """Return what `predict_step` returned for each batch, in the loader's order, each sample once.
+        return_predictions: bool = True,
+    ) -> list[Any] | None:
+        """Return what `predict_step` returned for each batch, on the CPU, in the loader's order, each sample once.
 
         A list for each loader where there are several. On several ranks the last batches may be cut
-        differently from one process, so concatenate the items to compare runs.
+        differently from one process, so concatenate the items to compare runs. Every rank holds the predictions of
+        all ranks: for more than fits into memory give `return_predictions=False`, which returns None, and write them
+        in `predict_step` or a callback's `on_predict_batch_end`, rank by rank.
         """
+        self.keeps_predictions = return_predictions
         return self._evaluate("predict", module, dataloaders, datamodule, ckpt_path, False)
 
     def save_checkpoint(

@@ -13,10 +13,11 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 import tracemalloc
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,92 @@ def test_forged_state_is_refused_or_taken_before_a_step(tmp_path: Path, fitted: 
         shutil.rmtree(folder)
     assert min(outcomes["loaded"], outcomes["refused"]) > number / 3
     assert outcomes["failed in training"] <= number / 20
+
+
+ABSURD: list[Any] = [
+    10**9,
+    -1,
+    math.nan,
+    None,
+    "x",
+    [],
+    {"a": 1},
+    math.inf,
+    True,
+    2**80,
+    [[1]],
+    "",
+    {},
+    0.5,
+    False,
+    1e308,
+]
+
+
+def leaves(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all leaves of a JSON tree; of long lists those at both ends."""
+    if not isinstance(tree, dict | list) or not tree:
+        yield at
+        return
+    pairs = list(tree.items() if isinstance(tree, dict) else enumerate(tree))
+    for key, value in pairs if len(pairs) < 99 or isinstance(tree, dict) else [*pairs[:2], *pairs[-2:]]:
+        yield from leaves(value, (*at, key))
+
+
+@pytest.mark.parametrize("number", [1, pytest.param(len(ABSURD), marks=pytest.mark.slow)])
+def test_an_absurd_value_at_any_leaf_is_refused_or_harmless(tmp_path: Path, fitted: Path, number: int) -> None:
+    """Each in turn, signed anew: CheckpointError, or a run to its end; a NaN that a rate brings is a FloatingPointError."""
+    trees = {
+        name: json.loads((fitted / name).read_text()) for name in ("state.json", "rank-00000.json", "manifest.json")
+    }
+    outcomes: Counter[str] = Counter()
+    for i, (name, at) in enumerate((name, at) for name, tree in trees.items() for at in leaves(tree)):
+        for j in range(number):
+            value = ABSURD[(i * number + j) % len(ABSURD)]
+            folder = tmp_path / "a"
+            shutil.copytree(fitted, folder)
+            tree = json.loads(json.dumps(trees[name]))
+            inner = tree
+            for key in at[:-1]:
+                inner = inner[key]
+            inner[at[-1]] = value
+            if name == "manifest.json":
+                sign(folder, tree)
+            else:
+                manifest = json.loads(json.dumps(trees["manifest.json"]))
+                replace(folder, manifest, name, json.dumps(tree).encode())
+                sign(folder, manifest)
+            calls: dict[str, Callable[[], Any]] = {"fit": lambda folder=folder: fit(folder)}
+            if name == "manifest.json" or at[0] == "strategy":
+                calls["validate"] = lambda folder=folder: quiet().validate(
+                    Rich(), loader(8), ckpt_path=folder, verbose=False
+                )
+                calls["load"] = lambda folder=folder: Rich.load_from_checkpoint(folder)
+            for verb, call in calls.items():
+                began = time.monotonic()
+                try:
+                    call()
+                    outcomes["harmless"] += verb == "fit"
+                except CheckpointError as error:
+                    assert str(folder) in str(error) and len(str(error)) < 1500
+                    outcomes["refused"] += 1
+                except FloatingPointError:
+                    outcomes["not finite"] += 1
+                except Exception as error:
+                    raise AssertionError(f"{verb} with {value!r} at {name}: {at}") from error
+                assert time.monotonic() - began < 20, f"{verb} with {value!r} at {name}: {at}"
+            shutil.rmtree(folder)
+    assert min(outcomes["refused"], 5 * outcomes["harmless"]) > 100 * number and outcomes["not finite"] < 10 * number
+
+
+def test_a_forged_number_of_ranks_is_refused_at_once(tmp_path: Path, two_ranks: Path, fitted: Path) -> None:
+    for source, ranks in ((fitted, 10**9), (fitted, 0), (fitted, 2)):
+        folder = tmp_path / "a"
+        shutil.copytree(source, folder)
+        sign(folder, json.loads((folder / "manifest.json").read_text()) | {"world_size": ranks})
+        with pytest.raises(CheckpointError, match=f"world_size is {ranks}, but there are 1 files of ranks"):
+            fit(folder)
+        shutil.rmtree(folder)
 
 
 def sign(folder: Path, manifest: dict[str, Any]) -> None:

@@ -383,3 +383,12 @@ def test_an_import_that_fails_names_module_and_line() -> None:
 def test_importing_the_trainer_does_not_load_omegaconf(repo_root: Path) -> None:
     code = "import sys, trainer, trainer.cli; sys.exit('omegaconf' in sys.modules or 'yaml' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=repo_root, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("text", ["a: " + "[" * 2000 + "]" * 2000, "module: " + "{a: " * 2000 + "1" + "}" * 2000])
+def test_a_config_that_is_nested_too_deeply_is_a_config_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "deep.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        resolve([tmp_path / "deep.yaml"])
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        resolve([], ["module.x=" + "[" * 2000 + "]" * 2000])

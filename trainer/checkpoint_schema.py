@@ -1,0 +1,216 @@
+"""What the JSON of a fit's checkpoint must look like to be resumed: kinds, ranges, and what must agree with what.
+
+Checksums find damage; a file that was edited and signed anew passes them. So nothing is used of `state.json` and
+`rank-*.json` before its shape was checked here, at the one place where it enters the program. What only an optimizer, a
+scheduler, a callback or user code knows is compared with its state in this run, where it is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trainer.checkpoint_reader import Checkpoint
+from trainer.logging import COMBINE
+from trainer.progress import Progress
+
+_MOST = 1 << 53
+"""No count of a run is higher."""
+_MOST_RANKS = 1 << 20
+_NUMPY_WORDS = 624
+"""Length of the state of numpy's Mersenne Twister, and the highest position in it."""
+
+Check = Callable[[Any], bool]
+
+
+def fault(checkpoint: Checkpoint) -> str | None:
+    """The key of the first part of a fit's checkpoint that is not as a fit saves it, with what is wrong; None if all is."""
+    state = checkpoint.state
+    for key, check in _STATE.items():
+        if key not in state or not check(state[key]):
+            return f"state.json has no valid {key}"
+    progress, windows = state["progress"], state["windows"]
+    for key, check in _WINDOWS.items():
+        if key not in windows or not check(windows[key]):
+            return f"state.json has no valid windows.{key}"
+    try:
+        Progress().load_state_dict(progress)
+    except ValueError as error:
+        return str(error)
+    if progress["global_step"] != checkpoint.global_step:
+        return f"progress.global_step is {progress['global_step']}, but {checkpoint.global_step} in the manifest"
+    for part, whole in (
+        ("batches_seen", "total_batches"),
+        ("samples_seen", "total_samples"),
+        ("validations", "total_batches"),
+    ):
+        if not progress[part] <= progress[whole] < _MOST:
+            return f"progress.{part} is {progress[part]}, but progress.{whole} is {progress[whole]}"
+    if progress["current_epoch"] >= _MOST or progress["global_step"] >= _MOST:
+        return f"progress counts more than {_MOST} epochs or steps"
+    return _strategy_fault(state["strategy"]) or _reference_fault(checkpoint) or _rank_faults(checkpoint)
+
+
+def _rank_faults(checkpoint: Checkpoint) -> str | None:
+    expected = {f"rank-{rank:05d}.json" for rank in range(min(checkpoint.world_size, _MOST_RANKS))}
+    found = {name for name, *_ in checkpoint.files() if name.startswith("rank-")}
+    if checkpoint.world_size != len(found) or expected != found:
+        return f"world_size is {checkpoint.world_size}, but there are {len(found)} files of ranks"
+    for rank in range(checkpoint.world_size):
+        state = checkpoint.rank_state(rank) or {}
+        for key, check in _RANK.items():
+            if key not in state or not check(state[key]):
+                return f"rank-{rank:05d}.json has no valid {key}"
+        if not 0 <= state["data_rank"] < state["data_size"] <= checkpoint.world_size:
+            return f"rank-{rank:05d}.json has data_rank={state['data_rank']} and data_size={state['data_size']}"
+    return None
+
+
+def _strategy_fault(meta: dict[str, Any]) -> str | None:
+    """What is wrong with what a strategy saved beside its tensors, as far as all strategies save it alike."""
+    if not isinstance(meta.get("model"), dict):
+        return "state.json has no valid strategy.model"
+    if not isinstance(meta.get("optimizers"), dict):
+        return "state.json has no valid strategy.optimizers"
+    for name, entry in meta["optimizers"].items():
+        groups, states = (entry.get("param_groups"), entry.get("state")) if isinstance(entry, dict) else (None, None)
+        if not _is_list(groups, lambda group: isinstance(group, dict) and _is_list(group.get("params"), _is_str)):
+            return f"state.json has no valid strategy.optimizers.{name}.param_groups"
+        if not _is_dict(states, lambda value: isinstance(value, dict)):
+            return f"state.json has no valid strategy.optimizers.{name}.state"
+    return None
+
+
+def _reference_fault(checkpoint: Checkpoint) -> str | None:
+    """JSON that refers to a tensor that is not there, or no longer to one that is."""
+    names = set(checkpoint.names())
+    referred = set(references(checkpoint.state))
+    missing = next(iter(sorted(referred - names)), None)
+    if missing is not None:
+        return f"state.json refers to the tensor {missing!r}, which is not there"
+    lost = next((name for name in checkpoint.names("optimizer/") if name not in referred), None)
+    return None if lost is None else f"state.json does not refer to the tensor {lost!r}"
+
+
+def references(value: Any) -> Iterator[str]:
+    """Names of the tensors that packed JSON data refers to."""
+    if isinstance(value, dict):
+        if "$tensor" in value:
+            yield str(value["$tensor"])
+        for item in value.values():
+            yield from references(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from references(item)
+
+
+# ---- kinds -----------------------------------------------------------------------------------------
+
+
+def is_number(value: Any) -> bool:
+    """An int or a float, NaN and infinities among them; no bool."""
+    return type(value) in (int, float) and (type(value) is float or abs(value) < 1 << 1023)
+
+
+def is_count(value: Any) -> bool:
+    """A whole number from 0."""
+    return type(value) is int and 0 <= value < _MOST
+
+
+def _is_str(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_weight(value: Any) -> bool:
+    return is_number(value) and 0 <= value < math.inf
+
+
+def _is_dict(value: Any, check: Check) -> bool:
+    return isinstance(value, dict) and all(map(check, value.values()))
+
+
+def _is_list(value: Any, check: Check) -> bool:
+    return isinstance(value, list) and all(map(check, value))
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_between(least: int, most: int) -> Check:
+    return lambda value: type(value) is int and least <= value <= most
+
+
+def _is_sum(value: Any) -> bool:
+    """A running sum as `MetricStore.state_dict` gives it."""
+    if not isinstance(value, list) or len(value) != 11 or value[0] not in COMBINE:
+        return False
+    flags, metric, (number, count, epoch_value, epoch_count) = value[1:6], value[6], value[7:]
+    return (
+        all(map(_is_flag, flags))
+        and (metric is None or _is_str(metric))
+        and is_number(number)
+        and _is_weight(count)
+        and is_number(epoch_value)
+        and _is_weight(epoch_count)
+    )
+
+
+def _is_rng(value: Any) -> bool:
+    if not isinstance(value, dict) or not {"torch", "python", "numpy", "streams"} <= value.keys():
+        return False
+    numpy = value["numpy"]
+    return (
+        _is_tensor(value["torch"])
+        and isinstance(numpy, list)
+        and len(numpy) == 5
+        and numpy[0] == "MT19937"
+        and _is_tensor(numpy[1])
+        and _is_between(0, _NUMPY_WORDS)(numpy[2])
+        and _is_between(0, 1)(numpy[3])
+        and is_number(numpy[4])
+        and _is_dict(value["streams"], lambda item: isinstance(item, list) and len(item) == 2 and _is_tensor(item[1]))
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, dict) and _is_str(value.get("$tensor"))
+
+
+def _is_torchmetric(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("state"), dict) and is_count(value.get("count"))
+
+
+_STATE: dict[str, Check] = {
+    "seed": lambda value: type(value) is int and 0 <= value < 1 << 63,
+    "progress": _is_object,
+    "strategy": _is_object,
+    "schedulers": lambda value: _is_list(value, _is_object),
+    "callbacks": _is_object,
+    "metrics": lambda value: _is_dict(value, is_number),
+    "windows": _is_object,
+    "datamodule": lambda value: True,
+    "module": _is_object,
+}
+
+_WINDOWS: dict[str, Check] = {
+    "ranks": _is_between(1, _MOST_RANKS),
+    "accumulate": _is_between(1, _MOST_RANKS),
+    "batch_size": lambda value: value is None or _is_between(1, 1 << 40)(value),
+    "split": _is_flag,
+}
+
+_RANK: dict[str, Check] = {
+    "data_rank": is_count,
+    "data_size": is_count,
+    "reports": _is_flag,
+    "rng": _is_rng,
+    "sums": lambda value: _is_dict(value, _is_sum),
+    "loader": lambda value: True,
+    "torchmetrics": lambda value: _is_dict(value, _is_torchmetric),
+}
