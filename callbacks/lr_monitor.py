@@ -45,7 +45,9 @@ class LearningRateMonitor(Callback):
         self._used: dict[str, float] = {}  # by the step that is being taken, where that step is logged
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        self._log(trainer, self._stats(trainer, "epoch"))
+        stats = self._stats(trainer, "epoch")
+        if stats:
+            self._log(trainer, stats)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
         # Read now, since schedulers move before the step is counted and logged.

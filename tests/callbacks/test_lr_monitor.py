@@ -11,8 +11,10 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
+from callbacks import Callback
 from callbacks.lr_factor import add_lr_factor
 from callbacks.lr_monitor import LearningRateMonitor
+from tests.trainer.toy import loader, net, quiet
 
 MODULE: Any = nn.Identity()
 
@@ -32,7 +34,11 @@ def run(
     """Two epochs of `num_steps` optimizer steps in the order of the Callback contract; what was logged, by step."""
     logged: dict[int, dict[str, float]] = {}
     trainer: Any = SimpleNamespace(
-        global_step=0, log_every_n_steps=every, optimizers=optimizers, lr_scheduler_configs=schedulers
+        global_step=0,
+        log_every_n_steps=every,
+        optimizers=optimizers,
+        lr_scheduler_configs=schedulers,
+        callback_metrics={},
     )
     trainer.log_metrics = lambda metrics: logged.setdefault(trainer.global_step, {}).update(metrics)
     for _ in range(2):
@@ -107,3 +113,20 @@ def test_warmup_shows() -> None:
 def test_the_interval_is_checked() -> None:
     with pytest.raises(ValueError, match="logging_interval must be 'step', 'epoch' or None, but it is 'batch'"):
         LearningRateMonitor("batch")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_rates_are_callback_metrics_on_every_rank(interval: Any) -> None:
+    class Reads(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            assert float(trainer.callback_metrics["lr-AdamW"]) == 1e-2, trainer.global_rank
+
+    trainer = quiet(
+        callbacks=[LearningRateMonitor(interval), Reads()],
+        log_every_n_steps=1,
+        strategy="ddp",
+        devices=2,
+        accelerator="cpu",
+    )
+    trainer.fit(net(), loader(32))
+    assert trainer.callback_metrics["lr-AdamW"].dtype == torch.float64
