@@ -255,3 +255,16 @@ def test_control_message(run: Run, tmp_path: Path) -> None:
     assert 0 < row["without_ms"] < 1000 and 0 < row["with_ms"] < 1000 and abs(row["over_ms"]) < 1000
     assert "with the message" in output
     assert list(tmp_path.iterdir()) == [tmp_path / "numbers.json"], "runs of the benchmark leave nothing behind"
+
+
+def test_control_tree(run: Run, tmp_path: Path) -> None:
+    output, numbers = run("control_tree", "--ranks", "10", "--steps", "6", file=tmp_path / "numbers.json")
+    before, now = numbers["results"]["all-gather, 10 ranks"], numbers["results"]["tree, 10 ranks"]
+    assert "tree, 10 ranks" in output
+    assert before["sockets"] >= 45 and now["sockets"] == 9, (
+        "all pairs before, an edge of the tree for each rank but the first now"
+    )
+    assert (before["hops"], now["hops"]) == (9, 4)
+    if "packets" in now:  # where the kernel gives it a network of its own
+        assert 2 * 9 <= now["packets"] < 100 < before["packets"]
+    assert all(0 < row[key] < 1e5 for row in (before, now) for key in ("setup_s", "ms", "cpu_ms"))
