@@ -17,6 +17,7 @@ from strategies.base import Agreement, Note, split_loss
 from strategies.blocks import Rule
 from strategies.data import MicroBatch, ShardedLoader, Window
 from strategies.eager import EagerStrategy, detach, move, weighted_losses
+from strategies.model_changes import gradient_marks, own_backward, refuse_max_norm
 from strategies.pipeline_feed import merged
 from strategies.replicas import (
     check_hooks,
@@ -69,6 +70,7 @@ class DataParallel(EagerStrategy):
         super().teardown()
 
     def place(self, model: nn.Module) -> nn.Module:
+        refuse_max_norm(model, self._num_devices, type(self).__name__)
         return super().place(model).to(self.device)
 
     def shard_loader(
@@ -118,11 +120,17 @@ class DataParallel(EagerStrategy):
                 slices: Any = slices,
                 steps: Any = steps,
                 contexts: Any = contexts,
+                replicas: list[nn.Module] = replicas,
                 batch_idx: int = micro_batch.batch_idx,
             ) -> Any:
                 device, autocast = self._device_of(i), self.precision.autocast_dtype
+                parameters = [*parameters_of(replicas[i])]
+                marks = gradient_marks(parameters)
                 with contexts[i], torch.autocast(device.type, autocast, autocast is not None):
-                    return steps[i](move(slices[i][0], device, None), batch_idx)
+                    output = steps[i](move(slices[i][0], device, None), batch_idx)
+                if marks != gradient_marks(parameters):
+                    raise own_backward(replicas[i], marks)
+                return output
 
             outputs = self._run(forward, len(slices))
             join_state(placed, replicas[1:])

@@ -10,51 +10,51 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-Dicts = list[tuple[str, dict[int, Any]]]
+ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Where torch keeps the hooks of a tensor: dicts, in which the handles that users hold find what to remove."""
+
+
+class Deferred(NamedTuple):
+    """In the place of a user's hook: autograd calls it, and it does nothing."""
+
+    hook: Callable[[Any], Any]
+
+    def __call__(self, tensor: Tensor) -> None: ...
 
 
 class ParameterHooks:
-    """The hooks of one model's parameters, by the parameter's name."""
+    """The users' hooks on the parameters of one model, by the parameter's name."""
 
     def __init__(self) -> None:
-        self.taken: dict[str, Dicts] = {}
-        """By name: the attribute in which torch keeps hooks, and these. Empty as long as no user registered any."""
-
-    @property
-    def names(self) -> list[str]:
-        """The parameters that have hooks, in the order in which these were taken."""
-        return [name for name, dicts in self.taken.items() if any(hooks for _, hooks in dicts)]
+        self.taken: dict[str, dict[str, dict[int, Any]]] = {}
+        """By name and attribute: the dict of hooks of the user's own parameter. Empty as long as no user registered any."""
 
     def take(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the users' hooks off the parameters. The handles that users hold still remove them."""
+        """Let autograd call none of the users' hooks on these parameters."""
         for name, parameter in named_parameters:
-            for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            for attribute in ATTRIBUTES:
                 hooks = getattr(parameter, attribute)
-                theirs = {key: hook for key, hook in (hooks or {}).items() if not _is_of_an_engine(hook)}
-                if not theirs:
-                    continue
-                if len(theirs) == len(hooks):  # keep the dict itself: the users' handles remove from it
-                    setattr(parameter, attribute, None)
-                    theirs = hooks
-                else:
-                    for key in theirs:
-                        del hooks[key]
-                self.taken.setdefault(name, []).append((attribute, theirs))
+                theirs = [key for key, hook in (hooks or {}).items() if not _is_of_an_engine(hook)]
+                for key in theirs:
+                    hooks[key] = Deferred(hooks[key])
+                if theirs:
+                    known = self.taken.setdefault(name, {}).setdefault(attribute, hooks)
+                    if known is not hooks:  # of a parameter that stands in the place of the user's own
+                        known.update((key, hooks[key]) for key in theirs)
 
     def put_back(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Register what was taken on these parameters, so that a plain backward calls it."""
+        """Let a plain backward of these parameters call the hooks."""
         for name, parameter in named_parameters:
-            for attribute, hooks in self.taken.pop(name, ()):
-                known = getattr(parameter, attribute)
-                if known is None:
-                    setattr(parameter, attribute, hooks)  # the same dict: the users' handles stay valid
-                else:
-                    known.update(hooks)
+            for attribute, hooks in self.taken.pop(name, {}).items():
+                for key, hook in tuple(hooks.items()):
+                    hooks[key] = hook.hook if isinstance(hook, Deferred) else hook
+                if getattr(parameter, attribute) is not hooks:
+                    setattr(parameter, attribute, hooks)
         self.taken.clear()
 
     @torch.no_grad()
@@ -66,25 +66,23 @@ class ParameterHooks:
     ) -> None:
         """Call the hooks of these parameters. Ranks that share a parameter call it alike.
 
-        `gradient_of` gives the whole gradient as a plain tensor, None where there is none; `put_gradient` takes the new one.
+        `gradient_of` gives the whole gradient as a plain tensor, None if there is none; `put_gradient` takes the new one.
         """
-        parameters = dict(named_parameters)
-        for name in self.names:
-            if name not in parameters:  # another rank's
+        for name, parameter in named_parameters:
+            hooks = self.taken.get(name)
+            gradient = gradient_of(parameter) if hooks and any(hooks.values()) else None
+            if hooks is None or gradient is None:
                 continue
-            parameter = parameters[name]
-            gradient = gradient_of(parameter)
-            if gradient is None:
-                continue
-            for hook in self._of(name, "_backward_hooks"):
+            for hook in _deferred(hooks.get("_backward_hooks")):
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed
             put_gradient(parameter, gradient)
-            for hook in self._of(name, "_post_accumulate_grad_hooks"):
+            for hook in _deferred(hooks.get("_post_accumulate_grad_hooks")):
                 hook(parameter)
 
-    def _of(self, name: str, wanted: str) -> list[Callable[[Any], Any]]:
-        return [hook for attribute, hooks in self.taken[name] if attribute == wanted for hook in hooks.values()]
+
+def _deferred(hooks: dict[int, Any] | None) -> list[Callable[[Any], Any]]:
+    return [hook.hook for hook in (hooks or {}).values() if isinstance(hook, Deferred)]
 
 
 def _is_of_an_engine(hook: Any) -> bool:
