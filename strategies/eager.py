@@ -80,6 +80,7 @@ class EagerStrategy(Strategy):
         self._control: Control | None = None
         self._parameter_hooks = ParameterHooks()
         self._changes: ModelChanges | None = None
+        self._trained: set[str] = set()
         self._local: set[int] = set()
         self._reduced: set[int] = set()
         self._scaler_used = False
@@ -197,6 +198,7 @@ class EagerStrategy(Strategy):
         """What all strategies do to a model: its dtype and its recomputed blocks. One of them calls this and places what it returns."""
         keep(model)  # a run that failed may have left some
         refuse_max_norm(model, self.data_size, type(self).__name__)
+        self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
         self._parameter_hooks = ParameterHooks()
         self._parameter_hooks.take(model.named_parameters())
         if self.activation_checkpointing is not False:
@@ -230,7 +232,7 @@ class EagerStrategy(Strategy):
         """From here on `adopt_changes` takes over what user code changes."""
         if self._changes is not None:
             self._changes.close()
-        self._changes = ModelChanges(self._user_model(placed))
+        self._changes = ModelChanges(self._user_model(placed), self._trained)
         self.adopt_changes(placed)
 
     def adopt_changes(self, placed: nn.Module) -> None:
@@ -322,6 +324,8 @@ class EagerStrategy(Strategy):
             if send is not None:
                 self._send(send, count, math.nan)
         if automatic and exchanges:
+            if self._changes is not None and self._changes.pending:
+                self._refuse_added(self._changes.added())
             self._after_backwards(placed)
         if self._control is None:
             bad = on_cpu and not math.isfinite(weighted)

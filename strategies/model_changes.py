@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -14,12 +14,13 @@ from torch.nn.modules.module import (
 class ModelChanges:
     """Watches one placed model until it is closed. Costs nothing in a step."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, trained: Collection[str]) -> None:
+        """`trained`: names of the parameters that were trainable when the model was placed."""
         self._model = model
         self._modules = {id(module) for module in model.modules()}
         self.parameters = dict(model.named_parameters())
         """The placed parameters by name."""
-        self._flags = [p.requires_grad for p in self.parameters.values()]
+        self._flags = [name in trained for name in self.parameters]
         self.pending = False
         """Whether a parameter or module was registered in the model since the last call of `added`."""
         self._hooks = [
