@@ -36,8 +36,9 @@ class ModelCheckpoint(Callback):
 
     Which are kept: with `monitor` the `save_top_k` best, without it the `save_top_k` latest. A new one
     is committed and read back before an older one is removed, so `save_top_k + 1` are on the disk for a moment. NaN
-    counts as the worst value, and so does a metric that no validation has brought yet when a step or
-    time asks for a save; among those the newest is kept, so there is always something to resume from.
+    counts as the worst value, and so does a metric that was not measured on the weights that are saved,
+    if a step or time asks for a save at which no validation is due (one that is due is waited for); among
+    those the newest is kept, so there is always something to resume from.
     Only checkpoints that this callback has made, in its own `dirpath`, are ever removed.
 
     Args:
@@ -143,6 +144,8 @@ class ModelCheckpoint(Callback):
         self._warnings: set[str] = set()  # given already
         self._moved_from: str | None = None  # dirpath of the run that was resumed, until paths are found again
         self._considered_step = 0  # the last step that was looked at, saved or not
+        self._ended = False
+        self._waits_at = -1  # the step whose save waits for its validation
         self._seen_step = 0  # global_step at the last batch end
         self._saved_at = 0.0  # this process's clock, in seconds, at the last save by time
 
@@ -264,12 +267,17 @@ class ModelCheckpoint(Callback):
         else:
             return
         if due:
-            self._consider(trainer)
             self._saved_at = time.monotonic()
+            if self._metric and trainer.validation_follows:
+                self._waits_at = step  # for the metric of these weights
+            else:
+                self._consider(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         if self._fitting and not trainer.sanity_checking:
             self._consider_epoch(trainer, epoch_end=False)
+            if self._waits_at == trainer.global_step:
+                self._consider(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         if self._fitting:
@@ -277,7 +285,9 @@ class ModelCheckpoint(Callback):
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         if self._fitting and (self.save_last or self.monitor is None):
+            self._ended = True
             self._consider(trainer, rank=self.monitor is None)
+            self._ended = False
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
         if self._saving is not None and not trainer.is_checkpoint(
@@ -345,17 +355,18 @@ class ModelCheckpoint(Callback):
         if self.verbose:
             reached = "" if self.monitor is None else f"{self.monitor} = {float(score):.6g}, "
             trainer.print(
-                f"ModelCheckpoint: epoch {trainer.current_epoch}, step {trainer.global_step}: {reached}saved {path}"
+                f"ModelCheckpoint: epoch {self._epoch(trainer)}, step {trainer.global_step}: {reached}saved {path}"
             )
         return True
 
     def _score(self, trainer: Trainer) -> Tensor:
         if self._metric is None:
-            score = torch.tensor(trainer.current_epoch if self.monitor == "epoch" else trainer.global_step)
+            score = torch.tensor(self._epoch(trainer) if self.monitor == "epoch" else trainer.global_step)
         else:
             self._complain(trainer)
             value = trainer.callback_metrics.get(self._metric.name)
-            score = torch.tensor(math.nan) if value is None else value.detach().clone()
+            of_these_weights = trainer.measured_at.get(self._metric.name) == trainer.global_step
+            score = _tensor(math.nan) if value is None or not of_these_weights else value.detach().clone()
             if value is None:
                 self._warn_once(
                     trainer,
@@ -363,6 +374,10 @@ class ModelCheckpoint(Callback):
                 )
         self.current_score = None if self.monitor is None else score
         return score
+
+    def _epoch(self, trainer: Trainer) -> int:
+        """The epoch that is running; once training has ended, the last one that ran."""
+        return trainer.current_epoch - (self._ended and not trainer.progress.batches_seen and trainer.current_epoch > 0)
 
     def _complain(self, trainer: Trainer) -> None:
         problem = self._metric.overdue(trainer) if self._metric else None
@@ -379,7 +394,7 @@ class ModelCheckpoint(Callback):
         return self._order(self.best_k_models[path])
 
     def _name(self, trainer: Trainer) -> str:
-        metrics = {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        metrics = {**trainer.callback_metrics, "epoch": self._epoch(trainer), "step": trainer.global_step}
         for match in PLACEHOLDER.finditer(self.filename):
             if match[1] not in metrics and match[1] != self.monitor:
                 self._warn_once(

@@ -136,4 +136,4 @@ class Profiler(Callback):
             profile.stop()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_profile": None}
+        return super().__getstate__() | {"_profile": None}

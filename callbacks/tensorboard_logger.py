@@ -258,7 +258,7 @@ class TensorBoardLogger(Logger):
             writer.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {
+        return super().__getstate__() | {
             "_writer": None,
             "_trainer": None,
         }  # a writer owns a thread and a file; the next use opens another

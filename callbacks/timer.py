@@ -109,7 +109,7 @@ class Timer(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process has another monotonic clock.
-        return self.__dict__ | {
+        return super().__getstate__() | {
             "_elapsed_s": self.state_dict()["time_elapsed"],
             "_began": {},
             "_deadline": float("inf"),

@@ -130,6 +130,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             last = window.micro_batches[-1]
             trainer.window_is_open = False
             set_phase(progress.global_step, "callbacks")
+            trainer.validation_follows = _validation_follows(run, trainer)
             for hook in hooks.on_train_batch_end:
                 hook(last.output, last.batch, last.batch_idx)
             if stepped and guards.compares_every is not None and progress.global_step % guards.compares_every == 0:
@@ -264,6 +265,14 @@ def _validation_is_due(run: setup.FitRun, trainer: Trainer) -> bool:
     if trainer.check_val_every_n_epoch is None:
         return progress.total_batches // run.val_every > progress.validations
     return run.validates_in(progress.current_epoch) and progress.batches_seen // run.val_every > progress.validations
+
+
+def _validation_follows(run: setup.FitRun, trainer: Trainer) -> bool:
+    """Whether the weights of now are validated before another step."""
+    if run.val_every is not None:
+        return _validation_is_due(run, trainer)
+    progress = trainer.progress
+    return bool(run.val_loaders) and run.validates_in(progress.current_epoch) and run.epoch_is_over(progress)
 
 
 def _validate(trainer: Trainer, module: Module, run: setup.FitRun) -> None:

@@ -204,6 +204,10 @@ class Trainer:
         self.val_dataloaders: list[Any] = []
         self.num_training_batches: int | float = 0
         self.windows_per_epoch: int | None = None
+        self.validation_follows = False
+        """In `on_train_batch_end`: whether the weights of now are validated before another step."""
+        self.measured_at: dict[str, int] = {}
+        """By name in `callback_metrics`: `global_step` when its value was measured."""
         self.keeps_predictions = True
         """Whether `predict` returns what `predict_step` returned."""
         self.evaluation_limits: dict[str, list[int | None]] = {"val": [], "test": [], "predict": []}
@@ -510,12 +514,12 @@ class Trainer:
     def show(self, tensors: dict[str, Tensor]) -> None:
         """Put values where callbacks, users and the progress bar look."""
         for name, value in tensors.items():
-            self.callback_metrics[name] = value
+            self.callback_metrics[name], self.measured_at[name] = value, self.global_step
             entry = self._entry(name)
             if entry is None:
                 continue
             if entry.on_step and entry.on_epoch:
-                self.callback_metrics[entry.name] = value
+                self.callback_metrics[entry.name], self.measured_at[entry.name] = value, self.global_step
             if entry.logger:
                 self.logged_metrics[name] = value
             if entry.prog_bar:

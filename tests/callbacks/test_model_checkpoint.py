@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import shutil
@@ -14,10 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from callbacks import Callback, CSVLogger, TensorBoardLogger
 from callbacks import model_checkpoint as module
 from callbacks.model_checkpoint import ModelCheckpoint
 from strategies.ddp import DDP
 from strategies.state import Shard
+from tests.trainer.toy import Net, loader, net, quiet
+from trainer import Trainer
 from trainer.checkpoint import Checkpoint, CheckpointError, is_checkpoint, save
 
 
@@ -29,6 +33,9 @@ class Run:
         self.log_dir = str(log_dir)
         self.default_root_dir = str(log_dir.parent)
         self.callback_metrics: dict[str, torch.Tensor] = {}
+        self.measured_at: dict[str, int] = {}
+        self.validation_follows = False
+        self.progress = SimpleNamespace(batches_seen=0)
         self.global_step = self.current_epoch = 0
         self.is_global_zero = True
         self.sanity_checking = self.fast_dev_run = False
@@ -86,18 +93,25 @@ class Run:
             for _ in range(micro_batches - 1):
                 self("on_train_batch_end", None, None, 0)
             self.global_step += 1
+            self.progress.batches_seen += 1
             self("on_train_batch_end", None, None, 0)
         return self
 
+    def measure(self, metrics: dict[str, float]) -> None:
+        measured = {name.replace("_", "/", 1): torch.tensor(value) for name, value in metrics.items()}
+        self.callback_metrics |= measured
+        self.measured_at |= dict.fromkeys(measured, self.global_step)
+
     def validate(self, **metrics: float) -> Run:
-        self.callback_metrics |= {name.replace("_", "/", 1): torch.tensor(value) for name, value in metrics.items()}
+        self.measure(metrics)
         self("on_validation_end")
         return self
 
     def end_epoch(self, **metrics: float) -> Run:
-        self.callback_metrics |= {name.replace("_", "/", 1): torch.tensor(value) for name, value in metrics.items()}
+        self.measure(metrics)
         self("on_train_epoch_end")
         self.current_epoch += 1
+        self.progress.batches_seen = 0
         return self
 
     def epoch(self, **metrics: float) -> Run:
@@ -568,3 +582,73 @@ def test_verbose_says_what_was_saved(run: Callable[..., Run], capsys: pytest.Cap
 def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelCheckpoint(**options)
+
+
+class Measures(Net):
+    """Its validation metric falls from step to step, or rises."""
+
+    sign = -1.0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.sign * self.global_step)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no value yet")
+@pytest.mark.parametrize(
+    ("every", "kept"), [(2, {"step=4": -4.0, "step=8": -8.0}), (3, {"step=12": -12.0, "step=9": math.nan})]
+)
+def test_saves_by_steps_are_ranked_by_what_was_measured_on_their_weights(
+    tmp_path: Path, every: int, kept: dict[str, float]
+) -> None:
+    """Validation comes every fourth step: a save at that step waits for it, any other has no value, whatever was measured before."""
+    callback = ModelCheckpoint(tmp_path / "kept", "{step}", monitor="val/loss", every_n_train_steps=every, save_top_k=2)
+    steps = 8 if every == 2 else 12
+    quiet(
+        callbacks=[callback],
+        enable_checkpointing=True,
+        max_epochs=None,
+        max_steps=steps,
+        val_check_interval=4,
+        check_val_every_n_epoch=None,
+    ).fit(Measures(), loader(64), loader(8))
+    found = {os.path.basename(path): float(score) for path, score in callback.best_k_models.items()}
+    assert found.keys() == kept.keys()
+    assert all(found[name] == kept[name] or (math.isnan(kept[name]) and math.isnan(found[name])) for name in kept)
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == set(kept)
+
+
+def test_saves_by_steps_at_the_end_of_an_epoch_wait_for_its_validation(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(
+        tmp_path / "kept", "{epoch}-{step}", monitor="val/loss", every_n_train_steps=4, save_top_k=1
+    )
+    quiet(callbacks=[callback], enable_checkpointing=True, max_epochs=3).fit(Measures(), loader(32), loader(8))
+    assert os.path.basename(callback.best_model_path) == "epoch=2-step=12" and float(callback.best_model_score) == -12.0
+
+
+@pytest.mark.parametrize(
+    ("end", "name"),
+    [({"max_epochs": 2}, "epoch=1-step=8"), ({"max_steps": 6}, "epoch=1-step=6"), ({"max_steps": 8}, "epoch=1-step=8")],
+)
+def test_the_save_at_the_end_is_named_by_the_last_epoch_that_ran(
+    tmp_path: Path, end: dict[str, int], name: str
+) -> None:
+    callback = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=5, save_top_k=-1)
+    quiet(**{"callbacks": [callback], "enable_checkpointing": True, "max_epochs": None} | end).fit(net(), loader(32))
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {"epoch=1-step=5", name}
+
+
+def test_callbacks_can_be_copied_while_a_run_is_on(tmp_path: Path) -> None:
+    class Copies(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            for one, other in zip(trainer.callbacks, copy.deepcopy(trainer.callbacks), strict=True):
+                assert type(one) is type(other) and other._module is None
+
+    trainer = Trainer(
+        callbacks=[Copies()],
+        max_epochs=1,
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        logger=[TensorBoardLogger(), CSVLogger()],
+    )
+    trainer.fit(net(), loader(32), loader(8))
+    assert trainer.global_step == 4
