@@ -4,8 +4,9 @@ Each rank keeps a board in shared memory: its process, step and phase, and when 
 `strategies/rank.py`). A watcher looks at the boards: the launcher for the ranks that it started, a small process beside each rank
 that torchrun, Slurm or MPI started, for which this file is also a program (`python watchdog.py`), so it imports no torch.
 
-In steps time without a sign counts. Set-up has no steps, so there a rank is also taken to live while it computes, and while it is in
-`prepare_data`, the place of downloads; after the last step nothing counts.
+In steps time without a sign counts. Set-up has no steps, so there a rank is also taken to live while it computes, unless that is a
+collective that looks for the other ranks without a pause, and while it is in `prepare_data`, the place of downloads; after the last
+step nothing counts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import mmap
 import os
 import re
 import signal
+import stat
 import struct
 import sys
 import time
@@ -102,6 +104,7 @@ class Watchdog:
         """How often to look."""
         self._begin = self._looked = time.monotonic_ns()
         self._used: dict[int, float] = {}
+        self._set_up: dict[int, tuple[int, int, bool]] = {}
 
     def stalled(self, boards: Iterable[Path | str]) -> bool:
         """Whether none of these ranks has given a sign within the limit."""
@@ -121,10 +124,20 @@ class Watchdog:
                 return False
             used, before = _cpu_s(sign.pid), self._used.get(sign.pid, 0.0)
             self._used[sign.pid] = used
-            if used - before > _COMPUTES * elapsed_s:
+            if used - before > _COMPUTES * elapsed_s and not self._spins(board, sign.pid, now):
                 _beat_for(board)
                 return False
         return now - max(sign.time_ns, self._begin) > self.limit_s * 1e9
+
+    def _spins(self, board: Path | str, pid: int, now: int) -> bool:
+        """Whether a rank that computes in a long set-up only waits for the others: NCCL looks for them without a pause."""
+        limit_ns = self.limit_s * 1e9
+        since, asked, spins = self._set_up.get(pid, (now, now, False))
+        if now - since > 2 * limit_ns and now - asked > limit_ns / 4:  # seldom, as it costs a signal and half a second
+            reports = examine({0: board}, {0: Path(board).with_suffix(".stacks")})
+            asked, spins = now, bool(reports) and reports[0].waits
+        self._set_up[pid] = since, asked, spins
+        return spins
 
 
 def _beat_for(board: Path | str) -> None:
@@ -282,9 +295,10 @@ class Beside:
     def __init__(self, rank: int, job: str, num_local: int, num_nodes: int) -> None:
         import subprocess  # here, as the watcher itself needs none
 
-        self.path = _SHARED / f"lockstep-{os.getuid()}-{job}-{rank}"
+        shared = private_folder()
+        self.path = shared / f"{job}-{rank}"
         _remove(self.path)
-        _remove_dead(_SHARED)
+        _remove_dead(shared)
         self.files = [
             os.open(self.path.with_suffix(suffix), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             for suffix in (".board", ".stacks")
@@ -314,7 +328,27 @@ class Beside:
         _remove(self.path)
 
 
-_SHARED = Path("/dev/shm" if os.path.isdir("/dev/shm") else "/tmp")
+def private_folder() -> Path:
+    """The folder in which the ranks of this user on this machine find each other's boards: nobody else may write or look there.
+
+    Raises RuntimeError where another user has taken its name, for the boards tell whom to kill.
+    """
+    folder = Path("/dev/shm" if os.path.isdir("/dev/shm") else "/tmp", f"lockstep-{os.getuid()}")
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise RuntimeError(
+            f"the watchdog keeps what ranks tell it in {folder}, which must be a folder that only this user may enter: "
+            f"remove it, or set {VARIABLE}=0 for no watchdog"
+        )
+    return folder
+
+
+def _is_ours(file: int) -> bool:
+    """Whether an open file is one that this user alone can have written."""
+    status = os.fstat(file)
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def _remove(path: Path) -> None:
@@ -325,7 +359,7 @@ def _remove(path: Path) -> None:
 
 def _remove_dead(folder: Path) -> None:
     """What ranks have left that were killed together with their watchers."""
-    for path in folder.glob(f"lockstep-{os.getuid()}-*.board"):
+    for path in folder.glob("*.board"):
         with suppress(OSError), open(path, "rb", buffering=0) as file:
             if (
                 holder(file.fileno()) is None and time.time() - path.stat().st_mtime > 60
@@ -345,7 +379,7 @@ def _living(folder: Path, job: str) -> dict[int, Path]:
     found = {}
     for path in folder.glob(f"{job}-*.board"):
         with suppress(OSError), open(path, "rb", buffering=0) as file:
-            if holder(file.fileno()) == read(path).pid:
+            if _is_ours(file.fileno()) and holder(file.fileno()) == read(path).pid:
                 found[int(path.stem.rpartition("-")[2])] = path
     return found
 

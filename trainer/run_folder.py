@@ -44,6 +44,10 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         """Raises ValueError where another process writes here. The lock of a process that died is nobody's."""
+        self._account: dict[str, Any] = {}
+        self._take(path)
+
+    def _take(self, path: Path) -> None:
         self.path = path
         self._file = os.open(path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -69,7 +73,6 @@ class RunFolder:
         except OSError:  # a file system without shared memory: what is computed before a kill is not counted
             self._map, self.executed = None, [0, 0]
         self.executed[1] = os.getpid()
-        self._account: dict[str, Any] = {}
         before = _load(path)
         if locked and before.get("exit") == _RUNNING:  # it does no more, without a word
             with suppress(OSError):
@@ -106,11 +109,37 @@ class RunFolder:
                 f"{self.path} gets no account of the run, training goes on: {error}", RuntimeWarning, stacklevel=2
             )
 
+    def hold(self, trainer: Trainer) -> None:
+        """Before a save: take the folder again, and say so, if it was deleted or moved away while the run wrote to it.
+
+        Raises ValueError where another run writes in its place by now.
+        """
+        with suppress(OSError):
+            if _identity(os.stat(self.path / "run.lock")) == _identity(os.fstat(self._file)):
+                return
+        computed = self.executed[0]
+        self._let_go()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._take(self.path)
+        self.executed[0] = computed
+        trainer.executed = self.executed
+        with suppress(OSError):
+            self._write_summary(trainer, _RUNNING)
+        warnings.warn(
+            f"the run folder {self.path} was deleted or moved while the run wrote to it, and is made again: what it held is in it "
+            "no more, and loggers may go on writing to files that are gone",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
     def end(self, trainer: Trainer, error: BaseException | None) -> None:
         """Write how it ended and let the folder go."""
         if self._account:
             with suppress(OSError):  # on a full disk the error that ends the run is the one to see
                 self._write_summary(trainer, _reason(error))
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._map is not None:
             self.executed.release()  # type: ignore[union-attr]
             self._map.close()

@@ -341,6 +341,8 @@ class Trainer:
                 "call it in on_train_batch_end once global_step has moved"
             )
         self.finish_saving()
+        if self._folder is not None:
+            self._folder.hold(self)
         began, path = time.perf_counter(), os.path.expanduser(path)
         if self.world_size > 1 and guards.options_of(self).check_replicas_every_n_steps is not None:
             check_replicas(self, self._module)  # what has drifted apart is not worth keeping

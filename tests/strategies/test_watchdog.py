@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from strategies import faults, watchdog
+from strategies import environment, faults, processes, watchdog
 from strategies.processes import RankFailure, RankTraceback, launch, set_phase
 from tests.trainer.toy import Net, data, loader, net, quiet
 from trainer import Trainer
@@ -254,3 +258,71 @@ def test_under_torchrun_a_rank_waits_for_one_that_works_and_workers_end_with_one
         r"^rank 1 hangs \(step 4, in loading data\): no sign of life for 1.5 s", done.stderr, re.MULTILINE
     ), done.stderr
     assert "in __getitem__" in done.stderr and "rank 0 hangs" not in done.stderr
+
+
+def wait_without_a_pause() -> None:
+    """Rank 0 waits for rank 1, which sleeps, and computes meanwhile, as NCCL does."""
+    world = environment.detect()
+    assert world is not None
+    processes.init_process_group(world)
+    if world.rank == 1:
+        time.sleep(60)
+    threading.Thread(target=lambda: [None for _ in itertools.count()], daemon=True).start()
+    dist.barrier()
+
+
+def test_a_rank_that_waits_for_others_without_a_pause_does_not_compute() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match="rank 1 hangs") as caught:
+        launch(wait_without_a_pause, (), 2)
+    assert time.monotonic() - start < 30 and "beside it rank 0" in str(caught.value.__cause__)
+
+
+def test_boards_lie_where_no_other_user_can_write() -> None:
+    folder = watchdog.private_folder()
+    status = folder.stat()
+    assert status.st_uid == os.getuid() and not status.st_mode & 0o077
+    folder.chmod(0o755)
+    try:
+        with pytest.raises(RuntimeError, match=f"{folder}, which must be a folder that only this user may enter"):
+            watchdog.private_folder()
+    finally:
+        folder.chmod(0o700)
+
+
+def test_a_board_that_others_may_write_is_nobodys(tmp_path: Path) -> None:
+    """Its process id would be believed, and the process killed."""
+    board = tmp_path / "job-1.board"
+    board.write_bytes(watchdog.BOARD.pack(0, 3, time.monotonic_ns(), b"training step"))
+    holds = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import fcntl, os, struct, sys, time; file = open(sys.argv[1], 'r+b', buffering=0); "
+            "fcntl.lockf(file, fcntl.LOCK_EX); file.write(struct.pack('q', os.getpid())); print(flush=True); time.sleep(60)",
+            board,
+        ],
+        stdout=subprocess.PIPE,
+    )
+    with holds:
+        assert holds.stdout is not None
+        holds.stdout.readline()
+        board.chmod(0o666)
+        assert watchdog._living(tmp_path, "job") == {}
+        board.chmod(0o600)
+        assert watchdog._living(tmp_path, "job") == {1: board}
+        holds.kill()
+
+
+def stop_the_server(folder: Path) -> str:
+    server = os.getppid()
+    if os.environ["RANK"] == "0":
+        os.kill(server, signal.SIGSTOP)
+    return "done"
+
+
+def test_a_server_that_is_stopped_is_continued(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    start = time.monotonic()
+    assert launch(stop_the_server, (tmp_path,), 2) == "done"
+    assert time.monotonic() - start < 30
+    assert "was stopped by a signal (SIGSTOP), and is continued" in capfd.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from callbacks import CSVLogger, ModelCheckpoint
+from callbacks import Callback, CSVLogger, ModelCheckpoint
 from tests.trainer.toy import Net, loader, net, quiet
 from trainer import Trainer
 from trainer.run_folder import RunFolder, read_summary
@@ -220,3 +221,37 @@ def test_the_reason_of_the_end(error: BaseException, reason: str) -> None:
     with pytest.raises(type(error)):
         quiet(logger=CSVLogger()).fit(model, loader(32))
     assert (summary("runs/Fails/version_0")["exit"], summary("runs/Fails/version_0")["steps"]) == (reason, 1)
+
+
+def test_a_folder_that_is_deleted_during_the_run_comes_back_with_its_lock() -> None:
+    class Deletes(Callback):
+        def __init__(self, how: Any) -> None:
+            self.how = how
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                self.how(Path(trainer.log_dir))
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            with pytest.raises(ValueError, match="is being written by another run"):
+                other_process(Path(trainer.log_dir))
+
+    for how in (shutil.rmtree, lambda folder: folder.rename("moved")):
+        trainer = quiet(enable_checkpointing=True, callbacks=[Deletes(how), ModelCheckpoint(every_n_train_steps=2)])
+        with pytest.warns(RuntimeWarning, match="was deleted or moved while the run wrote to it, and is made again"):
+            trainer.fit(net(), loader(32, 4))
+        account = read_summary(Path(trainer.log_dir or ""))
+        assert (account["exit"], account["steps"], account["computed_steps"]) == ("finished", 8, 8)
+
+
+def other_process(folder: Path) -> None:
+    """Raises what another process that wants to write in the folder gets."""
+    code = (
+        "import sys; from pathlib import Path; from trainer.run_folder import RunFolder; RunFolder(Path(sys.argv[1]))"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", code, folder], env=environ, capture_output=True, text=True, timeout=100
+    )
+    if done.returncode:
+        raise ValueError(done.stderr)
