@@ -23,6 +23,7 @@ from strategies.blocks import Rule
 from strategies.buffers import share_buffers
 from strategies.data import MicroBatch, ShardedLoader, Window
 from strategies.eager import EagerStrategy, shortened
+from strategies.optimizer_probe import probe
 from strategies.state import (
     HOW,
     Reader,
@@ -39,8 +40,6 @@ from strategies.state import (
 )
 from strategies.zero import Part, ZeroStep, no_trace
 
-ELEMENTWISE = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-"""torch's optimizers that treat each element by itself, so that it does not matter where tensors are cut."""
 PRECISIONS = ("32-true", "tf32-true", "bf16-mixed", "bf16-true")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -152,20 +151,15 @@ class DeepSpeed(EagerStrategy):
                 "return one, with parameter groups where rates differ, or use strategy='ddp'"
             )
         ((key, optimizer),) = optimizers.items()
-        kind = type(optimizer)
         config = copy.deepcopy(self._config)
-        if not (kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE) and not config.get(
-            "zero_allow_untested_optimizer"
-        ):
-            raise ValueError(
-                "ZeRO hands the optimizer flat pieces of the parameters, which is exact only if it treats each element by itself; "
-                f"of {kind.__name__} that is not known: use one of {', '.join(ELEMENTWISE)}, or set zero_allow_untested_optimizer to true in DeepSpeed's config"
-            )
+        if not config.get("zero_allow_untested_optimizer"):
+            self._check_optimizer(optimizer)
         scalar = next((name for name, p in placed.model.named_parameters() if not p.dim()), None)
         if scalar is not None:
             raise ValueError(
                 f"DeepSpeed cannot send a parameter without dimensions, which {scalar} is; give it the shape (1,)"
             )
+        self._check_dtypes(placed.model)
         names = parameter_names(placed.model)
         placed.groups = [[names_of(p, names, key) for p in group["params"]] for group in optimizer.param_groups]
         trained = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
@@ -465,6 +459,31 @@ class DeepSpeed(EagerStrategy):
                 f"these parameters got no gradient in a step, but ZeRO steps them with the others: {shortened(names)}; "
                 "use them in each step, freeze them before fit (requires_grad=False), or use strategy='ddp' or 'fsdp'"
             )
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise ValueError for an optimizer that would step flat pieces of the parameters differently from the whole."""
+        found = probe(optimizer)
+        if found.kind != "elementwise" or not found.flattens:
+            raise ValueError(
+                f"ZeRO hands {type(optimizer).__name__} flat pieces of the parameters, which is exact only if it treats each element by itself, "
+                f"and it does not, because {found.reason or 'it moves flattened tensors differently'}; use AdamW, SGD or another such optimizer, "
+                "strategy='ddp', or set zero_allow_untested_optimizer to true in DeepSpeed's config"
+            )
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            raise ValueError(
+                f"{type(optimizer).__name__} has a step hook, which would see flat pieces of the parameters; remove the hook and override "
+                "on_before_optimizer_step or on_train_batch_end"
+            )
+
+    def _check_dtypes(self, model: nn.Module) -> None:
+        """Raise ValueError for parameters of a dtype that the engine would convert."""
+        wanted = self.precision.dtype
+        for name, parameter in model.named_parameters():
+            if parameter.dtype != wanted and (parameter.is_floating_point() or parameter.is_complex()):
+                raise ValueError(
+                    f"DeepSpeed keeps all parameters in {str(wanted).removeprefix('torch.')} under precision={self.precision.name!r}, but {name} "
+                    f"is {str(parameter.dtype).removeprefix('torch.')}; give it that dtype, or use strategy='fsdp' or 'ddp'"
+                )
 
     def _check_batches(self) -> None:
         """Compare DeepSpeed's config with the loader, once both are known."""

@@ -605,6 +605,8 @@ class Refused(Net):
         super().__init__()
         self.what = what
         self.spare = nn.Parameter(torch.ones(() if what == "scalar" else 2), requires_grad=what in ("unused", "scalar"))
+        if what in ("double", "complex"):
+            self.spare = nn.Parameter(torch.ones(2, dtype=torch.float64 if what == "double" else torch.complex64))
         self.automatic_optimization = what != "manual"
 
     def configure_optimizers(self) -> Any:
@@ -616,7 +618,10 @@ class Refused(Net):
         if self.what == "frozen":
             return torch.optim.SGD([{"params": list(self.net.parameters())}, {"params": [self.spare]}], lr=0.1)
         trained = [p for p in self.parameters() if p.requires_grad]
-        return torch.optim.Adafactor(trained) if self.what == "factored" else torch.optim.SGD(trained, lr=0.1)
+        optimizer = torch.optim.Adafactor(trained) if self.what == "factored" else torch.optim.SGD(trained, lr=0.1)
+        if self.what == "hooked":
+            optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.what == "stepped":
@@ -627,10 +632,13 @@ class Refused(Net):
     ("what", "error", "message"),
     [
         ("several", ValueError, r"steps one optimizer, but configure_optimizers returned 2 \(0, 1\)"),
-        ("factored", ValueError, r"of Adafactor that is not known: use one of .*AdamW"),
+        ("factored", ValueError, r"hands Adafactor flat pieces .* and it does not, because .*; use AdamW"),
         ("frozen", ValueError, r"group 1 of the optimizer has no trainable parameter"),
         ("scalar", ValueError, r"without dimensions, which spare is; give it the shape \(1,\)"),
         ("manual", ValueError, r"cannot optimize manually"),
+        ("double", ValueError, r"keeps all parameters in float32 under precision='32-true', but spare is float64"),
+        ("complex", ValueError, r"keeps all parameters in float32 under precision='32-true', but spare is complex64"),
+        ("hooked", ValueError, r"SGD has a step hook, which would see flat pieces"),
         ("unused", RuntimeError, r"got no gradient in a step.*: spare; use them"),
         ("stepped", RuntimeError, r"SGD.step was called, but it holds pieces"),
     ],
