@@ -45,6 +45,7 @@ class ModelParallel(EagerStrategy):
     def place(self, model: nn.Module) -> nn.Module:
         count = self._num_devices
         self.device_map = balanced(model, count) if self._given is None else self._checked(model, self._given)
+        self._check_shared(model)
         model = super().place(model)
         for name, index in self.device_map.items():
             layer = model.get_submodule(name)
@@ -77,6 +78,18 @@ class ModelParallel(EagerStrategy):
 
     def _device(self, index: int) -> torch.device:
         return torch.device("cuda", index) if self._accelerator == "cuda" else torch.device("cpu")
+
+    def _check_shared(self, model: nn.Module) -> None:
+        """Raise ValueError for a parameter that layers on several devices share."""
+        places: dict[int, tuple[str, int]] = {}
+        for place, index in self.device_map.items():
+            for name, parameter in model.get_submodule(place).named_parameters(prefix=place, remove_duplicate=False):
+                other, before = places.setdefault(id(parameter), (name, index))
+                if before != index:
+                    raise ValueError(
+                        f"a parameter lies on one device, but {name} on device {index} is {other} on device {before}; give a device_map with "
+                        "both on one device"
+                    )
 
     def _checked(self, model: nn.Module, device_map: dict[str, int]) -> dict[str, int]:
         names = {name for name, _ in model.named_modules()}
