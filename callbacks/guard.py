@@ -71,7 +71,7 @@ def check_replicas(trainer: Trainer, module: Module) -> bool:
     mine = {
         _place(name, p): (name, fingerprint(p))
         for name, p in module.named_parameters()
-        if not p.is_meta and getattr(p, "_local_tensor", p).numel()
+        if not p.is_meta and getattr(p, "_local_tensor", p).numel() and _is_here(p)
     }
     longest = int(
         strategy.all_reduce(torch.tensor(len(mine)), "max")
@@ -90,6 +90,11 @@ def check_replicas(trainer: Trainer, module: Module) -> bool:
                     "look for code that changes parameters or gradients, or draws random numbers for them, differently by rank"
                 )
     return has_replicas
+
+
+def _is_here(parameter: Tensor) -> bool:
+    """Whether this rank holds the parameter, and not pieces of it elsewhere, as under ZeRO-3."""
+    return bool(getattr(parameter, "_local_tensor", parameter).untyped_storage().nbytes())
 
 
 def fingerprint(tensor: Tensor) -> int:

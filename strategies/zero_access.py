@@ -14,7 +14,7 @@ _ALLOWED = frozenset(
     (
         "requires_grad requires_grad_ grad dtype device layout is_leaf grad_fn retains_grad names _version _is_view is_nested get_device "
         "is_cuda is_cpu is_meta is_mps is_sparse is_sparse_csr is_mkldnn is_quantized is_floating_point is_complex element_size __repr__ "
-        "_backward_hooks _post_accumulate_grad_hooks register_hook register_post_accumulate_grad_hook __deepcopy__ output_nr name"
+        "_backward_hooks _post_accumulate_grad_hooks register_hook register_post_accumulate_grad_hook __deepcopy__ output_nr name untyped_storage"
     ).split()
 )
 """What may be asked of an empty parameter, as the answer is that of the whole one."""
