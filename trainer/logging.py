@@ -115,6 +115,9 @@ class MetricStore:
         self.noticed: set[str] = set()
         """Names of which was said that ranks' own values were averaged."""
         self._of_their_own: list[str] = []
+        self._reductions = 0
+        self._read: dict[tuple[int, str], tuple[int, float, float]] = {}
+        self._restored: dict[str, tuple[float, float]] = {}
         self._parts: deque[_Part] = deque()
         self._thread = threading.local()
         self._lock = threading.Lock()
@@ -265,6 +268,7 @@ class MetricStore:
         Every rank calls it. `epoch_end` returns the epoch's values and, with `reset`, starts a new epoch;
         otherwise the means since the last call are returned.
         """
+        self._reductions += 1
         samples = self._agree_on_names(strategy) if strategy.world_size > 1 else [1]
         shared = sorted((e for e in self.entries.values() if not e.rank_zero_only), key=lambda e: e.name)
         local = [e for e in self.entries.values() if e.rank_zero_only]
@@ -292,6 +296,28 @@ class MetricStore:
             for metric in shown_metrics.values():  # now that it is computed under every name that it has
                 metric.reset()
         return shown
+
+    def of_this_step(self, name: str, reader: int, strategy: Strategy, wanted: bool) -> float | None:
+        """The mean over all ranks of what was logged as `name` in this optimizer step; None where nothing was.
+
+        `reader` calls it after each step, on every rank: a host synchronisation, and where the value is `wanted` a collective.
+        """
+        entry = self.entries.get(name) or self.entries.get(name.removesuffix("_step"))
+        mine = [0.0, 0.0]
+        if entry is not None and entry.on_step and entry.metric is None and entry.reduce_fx == "mean":
+            self._settle(entry)
+            reductions, number, count = self._read.get(
+                (reader, entry.name), (0, *self._restored.get(entry.name, (0.0, 0.0)))
+            )
+            if reductions != self._reductions:  # the sums began anew
+                number = count = 0.0
+            self._read[reader, entry.name] = self._reductions, entry.number, entry.count
+            if strategy.reports:
+                mine = [entry.number - number, entry.count - count]
+        if not wanted:
+            return None
+        total, count = strategy.all_reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
+        return total / count if count else None
 
     def _weighed_by_samples(
         self, entry: Entry, numbers: list[float], counts: list[float], samples: list[int]
@@ -412,6 +438,7 @@ class MetricStore:
                 entry.metric, entry.seen = self.module.get_submodule(metric), epoch_count  # type: ignore[union-attr]
             if number is not None:
                 entry.number, entry.count = number, count
+                self._restored[name] = number, count
 
     # ---- helpers -----------------------------------------------------------------------------------
 

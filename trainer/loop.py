@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -97,6 +97,8 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             stepped = trainer.manually_stepped
             if module.automatic_optimization and agreement.count and not left_out:
                 set_phase(progress.global_step, "optimizer step")
+                while run.refusals:
+                    run.refusals.pop().remove()
                 moving = guards.watches and guards.before_step(optimizers)
                 for optimizer in optimizers:
                     for hook in hooks.on_before_optimizer_step:
@@ -323,17 +325,23 @@ def _step_schedulers(trainer: Trainer, module: Module, interval: str) -> None:
     if not module.automatic_optimization:
         return
     done = trainer.progress.global_step if interval == "step" else trainer.progress.current_epoch
-    for config in trainer.lr_scheduler_configs:
-        if config.interval != interval or (done + 1) % config.frequency:
+    for reader, config in enumerate(trainer.lr_scheduler_configs):
+        if config.interval != interval:
             continue
-        metric = None
+        is_due = (done + 1) % config.frequency == 0
+        metric: Any = None
         if config.reduce_on_plateau:
-            metric = trainer.callback_metrics.get(config.monitor)
+            if interval == "step":
+                metric = trainer.metrics.of_this_step(str(config.monitor), reader, trainer.strategy, wanted=is_due)
             if metric is None:
-                if config.strict:
-                    raise ValueError(
-                        f"a scheduler monitors {config.monitor!r}, which has not been logged when it is to step; "
-                        f"logged are {', '.join(sorted(trainer.callback_metrics)) or 'none'}"
-                    )
-                continue
+                metric = trainer.callback_metrics.get(str(config.monitor))
+        if not is_due:
+            continue
+        if config.reduce_on_plateau and metric is None:
+            if config.strict:
+                raise ValueError(
+                    f"a scheduler monitors {config.monitor!r}, which has not been logged when it is to step; "
+                    f"logged are {', '.join(sorted(trainer.callback_metrics)) or 'none'}"
+                )
+            continue
         module.lr_scheduler_step(config.scheduler, metric)

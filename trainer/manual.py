@@ -54,12 +54,20 @@ class ManualOptimizer:
 class AutomaticOptimizer:
     """What `Module.optimizer_step` gets: its `step` is the strategy's, so that ranks and loss scaling are seen to."""
 
+    is_open = False
+    """Whether `Module.optimizer_step` runs, where alone it may be stepped."""
+
     def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
         self.optimizer = optimizer
         self._trainer = trainer
 
     def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> None:
         """Step with the gradients that the loop has computed; `closure` is for optimizers that move and compute them anew."""
+        if not self.is_open:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step was called, but with automatic optimization the loop steps it; "
+                "remove the call, override optimizer_step, or set automatic_optimization = False and step by hand"
+            )
         if not evaluates_again(self.optimizer):
             closure = None  # it would cost a collective, for a value that nobody reads
         trainer = self._trainer

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from callbacks.base import Logger
+from callbacks.guard import fingerprint
 from callbacks.printing import safe_print
 from strategies.base import split_loss
+from strategies.closures import needs_closure
 from strategies.combined import CombinedLoader, is_nested, is_several
 from strategies.data import ShardedLoader, Window
 from strategies.processes import current_phase, ends_well, set_phase, shortened
@@ -89,6 +91,8 @@ class FitRun:
     reevaluates: bool
     counts_manually: bool
     """Whether ranks first tell each other how many samples a window holds: in manual optimization, if batches may be filtered."""
+    refusals: list[Any]
+    """Handles of what refuses steps of optimizers before the loop's first one."""
     guards: Guards
     validated_at: int = -1
     """`global_step` of the last validation."""
@@ -314,6 +318,13 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
     trainer.configured = resume_checks.configured(named, schedulers)
     if checkpoint is not None:
         snapshot.check_configured(trainer, checkpoint)
+    closing = {name for name, optimizer in named.items() if module.automatic_optimization and needs_closure(optimizer)}
+    for name in sorted(closing):
+        if not isinstance(named[name], LBFGS) and any(hasattr(p, "device_mesh") for p in module.parameters()):
+            raise ValueError(
+                f"{type(named[name]).__name__} needs a closure and moves parameters within its step, and {type(strategy).__name__} cuts "
+                "these over ranks, where its norms would be those of pieces; use strategy='ddp', or another optimizer"
+            )
     named = strategy.attach(trainer.placed, named)
     trainer.named_optimizers, trainer.lr_scheduler_configs = named, schedulers
     trainer.user_optimizers = [
@@ -339,9 +350,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
         parameters = {
             name: [p for group in optimizer.param_groups for p in group["params"]] for name, optimizer in named.items()
         }
-    reevaluates = overrides(module, "optimizer_step", Module) or any(
-        isinstance(optimizer, LBFGS) for optimizer in named.values()
-    )
+    reevaluates = overrides(module, "optimizer_step", Module) or bool(closing)
     training_step = step_function(module.training_step, 2)
     transfer = transfer_of(module, trainer.datamodule, strategy.to_device, strategy.device)
     return FitRun(
@@ -355,7 +364,10 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
         training_step=training_step,
         transfer=strategy.to_device if transfer is None else lambda batch: transfer(batch, 0),
         clip=_clip(trainer, module),
-        own_step=_own_step(trainer, module, training_step),
+        own_step=_own_step(trainer, module, training_step, closing),
+        refusals=[optimizer.register_step_pre_hook(_steps_itself) for optimizer in named.values()]
+        if module.automatic_optimization
+        else [],
         parameters=parameters,
         before_backward=_all_of(hooks.on_before_backward),
         after_backward=_all_of(hooks.on_after_backward),
@@ -472,39 +484,68 @@ def _clip(trainer: Trainer, module: Module) -> Callable[[Optimizer], Any] | None
     return lambda optimizer: strategy.clip_gradients(placed, optimizer, value, algorithm)
 
 
-def _own_step(trainer: Trainer, module: Module, training_step: Callable) -> Callable[[Optimizer, Window], bool] | None:
+def _own_step(
+    trainer: Trainer, module: Module, training_step: Callable, closing: set[str]
+) -> Callable[[Optimizer, Window], bool] | None:
+    """How to step optimizers where the module has its own way, or those in `closing` need a closure."""
     strategy, placed = trainer.strategy, trainer.placed
     own = overrides(module, "optimizer_step", Module)
-    if not own and not any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+    if not own and not closing:
         return None
 
     names = {id(optimizer): name for name, optimizer in trainer.named_optimizers.items()}
     handles = dict(zip(names, trainer.user_optimizers, strict=True))
 
-    def mark(optimizer: Optimizer, *_: Any) -> None:
-        if getattr(optimizer, "found_inf", None) is None:  # else it may have skipped the step, which the strategy knows
-            trainer.manually_stepped = True
+    def mark(*_: Any) -> None:
+        trainer.manually_stepped = True
 
     for optimizer in trainer.optimizers if own else ():
         optimizer.register_step_post_hook(mark)  # only the user's method knows whether it steps
 
     def step(optimizer: Optimizer, window: Window) -> bool:
+        name = names[id(optimizer)]
+        looks = name in closing and not isinstance(optimizer, LBFGS)
+        before = (
+            _state_of(optimizer) if looks else []
+        )  # reads all parameters, for optimizers that move them within a step
         calls = 0
 
         def closure() -> Tensor:
             nonlocal calls
             calls += 1
-            gone = all(p.grad is None for group in optimizer.param_groups for p in group["params"])
-            return window_loss(trainer, window, training_step, names[id(optimizer)], again=calls > 1 or gone)
+            again = calls > 1 or all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+            if looks:
+                changed = torch.tensor(float(again or _state_of(optimizer) != before))
+                again = bool(strategy.all_reduce(changed, "max"))
+            with torch.enable_grad():
+                return window_loss(trainer, window, training_step, name, again)
 
         if own:
-            module.optimizer_step(
-                trainer.current_epoch, window.micro_batches[-1].batch_idx, handles[id(optimizer)], closure
-            )
+            handles[id(optimizer)].is_open = True
+            try:
+                module.optimizer_step(
+                    trainer.current_epoch, window.micro_batches[-1].batch_idx, handles[id(optimizer)], closure
+                )
+            finally:
+                handles[id(optimizer)].is_open = False
             return trainer.manually_stepped
-        return strategy.optimizer_step(placed, optimizer, closure if isinstance(optimizer, LBFGS) else None)
+        return strategy.optimizer_step(placed, optimizer, closure if name in closing else None)
 
     return step
+
+
+def _state_of(optimizer: Optimizer) -> list[int]:
+    """A number for each parameter and gradient of this rank, which changes with its bits."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+    return [fingerprint(t) for t in tensors if getattr(t, "_local_tensor", t).numel()]
+
+
+def _steps_itself(optimizer: Optimizer, *_: Any) -> None:
+    raise RuntimeError(
+        f"{type(optimizer).__name__}.step was called, but with automatic optimization the loop steps it; "
+        "remove the call, or set automatic_optimization = False and step by hand"
+    )
 
 
 def window_loss(trainer: Trainer, window: Window, training_step: Callable, name: str, again: bool) -> Tensor:
