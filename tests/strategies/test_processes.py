@@ -694,6 +694,42 @@ def test_ranks_that_do_not_stop_are_killed_after_the_grace_period(
         launch(work_until_signalled, (tmp_path, "never"), 2, grace_s=1.0)
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_third_signal_kills_ranks_that_do_not_stop_and_keeps_the_exit_code(
+    signum: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    over = threading.Event()
+
+    def send() -> None:
+        while len(list(tmp_path.glob("ready*"))) < 2 and not over.wait(0.02):
+            pass
+        for _ in range(4):  # the first two together are one
+            if not over.is_set():
+                os.kill(os.getpid(), signum)
+            over.wait(0.0 if _ == 0 else 0.4)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        with pytest.raises((SystemExit, KeyboardInterrupt)) as caught:
+            launch(hold_on, (tmp_path,), 2)
+    finally:
+        over.set()
+        sender.join()
+    assert isinstance(caught.value, KeyboardInterrupt) if signum == signal.SIGINT else caught.value.code == 143
+    assert (
+        f"was killed at the third signal, {signal.Signals(signum).name}, before it had stopped"
+        in capfd.readouterr().err
+    )
+
+
+def hold_on(folder: Path) -> None:
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: None)
+    (folder / f"ready{own_rank()}").touch()
+    time.sleep(100)
+
+
 def test_a_program_that_gets_sigterm_lets_every_rank_save_and_exits_with_143(
     program: Callable[[str], Program], tmp_path: Path
 ) -> None:
