@@ -102,8 +102,15 @@ class Engine:
                 else tuple(_nothing(t, received, placed.device) for t in self._layout.messages[stage].tensors)
             )
         except Exception as error:
+            if "appears to not have been used in the graph" in str(error):
+                new = RuntimeError(
+                    f"training_step asks for a gradient by torch.autograd.grad, but on the last stage of a pipeline the graph begins with "
+                    f"what the stage before has sent, so inputs and weights of earlier stages have none in {placed.name}; use strategy='ddp' or 'fsdp'"
+                )
+                new.__cause__ = error
+                error = new
             self._error = error
-            raise
+            raise error
 
     def _weighed(self, feed: Feed, num_samples: int, output: Any, received: tuple[Tensor, ...]) -> Tensor:
         """The part of the global mean that this part's loss makes."""

@@ -25,7 +25,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+)
 from torch.utils._pytree import tree_any, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from strategies.absent import Absent, is_here
@@ -158,6 +163,8 @@ class Staged(nn.Module):
         self._patch()
         self.stages = {stage: self._stage(stage) for stage in self.here}
         """What torch runs, by the index of the stage."""
+        self.is_whole = False
+        """Whether the whole model is shown on every rank at the moment."""
         self.state: StepState | None = None
         """What steps do to the model beside its layers, where that is watched."""
         self.shards: Any = None
@@ -320,6 +327,11 @@ class Staged(nn.Module):
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         if run is None:
+            if self.is_whole and self.shards is not None:
+                raise RuntimeError(
+                    f"{self.name} was called within whole(), where its parameters are not sharded as it computes with them; "
+                    "call it outside of the block"
+                )
             with torch.no_grad():
                 return self._everywhere(args, kwargs)
         if run.inside:
@@ -501,6 +513,11 @@ class Staged(nn.Module):
             try:
                 with torch.enable_grad(), kept_streams(), self._without_own_parameters():
                     result = self._parts.net.forward(*args, **kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise ValueError(
+                    f"what {self.name} does between its layers must follow from shapes in a pipeline, but it looks at values that "
+                    f"layers have computed ({error.func}); decide within one layer, or use strategy='ddp' or 'fsdp'"
+                ) from error
             finally:
                 self._run = outer
             if run.stage < self.num_stages - 1:

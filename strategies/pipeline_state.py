@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from strategies.absent import is_here
 from strategies.pipeline_split import Layer
@@ -43,11 +44,14 @@ class StepState:
         self._end: _Numbers | None = None
         self._called: _Numbers | None = None
         self._changed_once: set[tuple[int, str, Any]] = set()
+        self._held: dict[str, Tensor] | None = None
+        self._partial: set[str] = set()
 
     @contextmanager
     def micro_batch(self, num_parts: int) -> Iterator[None]:
         """Around all runs of a step on one micro-batch. Raises RuntimeError naming what they have changed that cannot be followed."""
-        self._start, self._end = _numbers(self._outside), None
+        self._start, self._end, self._held = _numbers(self._outside), None, None
+        self._partial.clear()
         inside, sizes = _numbers(self._layers), _sizes(self._outside)
         tensors = [*self._tensors, *self._layer_tensors] if num_parts > 1 else self._tensors
         versions = [t._version for t in tensors]
@@ -57,6 +61,8 @@ class StepState:
             changed = [t for t, before in zip(tensors, versions, strict=True) if t._version != before]
             names = {id(t): name for name, t in (*self._model.named_parameters(), *self._model.named_buffers())}
             self._refuse(f"changes {names.get(id(changed[0]), 'a tensor')} in place", f"change it {_ADVICE}")
+        for name in self._partial:
+            vars(self._model)[name] = PartOnly(name)
         if num_parts > 1:
             self._refuse_counting(inside, _numbers(self._layers))
 
@@ -75,6 +81,10 @@ class StepState:
         if self._end is not None and (place := _difference(self._end, end)) is not None:
             self._refuse(f"leaves another {self._name(place)} for each part of a micro-batch", f"change it {_ADVICE}")
         self._end = end
+        held = {name: value for name, value in vars(self._model).items() if isinstance(value, Tensor)}
+        if self._held is not None:  # what each run sets anew holds one part; a cache is set once
+            self._partial.update(name for name, value in held.items() if self._held.get(name) is not value)
+        self._held = held
 
     @contextmanager
     def padding(self) -> Iterator[None]:
@@ -139,6 +149,33 @@ class StepState:
         module, attribute, key = place
         path = next((name for name, child in self._model.named_modules() if child is module), "")
         return ".".join(filter(None, (path, attribute))) + ("" if key is None else f"[{key!r}]")
+
+
+class PartOnly:
+    """Stands for a tensor that a step has set as an attribute, which would be that of the last part: any use is refused."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["name"] = name
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            f"training_step has set self.{self.__dict__['name']}, but a pipeline runs it for each part of a micro-batch, so it holds a "
+            "part; return it from training_step and read it in on_train_batch_end, or use self.log"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    __torch_function__ = classmethod(lambda cls, func, types, args=(), kwargs=None: _first_part(args)._refuse())
+    __float__ = __int__ = __bool__ = __len__ = __iter__ = __getitem__ = __array__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _refuse
+    __lt__ = __gt__ = __le__ = __ge__ = __matmul__ = __rmatmul__ = __pow__ = _refuse
+
+
+def _first_part(args: Any) -> PartOnly:
+    return next(leaf for leaf in tree_leaves(args) if isinstance(leaf, PartOnly))
 
 
 def _numbers(modules: list[nn.Module]) -> _Numbers:

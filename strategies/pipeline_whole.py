@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from strategies.absent import is_here
 from strategies.pipeline_stage import Staged
+from strategies.whole_model import take_hooks
 
 
 @contextmanager
@@ -21,6 +22,9 @@ def whole(placed: Staged, group: dist.ProcessGroup | None, optimizers: Iterable[
     What the rank that holds a parameter has changed in its value, gradient or `requires_grad` holds afterwards.
     Costs a broadcast of each tensor and gradient, and the memory of the whole model.
     """
+    if placed.is_whole:
+        yield
+        return
     model = placed.model
     staged = placed.staged()
     have = torch.tensor([is_here(t) and t.grad is not None for _, t, _ in staged], dtype=torch.int8).to(placed.device)
@@ -39,9 +43,14 @@ def whole(placed: Staged, group: dist.ProcessGroup | None, optimizers: Iterable[
             value.grad = gradient
         made[id(tensor)] = tensor, value
     _exchange(model, optimizers, {key: value for key, (_, value) in made.items()})
+    hooks = [] if placed.shards is None else take_hooks(model)
+    placed.is_whole = True
     try:
         yield
     finally:
+        placed.is_whole = False
+        for held, theirs in hooks:
+            held.update(theirs)
         _exchange(model, optimizers, {id(value): tensor for tensor, value in made.values()})
         with torch.no_grad():
             for tensor, value in made.values():

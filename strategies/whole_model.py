@@ -39,7 +39,7 @@ def whole_model(model: nn.Module, strategy: str) -> Iterator[None]:
                 "with them; call it outside of the block"
             )
 
-    handle, hooks = register_module_forward_pre_hook(refuse), _take_hooks(model)
+    handle, hooks = register_module_forward_pre_hook(refuse), take_hooks(model)
     for module, name, sharded in places:
         module._parameters[name] = gathered[id(sharded)][1]
     replaced = []
@@ -73,7 +73,7 @@ def put_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     parameter.grad = cut_like(gradient.detach().to(parameter.dtype), parameter)
 
 
-def _take_hooks(model: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
+def take_hooks(model: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
     """Take off torch's own hooks on loading a state dict, which expect shards; returns what to put back where."""
     taken = []
     for module in model.modules():

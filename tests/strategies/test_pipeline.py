@@ -298,14 +298,15 @@ class Noisy(Module):
         self.net = nn.Sequential(
             nn.Linear(8, 8, bias=False), nn.Dropout(0.5), nn.Linear(8, 8, bias=False), nn.Dropout(0.5)
         )
+        self.given = [torch.zeros(0)]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         noise = torch.randn_like(batch[0])
-        self.given = noise  # on each stage
+        self.given[0] = noise  # on each stage
         return (self.net(batch[0] + noise) - noise).pow(2).mean()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        given = self.all_gather(self.given)
+        given = self.all_gather(self.given[0])
         assert (given == given[0]).all(), "all stages draw the same before the net"
 
     def configure_optimizers(self) -> Any:
