@@ -132,7 +132,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             last = window.micro_batches[-1]
             trainer.window_is_open = False
             set_phase(progress.global_step, "callbacks")
-            trainer.validation_follows = _validation_follows(run, trainer)
+            trainer.validation_follows = bool(run.val_loaders) and _validation_follows(run, trainer)
             for hook in hooks.on_train_batch_end:
                 hook(last.output, last.batch, last.batch_idx)
             if stepped and guards.compares_every is not None and progress.global_step % guards.compares_every == 0:
