@@ -44,6 +44,7 @@ def plan(trainer: Trainer, ckpt_path: str | None) -> dict[str, Any]:
             found = _newest(trainer, base, version)
             if found is not None:
                 version, checkpoint = found
+                trainer.verified = checkpoint  # looking for it has read every byte
             if ckpt_path == "last" and checkpoint is None:
                 raise CheckpointError(
                     f"ckpt_path='last' finds no valid checkpoint below {base.absolute()}; give a path, or 'auto' to start afresh"
@@ -60,7 +61,8 @@ def plan(trainer: Trainer, ckpt_path: str | None) -> dict[str, Any]:
         elif ckpt_path is not None:
             checkpoint = ckpt_path
         if checkpoint is not None:
-            opened = Checkpoint.open(checkpoint)
+            opened = Checkpoint.open(checkpoint, verify=str(checkpoint) != trainer.verified)
+            trainer.verified = str(checkpoint)
             if trainer._stage == "fit":
                 snapshot.check_resumable(opened)
         folder = _run_folder(base, version) if writes else None

@@ -204,6 +204,8 @@ class Trainer:
         self.val_dataloaders: list[Any] = []
         self.num_training_batches: int | float = 0
         self.windows_per_epoch: int | None = None
+        self.verified: str | None = None
+        """The checkpoint of which this run has read every byte against its checksum: started ranks need not do so again."""
         self.validation_follows = False
         """In `on_train_batch_end`: whether the weights of now are validated before another step."""
         self.measured_at: dict[str, int] = {}
@@ -265,6 +267,7 @@ class Trainer:
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         self._failed_loggers.clear()
+        self.verified = None
         sources = Sources({"train": train_dataloaders, "val": val_dataloaders}, datamodule)
         checks.fit(self, module, sources)
         if ckpt_path is None:
@@ -659,6 +662,7 @@ class Trainer:
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
         self._failed_loggers.clear()
+        self.verified = None
         sources = Sources({evaluation.KINDS[stage][1]: dataloaders}, datamodule)
         checks.hooks(self, module, datamodule)
         checks.loaders(sources)
@@ -700,6 +704,8 @@ class Trainer:
                 if restart and self.log_dir and self.checkpoint_callback is not None
                 else None
             )
+            if found:
+                self.verified = str(found)
             return str(found) if found else first
 
         def attempt(restart: int) -> dict[str, Any]:
