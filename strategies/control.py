@@ -51,6 +51,8 @@ _EQUAL = {
     "kinds": "latest collective calls (operation, reduction, dtype or size)",
     "keys": "logged metric names",
 }
+_KEYS, _STOP, _COUNT, _TOTAL = map(Message._fields.index, ("keys", "stop", "count", "total"))
+"""Places in a message; what is before the keys must be equal."""
 _NUMBERS = _EQUAL["step"], _EQUAL["samples"], _EQUAL["collectives"]
 """What is compared as it is, where the others are hashes."""
 
@@ -93,18 +95,15 @@ class Control:
         """Wait for the others' messages. Raises RuntimeError where they contradict ours."""
         if faults.plan is not None:
             faults.fault("collective")
-        found = self._messages.reduced()
-        low, high, total = (Message(*numbers[: len(Message._fields)]) for numbers in found)  # type: ignore[arg-type]
-        least_keys, first_bad = found.lowest[-2:]
+        lowest, highest, total = self._messages.reduced()
+        least_keys, first_bad = lowest[-2:]
         # Keys of 0 say nothing: a rank of padding has logged nothing yet.
-        if any(getattr(low, field) != getattr(high, field) for field in _EQUAL if field != "keys") or (
-            least_keys not in (high.keys, math.inf)
-        ):
+        if lowest[:_KEYS] != highest[:_KEYS] or least_keys not in (highest[_KEYS], math.inf):
             self._refuse([Message(*numbers[: len(Message._fields)]) for numbers in self._messages.read()])  # type: ignore[arg-type]
         self._step += 1
         bad = None if first_bad == math.inf else f"the loss of rank {first_bad:.0f}"
-        loss = None if math.isnan(total.total) or not total.count else total.total / total.count
-        return Agreement(total.count, int(high.stop), bad, loss)
+        count, loss = total[_COUNT], total[_TOTAL]
+        return Agreement(count, int(highest[_STOP]), bad, None if math.isnan(loss) or not count else loss / count)
 
     def first_rank(self, says_so: bool) -> int | None:
         """The first rank that says so, or None. Waits for every rank; raises RuntimeError where their collectives differ by now."""

@@ -127,7 +127,7 @@ class DataParallel(EagerStrategy):
                 parameters = [*parameters_of(replicas[i])]
                 marks = gradient_marks(parameters)
                 with contexts[i], torch.autocast(device.type, autocast, autocast is not None):
-                    output = steps[i](move(slices[i][0], device, None), batch_idx)
+                    output = steps[i](move(slices[i][0], device, None, kept="cpu"), batch_idx)
                 if marks != gradient_marks(parameters):
                     raise own_backward(replicas[i], marks)
                 return output

@@ -840,13 +840,22 @@ def detach(output: Any) -> Any:
     return output
 
 
-def move(batch: Any, device: torch.device, dtype: torch.dtype | None, copies: torch.cuda.Stream | None = None) -> Any:
+def move(
+    batch: Any,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    copies: torch.cuda.Stream | None = None,
+    kept: str | None = None,
+) -> Any:
     """`batch` with its tensors on `device`, floating point ones cast to `dtype` where it is given.
 
     What comes from the host is copied on the stream `copies`, for which the caller then lets the current stream wait.
+    Tensors on a device of the type `kept` stay there.
     """
     if isinstance(batch, Tensor):
         to = None if dtype is None else dtype_of(batch, dtype)
+        if batch.device.type == kept:
+            return batch
         if batch.device == device and (to is None or batch.dtype == to):
             return batch
         if copies is None or batch.device.type != "cpu" or type(batch) is not Tensor or batch.layout != torch.strided:
@@ -856,11 +865,11 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None, copies: to
         moved.record_stream(torch.cuda.current_stream())
         return moved
     if isinstance(batch, list):
-        return [move(item, device, dtype, copies) for item in batch]
+        return [move(item, device, dtype, copies, kept) for item in batch]
     if isinstance(batch, (str, bytes, int, float, type(None))):
         return batch
     if isinstance(batch, Mapping):
-        items = {key: move(value, device, dtype, copies) for key, value in batch.items()}
+        items = {key: move(value, device, dtype, copies, kept) for key, value in batch.items()}
         if type(batch) is dict:
             return items
         try:
@@ -868,14 +877,16 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None, copies: to
         except TypeError:
             return items
     if isinstance(batch, tuple):
-        parts = [move(item, device, dtype, copies) for item in batch]
+        parts = [move(item, device, dtype, copies, kept) for item in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
     if hasattr(batch, "to") and callable(batch.to):
         moved = batch.to(device)
         return batch if moved is None else moved
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = {
-            f.name: move(getattr(batch, f.name), device, dtype, copies) for f in dataclasses.fields(batch) if f.init
+            f.name: move(getattr(batch, f.name), device, dtype, copies, kept)
+            for f in dataclasses.fields(batch)
+            if f.init
         }
         return dataclasses.replace(batch, **fields)
     return batch

@@ -126,8 +126,10 @@ class _Memory(Exchange):
         self._memory[at : at + self._record.size] = message + _CHECK.pack(zlib.crc32(message))
 
     def reduced(self) -> Reduced:
-        columns = [*zip(*self.read(), strict=True)]
-        return Reduced(tuple(map(min, columns)), tuple(map(max, columns)), tuple(map(sum, columns)))
+        rows = self.read()
+        if len(rows) == 1:
+            return Reduced(rows[0], rows[0], rows[0])
+        return Reduced(tuple(map(min, *rows)), tuple(map(max, *rows)), tuple(map(sum, zip(*rows, strict=True))))
 
     def read(self) -> list[tuple[float, ...]]:
         return [self._look(rank) or self._wait(rank) for rank in range(len(self._rings))]

@@ -36,6 +36,13 @@ def test_structure_and_integers_stay() -> None:
     assert move(tensor, tensor.device, None) is tensor and move(tensor, tensor.device, tensor.dtype) is tensor
 
 
+def test_what_is_to_stay_on_a_kind_of_device_stays() -> None:
+    here, there = torch.ones(2), torch.ones(2, device="meta")
+    moved = move({"a": [here, there], "b": Pair(here, 3)}, torch.device("meta"), None, kept="cpu")
+    assert moved["a"][0] is here and moved["b"].first is here and moved["a"][1].is_meta
+    assert move(here, torch.device("meta"), None).is_meta
+
+
 @pytest.mark.gpu
 def test_a_copy_does_not_wait_for_what_the_gpu_computes() -> None:
     strategy = SingleDevice()
