@@ -20,6 +20,7 @@ from torch.optim import LBFGS, Optimizer
 from callbacks.base import Logger
 from callbacks.guard import fingerprint
 from callbacks.printing import safe_print
+from strategies.absent import is_here
 from strategies.base import split_loss
 from strategies.closures import needs_closure
 from strategies.combined import CombinedLoader, is_nested, is_several
@@ -536,7 +537,7 @@ def _own_step(
 
 def _state_of(optimizer: Optimizer) -> list[int]:
     """A number for each parameter and gradient of this rank, which changes with its bits."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if is_here(p)]
     tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
     return [fingerprint(t) for t in tensors if getattr(t, "_local_tensor", t).numel()]
 
