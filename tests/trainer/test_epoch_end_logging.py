@@ -97,13 +97,17 @@ def numbers(strategy: str, devices: int, n: int, batch_size: int = 4) -> dict[st
         ("fsdp", 3, 2, 1),
         ("dp", 2, 13, 4),
         ("tensor", 2, 13, 4),
-        ("pipeline", 2, 13, 4),
     ],
 )
 def test_values_are_those_of_one_process(strategy: str, devices: int, n: int, batch_size: int) -> None:
     want, found = numbers("single", 1, n, batch_size), numbers(strategy, devices, n, batch_size)
     assert found == pytest.approx(want, rel=1e-12)
     assert found["val/rate"] == found["test/rate"] == 0.1
+
+
+def test_a_pipeline_refuses_lists_that_a_step_keeps() -> None:
+    with pytest.raises(RuntimeError, match="an evaluation step adds to the list seen"):
+        numbers("pipeline", 2, 13)
 
 
 def test_training_values_weigh_the_samples_of_the_epoch() -> None:
