@@ -30,7 +30,7 @@ from strategies.blocks import find_blocks
 from strategies.forwards import within_compiled
 from strategies.meta import materialise as materialise
 from strategies.options import Options
-from strategies.plan import Plan, apply_plan, make_plan
+from strategies.plan import Plan, apply_plan, make_plan, watch_hooks
 from strategies.recompute import is_recomputed
 from strategies.styles import Sequence
 
@@ -78,6 +78,8 @@ def apply_axes(
         with torch.no_grad():
             placed(lambda: None)  # torch finds the root by the first forward
         placed.close()
+    if plan is not None:
+        placed.watched_hooks = watch_hooks(model, plan)
     placed.structure.seal()
     return placed
 
@@ -98,6 +100,8 @@ class Placed(nn.Module):
         """What is gathered and freed as one: the blocks and this module, which holds the rest. Empty without data axes."""
         self.unsharded: list[nn.Parameter] = []
         """Parameters that the units leave whole; their gradients are averaged over data ranks by hand."""
+        self.watched_hooks: list[tuple[nn.Module, str, Any]] = []
+        """Modules that take no hooks, with the attribute and what it held before."""
         self.sequence: Sequence | None = None
         """Where activations are cut along the sequence, if they are."""
         self.depth = 0
@@ -218,6 +222,10 @@ class Placed(nn.Module):
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = whole[id(parameter)]
+        for module, kind, held in self.watched_hooks:
+            held.clear()
+            held.update(getattr(module, kind))  # what was taken off meanwhile stays off
+            setattr(module, kind, held)
         self.structure.undo()
 
     def lend(self, blocks: Mapping[str, nn.Module]) -> None:

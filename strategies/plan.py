@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils._pytree import tree_leaves
 
 from strategies.blocks import shared
+from strategies.eager import shortened
 from strategies.forwards import within_compiled
 from strategies.options import Options
 from strategies.styles import STYLES, Column, Sequence, differentiable_twice
@@ -86,6 +88,10 @@ class Plan:
     """Attributes of modules that count heads, to be set to what one rank has."""
     dropouts: dict[str, int] = field(default_factory=dict)
     """Dropout layers on cut activations, and the width that is cut."""
+    between: list[str] = field(default_factory=list)
+    """What runs on sharded activations besides these layers and what the checked modules hold."""
+    left: list[str] = field(default_factory=list)
+    """Linear layers that stay whole, as they have hooks or a weight that something computes."""
     traced: set[nn.Module] = field(default_factory=set)
     """What lies within a compiled block: torch would take a graph for each of its hooks that is called after a failure as well."""
 
@@ -102,6 +108,7 @@ def make_plan(model: nn.Module, blocks: Mapping[str, nn.Module], size: int, opti
         raise ValueError(
             f"strategy tensor finds nothing to cut in {type(model).__name__}: no attention, pair of linear layers or linear layer; "
             "give strategy=TensorParallel(plan={...}) or define tensor_plan() in a module, or use another strategy"
+            + (f" (hooks or computed weights leave these whole: {shortened(plan.left)})" if plan.left else "")
         )
     if options.loss_parallel:
         _cut_classes(model, plan)
@@ -110,6 +117,7 @@ def make_plan(model: nn.Module, blocks: Mapping[str, nn.Module], size: int, opti
             "a plan that cuts a layer by 'classes' needs loss_parallel=True, which computes the loss on cut logits; give it, or cut the layer by 'gather'"
         )
     _check_sizes(model, size, plan)
+    _refuse_altered(model, plan, blocks if options.sequence_parallel else ())
     if options.sequence_parallel:
         plan.sequence = Sequence.of(model, blocks, plan.styles, size)
     return plan
@@ -251,11 +259,14 @@ def _find(model: nn.Module, size: int, plan: Plan) -> None:
         linear = {
             child: layer
             for child, layer in module.named_children()
-            if type(layer) is nn.Linear and id(layer) not in tied
+            if type(layer) is nn.Linear and id(layer) not in tied and not is_altered(layer)
         }
+        plan.left += [dot + child for child, layer in module.named_children() if is_altered(layer)]
         if isinstance(module, nn.Sequential):
             _find_pairs(dot, module, tied, plan)
             continue
+        if any(map(_has_hooks, _inside(module))):
+            continue  # they may look at what the layers of a group hand to each other
         attention = [[child for child in linear if child in names] for names in ATTENTION]
         heads = (
             _heads(dot, module, linear, [names[0] for names in attention], size)
@@ -269,12 +280,22 @@ def _find(model: nn.Module, size: int, plan: Plan) -> None:
             plan.checked.setdefault(name, []).extend(dot + child for child in (q, k, v, o))
         taken = {names[0] for names in attention} if heads is not None else set()
         up, down = ([child for child in linear if child in names and child not in taken] for names in (UP, DOWN))
-        if up and len(down) == 1 and all(linear[child].out_features == linear[down[0]].in_features for child in up):
+        others = [  # such as an adapter in the place of a layer
+            child
+            for child, layer in module.named_children()
+            if child in UP | DOWN and child not in linear and next(layer.parameters(), None) is not None
+        ]
+        if (
+            up
+            and len(down) == 1
+            and not others
+            and all(linear[child].out_features == linear[down[0]].in_features for child in up)
+        ):
             plan.styles |= {dot + child: "column" for child in up} | {dot + down[0]: "row"}
             plan.checked.setdefault(name, []).extend(dot + child for child in (*up, *down))
     if not plan.styles:
         for name, module in named.items():
-            if type(module) is nn.Linear:
+            if type(module) is nn.Linear and not is_altered(module):
                 wide = module.in_features >= module.out_features
                 sizes = {"scatter": module.in_features, "gather": module.out_features}
                 order = ("scatter", "gather") if wide else ("gather", "scatter")
@@ -284,20 +305,22 @@ def _find(model: nn.Module, size: int, plan: Plan) -> None:
 def _find_pairs(dot: str, sequence: nn.Sequential, tied: set[int], plan: Plan) -> None:
     """Linear layers of a sequence with nothing but elementwise layers between them."""
     first: tuple[str, nn.Linear] | None = None
-    between: list[str] = []
+    between: dict[str, nn.Module] = {}
     for child, layer in sequence.named_children():
-        if type(layer) is nn.Linear and id(layer) not in tied:
+        if type(layer) is nn.Linear and id(layer) not in tied and not is_altered(layer):
             if first is not None and first[1].out_features == layer.in_features:
                 plan.styles |= {dot + first[0]: "column", dot + child: "row"}
-                plan.dropouts |= dict.fromkeys(between, layer.in_features)
+                plan.between += between
+                dropouts = [name for name, inner in between.items() if isinstance(inner, nn.Dropout)]
+                plan.dropouts |= dict.fromkeys(dropouts, layer.in_features)
                 first = None
             else:
                 first = (child, layer)
-            between = []
-        elif not isinstance(layer, ELEMENTWISE):
+            between = {}
+        elif not isinstance(layer, ELEMENTWISE) or _has_hooks(layer):
             first = None
-        elif isinstance(layer, nn.Dropout):
-            between.append(dot + child)
+        else:
+            between[dot + child] = layer
 
 
 def _heads(
@@ -372,6 +395,87 @@ def _check_sizes(model: nn.Module, size: int, plan: Plan) -> None:
                 f"strategy tensor cuts {name} by {attribute}={getattr(layer, attribute)}, which is not divisible by the {size} ranks of a tensor group; "
                 "change the layer or the mesh, or leave it out with a plan"
             )
+
+
+# ---- layers that are more than their weights ---------------------------------------------------------
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, kind) for kind in HOOKS)
+
+
+def _inside(module: nn.Module) -> Iterator[nn.Module]:
+    return (inner for inner in module.modules() if inner is not module)
+
+
+def is_altered(layer: nn.Module) -> bool:
+    """Whether a linear layer has hooks, or computes its weight: by a parametrization, or the hook of weight_norm or prune."""
+    if not isinstance(layer, nn.Linear):
+        return False
+    return _has_hooks(layer) or "weight" not in layer._parameters or "parametrizations" in layer._modules
+
+
+def _refuse_altered(model: nn.Module, plan: Plan, blocks: Iterable[str]) -> None:
+    """Raise ValueError for layers of the plan that hooks would see in shards, or whose weight is computed."""
+    for name in plan.styles:
+        layer = model.get_submodule(name)
+        if is_altered(layer) or _has_hooks(layer):
+            what = (
+                "hooks" if _has_hooks(layer) and "weight" in layer._parameters else "a weight that something computes"
+            )
+            raise ValueError(f"the plan of strategy tensor shards {name}, but it has {what}; leave it out of the plan")
+    for name in blocks:
+        for inner, module in model.get_submodule(name).named_modules():
+            if inner and _has_hooks(module):
+                raise ValueError(
+                    f"{name}.{inner} has hooks, which would see a share of the sequence under sequence_parallel=True; "
+                    "leave the option out, or take the hooks off"
+                )
+
+
+def watch_hooks(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, str, Any]]:
+    """From now on refuse hooks on modules that work on shards. Returns what to put back: modules, attributes and values."""
+    names = {*plan.styles, *plan.between}
+    for holder in plan.checked:
+        names |= {f"{holder}.{inner}".strip(".") for inner, _ in model.get_submodule(holder).named_modules() if inner}
+    if plan.sequence is not None:
+        names |= {name for name, module in model.named_modules() if plan.sequence.holds(module)}
+    before = []
+    for name in names:
+        module = model.get_submodule(name)
+        if module in plan.traced:
+            continue
+        whole_output = plan.styles.get(name) in ("row", "gather", "scatter", "embedding") and plan.sequence is None
+        for kind in HOOKS[1:] if whole_output else HOOKS:
+            held = getattr(module, kind)
+            before.append((module, kind, held))
+            setattr(module, kind, _RefusesMore(held, name))
+    return before
+
+
+class _RefusesMore(OrderedDict[int, Any]):
+    """Hooks of a module that takes no further ones."""
+
+    def __init__(self, hooks: Mapping[int, Any], name: str) -> None:
+        super().__init__(hooks)
+        self._name = name
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        if "_name" in vars(self):
+            raise RuntimeError(
+                f"a hook was registered on {self._name}, which works on shards under strategy tensor, so that the hook would "
+                "see a part of its inputs or outputs; register it in __init__, so that the automatic plan leaves the layer "
+                "whole, or give strategy=TensorParallel(plan={...}) without the layer"
+            )
+        super().__setitem__(key, hook)
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (list(self.items()),)
+
+    def copy(self) -> OrderedDict[int, Any]:  # type: ignore[override]
+        return OrderedDict(self)
 
 
 # ---- applying it -----------------------------------------------------------------------------------

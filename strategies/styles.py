@@ -95,6 +95,12 @@ class Sequence:
                 block.register_forward_pre_hook(functools.partial(enter, row, index))
             row[-1].register_forward_hook(leave)
 
+    def holds(self, module: nn.Module) -> bool:
+        """Whether a module is within a block, and may so work on a share of the sequence."""
+        return any(
+            inner is module for row in self._rows for block in row for inner in block.modules() if inner is not block
+        )
+
     def layouts(self) -> tuple[Any, ...]:
         return (Shard(1),) if self.on else (Replicate(),)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -326,3 +327,104 @@ class FreezesWithin(Blocks):
 def test_what_fsdp_cannot_take_over_is_refused(make: Callable[[], Module], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         fit("fsdp", 2, make(), labelled(), accumulate_grad_batches=2)
+
+
+# ---- hooks on modules, and weights that something computes ---------------------------------------------
+
+
+class ComputedWeights(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.net[0])
+        nn.utils.parametrizations.spectral_norm(self.net[2])
+        prune.l1_unstructured(self.net[4], "weight", 0.5)
+
+
+class ComputedInBlocks(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.orthogonal(self.net[0].up)
+        prune.l1_unstructured(self.net[1].down, "weight", 0.5)
+
+
+def normalized(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output / (1 + output.norm(dim=1, keepdim=True))
+
+
+class HookedLayers(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].register_forward_hook(normalized)
+        self.net[2].register_forward_pre_hook(lambda module, args: (args[0] - args[0].mean(1, keepdim=True),))
+
+
+class HookedBetween(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1].register_forward_hook(normalized)
+
+
+class Adapter(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class HookedBlocks(Blocks):
+    """A hooked layer, an adapter in the place of one, and a hook on a block, before and during the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].up.register_forward_hook(normalized)
+        self.net[1].up = Adapter(self.net[1].up)
+        self.net[1].register_forward_hook(normalized)
+
+    def on_fit_start(self) -> None:
+        self.net[0].register_forward_hook(normalized)
+
+
+@pytest.mark.parametrize(("strategy", "devices"), STRATEGIES)
+def test_hooks_and_computed_weights_follow_one_process(strategy: str, devices: int) -> None:
+    exact(strategy, devices, ComputedWeights, ComputedInBlocks, HookedLayers, HookedBetween, HookedBlocks)
+
+
+class HookedLate(Blocks):
+    def on_fit_start(self) -> None:
+        self.net[0].up.register_forward_hook(normalized)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "message"),
+    [
+        (HookedLate, {}, RuntimeError, "a hook was registered on net.0.up, which works on shards.*; register it in"),
+        (
+            HookedLayers,
+            {"plan": {"net.0": "column", "net.2": "row"}},
+            ValueError,
+            "shards net.0, but it has hooks; lea",
+        ),
+        (
+            ComputedWeights,
+            {"plan": {"net.0": "gather"}},
+            ValueError,
+            "shards net.0, but it has a weight that something",
+        ),
+        (HookedBlocks, {"sequence_parallel": True}, ValueError, "net.0.up has hooks, which would see a share of the"),
+    ],
+)
+def test_hooks_that_would_see_shards_are_refused(
+    make: Callable[[], Module], options: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        fit(TensorParallel(**options), 2, make(), labelled())
+
+
+def test_a_model_takes_hooks_again_after_a_run() -> None:
+    module = Blocks()
+    fit("tensor", 2, module, labelled(), max_epochs=1)
+    module.net[0].up.register_forward_hook(normalized)
+    assert len(module.net[0].up._forward_hooks) == 1
