@@ -33,6 +33,7 @@ from strategies.options import Options
 from strategies.plan import Plan, apply_plan, make_plan, watch_hooks
 from strategies.recompute import is_recomputed
 from strategies.styles import Sequence
+from strategies.unsharded_writes import UnshardedWrites
 
 
 def apply_axes(
@@ -113,15 +114,20 @@ class Placed(nn.Module):
         self._calls: set[Any] = set()
         self.reused: list[Any] = []
         """Blocks that run, or of which a layer runs, more than once in this step."""
+        self.writes = UnshardedWrites()
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         if not self.depth:
             self._calls.clear()
+            if self.units:
+                self.writes.look(self)
         self.depth += 1
         try:
             return fn(*args)
         finally:
             self.depth -= 1
+            if self.units:
+                self.writes.write_back(self)
             if self.sequence is not None:
                 self.sequence.close()
 
@@ -143,6 +149,7 @@ class Placed(nn.Module):
         """Make the parameters that no block holds whole."""
         if self.units:
             self.unshard()  # type: ignore[operator]
+            self.writes.look(self)
 
     def close(self) -> None:
         """Leave in the model what the optimizer holds: this rank's part of every parameter."""
@@ -153,6 +160,7 @@ class Placed(nn.Module):
         self.reused.clear()
         self._calls.clear()
         for unit in self.units:
+            self.writes.write_back(unit)
             unit.reshard()
 
     def _called(self, unit: Any, output: Any) -> None:
@@ -243,6 +251,9 @@ class Placed(nn.Module):
         for unit in self.units:
             if unit is not self:
                 unit.register_forward_hook(lambda module, args, output: self._called(module, output))
+                # Between what torch does before and after the forward: gathers and frees.
+                unit.register_forward_pre_hook(lambda module, args: self.writes.look(module))
+                unit.register_forward_hook(lambda module, args, output: self.writes.write_back(module), prepend=True)
         inside = {module for block in blocks.values() for module in block.modules()}
         traced = within_compiled(self.model)
         for module in self.model.modules():

@@ -212,7 +212,7 @@ class ShardedStrategy(EagerStrategy):
             with self.precision.autocast(self.device):
                 if micro_batch.num_samples:
                     return placed.run(step_fn, micro_batch.batch, *args)  # type: ignore[operator]
-                with traceless(placed), nullcontext() if part is None else part(0):
+                with traceless(self._user_model(placed)), nullcontext() if part is None else part(0):
                     placed.run(step_fn, micro_batch.batch, *args)  # type: ignore[operator]
                 return None
         finally:
@@ -296,7 +296,7 @@ class ShardedStrategy(EagerStrategy):
 
     def _padding(self, placed: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         def without_weight(batch: Any, batch_idx: int) -> Any:
-            with traceless(placed), nullcontext() if self._part is None else self._part(0):
+            with traceless(self._user_model(placed)), nullcontext() if self._part is None else self._part(0):
                 before = numbers(self._user_model(placed))
                 output = placed.run(step_fn, batch, batch_idx)  # type: ignore[operator]
                 refuse_changed_numbers(self._user_model(placed), before)
@@ -401,10 +401,18 @@ class ShardedStrategy(EagerStrategy):
 
     def _check_used(self, placed: nn.Module) -> None:
         """Raise RuntimeError where the ranks gave gradients to different parameters: torch has averaged one with another."""
-        if self._steps is None or self.options.find_unused_parameters:
+        if self._steps is None:
             return
         cut = self._cut_by_name(placed) if self._named is None else self._named
-        mask = bytes(p.grad is not None for _, p in cut)
+        allowed = self.options.find_unused_parameters
+        mask = b"" if allowed else bytes(p.grad is not None for _, p in cut)
+        changed: dict[int, int] = placed.writes.take()  # type: ignore[operator, assignment, call-arg]
+        number = zlib.crc32(mask) + (1 << 32 if changed else 0)
+        if self._control.is_equal(number):  # type: ignore[union-attr]
+            if changed:
+                self._compare_writes(cut, changed)
+            return
+        self._compare_writes(cut, changed)
         if self._control.is_equal(zlib.crc32(mask)):  # type: ignore[union-attr]
             return
         masks = self.all_gather(torch.tensor([*mask]))
@@ -415,6 +423,20 @@ class ShardedStrategy(EagerStrategy):
             + (f" and {len(names) - 10} more" if len(names) > 10 else "")
             + "; use them on every rank, or give find_unused_parameters=True"
         )
+
+    def _compare_writes(self, parameters: list[tuple[str, nn.Parameter]], changed: dict[int, int]) -> None:
+        """Raise RuntimeError for weights that a step has set to other values than on other ranks. Every rank calls it."""
+        numbers = self.all_gather(torch.tensor([changed.get(id(p), -1) for _, p in parameters]))
+        for first in range(self._sizes.get("tensor", 1)):  # ranks that would have the same values
+            same = numbers[first :: self._sizes.get("tensor", 1)]
+            differ = ((same != same.amax(0)) & (same >= 0)).any(0)
+            names = [name for (name, _), bad in zip(parameters, differ.tolist(), strict=True) if bad]
+            if names:
+                raise RuntimeError(
+                    f"training_step changed the weights {shortened(names)} to values that are not the same on all ranks of "
+                    f"{type(self).__name__}, which hold parts of one model; make the change depend on what all ranks share "
+                    "(weights, global_step), or use a registered buffer"
+                )
 
     def _cut_by_name(self, placed: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """The parameters whose gradients torch brings together."""

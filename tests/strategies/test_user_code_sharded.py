@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -177,7 +178,7 @@ class PenalizedGathered(Penalized):
     ],
 )
 def test_gradients_of_gradients_are_exact(strategy: Any, devices: int, makes: list[Callable[[], Module]]) -> None:
-    exact(strategy, devices, *makes, accumulate_grad_batches=2)
+    exact(strategy, devices, *makes, n=17, accumulate_grad_batches=2)
 
 
 class Twice(Blocks):
@@ -227,7 +228,7 @@ class CheckpointedByHand(Blocks):
     ],
 )
 def test_a_step_may_call_blocks_in_any_way(strategy: Any, devices: int, makes: list[Callable[[], Module]]) -> None:
-    exact(strategy, devices, *makes, accumulate_grad_batches=2)
+    exact(strategy, devices, *makes, n=17, accumulate_grad_batches=2)
 
 
 # ---- hooks on parameters, whole weights, layers that freeze and thaw -----------------------------------
@@ -337,7 +338,7 @@ class ComputedWeights(Perceptron):
         super().__init__()
         nn.utils.parametrizations.weight_norm(self.net[0])
         nn.utils.parametrizations.spectral_norm(self.net[2])
-        prune.l1_unstructured(self.net[4], "weight", 0.5)
+        prune.l1_unstructured(self.net[2], "bias", 0.5)
 
 
 class ComputedInBlocks(Blocks):
@@ -428,3 +429,87 @@ def test_a_model_takes_hooks_again_after_a_run() -> None:
     fit("tensor", 2, module, labelled(), max_epochs=1)
     module.net[0].up.register_forward_hook(normalized)
     assert len(module.net[0].up._forward_hooks) == 1
+
+
+# ---- weights that a step changes in place --------------------------------------------------------------
+
+
+class Target(Perceptron):
+    """A slow copy of a network that the step moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.move()
+        with torch.no_grad():
+            wanted = self.slow(batch[0])
+        return super().training_step(batch, batch_idx) + (self.net(batch[0]) - wanted).square().mean()
+
+    @torch.no_grad()
+    def move(self) -> None:
+        for p, q in zip(self.net.parameters(), self.slow.parameters(), strict=True):
+            q.lerp_(p, 0.1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+class TargetByData(Target):
+    def move(self) -> None:
+        for p, q in zip(self.net.parameters(), self.slow.parameters(), strict=True):
+            q.data.copy_(0.9 * q.data + 0.1 * p.data)
+        self.net[0].bias.data.clamp_(-0.1, 0.1)
+
+
+class Remembers(nn.Module):
+    """Changes a parameter of its own in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.mean = nn.Parameter(torch.zeros(8, 8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.data.lerp_(self.linear.weight.detach(), 0.2)
+        return x + torch.tanh(self.linear(x)) + x @ self.mean
+
+
+class RemembersInBlock(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Block(), Remembers(), nn.Linear(8, 4))
+
+
+class TargetByHand(Target):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.move()
+        optimizer = self.optimizers()
+        self.manual_backward((self.net(batch[0]) - self.slow(batch[0]) - batch[0][:, :4]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        self.move()
+
+
+@pytest.mark.parametrize(("strategy", "devices"), STRATEGIES)
+def test_weights_changed_in_the_step_follow_one_process(strategy: str, devices: int) -> None:
+    makes: list[Callable[[], Module]] = [Target, TargetByData, TargetByHand]
+    if strategy == "fsdp":
+        makes.append(RemembersInBlock)
+    exact(strategy, devices, *makes, n=17)
+
+
+class TargetOfBatch(Target):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.slow[0].bias.data += batch[0].mean()
+        return super().training_step(batch, batch_idx)
+
+
+def test_weights_set_to_other_values_on_each_rank_are_refused() -> None:
+    with pytest.raises(
+        RuntimeError, match="training_step changed the weights slow.0.bias to values that are not the same"
+    ):
+        fit("fsdp", 2, TargetOfBatch(), labelled())

@@ -1,0 +1,76 @@
+"""Weights that user code changes while FSDP has them whole: the change is brought to the shards before the whole is freed."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.dtensors import local
+
+
+class UnshardedWrites:
+    """Looks for changes of unsharded parameters and writes them to the shards.
+
+    On the CPU values are compared, so that changes by way of `.data` are found; on an accelerator, where the host would
+    wait for that, version counters are.
+    """
+
+    def __init__(self) -> None:
+        self._versions: dict[int, int] = {}
+        self._found: dict[int, tuple[Any, int]] = {}
+
+    def look(self, unit: Any) -> None:
+        """The unit was gathered just now."""
+        for parameter in _unsharded(unit):
+            if parameter.unsharded_param.device.type != "cpu":
+                self._versions[id(parameter)] = parameter.unsharded_param._version
+
+    @torch.no_grad()
+    def write_back(self, unit: Any) -> None:
+        """The unit is about to be freed. Does nothing where it is not whole."""
+        for parameter in _unsharded(unit):
+            whole = local(parameter.unsharded_param).detach()
+            if whole.device.type != "cpu" and self._versions.get(id(parameter)) in (None, whole._version):
+                continue
+            shard = local(parameter.sharded_param).detach()
+            part = _part(whole, parameter).to(shard.device)
+            was = shard.to(part.dtype)
+            if whole.device.type == "cpu" and _equal(part, was):
+                continue
+            shard.copy_(torch.where(part == was, shard, part.to(shard.dtype)))  # others keep what a cast would round
+            # Cloned, as torch does not resize what numpy has seen.
+            data = whole.clone().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            known = self._found.get(id(parameter), (parameter, 0))[1]
+            self._found[id(parameter)] = parameter, zlib.crc32(data.data, known)
+
+    def take(self) -> dict[int, int]:
+        """What was changed since the last call: hashes of the new values by the id of the sharded parameter.
+
+        A rank whose own part did not change has none.
+        """
+        found, self._found = self._found, {}
+        return {id(parameter.sharded_param): number for parameter, number in found.values()}
+
+
+def _unsharded(unit: Any) -> Iterator[Any]:
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        if group.is_unsharded:
+            yield from (parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param"))
+
+
+def _part(whole: Tensor, parameter: Any) -> Tensor:
+    """What this rank's shard holds of `whole`."""
+    mesh = parameter.mesh_info
+    size, rank = getattr(mesh, "shard_mesh_size", 1), getattr(mesh, "shard_mesh_rank", 0)
+    dim = parameter.fsdp_placement.dim
+    chunks = torch.chunk(whole, size, dim=dim)
+    return chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether values are the same; NaN is the same as NaN, which is rare enough to be looked for afterwards."""
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
