@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils._pytree import tree_leaves
 
+from strategies import mixed_tensors
 from strategies.blocks import find_blocks
 from strategies.forwards import within_compiled
 from strategies.meta import materialise as materialise
@@ -467,5 +469,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w*Placed\) returned a view", category=UserWarning)
 logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
-    lambda record: "sequential all_gather operations" not in record.getMessage()
+    lambda record: not re.search(r"\d sequential all_\w+ operations", record.getMessage())
 )  # of tensors sharded over two axes, made whole where somebody looks at them
+
+mixed_tensors.install()

@@ -124,14 +124,35 @@ def clip_by_value(parameters: Sequence[nn.Parameter], value: float) -> None:
 
 @contextmanager
 def groups_by_mesh(optimizer: Optimizer) -> Iterator[None]:
-    """Within it, no param group mixes what one foreach or fused kernel does not take together."""
+    """Within it, no param group mixes what one foreach or fused kernel does not take together.
+
+    What the optimizer writes into a group is kept. Raises RuntimeError where it writes different values for the parts of one.
+    """
     groups = optimizer.param_groups
-    if any((group.get("foreach") or group.get("fused")) and len(by_mesh(group["params"])) > 1 for group in groups):
-        optimizer.param_groups = [{**group, "params": part} for group in groups for part in by_mesh(group["params"])]
+    if not any((group.get("foreach") or group.get("fused")) and len(by_mesh(group["params"])) > 1 for group in groups):
+        yield
+        return
+    split = [[{**group, "params": part} for part in by_mesh(group["params"])] for group in groups]
+    optimizer.param_groups = [part for parts in split for part in parts]
     try:
         yield
     finally:
         optimizer.param_groups = groups
+    for group, parts in zip(groups, split, strict=True):
+        for key in {key for part in parts for key in part} - {"params"}:
+            values = [part.get(key) for part in parts]
+            if any(not _same(value, values[0]) for value in values):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} keeps {key!r} in its param_groups by all parameters of a group, but those of a "
+                    "sharded model are stepped in parts under foreach=True or fused=True; leave these options out"
+                )
+            group[key] = values[0]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or torch.equal(one, other)
+    return one is other or bool(one == other)
 
 
 class ShardedScaler(torch.amp.GradScaler):

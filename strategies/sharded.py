@@ -179,6 +179,8 @@ class ShardedStrategy(EagerStrategy):
     ) -> Agreement:
         if self._mesh is None:
             return super().forward_backward(placed, step_fn, window, **options)
+        from strategies.mixed_tensors import explained
+
         parameters, automatic = options.get("parameters"), options.get("automatic", True)
         self._part = options.get("part")
         self._sync_each = self.options.sync_every_micro_batch or bool(parameters)
@@ -189,7 +191,8 @@ class ShardedStrategy(EagerStrategy):
             options |= changed
         self._in_step, self._micro_batches = True, 0
         try:
-            with self._losses(), nullcontext() if automatic else placed.open():  # type: ignore[operator]
+            bracket = nullcontext() if automatic else placed.open()  # type: ignore[operator]
+            with explained("training_step"), self._losses(), bracket:
                 agreement = super().forward_backward(placed, step_fn, window, **options)
         finally:
             self._in_step = False
@@ -253,9 +256,10 @@ class ShardedStrategy(EagerStrategy):
         if self._mesh is None:
             return super().optimizer_step(placed, optimizer, closure)
         from strategies import dtensors
+        from strategies.mixed_tensors import explained
 
         placed.close()  # type: ignore[operator]
-        with dtensors.groups_by_mesh(optimizer):
+        with explained(type(optimizer).__name__), dtensors.groups_by_mesh(optimizer):
             stepped = super().optimizer_step(placed, optimizer, closure)
         if placed.depth:
             placed.gather()  # type: ignore[operator]
