@@ -129,7 +129,7 @@ class DataParallel(EagerStrategy):
                 with contexts[i], torch.autocast(device.type, autocast, autocast is not None):
                     output = steps[i](move(slices[i][0], device, None, kept="cpu"), batch_idx)
                 if marks != gradient_marks(parameters):
-                    raise own_backward(replicas[i], marks)
+                    raise own_backward(replicas[i].named_parameters(), marks)
                 return output
 
             outputs = self._run(forward, len(slices))

@@ -291,7 +291,7 @@ class EagerStrategy(Strategy):
                 with torch.autocast(self.device.type, dtype=autocast):
                     output = call(micro_batch.batch, micro_batch.batch_idx)
             if marks is not None and marks != gradient_marks(self._watched):
-                raise own_backward(self._user_model(placed), marks)
+                raise own_backward(self._user_model(placed).named_parameters(), marks)
             losses, counted = (
                 weighted_losses(output, micro_batch.num_samples, None if alone else scale, parameters, on_cpu)
                 if automatic

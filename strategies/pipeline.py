@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.optim import Optimizer
 
 from strategies import environment, pipeline_split
@@ -19,7 +20,7 @@ from strategies.absent import is_here
 from strategies.base import Agreement, Note
 from strategies.blocks import Rule
 from strategies.data import MicroBatch, Window
-from strategies.eager import EagerStrategy, sum_gradients
+from strategies.eager import EagerStrategy, shortened, sum_gradients
 from strategies.mesh import devices_of, parse, resolve
 from strategies.optimizer_probe import probe
 from strategies.permutation import mix
@@ -289,10 +290,11 @@ class Pipeline(EagerStrategy):
                         before_last_backward=send if i == last and k == len(feeds) - 1 else None,
                         tally=tally,
                     )
-                    engine = self._engine(placed, feed)
-                    if engine is not None:
-                        engine.run(feed)
-                    elif feed.before_last_backward is not None:
+                    with self._named_errors():
+                        engine = self._engine(placed, feed)
+                        if engine is not None:
+                            engine.run(feed)
+                    if engine is None and feed.before_last_backward is not None:
                         feed.before_last_backward()
             if not feeds and self.data_size > 1:
                 with (
@@ -534,6 +536,36 @@ class Pipeline(EagerStrategy):
         sum_gradients(trained, self._data_group)
         for buffer in placed.statistics:
             dist.broadcast(buffer, group=self._data_group, group_src=0)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Say of torch's errors in a schedule what user code made them."""
+        try:
+            yield
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            raise RuntimeError(
+                f"shapes within a pipelined module must follow from those of the batch, but {error} gives one that follows "
+                "from values; compute with a mask instead, or use strategy='ddp' or 'fsdp'"
+            ) from None
+        except RuntimeError as error:
+            text = str(error)
+            changed = self._changes.trainability() if self._changes is not None else []
+            if "Failed to run stage backward" in text and changed:
+                raise RuntimeError(
+                    f"requires_grad was changed within a step ({shortened(changed)}), after the pipeline had learned what its "
+                    "stages send; change it in a hook such as on_train_batch_start"
+                ) from error
+            if "Failed to run stage backward" in text:
+                raise RuntimeError(
+                    "the backward of a stage found no gradient for what the stage sent, as happens where a model calls "
+                    "torch.utils.checkpoint around layers of a pipeline; give Pipeline(activation_checkpointing=True) instead"
+                ) from error
+            if "appears to not have been used in the graph" in text:
+                raise RuntimeError(
+                    "training_step asks for a gradient by torch.autograd.grad, which in a pipeline ends at the layers of this "
+                    "rank; use strategy='ddp' or 'fsdp' for penalties on gradients"
+                ) from error
+            raise
 
     def _engine(self, placed: Staged, feed: Feed) -> Engine | None:
         """The schedule for parts of this shape: built when a shape is new, kept for the last two. None if the step returns None for each."""

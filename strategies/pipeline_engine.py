@@ -20,7 +20,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_leaves
 
 from strategies import faults
+from strategies.absent import is_here
 from strategies.eager import detach, weighted_losses
+from strategies.model_changes import gradient_marks, own_backward
 from strategies.permutation import mix
 from strategies.pipeline_feed import Feed
 from strategies.pipeline_schedule import Schedule
@@ -51,6 +53,7 @@ class Engine:
         ]
         self._is_last = placed.here[-1] == placed.num_stages - 1
         self._schedule = schedule.build(self.stages, num_parts, self._loss)
+        self._own = {name: p for name, p in placed.model.named_parameters() if is_here(p)}
         self._feed: Feed | None = None
         self._passes: Counter[int] = Counter()
         self._error: Exception | None = None
@@ -86,12 +89,13 @@ class Engine:
         self._passes[stage] += 1
         last = stage == placed.num_stages - 1
         assert feed is not None
+        step = self._checked_step if last else feed.step
         try:
             with self._precision.autocast(placed.device), feed.counted(feed.parts[index].num_samples if last else 0):
                 arrive = functools.partial(open_stage.arrive, index)
                 with open_stage.noting_hooks(index) if placed.splits_backward else nullcontext():
                     output, sent = placed.run_stage(
-                        stage, received, arrive, self._layout, mix(feed.noise, index), lambda: feed.step(index)
+                        stage, received, arrive, self._layout, mix(feed.noise, index), functools.partial(step, index)
                     )
                 arrive()  # where the step has not come to a layer of this stage
             if last:
@@ -111,6 +115,14 @@ class Engine:
                 error = new
             self._error = error
             raise error
+
+    def _checked_step(self, index: int) -> Any:
+        """The user's step where it runs to its end. Raises RuntimeError if it ran a backward of its own."""
+        marks = gradient_marks(self._own.values())
+        output = self._feed.step(index)  # type: ignore[union-attr]
+        if marks != gradient_marks(self._own.values()):
+            raise own_backward(self._own.items(), marks)
+        return output
 
     def _weighed(self, feed: Feed, num_samples: int, output: Any, received: tuple[Tensor, ...]) -> Tensor:
         """The part of the global mean that this part's loss makes."""
