@@ -111,6 +111,8 @@ class Placed(nn.Module):
         """How many brackets are open."""
         self.manual = False
         """Whether the bracket is of a step that walks back by itself, so that what requires gradients may change within it."""
+        self.synchronizes = True
+        """Whether the backward of the next step exchanges gradients; one within the step must not, of what was accumulated."""
         self._synchronized = True
         self._kept = self._flushes = False
         self._calls: set[Any] = set()
@@ -130,6 +132,8 @@ class Placed(nn.Module):
             self.depth -= 1
             if self.units:
                 self.writes.write_back(self)
+                if not self.depth:
+                    self.synchronize(self.synchronizes)
             if self.sequence is not None:
                 self.sequence.close()
 

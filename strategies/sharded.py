@@ -328,7 +328,7 @@ class ShardedStrategy(EagerStrategy):
     def _sync_gradients(self, placed: nn.Module, on: bool) -> None:
         self._micro_batches += 1
         if self._mesh is not None:
-            placed.synchronize(on or self._sync_each)  # type: ignore[operator]
+            placed.synchronizes = on or self._sync_each  # type: ignore[assignment]
 
     @torch.no_grad()
     def _sum_gradients(self, placed: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
