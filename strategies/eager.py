@@ -6,6 +6,7 @@ their gradients meet; the weights of the mean, clipping, stepping, collectives a
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -13,7 +14,7 @@ import math
 import operator
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -872,6 +873,10 @@ def move(
         items = {key: move(value, device, dtype, copies, kept) for key, value in batch.items()}
         if type(batch) is dict:
             return items
+        if isinstance(batch, MutableMapping):  # with the attributes that it has beside its items
+            whole = copy.copy(batch)
+            whole.update(items)
+            return whole
         try:
             return type(batch)(items)  # type: ignore[call-arg]
         except TypeError:
