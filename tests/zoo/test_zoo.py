@@ -1,0 +1,44 @@
+"""The table of docs/exactness.md is what happens: nothing in it differs from one process without a word."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.zoo.table import MORE, STRATEGIES, Result, cases, column, expected_results, precision_of, written
+
+DAILY = ("ddp", "pipeline")
+"""Half a minute each; the others are run by `make test-slow`."""
+
+
+@functools.cache
+def expected(precision: str) -> dict[str, Result]:
+    return expected_results("ddp" if precision == "64-true" else "deepspeed_stage_1")
+
+
+def test_the_table_has_every_case_under_every_strategy() -> None:
+    table = written()
+    assert set(table) == set(STRATEGIES)
+    assert all(set(found) == set(cases()) for found in table.values())
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "head", [head if head in DAILY else pytest.param(head, marks=pytest.mark.slow) for head in STRATEGIES]
+)
+def test_every_case_is_what_the_table_says(head: str) -> None:
+    strategy, devices = STRATEGIES[head]
+    assert column(strategy, devices, expected(precision_of(strategy))) == written()[head]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("head", MORE)
+def test_other_sizes_and_meshes_differ_nowhere_in_silence(head: str) -> None:
+    strategy, devices = MORE[head]
+    assert set(column(strategy, devices, expected(precision_of(strategy))).values()) <= {
+        "equal",
+        "refused",
+        "documented",
+    }
