@@ -497,12 +497,6 @@ def _own_step(
     names = {id(optimizer): name for name, optimizer in trainer.named_optimizers.items()}
     handles = dict(zip(names, trainer.user_optimizers, strict=True))
 
-    def mark(*_: Any) -> None:
-        trainer.manually_stepped = True
-
-    for optimizer in trainer.optimizers if own else ():
-        optimizer.register_step_post_hook(mark)  # only the user's method knows whether it steps
-
     def step(optimizer: Optimizer, window: Window) -> bool:
         name = names[id(optimizer)]
         looks = name in closing and not isinstance(optimizer, LBFGS)
