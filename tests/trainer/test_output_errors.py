@@ -91,7 +91,7 @@ def test_a_loggers_failure_on_a_started_rank_is_a_warning_too(tmp_path: Path) ->
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
 def test_a_logger_does_not_swallow_what_ends_a_process(error: BaseException) -> None:
     with pytest.raises(type(error)):
-        quiet(logger=failing("log_metrics", error), log_every_n_steps=1).fit(Net(), loader(8))
+        quiet(logger=failing("log_metrics", lambda: error), log_every_n_steps=1).fit(Net(), loader(8))
 
 
 def test_a_writer_that_cannot_be_opened_by_the_users_step_costs_one_warning(tmp_path: Path) -> None:
