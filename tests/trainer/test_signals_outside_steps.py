@@ -181,11 +181,16 @@ def test_a_process_that_a_hook_forks_dies_of_sigterm_as_usual() -> None:
     class Forks(Net):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1:
+                ready, born = os.pipe()
                 child = os.fork()
                 if not child:
+                    os.write(born, b".")  # Python forgets signals that come within the fork itself
                     for _ in range(3000):  # no `pause`, which would miss a signal that came just before it
                         time.sleep(0.01)
                     os._exit(0)
+                os.read(ready, 1)
+                os.close(ready)
+                os.close(born)
                 os.kill(child, signal.SIGTERM)
                 _, status = os.waitpid(child, 0)
                 assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
