@@ -16,7 +16,7 @@ class ModelChanges:
 
     def __init__(self, model: nn.Module, trained: Collection[str]) -> None:
         """`trained`: names of the parameters that were trainable when the model was placed."""
-        self._model = model
+        self.model = model
         self._modules = {id(module) for module in model.modules()}
         self.parameters = dict(model.named_parameters())
         """The placed parameters by name."""
@@ -39,7 +39,7 @@ class ModelChanges:
             return []
         self.pending = False
         known = set(map(id, self.parameters.values()))
-        return [name for name, p in self._model.named_parameters() if id(p) not in known]
+        return [name for name, p in self.model.named_parameters() if id(p) not in known]
 
     def trainability(self) -> list[str]:
         """The names of parameters whose `requires_grad` differs from the last call."""

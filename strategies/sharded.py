@@ -24,6 +24,7 @@ from strategies.eager import EagerStrategy, presence, shortened
 from strategies.exchange import open_exchange
 from strategies.mesh import resolve
 from strategies.meta import materialise
+from strategies.model_changes import gradient_marks, own_backward
 from strategies.options import Options
 from strategies.state import Reader, Shard, State, gather_whole
 from strategies.step_state import numbers, refuse_changed_numbers
@@ -296,7 +297,28 @@ class ShardedStrategy(EagerStrategy):
         if self._mesh is None:
             return super()._runner(placed, step_fn)
         run: Callable[..., Any] = placed.run  # type: ignore[assignment]
-        return functools.partial(run, step_fn) if self._steps is None else self._steps.told(run, step_fn)
+        step = step_fn if step_fn is None else functools.partial(self._checked_step, step_fn)
+        return functools.partial(run, step) if self._steps is None else self._steps.told(run, step)
+
+    def _checked_step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Any:
+        """The user's step. Raises RuntimeError if it changed what only the whole parameters of this step know.
+
+        These are torch's, and are given up after the step, with their gradients and `requires_grad`.
+        """
+        if self._changes is None:
+            return step_fn(batch, batch_idx)
+        before = [*self._changes.model.named_parameters()]
+        marks, flags = gradient_marks(p for _, p in before), [p.requires_grad for _, p in before]
+        output = step_fn(batch, batch_idx)
+        changed = [name for (name, p), flag in zip(before, flags, strict=True) if p.requires_grad != flag]
+        if changed:
+            raise RuntimeError(
+                f"requires_grad was changed within a step ({shortened(changed)}), whose whole parameters are given up after it; "
+                "change it in a hook such as on_train_batch_start"
+            )
+        if marks != gradient_marks(p for _, p in before):
+            raise own_backward(before, marks)
+        return output
 
     def _padding(self, placed: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         def without_weight(batch: Any, batch_idx: int) -> Any:
