@@ -372,6 +372,12 @@ class DeepSpeed(EagerStrategy):
     ) -> Agreement:
         assert isinstance(placed, ZeroStep)
         self._check_used(placed)
+        changed = self._changes.trainability() if self._changes is not None else []
+        if changed:
+            raise RuntimeError(
+                f"requires_grad was changed within a step ({', '.join(changed[:5])}), but DeepSpeed's engine is built for the "
+                "parameters that are trained when the run begins; use strategy='ddp' or 'fsdp'"
+            )
         if self.data_size > 1:
             torch._foreach_mul_(self._gradients(placed), self.data_size)  # the engine averages over ranks
         placed.has_gradients = True
