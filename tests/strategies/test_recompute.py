@@ -7,6 +7,7 @@ import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,10 +43,10 @@ class Block(nn.Module):
         self.up = nn.Linear(dim, hidden)
         self.drop = nn.Dropout(0.3)
         self.down = nn.Linear(hidden, dim)
-        self.calls = 0
+        self.counted = SimpleNamespace(calls=0)  # out of reach of what a pipeline refuses: numbers that layers count
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        self.calls += self.training
+        self.counted.calls += self.training
         return x + scale * self.down(self.drop(F.gelu(self.up(self.norm(x)))))
 
 
@@ -91,7 +92,7 @@ def on_rank(strategy: Strategy, plan: Plan, folder: str, norm: type[nn.Module]) 
         contract.on_rank(strategy, plan, folder)
     finally:
         contract.build = build
-    return [block.calls for block in model.modules() if isinstance(block, Block)]
+    return [block.counted.calls for block in model.modules() if isinstance(block, Block)]
 
 
 def both_on_rank(strategies: dict[str, Strategy], plan: Plan, folder: str, norm: type[nn.Module]) -> list[list[int]]:
@@ -194,9 +195,9 @@ def test_release_leaves_the_callers_classes_and_a_failed_run_is_no_obstacle() ->
     again.configure(accelerator="cpu")
     again.setup()
     placed = again.place(model)
-    before = model[0].calls
+    before = model[0].counted.calls
     model(torch.randn(4, 8)).sum().backward()
-    assert model[0].calls == before + 2, "recomputed once, not once for each run"
+    assert model[0].counted.calls == before + 2, "recomputed once, not once for each run"
     again.release(placed)
     assert [type(block) for block in model] == [Block, Block] and not any("forward" in vars(block) for block in model)
     plain = SingleDevice()
@@ -298,7 +299,7 @@ def test_a_strategy_of_ones_own_gets_it_from_the_base() -> None:
     model = nn.Sequential(*[Block() for _ in range(2)])
     careful = Careful(activation_checkpointing=Block)
     placed, _ = step(careful, model, torch.randn(8, 8))
-    assert model[0].calls == 2
+    assert model[0].counted.calls == 2
     careful.release(placed)
     careful.teardown()
     careless = Careless(activation_checkpointing=Block)
