@@ -128,7 +128,10 @@ def test_ready_batches_by_index_stay_whole(size: int) -> None:
 @pytest.mark.parametrize(("began", "size"), [(4, 1), (4, 2), (2, 4), (1, 4), (2, 1)])
 @pytest.mark.parametrize(
     "make",
-    [lambda workers: DataLoader(Stream(29), 2, num_workers=workers), lambda _: BatchStream(29)],
+    [
+        lambda workers: DataLoader(Stream(29), 2, num_workers=workers),
+        lambda _: DataLoader(BatchStream(29), batch_size=None),
+    ],
     ids=["items", "batches"],
 )
 def test_streams_go_on_where_whole_batches_share_out(

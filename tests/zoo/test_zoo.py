@@ -8,8 +8,8 @@ import pytest
 
 from tests.zoo.table import MORE, STRATEGIES, Result, cases, column, expected_results, precision_of, written
 
-DAILY = ("ddp", "pipeline")
-"""Half a minute each; the others are run by `make test-slow`."""
+DAILY = ("ddp",)
+"""The others are run by `make test-slow`."""
 
 
 @functools.cache
