@@ -17,7 +17,7 @@ from strategies.base import Agreement, Note, split_loss
 from strategies.blocks import Rule
 from strategies.data import MicroBatch, ShardedLoader, Window
 from strategies.eager import EagerStrategy, detach, move, weighted_losses
-from strategies.model_changes import gradient_marks, own_backward, refuse_max_norm
+from strategies.model_changes import gradient_marks, own_backward, refuse_max_norm, remarked
 from strategies.pipeline_feed import merged
 from strategies.replicas import (
     check_hooks,
@@ -129,7 +129,7 @@ class DataParallel(EagerStrategy):
                 with contexts[i], torch.autocast(device.type, autocast, autocast is not None):
                     output = steps[i](move(slices[i][0], device, None, kept="cpu"), batch_idx)
                 if marks != gradient_marks(parameters):
-                    raise own_backward(replicas[i].named_parameters(), marks)
+                    raise own_backward(remarked(replicas[i].named_parameters(), marks))
                 return output
 
             outputs = self._run(forward, len(slices))

@@ -29,7 +29,7 @@ from strategies.blocks import Rule
 from strategies.control import Control
 from strategies.data import MicroBatch, ShardedLoader, Window
 from strategies.fused import allow_sparse, fuse, leaves_out
-from strategies.model_changes import ModelChanges, gradient_marks, own_backward, refuse_max_norm
+from strategies.model_changes import ModelChanges, gradient_marks, own_backward, refuse_max_norm, remarked
 from strategies.parameter_hooks import ParameterHooks
 from strategies.precision import Precision, dtype_of
 from strategies.recompute import is_recomputed, keep, recompute
@@ -292,7 +292,7 @@ class EagerStrategy(Strategy):
                 with torch.autocast(self.device.type, dtype=autocast):
                     output = call(micro_batch.batch, micro_batch.batch_idx)
             if marks is not None and marks != gradient_marks(self._watched):
-                raise own_backward(self._user_model(placed).named_parameters(), marks)
+                raise own_backward(remarked(self._user_model(placed).named_parameters(), marks))
             losses, counted = (
                 weighted_losses(output, micro_batch.num_samples, None if alone else scale, parameters, on_cpu)
                 if automatic

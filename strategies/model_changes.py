@@ -59,12 +59,13 @@ def gradient_marks(parameters: Iterable[Tensor]) -> list[int | None]:
     return [None if (gradient := p.grad) is None else gradient._version for p in parameters]
 
 
-def own_backward(named: Iterable[tuple[str, Tensor]], marks: list[int | None]) -> RuntimeError:
-    """The error of a step that ran a backward of its own, which nobody weighs by this rank's share of the batch.
+def remarked(named: Iterable[tuple[str, Tensor]], marks: list[int | None]) -> list[str]:
+    """The names of those parameters whose gradients differ from `marks`, which were taken of them before."""
+    return [name for (name, p), mark in zip(named, marks, strict=False) if [mark] != gradient_marks([p])]
 
-    `named` are the parameters of which `marks` were taken before the step.
-    """
-    names = [name for (name, p), mark in zip(named, marks, strict=False) if [mark] != gradient_marks([p])]
+
+def own_backward(names: list[str]) -> RuntimeError:
+    """The error of a step that ran a backward of its own, which nobody weighs by this rank's share of the batch."""
     return RuntimeError(
         f"training_step changed gradients by itself ({', '.join(names[:3])}{', …' if len(names) > 3 else ''}), which automatic "
         "optimization cannot weigh by the samples of a rank or micro-batch; add the losses and return their sum, or set "

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from strategies import faults
 from strategies.absent import is_here
 from strategies.eager import detach, weighted_losses
-from strategies.model_changes import gradient_marks, own_backward
+from strategies.model_changes import gradient_marks, own_backward, remarked
 from strategies.permutation import mix
 from strategies.pipeline_feed import Feed
 from strategies.pipeline_schedule import Schedule
@@ -121,7 +121,7 @@ class Engine:
         marks = gradient_marks(self._own.values())
         output = self._feed.step(index)  # type: ignore[union-attr]
         if marks != gradient_marks(self._own.values()):
-            raise own_backward(self._own.items(), marks)
+            raise own_backward(remarked(self._own.items(), marks))
         return output
 
     def _weighed(self, feed: Feed, num_samples: int, output: Any, received: tuple[Tensor, ...]) -> Tensor:

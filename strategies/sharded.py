@@ -24,7 +24,7 @@ from strategies.eager import EagerStrategy, presence, shortened
 from strategies.exchange import open_exchange
 from strategies.mesh import resolve
 from strategies.meta import materialise
-from strategies.model_changes import gradient_marks, own_backward
+from strategies.model_changes import gradient_marks, own_backward, remarked
 from strategies.options import Options
 from strategies.state import Reader, Shard, State, gather_whole
 from strategies.step_state import numbers, refuse_changed_numbers
@@ -317,7 +317,7 @@ class ShardedStrategy(EagerStrategy):
                 "change it in a hook such as on_train_batch_start"
             )
         if marks != gradient_marks(p for _, p in before):
-            raise own_backward(before, marks)
+            raise own_backward(remarked(before, marks))
         return output
 
     def _padding(self, placed: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:

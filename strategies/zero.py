@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from strategies.base import Loss, split_loss
 from strategies.data import MicroBatch, Window
+from strategies.model_changes import own_backward
 from strategies.traceless import traceless
 from strategies.zero_access import Access
 
@@ -249,6 +250,8 @@ class ZeroStep(nn.Module):
             self.called.append(index)
 
     def _note_gradient(self, index: int, parameter: nn.Parameter) -> None:
+        if self.access.is_users:
+            raise own_backward(self.names([index]))
         self.arrived.append(index)
         self.in_backward.add(index)
         if self.counts:
