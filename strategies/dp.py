@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import replicate
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from strategies.base import Agreement, Note, split_loss
 from strategies.blocks import Rule
@@ -29,6 +30,7 @@ from strategies.replicas import (
     replica,
 )
 from strategies.samples import SampleCutter
+from strategies.streams import kept_streams
 
 
 class DataParallel(EagerStrategy):
@@ -77,7 +79,8 @@ class DataParallel(EagerStrategy):
         self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False
     ) -> ShardedLoader:
         if self._cutter is None:  # the first loader is the one to train on
-            self._cutter = SampleCutter(isinstance(loader, DataLoader) and loader.collate_fn is default_collate)
+            stacks = isinstance(loader, DataLoader) and loader.collate_fn is default_collate
+            self._cutter = SampleCutter(stacks, functools.partial(_single, loader))
         return super().shard_loader(loader, seed=seed, shuffle=shuffle, accumulate=accumulate, split=split)
 
     def forward_backward(
@@ -199,3 +202,16 @@ class DataParallel(EagerStrategy):
             for metric, copied in zip(metrics_of(model), metrics_of(other), strict=True):
                 if copied._update_count:
                     metric.merge_state(copied)
+
+
+def _single(loader: Any) -> Iterator[Any]:
+    """Batches of one sample, of the first few of a map-style dataset, made by the loader's own collate function."""
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
+        return
+    for index in range(16):
+        with kept_streams():
+            try:
+                batch = loader.collate_fn([loader.dataset[index]])
+            except Exception:  # what the collate function drops, or the end of the dataset: the next, or none
+                continue
+        yield batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,11 @@ class SampleCutter:
     What a batch leaves open, as `[8, 8]` numbers or a list of two pairs do for two samples, an earlier batch may have shown.
 
     `stacks`: whether the loader is known to put samples first, as torch's own collate function does.
+    `single`: returns batches of one sample, made as the loader makes its own, which show where samples lie in a square one.
     """
 
-    def __init__(self, stacks: bool = False) -> None:
-        self.stacks = stacks
+    def __init__(self, stacks: bool = False, single: Callable[[], Iterator[Any]] = lambda: iter(())) -> None:
+        self.stacks, self._single = stacks, single
         self._kinds: dict[str, str] = {}
         """What is known of the value at a path: its samples come first ("first"), or it is a list of "fields" or "samples"."""
 
@@ -88,12 +89,20 @@ class SampleCutter:
             )
         if self.stacks or path in self._kinds:
             return
-        if value.ndim > 1 and value.shape[1] == num_samples:
+        if value.ndim > 1 and value.shape[1] == num_samples and not self._is_first_in_single(value, path):
             raise ValueError(
                 f"strategy 'dp' cuts along the first dimension, which must be the samples, but {path} has shape {list(value.shape)} in a "
                 f"batch of {num_samples} samples, where another dimension may be theirs; use another batch size, or strategy='ddp'"
             )
         self._kinds[path] = "first"
+
+    def _is_first_in_single(self, value: Any, path: str) -> bool:
+        """Whether batches of one sample show that the first dimension is the samples, and not another one."""
+        for batch in self._single():
+            shape = next((tuple(found.shape) for at, found in _tensors(batch, "batch") if at == path), ())
+            if len(shape) == value.ndim and shape[:2] != (1, 1):
+                return shape[0] == 1
+        return False
 
     def _kind_of_list(self, value: Any, path: str, num_samples: int) -> str:
         """Whether a list or tuple has an item for each sample, or is one of fields."""
@@ -127,6 +136,21 @@ def _is_field(value: Any, num_samples: int) -> bool:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return all(_is_field(getattr(value, f.name), num_samples) for f in dataclasses.fields(value))
     return False
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every tensor or array in a batch, with its path as `SampleCutter` names it."""
+    if isinstance(value, Tensor | np.ndarray):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(item, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _tensors(item, f"{path}.{value._fields[i]}" if hasattr(value, "_fields") else f"{path}[{i}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name), f"{path}.{field.name}")
 
 
 def _has_tensor(value: Any) -> bool:

@@ -328,6 +328,33 @@ def test_runs_on_such_batches_stop_before_a_parameter_changes(train_loader: Any)
     assert all(torch.equal(a, b.double()) for a, b in zip(before, module.parameters(), strict=True))
 
 
+def without_large(items: list[Any]) -> Any:
+    """Leaves none out of the first eight samples."""
+    return default_collate([item for item in items if item[0][0] < 1.6])
+
+
+def columns(items: list[Any]) -> Any:
+    x, y = default_collate(items)
+    return x.T.contiguous(), y
+
+
+def test_a_square_batch_is_cut_where_a_batch_of_one_sample_shows_its_samples() -> None:
+    states = []
+    for strategy, devices in (("single", 1), ("dp", 2)):
+        torch.manual_seed(0)
+        module = Plain()
+        train_loader = DataLoader(data(24), batch_size=8, collate_fn=without_large)
+        quiet(strategy=strategy, devices=devices, accelerator="cpu", precision="64-true").fit(module, train_loader)
+        states.append(weights(module))
+    assert distance(*states) < 1e-12
+
+
+def test_a_square_batch_with_its_samples_last_is_refused() -> None:
+    train_loader = DataLoader(data(24), batch_size=8, collate_fn=columns)
+    with pytest.raises(ValueError, match=r"batch\[0\] has shape \[8, 8\] .* another dimension may be theirs"):
+        quiet(strategy="dp", devices=2, accelerator="cpu").fit(Plain(), train_loader)
+
+
 def test_a_replica_has_the_weights_of_recurrent_layers_of_its_own() -> None:
     model = nn.Sequential(nn.GRU(2, 3))
     copied = replica(model)
