@@ -206,7 +206,11 @@ class DataParallel(EagerStrategy):
 
 def _single(loader: Any) -> Iterator[Any]:
     """Batches of one sample, of the first few of a map-style dataset, made by the loader's own collate function."""
-    if not isinstance(loader, DataLoader) or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
+    if (
+        not isinstance(loader, DataLoader)
+        or loader.batch_sampler is None
+        or isinstance(loader.dataset, IterableDataset)
+    ):
         return
     for index in range(16):
         with kept_streams():

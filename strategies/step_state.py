@@ -48,6 +48,8 @@ def _numbers_of(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     if any(cls.__module__.partition(".")[0] == "torchmetrics" for cls in type(module).__mro__):
         return
     for name, value in vars(module).items():
+        if name.startswith(OF_ZERO):
+            continue
         if isinstance(value, Number):
             yield name, None, value
         elif type(value) is dict and name not in _OF_TORCH:
@@ -58,4 +60,6 @@ def _differ(one: Any, other: Any) -> bool:
     return bool(one is not other and one != other and (one == one or other == other))
 
 
+OF_ZERO = ("ds_", "applied_pre_backward")
+"""How the names of counters begin by which ZeRO-3 walks back."""
 _OF_TORCH = frozenset(vars(nn.Module()))

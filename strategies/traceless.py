@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strategies.step_state import OF_ZERO
+
 
 @contextmanager
 def traceless(model: nn.Module) -> Iterator[None]:
@@ -40,7 +42,7 @@ def traceless(model: nn.Module) -> Iterator[None]:
 
 
 def _is_state(key: str) -> bool:
-    if key.startswith(("ds_", "applied_pre_backward")):  # counters by which ZeRO-3 walks back
+    if key.startswith(OF_ZERO):
         return False
     return key not in ("_parameters", "_buffers", "_modules", "_trainer") and "hooks" not in key
 

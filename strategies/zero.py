@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from strategies.base import Loss, split_loss
 from strategies.data import MicroBatch, Window
 from strategies.model_changes import own_backward
+from strategies.step_state import numbers, refuse_changed_numbers
 from strategies.traceless import traceless
 from strategies.zero_access import Access
 
@@ -192,8 +193,10 @@ class ZeroStep(nn.Module):
     def weightless_step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Loss:
         """Padding: the other ranks exchange parameters and gradients in this micro-batch, in the order in which they are used."""
         self.call, self.counts = functools.partial(step_fn, batch, batch_idx), False
+        before = numbers(self.model)
         with no_trace(self.model, self.part):
             output = self._run_step()
+            refuse_changed_numbers(self.model, before)
         value: Any = split_loss(output, 0)[0]
         return Loss(value * 0, 0)
 

@@ -259,3 +259,19 @@ def test_counts_and_shapes_are_those_of_whole_parameters(tmp_path: Path) -> None
     (tmp_path / "sizes").unlink()
     train(Counts, STAGES["3"](), devices=2)
     assert (tmp_path / "sizes").read_text() == expected
+
+
+class CountsCalls(Plain):
+    calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls += 1
+        return super().training_step(batch, batch_idx) * self.calls
+
+
+def test_a_count_that_a_rank_without_samples_would_miss_is_refused() -> None:
+    trainer = quiet(strategy=STAGES["3"](), accelerator="cpu", devices=2, split_batches=True)
+    with pytest.raises(
+        Exception, match="training_step changed the number calls of the model in a step in which a rank"
+    ):
+        trainer.fit(CountsCalls(), torch.utils.data.DataLoader(data(9), batch_size=8))

@@ -31,14 +31,14 @@ STRATEGIES: dict[str, tuple[str, int]] = {
     "fsdp": ("fsdp", 2),
     "tensor": ("tensor", 2),
     "pipeline": ("pipeline", 2),
+    "zero 1": ("deepspeed_stage_1", 2),
+    "zero 3": ("deepspeed_stage_3", 2),
 }
 MORE: dict[str, tuple[str, int]] = {
     "ddp on 3": ("ddp", 3),
     "fsdp=2,tensor=2": ("fsdp=2,tensor=2", 4),
     "ddp=2,pipeline=2": ("ddp=2,pipeline=2", 4),
-    "zero 1": ("deepspeed_stage_1", 2),
     "zero 2": ("deepspeed_stage_2", 2),
-    "zero 3": ("deepspeed_stage_3", 2),
 }
 """Run by `make test-slow`; what they may do is what the column above them may."""
 DOCUMENTED = {
