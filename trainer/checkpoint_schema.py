@@ -64,7 +64,20 @@ def _rank_faults(checkpoint: Checkpoint) -> str | None:
                 return f"rank-{rank:05d}.json has no valid {key}"
         if not 0 <= state["data_rank"] < state["data_size"] <= checkpoint.world_size:
             return f"rank-{rank:05d}.json has data_rank={state['data_rank']} and data_size={state['data_size']}"
+        if (name := _misnamed(state["sums"], state["torchmetrics"])) is not None:
+            return (
+                f"rank-{rank:05d}.json does not say alike in sums and torchmetrics which metric was logged as {name!r}"
+            )
     return None
+
+
+def _misnamed(sums: dict[str, Any], torchmetrics: dict[str, Any]) -> str | None:
+    """A name that is logged of another torchmetrics object by its sum than by the object's entry."""
+    if any("names" not in entry for entry in torchmetrics.values()):
+        return None  # saved by an older version
+    by_sum = {(name, entry[6]) for name, entry in sums.items() if entry[6] in torchmetrics}
+    by_entry = {(name, path) for path, entry in torchmetrics.items() for name in entry["names"]}
+    return next((name for name, _ in sorted(by_sum ^ by_entry)), None)
 
 
 def _strategy_fault(meta: dict[str, Any]) -> str | None:
@@ -183,7 +196,12 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _is_torchmetric(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("state"), dict) and is_count(value.get("count"))
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("state"), dict)
+        and is_count(value.get("count"))
+        and _is_list(value.get("names", []), _is_str)
+    )
 
 
 _STATE: dict[str, Check] = {

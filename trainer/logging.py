@@ -159,6 +159,8 @@ class MetricStore:
             entry = self._add(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
             entry.by_hand = not self.in_batch and batch_size is None
         if entry.metric is not None:
+            if not _is_metric(value):
+                raise _of_two_kinds(name)
             entry.seen = 1.0
             if entry.on_step:
                 value = getattr(value, "_forward_cache", None)
@@ -189,6 +191,8 @@ class MetricStore:
                 self._log_on_device(entry, value.detach().reshape(()), weight)
                 return
             value = value.item()
+        elif _is_metric(value):
+            raise _of_two_kinds(name)
         elif not isinstance(value, (float, int, Number)):
             raise TypeError(
                 f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got {type(value).__name__}"
@@ -436,6 +440,10 @@ class MetricStore:
             entry.epoch_value, entry.epoch_count = epoch_value, epoch_count
             if metric is not None:
                 entry.metric, entry.seen = self.module.get_submodule(metric), epoch_count  # type: ignore[union-attr]
+                if not _is_metric(entry.metric):
+                    raise ValueError(
+                        f"{name!r} was logged of the metric {metric}, which is none of torchmetrics in this run"
+                    )
             if number is not None:
                 entry.number, entry.count = number, count
                 self._restored[name] = number, count
@@ -453,7 +461,7 @@ class MetricStore:
         reduce_fx: Any,
         rank_zero_only: bool,
     ) -> Entry:
-        is_metric = hasattr(value, "compute") and hasattr(value, "reset")
+        is_metric = _is_metric(value)
         if not is_metric and not isinstance(value, (Tensor, Number)):
             raise TypeError(
                 f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got {type(value).__name__}"
@@ -559,6 +567,17 @@ class MetricStore:
 
 def _quoted(names: list[str]) -> str:
     return ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _is_metric(value: Any) -> bool:
+    return hasattr(value, "compute") and hasattr(value, "reset")
+
+
+def _of_two_kinds(name: str) -> ValueError:
+    return ValueError(
+        f"self.log({name!r}) was given both numbers and a torchmetrics Metric, in this run or the one that it resumes; "
+        "log them under names of their own"
+    )
 
 
 def _too_late(name: str, *_: Any) -> None:

@@ -51,7 +51,7 @@ def save(
     extra: dict[str, Any] = {}
     for hook in trainer.hooks.on_save_checkpoint:
         hook(extra)
-    metrics = torchmetrics_of(module)
+    metrics, sums = torchmetrics_of(module), trainer.metrics.state_dict()
     with refused(path):
         state = {
             "progress": trainer.progress.state_dict(),
@@ -84,7 +84,7 @@ def save(
                 if trained != trainer.trainable_at_start.get(name, trained)
             },
             "rng": pack(rng_state(trainer.streams), f"ranks/{strategy.rank}/rng", tensors),
-            "sums": trainer.metrics.state_dict(),
+            "sums": sums,
             "loader": pack(trainer.train_dataloader.state_dict(), f"ranks/{strategy.rank}/loader", tensors),
             "torchmetrics": {
                 name: pack(
@@ -92,6 +92,7 @@ def save(
                     f"ranks/{strategy.rank}/metrics/{name}",
                     tensors,
                 )
+                | {"names": [logged for logged, entry in sums.items() if entry[6] == name]}
                 for name, metric in metrics.items()
             },
         }

@@ -322,6 +322,24 @@ def test_an_absurd_value_at_any_leaf_is_refused_or_harmless(tmp_path: Path, fitt
     assert min(outcomes["refused"], 5 * outcomes["harmless"]) > 100 * number and outcomes["not finite"] < 10 * number
 
 
+def test_a_metric_by_another_name_is_refused(tmp_path: Path, fitted: Path) -> None:
+    for value in (None, "net", "x"):
+        folder = tmp_path / "a"
+        shutil.copytree(fitted, folder)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        tree = json.loads((folder / "rank-00000.json").read_text())
+        assert any(entry[6] for entry in tree["sums"].values())
+        for entry in tree["sums"].values():
+            entry[6] = value if entry[6] else None
+        replace(folder, manifest, "rank-00000.json", json.dumps(tree).encode())
+        sign(folder, manifest)
+        with pytest.raises(
+            CheckpointError, match="does not say alike in sums and torchmetrics which metric was logged as"
+        ):
+            fit(folder)
+        shutil.rmtree(folder)
+
+
 def test_a_forged_number_of_ranks_is_refused_at_once(tmp_path: Path, two_ranks: Path, fitted: Path) -> None:
     for source, ranks in ((fitted, 10**9), (fitted, 0), (fitted, 2)):
         folder = tmp_path / "a"

@@ -374,6 +374,23 @@ def test_wrong_values(value: Any, options: dict[str, Any], message: str, later: 
         quiet().fit(Wrong(), loader(16))
 
 
+@pytest.mark.parametrize("metric_first", [True, False])
+def test_a_name_for_numbers_and_a_metric_is_refused(metric_first: bool) -> None:
+    class Mixed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = torchmetrics.MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.metric.update(1.0)
+            self.log("mean", self.metric if metric_first == (batch_idx == 0) else torch.tensor(1.0))
+            return super().training_step(batch, batch_idx)
+
+    torchmetrics = pytest.importorskip("torchmetrics")
+    with pytest.raises(ValueError, match=r"self.log\('mean'\) was given both numbers and a torchmetrics Metric"):
+        quiet().fit(Mixed(), loader(16))
+
+
 def test_a_number_in_a_tensor_of_one_element_is_taken() -> None:
     class Ones(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
