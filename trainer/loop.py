@@ -97,19 +97,18 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             stepped = trainer.manually_stepped
             if module.automatic_optimization and agreement.count and not left_out:
                 set_phase(progress.global_step, "optimizer step")
-                while run.refusals:
-                    run.refusals.pop().remove()
                 moving = guards.watches and guards.before_step(optimizers)
-                for optimizer in optimizers:
+                for optimizer, handle in zip(optimizers, trainer.user_optimizers, strict=True):
                     for hook in hooks.on_before_optimizer_step:
                         hook(optimizer)
                     if clip is not None:
                         clip(optimizer)
-                    stepped |= (
-                        strategy.optimizer_step(placed, optimizer)
-                        if run.own_step is None
-                        else run.own_step(optimizer, window)
-                    )
+                    if run.own_step is None:
+                        refuse = handle.hooks.pop(id(handle))  # as `handle.take`, which would be one frame more
+                        stepped |= strategy.optimizer_step(placed, optimizer)
+                        handle.hooks[id(handle)] = refuse
+                    else:
+                        stepped |= run.own_step(optimizer, window)
                 if guards.watches and stepped:
                     guards.after_step(optimizers, moving)
                 if stepped and schedulers:

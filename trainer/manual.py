@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
@@ -18,6 +18,8 @@ class ManualOptimizer:
     def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
         self.optimizer = optimizer
         self._trainer = trainer
+
+    def close(self) -> None: ...
 
     def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> None:
         """Step with the gradients that `manual_backward` has accumulated. Every rank calls it."""
@@ -52,7 +54,10 @@ class ManualOptimizer:
 
 
 class AutomaticOptimizer:
-    """What `Module.optimizer_step` gets: its `step` is the strategy's, so that ranks and loss scaling are seen to."""
+    """What `Module.optimizer_step` gets: its `step` is the strategy's, so that ranks and loss scaling are seen to.
+
+    Until `close` a step of the optimizer that the loop has not begun is refused.
+    """
 
     is_open = False
     """Whether `Module.optimizer_step` runs, where alone it may be stepped."""
@@ -60,19 +65,37 @@ class AutomaticOptimizer:
     def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
         self.optimizer = optimizer
         self._trainer = trainer
+        self.hooks = optimizer._optimizer_step_pre_hooks
+        """Where `refuse` is under `id(self)` while nobody may step."""
+        self.hooks[id(self)] = self.refuse
+
+    def close(self) -> None:
+        """The run is over: the optimizer is the user's again."""
+        self.hooks.pop(id(self), None)
+
+    def refuse(self, *_: Any) -> NoReturn:
+        """Raise RuntimeError for a step that the loop has not begun."""
+        raise RuntimeError(
+            f"{type(self.optimizer).__name__}.step was called, but with automatic optimization the loop steps it; "
+            "remove the call, override optimizer_step, or set automatic_optimization = False and step by hand"
+        )
 
     def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> None:
         """Step with the gradients that the loop has computed; `closure` is for optimizers that move and compute them anew."""
         if not self.is_open:
-            raise RuntimeError(
-                f"{type(self.optimizer).__name__}.step was called, but with automatic optimization the loop steps it; "
-                "remove the call, override optimizer_step, or set automatic_optimization = False and step by hand"
-            )
+            self.refuse()
         if not evaluates_again(self.optimizer):
             closure = None  # it would cost a collective, for a value that nobody reads
-        trainer = self._trainer
-        if trainer.strategy.optimizer_step(trainer.placed, self.optimizer, closure):
-            trainer.manually_stepped = True
+        if self.take(closure):
+            self._trainer.manually_stepped = True
+
+    def take(self, closure: Callable[[], Any] | None = None) -> bool:
+        """Step by the strategy; whether it did."""
+        self.hooks.pop(id(self))
+        try:
+            return self._trainer.strategy.optimizer_step(self._trainer.placed, self.optimizer, closure)
+        finally:
+            self.hooks[id(self)] = self.refuse
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)

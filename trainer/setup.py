@@ -92,8 +92,6 @@ class FitRun:
     reevaluates: bool
     counts_manually: bool
     """Whether ranks first tell each other how many samples a window holds: in manual optimization, if batches may be filtered."""
-    refusals: list[Any]
-    """Handles of what refuses steps of optimizers before the loop's first one."""
     guards: Guards
     validated_at: int = -1
     """`global_step` of the last validation."""
@@ -211,6 +209,8 @@ def _life(trainer: Trainer, module: Module, sources: Sources, stage: str, ckpt_p
             trainer.running = False
             if compiled is not None:
                 compiled.undo()
+            for handle in trainer.user_optimizers:
+                handle.close()
             for callback in trainer.callbacks:
                 callback._module = None
             trainer.strategy.teardown()
@@ -366,9 +366,6 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
         transfer=strategy.to_device if transfer is None else lambda batch: transfer(batch, 0),
         clip=_clip(trainer, module),
         own_step=_own_step(trainer, module, training_step, closing),
-        refusals=[optimizer.register_step_pre_hook(_steps_itself) for optimizer in named.values()]
-        if module.automatic_optimization
-        else [],
         parameters=parameters,
         before_backward=_all_of(hooks.on_before_backward),
         after_backward=_all_of(hooks.on_after_backward),
@@ -489,7 +486,7 @@ def _own_step(
     trainer: Trainer, module: Module, training_step: Callable, closing: set[str]
 ) -> Callable[[Optimizer, Window], bool] | None:
     """How to step optimizers where the module has its own way, or those in `closing` need a closure."""
-    strategy, placed = trainer.strategy, trainer.placed
+    strategy = trainer.strategy
     own = overrides(module, "optimizer_step", Module)
     if not own and not closing:
         return None
@@ -524,7 +521,7 @@ def _own_step(
             finally:
                 handles[id(optimizer)].is_open = False
             return trainer.manually_stepped
-        return strategy.optimizer_step(placed, optimizer, closure if name in closing else None)
+        return handles[id(optimizer)].take(closure if name in closing else None)
 
     return step
 
@@ -534,13 +531,6 @@ def _state_of(optimizer: Optimizer) -> list[int]:
     parameters = [p for group in optimizer.param_groups for p in group["params"] if is_here(p)]
     tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
     return [fingerprint(t) for t in tensors if getattr(t, "_local_tensor", t).numel()]
-
-
-def _steps_itself(optimizer: Optimizer, *_: Any) -> None:
-    raise RuntimeError(
-        f"{type(optimizer).__name__}.step was called, but with automatic optimization the loop steps it; "
-        "remove the call, or set automatic_optimization = False and step by hand"
-    )
 
 
 def window_loss(trainer: Trainer, window: Window, training_step: Callable, name: str, again: bool) -> Tensor:

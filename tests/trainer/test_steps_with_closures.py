@@ -171,12 +171,16 @@ class StepsItself(Net):
         if self.how == "in a hook":
             self.own.step()
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.how == "after steps of the loop" and batch_idx == 2:
+            self.own.step()
+
     def configure_optimizers(self) -> Any:
         self.__dict__["own"] = SGD(self.parameters(), lr=0.1)
         return self.own
 
 
-@pytest.mark.parametrize("how", ["in the step", "by its handle", "in a hook"])
+@pytest.mark.parametrize("how", ["in the step", "by its handle", "in a hook", "after steps of the loop"])
 def test_a_step_by_hand_in_automatic_optimization_is_refused(how: str) -> None:
     for devices in (1, 2):
         module = StepsItself(how)
@@ -184,6 +188,8 @@ def test_a_step_by_hand_in_automatic_optimization_is_refused(how: str) -> None:
             RuntimeError, match="SGD.step was called, but with automatic optimization the loop steps it"
         ):
             quiet(devices=devices, accelerator="cpu").fit(module, loader())
+        if devices == 1:
+            module.own.step()  # the user's again
 
 
 class Plateau(Net):
