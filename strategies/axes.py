@@ -25,10 +25,12 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils._pytree import tree_leaves
 
 from strategies import mixed_tensors
 from strategies.blocks import find_blocks
+from strategies.call_order import END_FORWARD, GATHER, REDUCE, CallOrder
 from strategies.forwards import within_compiled
 from strategies.meta import materialise as materialise
 from strategies.options import Options
@@ -56,6 +58,8 @@ def apply_axes(
         else torch.device(mesh.device_type)
     )
     blocks = find_blocks(model, options.wrap)
+    # Ranks that use different parameters can only exchange them all at once.
+    gathered = {} if options.find_unused_parameters and options.wrap == "auto" else blocks
     filler = Filler(mesh, device)
     data = tuple(name for name in names if name in ("ddp", "fsdp"))
     plan: Plan | None = None
@@ -66,7 +70,7 @@ def apply_axes(
         filler.fill(unit)
         if plan is not None:
             apply_plan(model if unit is placed else unit, name, mesh["tensor"], plan)
-        if data:
+        if data and (unit is placed or name in gathered):
             _shard(placed, unit, mesh[data] if len(data) > 1 else mesh[data[0]], "fsdp" in data, options, compute_dtype)
     if plan is not None and plan.sequence is not None:
         plan.sequence.watch(mesh["tensor"])
@@ -75,9 +79,11 @@ def apply_axes(
             if is_recomputed(module):
                 module.recompute_sequence = plan.sequence  # type: ignore[assignment]
     if data:
-        placed.lend(blocks)
+        placed.names = [*gathered]
+        placed.lend(gathered)
         if options.find_unused_parameters:
             placed.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+            placed.watch_used()
         with torch.no_grad():
             placed(lambda: None)  # torch finds the root by the first forward
         placed.close()
@@ -119,6 +125,12 @@ class Placed(nn.Module):
         self.reused: list[Any] = []
         """Blocks that run, or of which a layer runs, more than once in this step."""
         self.writes = UnshardedWrites()
+        self.used: set[int] = set()
+        """Parameters with a gradient of this rank, if torch reduces all (`find_unused_parameters`)."""
+        self.names: list[str] = []
+        """Of the units but the last."""
+        self.order: CallOrder | None = None
+        """Compares what ranks gather and reduce, from when it is set."""
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         if not self.depth:
@@ -127,7 +139,7 @@ class Placed(nn.Module):
                 self.writes.look(self)
         self.depth += 1
         try:
-            return fn(*args)
+            output = fn(*args)
         finally:
             self.depth -= 1
             if self.units:
@@ -136,6 +148,31 @@ class Placed(nn.Module):
                     self.synchronize(self.synchronizes)
             if self.sequence is not None:
                 self.sequence.close()
+        if self.order is not None and not self.depth:
+            self.order.note(END_FORWARD)
+        return output
+
+    def watch_used(self) -> None:
+        """Remember which parameters this rank has a gradient for, where torch reduces zeros for the others."""
+        for unit in self.units:
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                group.post_backward = functools.partial(self._note_used, group, group.post_backward)
+
+    def _note_used(self, group: Any, post_backward: Callable[..., None], *args: Any) -> None:
+        for parameter in group.fsdp_params:
+            whole = getattr(parameter, "_unsharded_param", None)
+            if (
+                parameter.sharded_param.grad is not None
+                or parameter.unsharded_accumulated_grad is not None
+                or (whole is not None and whole.grad is not None)
+            ):
+                self.used.add(id(parameter.sharded_param))
+        post_backward(*args)
+
+    def note(self, kind: int, index: int, size: int) -> None:
+        """A unit is about to be gathered or reduced."""
+        if self.order is not None:
+            self.order.note(kind, index, size)
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(*args)` as a forward of this module, of which `args` are no arguments: torch would move those to the device."""
@@ -400,7 +437,34 @@ def _shard(
     else:
         replicate(unit, mesh=mesh, mp_policy=mixed, offload_policy=offload, ignored_params=ignored)
     sum_gradients_of(unit)
+    engine: Any = unit
+    for comm, use, kind in (
+        (_AllGather(), engine.set_custom_all_gather, GATHER),
+        (_ReduceScatter(), engine.set_custom_reduce_scatter, REDUCE),
+    ):
+        comm.before = functools.partial(placed.note, kind, -1 if unit is placed else len(placed.units))
+        use(comm)
     placed.units.append(unit)
+
+
+class _AllGather(DefaultAllGather):
+    """Says before it begins which unit is gathered."""
+
+    before: Callable[[int], None]
+
+    def allocate(self, size: Any, **options: Any) -> Tensor:
+        self.before(size[0])
+        return super().allocate(size, **options)
+
+
+class _ReduceScatter(DefaultReduceScatter):
+    """The same of the unit whose gradients are reduced."""
+
+    before: Callable[[int], None]
+
+    def allocate(self, size: Any, **options: Any) -> Tensor:
+        self.before(size[0])
+        return super().allocate(size, **options)
 
 
 def sum_gradients_of(unit: Any) -> None:

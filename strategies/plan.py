@@ -26,7 +26,7 @@ from strategies.blocks import shared
 from strategies.eager import shortened
 from strategies.forwards import within_compiled
 from strategies.options import Options
-from strategies.styles import STYLES, Column, Sequence, differentiable_twice
+from strategies.styles import STYLES, Column, Sequence, differentiable_twice, writable
 from strategies.traceless import traceless
 
 ATTENTION = (
@@ -81,6 +81,8 @@ class Plan:
     """What is cut: styles by the name of the layer, and what the automatic plan promises of the modules around them."""
 
     styles: dict[str, str | ParallelStyle] = field(default_factory=dict)
+    is_given: bool = False
+    """Whether the user has given the styles."""
     sequence: Sequence | None = None
     checked: dict[str, list[str]] = field(default_factory=dict)
     """Modules that must compute the same with these layers cut as whole: the automatic plan knows names, not code."""
@@ -101,7 +103,7 @@ def make_plan(model: nn.Module, blocks: Mapping[str, nn.Module], size: int, opti
     plan = Plan(traced=within_compiled(model))
     given = _given(model, options)
     if given is not None:
-        plan.styles = given
+        plan.styles, plan.is_given = given, True
     else:
         _find(model, size, plan)
     if not plan.styles:
@@ -148,8 +150,9 @@ def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> No
         if style == "column":  # one for the layers of a module
             parent = name.rpartition(".")[0]
             if parent not in columns:
-                columns[parent] = Column(plan.sequence)
                 holder = unit.get_submodule(parent)
+                hands_on = holder if isinstance(holder, nn.Sequential) and not plan.is_given else None
+                columns[parent] = Column(plan.sequence, hands_on)
                 holder.register_forward_hook(columns[parent].forget, always_call=holder not in plan.traced)
             torch_plan[name] = columns[parent]
         else:
@@ -158,11 +161,12 @@ def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> No
         parallelize_module(unit, mesh, torch_plan, src_data_rank=None)
         for name in torch_plan:
             unit.get_submodule(name).register_forward_pre_hook(differentiable_twice)
+            unit.get_submodule(name).register_forward_hook(writable)
     for name, _, module in inside(plan.heads):
         for attribute, count in plan.heads[name].items():
             setattr(module, attribute, count)
-    for _, _, module in inside(plan.dropouts):
-        module.forward = SlicedDropout(module, mesh)
+    for name, _, module in inside(plan.dropouts):
+        module.forward = SlicedDropout(module, plan.dropouts[name], mesh)
     for places in ties:
         _tie(places, prefix, unit)
     for name, module in zip(names, modules, strict=True):
@@ -205,13 +209,15 @@ class Guard:
 class SlicedDropout:
     """Dropout of a cut activation: this rank's part of the noise that the whole activation would get, so that ranks do not repeat it."""
 
-    def __init__(self, layer: nn.Module, mesh: DeviceMesh) -> None:
-        self._layer, self._size, self._rank = layer, mesh.size(), mesh.get_local_rank()
+    def __init__(self, layer: nn.Module, width: int, mesh: DeviceMesh) -> None:
+        self._layer, self._width, self._rank = layer, width, mesh.get_local_rank()
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self._layer.training or not self._layer.p:
             return x
-        whole = nn.functional.dropout(x.new_ones(*x.shape[:-1], x.shape[-1] * self._size), self._layer.p)  # type: ignore[arg-type]
+        whole = nn.functional.dropout(x.new_ones(*x.shape[:-1], self._width), self._layer.p)  # type: ignore[arg-type]
+        if x.shape[-1] == self._width:  # called by itself
+            return x * whole
         return x * whole.narrow(-1, self._rank * x.shape[-1], x.shape[-1])
 
 
@@ -306,8 +312,12 @@ def _find_pairs(dot: str, sequence: nn.Sequential, tied: set[int], plan: Plan) -
     """Linear layers of a sequence with nothing but elementwise layers between them."""
     first: tuple[str, nn.Linear] | None = None
     between: dict[str, nn.Module] = {}
-    for child, layer in sequence.named_children():
-        if type(layer) is nn.Linear and id(layer) not in tied and not is_altered(layer):
+    layers = [*sequence._modules.items()]  # a layer that stands there twice is called twice
+    repeated = {id(layer) for i, (_, layer) in enumerate(layers) if any(layer is other for _, other in layers[:i])}
+    for child, layer in layers:
+        if layer is None or (id(layer) in repeated and not isinstance(layer, ELEMENTWISE)):
+            first = None
+        elif type(layer) is nn.Linear and id(layer) not in tied and not is_altered(layer):
             if first is not None and first[1].out_features == layer.in_features:
                 plan.styles |= {dot + first[0]: "column", dot + child: "row"}
                 plan.between += between

@@ -8,7 +8,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from strategies import environment
 from strategies.base import Agreement, Loss, split_loss
 from strategies.blocks import Rule
 from strategies.buffers import share_buffers
+from strategies.call_order import END_BACKWARD, CallOrder
 from strategies.data import MicroBatch, Window
 from strategies.eager import EagerStrategy, presence, shortened
 from strategies.exchange import open_exchange
@@ -58,6 +59,7 @@ class ShardedStrategy(EagerStrategy):
         self._sync_each = self._in_step = self._is_whole = False
         self._micro_batches = 0
         self._steps: Steps | None = None
+        self._order: CallOrder | None = None
         self._named: list[tuple[str, nn.Parameter]] | None = None
         self._buffered: list[nn.Module] | None = None
         self._part: Callable[[int], AbstractContextManager[Any]] | None = None
@@ -107,7 +109,9 @@ class ShardedStrategy(EagerStrategy):
         super().teardown()
         if self._steps is not None:
             self._steps.close()
-        self._mesh = self._steps = None
+        if self._order is not None:
+            self._order.close()
+        self._mesh = self._steps = self._order = None
         self._named = self._buffered = None
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -122,6 +126,15 @@ class ShardedStrategy(EagerStrategy):
         from strategies.axes import apply_axes
 
         placed = apply_axes(model, self._mesh, self.options, compute_dtype)
+        if placed.units:
+            self._order = placed.order = CallOrder(
+                self.rank,
+                self.world_size,
+                self.timeout_s,
+                placed.names.__getitem__,
+                type(self).__name__,
+                "give find_unused_parameters=True and leave wrap='auto', which exchanges all of the model at once",
+            )
         self._share_noise()
         return placed
 
@@ -232,6 +245,7 @@ class ShardedStrategy(EagerStrategy):
         placed.synchronize(True)  # type: ignore[operator]
         self._begin_local_gradients()
         placed(lambda: loss).backward()  # through the root, which frees and exchanges once the walk is over
+        self._after_backwards(placed)
         self._check_used(placed)
         if placed.depth:
             placed.gather()  # type: ignore[operator]
@@ -279,6 +293,10 @@ class ShardedStrategy(EagerStrategy):
         super().load_state_dict(placed, optimizers, state)
 
     # ---- what EagerStrategy asks -------------------------------------------------------------------
+
+    def _after_backwards(self, placed: nn.Module) -> None:
+        if self._order is not None:
+            self._order.note(END_BACKWARD)
 
     def _concluded(
         self, placed: nn.Module, agreement: Agreement, after_backward: Callable[[], None] | None = None
@@ -430,18 +448,30 @@ class ShardedStrategy(EagerStrategy):
         if self._steps is None:
             return
         cut = self._cut_by_name(placed) if self._named is None else self._named
-        allowed = self.options.find_unused_parameters
-        mask = b"" if allowed else bytes(p.grad is not None for _, p in cut)
+        allowed, order = self.options.find_unused_parameters, 0 if self._order is None else self._order.take()
+        used: set[int] = placed.used  # type: ignore[assignment]
+        mask = bytes(id(p) in used if allowed else p.grad is not None for _, p in cut)
+        used.clear()
         changed: dict[int, int] = placed.writes.take()  # type: ignore[operator, assignment, call-arg]
-        number = zlib.crc32(mask) + (1 << 32 if changed else 0)
+        number = zlib.crc32(mask, order) + (1 << 32 if changed else 0)
         if self._control.is_equal(number):  # type: ignore[union-attr]
             if changed:
                 self._compare_writes(cut, changed)
+            if allowed:
+                _drop_unused(cut, mask)
             return
         self._compare_writes(cut, changed)
-        if self._control.is_equal(zlib.crc32(mask)):  # type: ignore[union-attr]
-            return
-        masks = self.all_gather(torch.tensor([*mask]))
+        if not self._control.is_equal(zlib.crc32(mask)):  # type: ignore[union-attr]
+            masks = self.all_gather(torch.tensor([*mask]))
+            if not allowed:
+                self._refuse_unused(cut, masks)
+            mask = bytes(masks.amax(0).tolist())
+        if allowed:
+            _drop_unused(cut, mask)
+        if self._order is not None:
+            self._order.check(self._control.gather(order))  # type: ignore[union-attr]
+
+    def _refuse_unused(self, cut: list[tuple[str, nn.Parameter]], masks: Tensor) -> NoReturn:
         names = [name for i, (name, _) in enumerate(cut) if len({int(mask[i]) for mask in masks}) > 1]
         ranks = [rank for rank, mask in enumerate(masks) if not torch.equal(mask, masks.amax(0))]
         raise RuntimeError(
@@ -506,6 +536,13 @@ class ShardedStrategy(EagerStrategy):
             state = torch.cuda.get_rng_state()
             dist.broadcast(state, 0)
             torch.cuda.set_rng_state(state)
+
+
+def _drop_unused(parameters: list[tuple[str, nn.Parameter]], used: bytes) -> None:
+    """Leave without a gradient what no rank has used, as on one process: torch has reduced zeros."""
+    for (_, parameter), is_used in zip(parameters, used, strict=True):
+        if not is_used:
+            parameter.grad = None
 
 
 class Steps:

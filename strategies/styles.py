@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -112,12 +114,13 @@ class Sequence:
 class Column(ColwiseParallel):
     """Cut by outputs. Layers of one module that get the same tensor gather it once, and sum its gradient once.
 
+    `within`: the sequence that hands their outputs on; whoever else calls them gets whole outputs.
     In what is compiled each does so by itself: a graph does not tell whether the tensor was changed in between.
     """
 
-    def __init__(self, sequence: Sequence | None) -> None:
+    def __init__(self, sequence: Sequence | None, within: nn.Sequential | None = None) -> None:
         super().__init__()
-        self.sequence = sequence
+        self.sequence, self._within = sequence, within
         self._given: tuple[Tensor, int] | None = None
         self._whole: Any = None
 
@@ -135,15 +138,32 @@ class Column(ColwiseParallel):
             self._given, self._whole = (x, x._version), gather()
         return self._whole
 
+    def _prepare_output_fn(  # type: ignore[override]
+        self, output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        if self._within is not None and not torch.compiler.is_compiling() and _caller(mod) is not self._within:
+            self.forget()
+            output_layouts = self.sequence.layouts() if self.sequence else (Replicate(),)
+        return ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+
     def forget(self, *_: Any) -> None:
         """A forward hook of the module around the layers: keep nothing alive."""
         self._given = self._whole = None
 
 
 class Row(RowwiseParallel):
+    """Cut by inputs, of which it gets this rank's or, if the layer is called by itself, all."""
+
     def __init__(self, sequence: Sequence | None) -> None:
         super().__init__()
         self.sequence = sequence
+
+    def _prepare_input_fn(  # type: ignore[override]
+        self, input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        if isinstance(mod, nn.Linear) and inputs[0].shape[-1] == mod.in_features:
+            input_layouts = self.sequence.layouts() if self.sequence else (Replicate(),)
+        return RowwiseParallel._prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
 
     def _prepare_output_fn(  # type: ignore[override]
         self, output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
@@ -192,6 +212,42 @@ STYLES: dict[str, Callable[[Sequence | None], ParallelStyle]] = {
     "position": Position,
 }
 """What a plan may say of a layer."""
+
+
+def _caller(layer: nn.Module) -> Any:
+    """The sequence whose forward has called a layer that runs now, or None."""
+    frame = sys._getframe(1)
+    while frame is not None and not (frame.f_code is _CALL and frame.f_locals.get("self") is layer):
+        frame = frame.f_back  # type: ignore[assignment]
+    frame = frame and frame.f_back  # type: ignore[assignment]
+    return frame.f_locals.get("self") if frame is not None and frame.f_code is _SEQUENTIAL else None
+
+
+_CALL, _SEQUENTIAL = nn.Module.__call__.__code__, nn.Sequential.forward.__code__
+
+
+def writable(module: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook of a sharded layer: its output may be changed in place, which torch forbids for what DTensor hands out."""
+    if torch.compiler.is_compiling() or not isinstance(output, Tensor) or isinstance(output, DTensor):
+        return None
+    return _Writable.apply(output) if output.requires_grad and output._is_view() else None
+
+
+class _Writable(torch.autograd.Function):
+    """The same numbers as a tensor that autograd takes for no view. Nobody else holds or has saved them."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return (x.wait() if isinstance(x, AsyncCollectiveTensor) else x).data
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def differentiable_twice(module: nn.Module, args: Any) -> None:

@@ -25,6 +25,7 @@ from strategies.base import split_loss
 from strategies.closures import needs_closure
 from strategies.combined import CombinedLoader, is_nested, is_several
 from strategies.data import ShardedLoader, Window
+from strategies.mixed_tensors import explanation
 from strategies.processes import current_phase, ends_well, set_phase, shortened
 from strategies.watchdog import SETTING_UP, where
 from trainer import optimizers as configured
@@ -188,7 +189,7 @@ def _life(trainer: Trainer, module: Module, sources: Sources, stage: str, ckpt_p
             name = signal.Signals(trainer.signals.number).name
             safe_print(f"stopped by {name}" + (" before the first step" if stage == "fit" else ""), file=sys.stderr)
         trainer.signals.defer()  # another one must not cut short what follows
-        error = _early_exit(trainer, caught) or _of_the_user(caught)
+        error = _early_exit(trainer, caught) or explanation(caught, _entered(caught)) or _of_the_user(caught)
         if not trainer.signals.launched:  # the launcher does it for its ranks
             shortened(error)
         trainer.settle_saving(error)
@@ -229,6 +230,18 @@ def _of_the_user(error: BaseException) -> BaseException:
         return error
     ours = Path(cause.__traceback__.tb_frame.f_code.co_filename).parent.parent == Path(__file__).parent.parent
     return cause if ours and str(error) == "generator raised StopIteration" else error
+
+
+def _entered(error: BaseException) -> str:
+    """The first function outside of this package that an error came through, such as a hook."""
+    root, trace = Path(__file__).parent.parent, error.__traceback__
+    while trace is not None:
+        code, owner = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
+        if Path(code.co_filename).parent not in (root / "trainer", root / "strategies", root / "callbacks"):
+            name = code.co_name.strip("<>")
+            return name if owner is None else f"{type(owner).__name__}.{name}"
+        trace = trace.tb_next
+    return "a hook"
 
 
 def _early_exit(trainer: Trainer, error: BaseException) -> RuntimeError | None:

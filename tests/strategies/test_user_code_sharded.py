@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies import FSDP, TensorParallel
+from strategies import FSDP, MeshParallel, TensorParallel
 from strategies.processes import launch
 from tests.strategies.test_fsdp import fit
 from tests.trainer.toy import distance, weights
@@ -591,9 +592,26 @@ class ToNumpy(Perceptron):
         self.net[0].weight.detach().numpy()
 
 
+class ClipsInHook(Perceptron):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class MovesWeightsInHook(Perceptron):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        vector = torch.zeros(sum(p.numel() for p in self.parameters()), dtype=torch.float64)
+        torch.nn.utils.vector_to_parameters(vector, self.parameters())
+
+
 @pytest.mark.parametrize(
     ("make", "strategy", "message"),
     [
+        (
+            ClipsInHook,
+            "tensor",
+            r"ClipsInHook.on_before_optimizer_step computes \(aten\._foreach_norm\) .*trainer.whole.* gradient_clip_val",
+        ),
+        (MovesWeightsInHook, "fsdp", r"assigned to `data` of a parameter of shape \[16, 8\] .*trainer.whole"),
         (PenalizedWeights, "tensor", "training_step computes .* weights or gradients that are sharded .*trainer.whole"),
         (Normed, "tensor", "OneNorm computes .* use strategy='ddp'"),
         (Flat, "tensor", "LBFGS computes .* use strategy='ddp'"),
@@ -605,3 +623,122 @@ def test_code_that_would_mix_shards_with_others_is_refused(
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
         fit(strategy, 2, make(), labelled())
+
+
+# ---- layers that not every rank uses -------------------------------------------------------------------
+
+
+class Experts(Perceptron):
+    """Sends each sample to one of four experts: a step may use some on one rank only, and some on none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(4)])
+        self.gate = nn.Linear(8, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, target = batch
+        choice = (x[:, 0] * 2).long().clamp(-2, 1) + 2
+        out = self.gate(x)
+        for i in range(1 + batch_idx % 2, len(self.experts)):
+            rows = (choice == i).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_put((rows,), self.experts[i](x[rows]), accumulate=True)
+        return F.cross_entropy(out, target)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
+
+
+class ManyExperts(Experts):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, target = batch
+        count = 1 + self.trainer.global_rank
+        return F.cross_entropy(self.gate(x) + sum(expert(x) for expert in self.experts[:count]), target)
+
+
+class OtherOrder(Experts):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, target = batch
+        order = [0, 1] if self.trainer.global_rank == 0 else [1, 0]
+        return F.cross_entropy(self.gate(x) + sum(self.experts[i](x) for i in order), target)
+
+
+class OnlyValidates(Experts):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.gate(batch[0]), batch[1]) + 0 * sum(e(batch[0]).sum() for e in self.experts)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.experts[self.trainer.global_rank](batch[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "message"),
+    [
+        (Experts, "fsdp", r"uses experts\.\d on rank \d, .* on rank \d; FSDP .*find_unused_parameters"),
+        (ManyExperts, "fsdp", r"uses experts\.1 on rank 1, is done with its forward on rank 0|is done .* uses experts"),
+        (OtherOrder, "fsdp", r"uses experts\.\d on rank \d, uses experts\.\d on rank \d"),
+        (OnlyValidates, "fsdp", r"uses experts\.\d on rank \d, uses experts\.\d on rank \d"),
+        (ManyExperts, "ddp=2,tensor=2", r"reduces gradients of experts\.1 \(\d+ elements\)"),
+    ],
+)
+def test_layers_that_ranks_use_differently_are_named(make: Callable[[], Module], strategy: str, message: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=message):
+        fit(strategy, 4 if "," in strategy else 2, make(), labelled(), labelled() if make is OnlyValidates else None)
+    assert time.monotonic() - begin < 20
+
+
+@pytest.mark.parametrize(
+    "strategy", [FSDP(find_unused_parameters=True), MeshParallel("fsdp=2,tensor=2", find_unused_parameters=True)]
+)
+def test_ranks_may_use_other_experts_where_that_is_allowed(strategy: Any) -> None:
+    exact(strategy, 4 if isinstance(strategy, MeshParallel) else 2, Experts, n=18)
+
+
+# ---- layers of a tensor-parallel sequence that a step calls by themselves ------------------------------
+
+
+class Twice(Perceptron):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = torch.softmax(self.net[0](batch[0]), -1)
+        x = self.net[2](torch.tanh(self.net[2](x)))
+        return F.cross_entropy(self.net[3:](x), batch[1]) + self.net[0](batch[0]).square().mean()
+
+
+class Repeated(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        layer, norm = nn.Linear(16, 16), nn.LayerNorm(16)
+        self.net = nn.Sequential(
+            nn.Linear(8, 16), norm, layer, nn.Tanh(), layer, norm, nn.Linear(16, 16), nn.Linear(16, 4)
+        )
+
+
+class InPlace(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        relu = nn.ReLU(inplace=True)
+        self.net = nn.Sequential(nn.Linear(8, 16), relu, nn.Linear(16, 16), relu, nn.Linear(16, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.net(batch[0])
+        out += 1
+        return F.cross_entropy(out.mul_(2), batch[1])
+
+
+class OneByOne(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.Dropout(0.5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0]
+        for layer in self.net:
+            x = layer(x)
+        return F.cross_entropy(x, batch[1])
+
+
+@pytest.mark.parametrize("strategy", ["tensor", TensorParallel(activation_checkpointing=nn.Sequential)])
+def test_layers_of_a_sharded_pair_may_be_called_in_any_way(strategy: Any) -> None:
+    exact(strategy, 2, Twice, Repeated, InPlace, OneByOne)

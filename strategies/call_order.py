@@ -1,0 +1,72 @@
+"""The order in which ranks exchange the parameters and gradients of their blocks, compared before each exchange begins.
+
+An engine that gathers a block when it is called exchanges whatever the ranks call at that time: the parameters of
+different blocks with each other if their sizes agree, and otherwise nothing, for ever.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+
+from strategies.exchange import open_exchange
+
+GATHER, REDUCE, END_FORWARD, END_BACKWARD = range(4)
+_DOES = "uses {}", "reduces gradients of {}", "is done with its forward", "is done with its backward"
+_EVENT = struct.Struct("<ddd")
+
+
+class CallOrder:
+    """One rank's end. All ranks construct it, and note the same events in the same order.
+
+    The rank that comes last to an event finds a difference, before it takes part in what the others wait for. Ranks on
+    several nodes do not see each other's events; they compare `take()` after the step.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, timeout_s: float, name: Callable[[int], str], engine: str, instead: str
+    ) -> None:
+        self._rank = rank
+        self._exchange = open_exchange(rank, world_size, 3, timeout_s)
+        self._name, self._engine, self._instead = name, engine, instead
+        self._hash = 0
+
+    def note(self, kind: int, index: int = -1, size: int = 0) -> None:
+        """What this rank does next: `index` says with which block, or with all that no block holds (-1).
+
+        Raises RuntimeError for a rank that does something else.
+        """
+        mine = float(kind), float(index), float(size)
+        self._hash = zlib.crc32(_EVENT.pack(*mine), self._hash)
+        if not self._exchange.peeks:
+            return
+        self._exchange.post(*mine)
+        for rank, theirs in enumerate(self._exchange.peek()):
+            if theirs is not None and theirs != mine:
+                raise self._error(f": {self._words(mine)} on rank {self._rank}, {self._words(theirs)} on rank {rank}")
+
+    def take(self) -> int:
+        """A number of what was noted since the last call, equal on ranks that did the same."""
+        number, self._hash = self._hash, 0
+        return number
+
+    def check(self, numbers: Sequence[float]) -> None:
+        """Raise RuntimeError if the ranks' numbers differ."""
+        if len(set(numbers)) > 1:
+            raise self._error("")
+
+    def close(self) -> None:
+        self._exchange.close()
+
+    def _words(self, event: tuple[float, ...]) -> str:
+        kind, index, size = map(int, event)
+        name = self._name(index) if index >= 0 else "what no block holds"
+        return _DOES[kind].format(name) + (f" ({size} elements)" if kind == REDUCE and size else "")
+
+    def _error(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"the ranks use different layers, or use them in different orders, in a step{what}; {self._engine} exchanges "
+            f"them in the order of their use: use the same layers in the same order on every rank (those without samples "
+            f"on a batch of none), or {self._instead}"
+        )
