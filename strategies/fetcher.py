@@ -89,6 +89,9 @@ class Samples:
             return self._collate_fn(dataset.__getitems__(indices) if self._in_bulk else dataset[indices])
         except StopIteration as error:
             raise escaped(error, f"reading {str(key[2])[:200]} of {type(self.dataset).__name__}") from error
+        except IndexError as error:
+            refuse_emptied(error, f"samples {str(key[2])[:200]} of {type(self.dataset).__name__}")
+            raise
 
 
 def _stacked(dataset: Any) -> Sequence[torch.Tensor] | None:
@@ -145,6 +148,9 @@ class Items:
             return self._fetch(key)
         except StopIteration as error:
             raise escaped(error, f"reading batch {key[4]} of {type(self.dataset).__name__}") from error
+        except IndexError as error:
+            refuse_emptied(error, f"samples of batch {key[4]} of {type(self.dataset).__name__}")
+            raise
 
     def _fetch(self, key: tuple[int, int, int, int | None, int]) -> tuple[Any, int, int]:
         run, epoch, start, limit, number = key
@@ -471,6 +477,16 @@ def escaped(error: StopIteration, doing: str) -> RuntimeError:
     return RuntimeError(
         f"{where} raised StopIteration while {doing}, which would end the epoch in silence; give next() a default, or catch it"
     )
+
+
+def refuse_emptied(error: IndexError, samples: str) -> None:
+    """Raise ValueError in place of torch's error for a collate function that has called `default_collate` without samples."""
+    frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]
+    given = frame.f_locals.get("batch")
+    if frame.f_code.co_filename == default_collate.__code__.co_filename and isinstance(given, list) and not given:
+        raise ValueError(
+            f"the collate function drops all {samples}, and calls default_collate without any; return None where no sample is left"
+        ) from error
 
 
 _NOTHING = object()

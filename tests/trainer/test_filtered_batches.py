@@ -155,3 +155,20 @@ def test_a_mean_over_a_batch_that_does_not_show_its_samples_is_refused_where_it_
         packed_fit(Packed(), 1, accumulate_grad_batches=2)
     with pytest.raises(ValueError, match=r"self.log\('rows'\) cannot weigh .*give batch_size="):
         packed_fit(PackedLog("sum"), 2)
+
+
+def none_left(items: list[Any]) -> Any:
+    return default_collate([item for item in items if item[0][0] > 90])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "samples"), [(SAMPLES, r"samples \[0, 1, 2, 3\] of list"), (Stream(), "samples of batch 0 of Stream")]
+)
+def test_default_collate_without_samples_is_one_sentence(dataset: Any, samples: str) -> None:
+    with pytest.raises(ValueError, match=f"the collate function drops all {samples}.*; return None where no sample"):
+        quiet(accelerator="cpu").fit(Plain(), loader(dataset, collate_fn=none_left))
+
+
+def test_an_index_error_of_a_collate_function_stays_its_own() -> None:
+    with pytest.raises(IndexError, match="list index out of range"):
+        quiet(accelerator="cpu").fit(Plain(), loader(collate_fn=lambda items: items[9]))
