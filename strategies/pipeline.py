@@ -25,6 +25,7 @@ from strategies.mesh import devices_of, parse, resolve
 from strategies.optimizer_probe import probe
 from strategies.permutation import mix
 from strategies.pipeline_feed import Feed, Tally, merged, runs
+from strategies.pipeline_optimizer import hide, show, shown
 from strategies.pipeline_schedule import schedule as find_schedule
 from strategies.pipeline_stage import Staged
 from strategies.recompute import is_recomputed
@@ -168,6 +169,9 @@ class Pipeline(EagerStrategy):
 
     def teardown(self) -> None:
         super().teardown()
+        for optimizer in self._optimizers:
+            show(optimizer)
+        self._optimizers.clear()
         self._engines, self._group, self._data_group, self._mesh = {}, None, None, None
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -227,9 +231,11 @@ class Pipeline(EagerStrategy):
             for key, optimizer in optimizers.items():
                 self._check_optimizer(placed, key, optimizer)
                 self._optimizers.add(optimizer)
-                for parameter in [p for p in optimizer.state if not is_here(p)]:
-                    del optimizer.state[parameter]
-        return super().attach(placed, optimizers)
+                show(optimizer)
+        optimizers = super().attach(placed, optimizers)
+        for optimizer in optimizers.values() if isinstance(placed, Staged) else ():
+            hide(optimizer)
+        return optimizers
 
     # ---- 2. gradient sync ------------------------------------------------------------------------
 
@@ -370,7 +376,9 @@ class Pipeline(EagerStrategy):
         return norm
 
     def optimizer_step(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        with _own_parameters(optimizer):
+        if not isinstance(placed, Staged):
+            return super().optimizer_step(placed, optimizer, closure)
+        with shown(optimizer), _own_parameters(optimizer):
             if self._mesh is None:
                 return super().optimizer_step(placed, optimizer, closure)
             from strategies import dtensors
@@ -407,7 +415,8 @@ class Pipeline(EagerStrategy):
     def state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> State:
         if not isinstance(placed, Staged):
             return super().state_dict(placed, optimizers)
-        state = gather_state(placed.model, optimizers, self._piece)
+        with shown(*optimizers.values()):
+            state = gather_state(placed.model, optimizers, self._piece)
         own = {name: value for name, value in state.meta["model"].items() if placed.is_here(name)}
         foreign = {f"model/{name}" for name in state.meta["model"].keys() - own}
         groups = {
@@ -428,7 +437,8 @@ class Pipeline(EagerStrategy):
         return state
 
     def load_state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        super().load_state_dict(placed, optimizers, state)
+        with shown(*optimizers.values()) if isinstance(placed, Staged) else nullcontext():
+            super().load_state_dict(placed, optimizers, state)
         self._steps_seen = state.meta.get("pipeline", {}).get("steps_seen", 0)
 
     # ---- what EagerStrategy asks -------------------------------------------------------------------

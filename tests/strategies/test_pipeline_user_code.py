@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import io
 import re
-from collections import UserDict
+from collections import UserDict, defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -714,3 +714,47 @@ def test_gradients_of_the_last_stages_weights_are_exact_within_a_step() -> None:
 def test_what_a_stage_cannot_see_is_refused_by_name(make: type[Module], message: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=message):
         fit(make(), "pipeline", 2)
+
+
+# ---- the optimizer's state ------------------------------------------------------------------------------
+
+
+def momenta(optimizer: Optimizer) -> list[Any]:
+    return [entry["momentum_buffer"] for entry in optimizer.state.values()]
+
+
+READS: dict[str, Callable[[Optimizer], Any]] = {
+    "state_dict": lambda optimizer: optimizer.state_dict(),
+    "values": momenta,
+    "by parameter": lambda optimizer: [optimizer.state[p] for p in optimizer.param_groups[0]["params"]],
+    "length": lambda optimizer: len(optimizer.state),
+    "copy": lambda optimizer: copy.deepcopy(optimizer.state),
+}
+
+
+class ReadsState(Base):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for name, read in READS.items():
+            with pytest.raises(
+                RuntimeError, match="the state of SGD is spread over the ranks, and each has only that of"
+            ):
+                read(self.trainer.optimizers[0])
+                raise AssertionError(name)
+
+
+class ForgetsState(Base):
+    """Begins each second batch without momentum, in two ways."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        (optimizer,) = self.trainer.optimizers
+        if batch_idx == 1:
+            optimizer.state.clear()
+        if batch_idx == 2:
+            optimizer.state = defaultdict(dict)
+
+
+def test_the_optimizers_state_is_not_read_in_part() -> None:
+    fit(ReadsState(), "pipeline", 2, max_epochs=1)
+    expected = fit(ForgetsState(), "single", 1)
+    assert difference(fit(ForgetsState(), "pipeline", 2), expected) < 1e-14
+    assert difference(fit(Base(), "single", 1), expected) > 1e-4
