@@ -138,7 +138,8 @@ class Engine:
         ((loss, _, returned),) = losses
         feed.tally.total += loss.item() if loss.device.type == "cpu" else math.nan
         if feed.before_backward is not None:
-            feed.before_backward(returned)
+            with nullcontext() if self._placed.state is None else self._placed.state.before_backward():
+                feed.before_backward(returned)
         return loss.reshape(()).clone()  # no view: torch detaches it in place
 
     def _loss(self, output: Tensor, index: Tensor) -> Tensor:

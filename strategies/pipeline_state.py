@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -24,6 +25,8 @@ _PLAIN = frozenset((bool, int, float, complex))
 _OF_TORCH = frozenset(vars(nn.Module()))
 _Place = tuple[nn.Module, str, Any]
 _Numbers = dict[_Place, Any]
+_BUFFER = object()
+"""In the place of a key, of a buffer."""
 _ADVICE = "in on_train_batch_start or on_train_batch_end, which run once on every rank"
 
 
@@ -43,16 +46,17 @@ class StepState:
         self._start: _Numbers = {}
         self._end: _Numbers | None = None
         self._called: _Numbers | None = None
+        self._inside: _Numbers = {}
         self._changed_once: set[tuple[int, str, Any]] = set()
-        self._held: dict[str, Tensor] | None = None
-        self._partial: set[str] = set()
+        self._held: dict[_Place, Tensor] | None = None
+        self._partial: set[_Place] = set()
 
     @contextmanager
     def micro_batch(self, num_parts: int) -> Iterator[None]:
         """Around all runs of a step on one micro-batch. Raises RuntimeError naming what they have changed that cannot be followed."""
         self._start, self._end, self._held = _numbers(self._outside), None, None
         self._partial.clear()
-        inside, sizes = _numbers(self._layers), _sizes(self._outside)
+        self._inside, sizes = _kept(self._layers), _sizes(self._outside)
         tensors = [*self._tensors, *self._layer_tensors] if num_parts > 1 else self._tensors
         versions = [t._version for t in tensors]
         yield
@@ -61,10 +65,8 @@ class StepState:
             changed = [t for t, before in zip(tensors, versions, strict=True) if t._version != before]
             names = {id(t): name for name, t in (*self._model.named_parameters(), *self._model.named_buffers())}
             self._refuse(f"changes {names.get(id(changed[0]), 'a tensor')} in place", f"change it {_ADVICE}")
-        for name in self._partial:
-            vars(self._model)[name] = PartOnly(name)
-        if num_parts > 1:
-            self._refuse_counting(inside, _numbers(self._layers))
+        for place in self._partial:
+            vars(place[0])[place[1]] = PartOnly(self._name(place))
 
     @contextmanager
     def run(self, is_last: bool = False) -> Iterator[None]:
@@ -81,10 +83,28 @@ class StepState:
         if self._end is not None and (place := _difference(self._end, end)) is not None:
             self._refuse(f"leaves another {self._name(place)} for each part of a micro-batch", f"change it {_ADVICE}")
         self._end = end
-        held = {name: value for name, value in vars(self._model).items() if isinstance(value, Tensor)}
+        held: dict[_Place, Tensor] = {
+            (module, name, None): value
+            for module in (*self._outside, *self._layers)
+            for name, value in vars(module).items()
+            if isinstance(value, Tensor)
+        }
         if self._held is not None:  # what each run sets anew holds one part; a cache is set once
-            self._partial.update(name for name, value in held.items() if self._held.get(name) is not value)
+            self._partial.update(place for place, value in held.items() if self._held.get(place) is not value)
         self._held = held
+        self._refuse_counting()
+
+    @contextmanager
+    def before_backward(self) -> Iterator[None]:
+        """Around `on_before_backward`, on the rank of the last stage. Raises RuntimeError naming a number that it changes."""
+        before = _numbers(self._outside), _kept(self._layers)
+        yield
+        for one, other in zip(before, (_numbers(self._outside), _kept(self._layers)), strict=True):
+            if (place := _difference(one, other)) is not None:
+                raise RuntimeError(
+                    f"on_before_backward changes {self._name(place)}, but a pipeline calls it for each part of a micro-batch, on the "
+                    f"rank of the last stage only; change it {_ADVICE}"
+                )
 
     @contextmanager
     def padding(self) -> Iterator[None]:
@@ -133,8 +153,10 @@ class StepState:
                     "micro-batch, to its end on the last stage only; use self.log, a metric of torchmetrics, or on_train_batch_end"
                 )
 
-    def _refuse_counting(self, before: _Numbers, now: _Numbers) -> None:
+    def _refuse_counting(self) -> None:
         """A layer may keep a number once, as a cache does; one that goes on changing counts."""
+        before, now = self._inside, _kept(self._layers)
+        self._inside = now
         for place in {**before, **now}:
             if _differ(before.get(place), now.get(place)):
                 key = (id(place[0]), place[1], place[2])
@@ -148,7 +170,7 @@ class StepState:
     def _name(self, place: _Place) -> str:
         module, attribute, key = place
         path = next((name for name, child in self._model.named_modules() if child is module), "")
-        return ".".join(filter(None, (path, attribute))) + ("" if key is None else f"[{key!r}]")
+        return ".".join(filter(None, (path, attribute))) + ("" if key is None or key is _BUFFER else f"[{key!r}]")
 
 
 class PartOnly:
@@ -179,8 +201,15 @@ def _first_part(args: Any) -> PartOnly:
 
 
 def _numbers(modules: list[nn.Module]) -> _Numbers:
+    """Numbers among the attributes of modules, and in attributes that are dicts; buffers, which a step may replace."""
     found: _Numbers = {}
     for module in modules:
+        if module._buffers and not _measures(module):
+            found |= {
+                (module, name, _BUFFER): buffer
+                for name, buffer in module._buffers.items()
+                if buffer is not None and is_here(buffer)
+            }
         for name, value in vars(module).items():
             if type(value) in _PLAIN or isinstance(value, _NUMBERS):
                 found[module, name, None] = value
@@ -193,12 +222,16 @@ def _numbers(modules: list[nn.Module]) -> _Numbers:
 
 def _restore(modules: list[nn.Module], numbers: _Numbers) -> None:
     for module, name, key in _numbers(modules).keys() - numbers.keys():
-        if key is None:
+        if key is _BUFFER:
+            module._buffers[name] = None
+        elif key is None:
             del module.__dict__[name]
         else:
             del module.__dict__[name][key]
     for (module, name, key), value in numbers.items():
-        if key is None:
+        if key is _BUFFER:
+            module._buffers[name] = value
+        elif key is None:
             module.__dict__[name] = value
         else:
             module.__dict__[name][key] = value
@@ -218,18 +251,28 @@ def _lists(modules: list[nn.Module]) -> Iterator[tuple[_Place, int, Any]]:
                         yield (module, name, key), len(item), item
 
 
+def _kept(modules: list[nn.Module]) -> _Numbers:
+    """What layers may count in: numbers, buffers, and lists by their lengths."""
+    return {**_numbers(modules), **_sizes(modules)}
+
+
 def _sizes(modules: list[nn.Module]) -> dict[_Place, int]:
     return {place: size for place, size, _ in _lists(modules)}
 
 
 def _difference(one: _Numbers, other: _Numbers) -> _Place | None:
-    if one == other:
-        return None
     return next((place for place in {**one, **other} if _differ(one.get(place), other.get(place))), None)
 
 
 def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is not other and not (isinstance(one, Tensor) and isinstance(other, Tensor) and _equal(one, other))
     return bool(one is not other and one != other and (one == one or other == other))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """A host synchronization, for a buffer that was replaced."""
+    return one.device == other.device and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

@@ -660,7 +660,8 @@ def held(options: dict[str, Any]) -> list[list[float]]:
             strategy.optimizer_step(placed, optimizer)
         parameters = sum(p.numel() for p in placed.parameters())
         gradients = sum(p.grad.numel() for p in placed.parameters() if p.grad is not None)
-        state = sum(value.numel() for entry in optimizer.state.values() for value in entry.values() if value.dim())
+        entries = optimizer.state.held.values()  # type: ignore[attr-defined]
+        state = sum(value.numel() for entry in entries for value in entry.values() if value.dim())
         (layout,) = placed._layouts.values()  # type: ignore[union-attr,operator]
         sent = sum(message.num_bytes for message in layout.messages) * strategy.num_parts
         return strategy.all_gather(torch.tensor([parameters, gradients, state, sent])).tolist()
