@@ -1,0 +1,1 @@
+"""Parameters sharded over a mesh of ranks: FSDP, tensor parallelism, and meshes of them."""

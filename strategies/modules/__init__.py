@@ -1,0 +1,1 @@
+"""Transforms and inspections of an `nn.Module` that any engine uses."""

@@ -1,0 +1,1 @@
+"""Checkpoints: their format, how they are written, verified, read and converted."""

@@ -1,0 +1,1 @@
+"""The command line `lockstep`, and the configuration that it reads."""

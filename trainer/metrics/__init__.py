@@ -1,0 +1,1 @@
+"""What `self.log` collects, and how it is reduced over ranks."""

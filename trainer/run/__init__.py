@@ -1,0 +1,1 @@
+"""What happens in one fit, validate, test or predict."""

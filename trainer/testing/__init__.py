@@ -1,0 +1,1 @@
+"""Comparing runs, in a user's own tests and on the command line."""
