@@ -40,10 +40,11 @@ from benchmarks._rounds import Clock, machine, summarise, table, take_turns, tol
 from benchmarks.engines import CONTEXT, RANKS, Job, Ticks, loss_of
 from benchmarks.scaling import Small
 from benchmarks.step_overhead import BARE
-from callbacks import Callback, ChannelsLast
-from strategies import environment, processes
-from strategies.rendezvous import destroy_process_group, init_process_group
-from trainer import Module, Trainer
+from lockstep import Module, Trainer
+from lockstep.callbacks import Callback, ChannelsLast
+from lockstep.strategies.launch import environment
+from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.launch.process_group import destroy_process_group, init_process_group
 
 WARMUP_STEPS, WARMUP_WINDOWS = 3, 2
 ACCUMULATE = 8

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks._rounds import machine, quiet, summarise, table, take_turns, told, write_json
-from callbacks import Callback
-from trainer import Module, Trainer, checkpoint_writer
+from lockstep import Module, Trainer
+from lockstep.callbacks import Callback
+from lockstep.trainer.checkpoint import writer as checkpoint_writer
 
 COPY, RAW, SAVE, UNCHECKED, BESIDE = (
     "memory copy of the state",

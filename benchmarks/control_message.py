@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks._rounds import machine, told, write_json
-from strategies.base import Agreement, Note
-from strategies.control import Control
-from trainer import Module, Trainer
+from lockstep import Module, Trainer
+from lockstep.strategies.base import Agreement, Note
+from lockstep.strategies.sync.step_agreement import Control
 
 TURN = 20
 WARMUP_STEPS = 2 * TURN

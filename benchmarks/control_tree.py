@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._rounds import machine, table, told, write_json
-from strategies.exchange_tree import FANOUT, Links
+from lockstep.strategies.sync.host_all_gather_tree import FANOUT, Links
 
 NUMBERS = tuple(float(i) for i in range(11))
 """As many as a control message has."""

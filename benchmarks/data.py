@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks._rounds import Clock, machine, summarise, table, take_turns, told, write_json
-from trainer import Module, Trainer
+from lockstep import Module, Trainer
 
 BATCH, WARMUP_STEPS = 32, 10
 SHAPE = (3, 64, 64)

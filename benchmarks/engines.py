@@ -29,11 +29,12 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks._rounds import Clock, machine, summarise, table, take_turns, told, write_json
 from benchmarks.step_overhead import BARE
-from callbacks import Callback
 from examples.gpt import GPT, VOCABULARY
-from strategies import environment, processes
-from strategies.rendezvous import destroy_process_group, init_process_group
-from trainer import Module, Trainer
+from lockstep import Module, Trainer
+from lockstep.callbacks import Callback
+from lockstep.strategies.launch import environment
+from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.launch.process_group import destroy_process_group, init_process_group
 
 RANKS, CONTEXT, WARMUP_STEPS = 2, 64, 3
 MARK = "measured steps begin or end"

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks._rounds import Clock, machine, summarise, table, take_turns, told, write_json
-from callbacks import Callback
-from callbacks.throughput_monitor import peak_of
 from examples.gpt import GPT
-from trainer import Module, Trainer
+from lockstep import Module, Trainer
+from lockstep.callbacks import Callback
+from lockstep.callbacks.throughput_monitor import peak_of
 
 LOG_EVERY = 50  # steps
 WARMUP_STEPS = 10  # compiling is over by then

@@ -30,8 +30,9 @@ from torch._subclasses import FakeTensor
 from torch.utils.data import DataLoader
 
 from examples.gpt import GPT, VOCABULARY
-from strategies import DeepSpeed, Strategy, processes
-from strategies.registry import STRATEGIES
+from lockstep.strategies import DeepSpeed, Strategy
+from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.registry import STRATEGIES
 
 CONTEXT, BATCH = 128, 8  # of all ranks
 COLUMNS = ("parameters", "gradients", "optimizer", "other", "total")

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies import Pipeline
-from strategies.data import MicroBatch, Window
-from strategies.pipeline_schedule import SCHEDULES
+from lockstep.strategies import Pipeline
+from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.pipeline.schedules import SCHEDULES
 
 STEPS, WARMUP = 3, 1
 LONGER = 4

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from examples.gpt import GPT, VOCABULARY
-from strategies import SingleDevice
-from strategies.data import MicroBatch, Window
+from lockstep.strategies import SingleDevice
+from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 
 CONTEXT, BATCH = 128, 8
 

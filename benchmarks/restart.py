@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import ModelCheckpoint
-from trainer import Module, Trainer
+from lockstep import Module, Trainer
+from lockstep.callbacks import ModelCheckpoint
 
 EVERY = 3
 """Steps between kills."""

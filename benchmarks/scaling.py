@@ -30,12 +30,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks._rounds import STEP_COLUMNS, Clock, machine, quiet, summarise_steps, table, take_turns, told, write_json
-from callbacks import Callback
-from strategies import SingleDevice, environment, processes
-from strategies.data import ShardedLoader
-from strategies.rendezvous import destroy_process_group, init_process_group
-from trainer import Module, Trainer
-from trainer.logging import MetricStore
+from lockstep import Module, Trainer
+from lockstep.callbacks import Callback
+from lockstep.strategies import SingleDevice
+from lockstep.strategies.data.sharded_loader import ShardedLoader
+from lockstep.strategies.launch import environment
+from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.launch.process_group import destroy_process_group, init_process_group
+from lockstep.trainer.metrics.store import MetricStore
 
 WARMUP_STEPS = 20
 LOG_EVERY = 50

@@ -1,4 +1,4 @@
-"""How long until it runs: `import trainer` beside `import torch`, and from process start to the end of the first step.
+"""How long until it runs: `import lockstep` beside `import torch`, and from process start to the end of the first step.
 
     python -m benchmarks.start [--rounds 5] [--match TEXT] [--json FILE]
 
@@ -89,9 +89,9 @@ def run(command: list[str]) -> str:
 
 
 def lockstep(ranks: int) -> None:
-    from callbacks import Callback
     from examples.digits import Digits, DigitsData
-    from trainer import Trainer
+    from lockstep import Trainer
+    from lockstep.callbacks import Callback
 
     class Report(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -164,7 +164,7 @@ def train_by_hand(rank: int, ranks: int, store: str) -> None:
 CHILDREN = {"lockstep": lockstep, "by_hand": by_hand}
 MEASUREMENTS: dict[str, tuple[Callable[[], float], str]] = {
     "import torch": (partial(import_s, "torch"), "import torch"),
-    "import trainer (and so torch)": (partial(import_s, "trainer"), "import torch"),
+    "import lockstep (and so torch)": (partial(import_s, "lockstep"), "import torch"),
     "first step, by hand, 1 rank": (partial(first_step_s, "by_hand", 1), "first step, by hand, 1 rank"),
     "first step, lockstep, 1 rank": (partial(first_step_s, "lockstep", 1), "first step, by hand, 1 rank"),
     "first step, by hand with spawn, 2 ranks": (partial(first_step_s, "by_hand", 2), "first step, by hand, 1 rank"),

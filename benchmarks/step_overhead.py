@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks._rounds import STEP_COLUMNS, Clock, machine, quiet, summarise_steps, table, take_turns, told, write_json
-from callbacks import LearningRateMonitor
-from strategies import SingleDevice
-from trainer import Module, Trainer
+from lockstep import Module, Trainer
+from lockstep.callbacks import LearningRateMonitor
+from lockstep.strategies import SingleDevice
 
 WARMUP_STEPS = 50
 LOG_EVERY = 50  # steps, as the trainers do by default

@@ -28,11 +28,12 @@ import torch.distributed as dist
 from benchmarks import step_overhead
 from benchmarks._rounds import Clock, machine, table, take_turns, told, write_json
 from benchmarks.engines import BY_HAND, RANKS, Job, train
-from strategies import environment, processes
-from strategies.rendezvous import destroy_process_group, init_process_group
+from lockstep.strategies.launch import environment
+from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.launch.process_group import destroy_process_group, init_process_group
 
 ROOT = Path(__file__).resolve().parents[1]
-OWN = tuple(f"{ROOT / package}/" for package in ("trainer", "strategies", "callbacks"))
+OWN = tuple(f"{ROOT / 'lockstep' / package}/" for package in ("trainer", "strategies", "callbacks"))
 REST, WITHOUT_DATA, SMALL = (
     "torch, the model, the loop by hand",
     "torch: tensors without data",

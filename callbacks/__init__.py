@@ -1,21 +1,21 @@
 """Callbacks: code hung into the moments of a run. Loggers are callbacks too."""
 
-from callbacks.base import Callback, Logger
-from callbacks.channels_last import ChannelsLast
-from callbacks.communication_ledger import CommunicationLedger
-from callbacks.csv_logger import CSVLogger
-from callbacks.early_stopping import EarlyStopping
-from callbacks.guard import Guard
-from callbacks.lr_monitor import LearningRateMonitor
-from callbacks.lr_scaling import LRScaling
-from callbacks.lr_warmup import LRWarmup
-from callbacks.model_checkpoint import ModelCheckpoint
-from callbacks.model_summary import ModelSummary
-from callbacks.profiler import Profiler
-from callbacks.progress_bar import ProgressBar
-from callbacks.tensorboard_logger import TensorBoardLogger
-from callbacks.throughput_monitor import ThroughputMonitor
-from callbacks.timer import Timer
+from lockstep.callbacks.base import Callback, Logger
+from lockstep.callbacks.channels_last import ChannelsLast
+from lockstep.callbacks.communication_ledger import CommunicationLedger
+from lockstep.callbacks.early_stopping import EarlyStopping
+from lockstep.callbacks.guard import Guard
+from lockstep.callbacks.loggers.csv import CSVLogger
+from lockstep.callbacks.loggers.tensorboard import TensorBoardLogger
+from lockstep.callbacks.lr_monitor import LearningRateMonitor
+from lockstep.callbacks.lr_scaling import LRScaling
+from lockstep.callbacks.lr_warmup import LRWarmup
+from lockstep.callbacks.model_checkpoint import ModelCheckpoint
+from lockstep.callbacks.model_summary import ModelSummary
+from lockstep.callbacks.profiler import Profiler
+from lockstep.callbacks.progress_bar import ProgressBar
+from lockstep.callbacks.throughput_monitor import ThroughputMonitor
+from lockstep.callbacks.timer import Timer
 
 __all__ = [
     "CSVLogger",

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from trainer import Module, Trainer
+    from lockstep import Module, Trainer
 
 
 class Callback:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from callbacks.base import Callback
+from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from trainer import Module, Trainer
+    from lockstep import Module, Trainer
 
 
 class ChannelsLast(Callback):

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from callbacks.base import Callback
-from callbacks.local_ops import LocalOps, watching
-from callbacks.printing import safe_print
+from lockstep.callbacks._support.local_ops import LocalOps, watching
+from lockstep.callbacks._support.printing import safe_print
+from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from trainer import Module, Trainer
+    from lockstep import Module, Trainer
 
 KINDS = {
     "allreduce": "all-reduce",

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from callbacks.base import Callback
-from callbacks.monitored_metric import MonitoredMetric, check_keys
-from callbacks.printing import safe_print
+from lockstep.callbacks._support.monitored_metric import MonitoredMetric, check_keys
+from lockstep.callbacks._support.printing import safe_print
+from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from trainer import Module, Trainer
+    from lockstep import Module, Trainer
 
 
 class EarlyStopping(Callback):

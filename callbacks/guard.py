@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from callbacks.base import Callback
+from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from trainer import Module, Trainer
+    from lockstep import Module, Trainer
 
 ACTIONS = ("raise", "skip", "roll_back")
 

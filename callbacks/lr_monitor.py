@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from callbacks.base import Callback
-from callbacks.lr_factor import lr_factor
+from lockstep.callbacks._support.lr_factor import lr_factor
+from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from trainer import Module, Trainer
+    from lockstep import Module, Trainer
 
 
 class LearningRateMonitor(Callback):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from callbacks.lr_factor import LRFactor
+from lockstep.callbacks._support.lr_factor import LRFactor
 
 if TYPE_CHECKING:
-    from trainer import Module, Trainer
+    from lockstep import Module, Trainer
 
 
 class LRWarmup(LRFactor):

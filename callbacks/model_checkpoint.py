@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from callbacks.base import Callback
-from callbacks.monitored_metric import MonitoredMetric, check_keys
+from lockstep.callbacks._support.monitored_metric import MonitoredMetric, check_keys
+from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from trainer import Module, Trainer
+    from lockstep import Module, Trainer
 
 PLACEHOLDER = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from callbacks.base import Callback
-from callbacks.printing import safe_print
-from callbacks.shadow import call, fitting, restored_rng, shadow
+from lockstep.callbacks._support.printing import safe_print
+from lockstep.callbacks._support.shadow import call, fitting, restored_rng, shadow
+from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from trainer import Module, Trainer
+    from lockstep import Module, Trainer
 
 BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 FLOPS = ("FLOPs", "kFLOPs", "MFLOPs", "GFLOPs", "TFLOPs", "PFLOPs")

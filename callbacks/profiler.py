@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from callbacks.base import Callback
-from callbacks.printing import safe_print
+from lockstep.callbacks._support.printing import safe_print
+from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from trainer import Module, Trainer
+    from lockstep import Module, Trainer
 
 KINDS = ("simple", "torch")
 _PARTS = ("loading data", "forward", "backward", "optimizer step", "after the step", "validation")

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from callbacks.base import Callback
-from callbacks.printing import safe_print
+from lockstep.callbacks._support.printing import safe_print
+from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from trainer import Module, Trainer
+    from lockstep import Module, Trainer
 
 RATE_WINDOW_S = 30.0
 """The rate is that of the last half minute, so that it follows a change and still does not jump."""

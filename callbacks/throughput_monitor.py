@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from callbacks.base import Callback
-from callbacks.local_ops import LocalOps, watching
+from lockstep.callbacks._support.local_ops import LocalOps, watching
+from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from trainer import Module, Trainer
+    from lockstep import Module, Trainer
 
 PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
     "B200": (2250.0, 1100.0, 75.0),

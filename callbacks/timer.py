@@ -7,11 +7,11 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from callbacks.base import Callback
-from callbacks.printing import safe_print
+from lockstep.callbacks._support.printing import safe_print
+from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from trainer import Module, Trainer
+    from lockstep import Module, Trainer
 
 Stage = Literal["train", "validate", "test", "predict"]
 

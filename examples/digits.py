@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
-from trainer import DataModule, Module
+from lockstep import DataModule, Module
 
 
 class Digits(Module):
@@ -68,6 +68,6 @@ class DigitsData(DataModule):
 
 
 if __name__ == "__main__":
-    from trainer.cli import main
+    from lockstep.trainer.cli.main import main
 
     sys.exit(main(["fit", "examples/digits.yaml", *sys.argv[1:]]))

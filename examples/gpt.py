@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainer import DataModule, Module
+from lockstep import DataModule, Module
 
 VOCABULARY = 256  # bytes
 
@@ -175,7 +175,7 @@ class Text(DataModule):
 
 
 if __name__ == "__main__":
-    from trainer.cli import main
+    from lockstep.trainer.cli.main import main
 
     parser = argparse.ArgumentParser(
         description="Train examples/gpt.yaml; further arguments are overrides such as trainer.max_epochs=2."

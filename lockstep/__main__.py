@@ -1,7 +1,7 @@
-"""`python -m trainer` is the command `lockstep`."""
+"""`python -m lockstep` is the command `lockstep`."""
 
 import sys
 
-from trainer.cli import main
+from lockstep.trainer.cli.main import main
 
 sys.exit(main())

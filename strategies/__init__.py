@@ -1,19 +1,16 @@
 """Strategies: where the work runs, never what it computes."""
 
-from strategies.imports import uncollected
-
-with uncollected():
-    from strategies.base import Loss, Strategy
-    from strategies.ddp import DDP
-    from strategies.deepspeed import DeepSpeed
-    from strategies.dp import DataParallel
-    from strategies.fsdp import FSDP
-    from strategies.mesh_parallel import MeshParallel
-    from strategies.model_parallel import ModelParallel
-    from strategies.pipeline import Pipeline
-    from strategies.registry import build
-    from strategies.single import SingleDevice
-    from strategies.tensor import TensorParallel
+from lockstep.strategies.base import Loss, Strategy
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.deepspeed.strategy import DeepSpeed
+from lockstep.strategies.dp import DataParallel
+from lockstep.strategies.mesh.fsdp import FSDP
+from lockstep.strategies.mesh.mesh_parallel import MeshParallel
+from lockstep.strategies.mesh.tensor import TensorParallel
+from lockstep.strategies.model_parallel import ModelParallel
+from lockstep.strategies.pipeline.strategy import Pipeline
+from lockstep.strategies.registry import build
+from lockstep.strategies.single import SingleDevice
 
 __all__ = [
     "DDP",

@@ -35,11 +35,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.precision import Precision
+from lockstep.strategies.precision import Precision
 
 if TYPE_CHECKING:
-    from strategies.data import MicroBatch, ShardedLoader, Window
-    from strategies.state import Reader, State
+    from lockstep.strategies.checkpoint_state import Reader, State
+    from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 
 T = TypeVar("T")
 

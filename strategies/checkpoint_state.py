@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.absent import is_here
+from lockstep.strategies.modules.absent import is_here
 
 if TYPE_CHECKING:
-    from strategies.base import Strategy
+    from lockstep.strategies.base import Strategy
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from strategies.base import Agreement, Loss
-from strategies.blocks import Rule
-from strategies.buffers import share_buffers
-from strategies.data import MicroBatch, Window
-from strategies.eager import EagerStrategy, resolve_accelerator, shortened
-from strategies.meta import materialise
-from strategies.rendezvous import plain_group
-from strategies.state import Reader, State
-from strategies.step_state import numbers, refuse_changed_numbers
-from strategies.traceless import traceless
+from lockstep.strategies.base import Agreement, Loss
+from lockstep.strategies.checkpoint_state import Reader, State
+from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.launch.process_group import plain_group
+from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.modules.meta import materialise
+from lockstep.strategies.modules.side_effect_free import traceless
+from lockstep.strategies.modules.step_state import numbers, refuse_changed_numbers
+from lockstep.strategies.spmd import EagerStrategy, resolve_accelerator, shortened
+from lockstep.strategies.sync.buffers import share_buffers
 
 
 class DDP(EagerStrategy):

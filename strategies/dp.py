@@ -14,13 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import replicate
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from strategies.base import Agreement, Note, split_loss
-from strategies.blocks import Rule
-from strategies.data import MicroBatch, ShardedLoader, Window
-from strategies.eager import EagerStrategy, detach, move, weighted_losses
-from strategies.model_changes import gradient_marks, own_backward, refuse_max_norm, remarked
-from strategies.pipeline_feed import merged
-from strategies.replicas import (
+from lockstep.strategies.base import Agreement, Note, split_loss
+from lockstep.strategies.data.sample_axis import SampleCutter
+from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
+from lockstep.strategies.dp_replicas import (
     check_hooks,
     join_state,
     metrics_of,
@@ -29,8 +26,11 @@ from strategies.replicas import (
     rebind,
     replica,
 )
-from strategies.samples import SampleCutter
-from strategies.streams import kept_streams
+from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, refuse_max_norm, remarked
+from lockstep.strategies.modules.rng import kept_streams
+from lockstep.strategies.pipeline.microbatches import merged
+from lockstep.strategies.spmd import EagerStrategy, detach, move, weighted_losses
 
 
 class DataParallel(EagerStrategy):

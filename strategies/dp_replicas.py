@@ -83,7 +83,7 @@ def check_hooks(model: nn.Module) -> None:
 
 def _remembers(hook: Any) -> bool:
     """Whether a callable holds objects of its own in which it could keep something."""
-    if str(getattr(hook, "__module__", "")).startswith(("torch.", "strategies.")):
+    if str(getattr(hook, "__module__", "")).startswith(("torch.", "lockstep.strategies.")):
         return False
     return (
         not hasattr(hook, "__code__") or bool(hook.__closure__) or bool(hook.__defaults__) or hasattr(hook, "__self__")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.blocks import Rule
-from strategies.eager import EagerStrategy, move
+from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.spmd import EagerStrategy, move
 
 
 class ModelParallel(EagerStrategy):

@@ -11,19 +11,19 @@ from importlib.metadata import entry_points
 import torch
 from torch import nn
 
-from strategies import environment
-from strategies.base import Strategy
-from strategies.ddp import DDP
-from strategies.deepspeed import DeepSpeed
-from strategies.dp import DataParallel
-from strategies.eager import resolve_accelerator, resolve_devices
-from strategies.fsdp import FSDP
-from strategies.mesh import parse
-from strategies.mesh_parallel import MeshParallel
-from strategies.model_parallel import ModelParallel
-from strategies.pipeline import Pipeline
-from strategies.single import SingleDevice
-from strategies.tensor import TensorParallel
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.deepspeed.strategy import DeepSpeed
+from lockstep.strategies.dp import DataParallel
+from lockstep.strategies.launch import environment
+from lockstep.strategies.mesh.fsdp import FSDP
+from lockstep.strategies.mesh.mesh import parse
+from lockstep.strategies.mesh.mesh_parallel import MeshParallel
+from lockstep.strategies.mesh.tensor import TensorParallel
+from lockstep.strategies.model_parallel import ModelParallel
+from lockstep.strategies.pipeline.strategy import Pipeline
+from lockstep.strategies.single import SingleDevice
+from lockstep.strategies.spmd import resolve_accelerator, resolve_devices
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "single": SingleDevice,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from strategies.eager import EagerStrategy
-from strategies.meta import materialise
+from lockstep.strategies.modules.meta import materialise
+from lockstep.strategies.spmd import EagerStrategy
 
 
 class SingleDevice(EagerStrategy):

@@ -23,17 +23,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies import environment, faults, finite, processes, watchdog
-from strategies.base import Agreement, Loss, Note, Strategy, split_loss
-from strategies.blocks import Rule
-from strategies.control import Control
-from strategies.data import MicroBatch, ShardedLoader, Window
-from strategies.fused import allow_sparse, fuse, leaves_out
-from strategies.model_changes import ModelChanges, gradient_marks, own_backward, refuse_max_norm, remarked
-from strategies.parameter_hooks import ParameterHooks
-from strategies.precision import Precision, dtype_of
-from strategies.recompute import is_recomputed, keep, recompute
-from strategies.state import Reader, Shard, State, gather_state, restore_state
+from lockstep.strategies.base import Agreement, Loss, Note, Strategy, split_loss
+from lockstep.strategies.checkpoint_state import Reader, Shard, State, gather_state, restore_state
+from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
+from lockstep.strategies.launch import environment, watchdog
+from lockstep.strategies.launch import fault_injection as faults
+from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.modules import finite
+from lockstep.strategies.modules.activation_checkpointing import is_recomputed, keep, recompute
+from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.modules.fused import allow_sparse, fuse, leaves_out
+from lockstep.strategies.modules.model_changes import (
+    ModelChanges,
+    gradient_marks,
+    own_backward,
+    refuse_max_norm,
+    remarked,
+)
+from lockstep.strategies.modules.parameter_hooks import ParameterHooks
+from lockstep.strategies.precision import Precision, dtype_of
+from lockstep.strategies.sync.step_agreement import Control
 
 T = TypeVar("T")
 

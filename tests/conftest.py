@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its threads: ranks share the machine's few cores
 
@@ -77,6 +78,11 @@ def isolate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         pytest.fail("the test left a process group behind")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    if any(handler is not signal.SIG_DFL for handler in handlers.values()):
+        for number in handlers:
+            signal.signal(number, signal.SIG_DFL)
+        pytest.fail(f"the test left signal handlers behind: {handlers}")
 
 
 @pytest.fixture
@@ -87,7 +93,7 @@ def repo_root() -> Path:
 @pytest.fixture
 def run_ranks() -> Callable[..., Any]:
     """`run_ranks(fn, n, *args)` runs `fn(*args)` on n real gloo ranks and returns what rank 0 returned."""
-    from strategies.processes import launch
+    from lockstep.strategies.launch.launcher import launch
 
     def run(fn: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
         return launch(fn, args, num_ranks)

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from strategies import registry
+from lockstep.strategies import registry
+from lockstep.trainer.cli import checkpoint as checkpoint_command
+from lockstep.trainer.cli import config
+from lockstep.trainer.cli import main as cli
 from tests.conftest import REPO_ROOT
-from trainer import checkpoint_command, cli, config
 
 PAGES = sorted([REPO_ROOT / "README.md", *(REPO_ROOT / "docs").rglob("*.md")])
 TEXTS = [*PAGES, REPO_ROOT / "CONTRIBUTING.md", REPO_ROOT / "CHANGELOG.md"]

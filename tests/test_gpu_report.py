@@ -19,8 +19,8 @@ from tests.gpu_report import strategies_of, table
         ("tests/strategies/test_one_gpu.py::test_the_contract[fsdp]", ["fsdp"]),
         ("tests/strategies/test_one_gpu.py::test_the_contract[ddp=1,fsdp=1,tensor=1]", ["ddp", "fsdp", "tensor"]),
         ("tests/strategies/test_one_gpu.py::test_ddp_binds_its_group_to_the_device", ["ddp"]),
-        ("tests/strategies/test_deepspeed.py::test_on_a_gpu[2]", ["deepspeed"]),
-        ("tests/trainer/test_guards.py::test_on_a_gpu[True]", ["the rest"]),
+        ("tests/strategies/deepspeed/test_strategy.py::test_on_a_gpu[2]", ["deepspeed"]),
+        ("tests/trainer/run/test_guards.py::test_on_a_gpu[True]", ["the rest"]),
     ],
 )
 def test_a_test_counts_for_the_strategies_that_it_names(test: str, names: list[str]) -> None:

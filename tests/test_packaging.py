@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ast
 import configparser
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 
 import pytest
 
-PACKAGES = ("trainer", "strategies", "callbacks")
+from tests.conftest import REPO_ROOT
+
+FOLDERS = ("trainer", "strategies", "callbacks")
 PROVIDED_BY_THE_HOST = {
     "ipython",
     "pytest",
@@ -37,7 +41,7 @@ def requirement_names(text: str) -> set[str]:
 
 
 def test_metadata() -> None:
-    installed = distribution("lockstep")
+    installed = distribution("lockstep-trainer")
     assert installed.version == "0.1.0"
     assert installed.metadata["Requires-Python"] == ">=3.10"
     assert installed.metadata["License-Expression"] == "Apache-2.0"
@@ -46,8 +50,8 @@ def test_metadata() -> None:
 
 
 def test_the_command_is_installed() -> None:
-    (command,) = distribution("lockstep").entry_points.select(group="console_scripts")
-    assert (command.name, command.value) == ("lockstep", "trainer.cli:main")
+    (command,) = distribution("lockstep-trainer").entry_points.select(group="console_scripts")
+    assert (command.name, command.value) == ("lockstep", "lockstep.trainer.cli.main:main")
     result = subprocess.run(
         [Path(sys.executable).parent / "lockstep", "--help"],
         capture_output=True,
@@ -61,12 +65,15 @@ def test_the_command_is_installed() -> None:
 
 
 def test_packages_are_those_in_the_repository(repo_root: Path, setup_cfg: configparser.ConfigParser) -> None:
-    assert setup_cfg["options"]["packages"].replace(" ", "").split(",") == list(PACKAGES)
-    for package in PACKAGES:
-        assert (repo_root / package / "__init__.py").is_file()
-        assert not [path for path in (repo_root / package).rglob("*.py") if path.parent != repo_root / package], (
-            "folders are flat: others are not packaged"
-        )
+    folders = [Path("lockstep"), *(Path("lockstep", name) for name in FOLDERS)]
+    folders += [
+        Path("lockstep", path.relative_to(repo_root))
+        for name in FOLDERS
+        for path in (repo_root / name).rglob("*")
+        if path.is_dir() and path.name != "__pycache__"
+    ]
+    assert sorted(setup_cfg["options"]["packages"].split()) == sorted(".".join(folder.parts) for folder in folders)
+    assert all((repo_root / folder / "__init__.py").is_file() for folder in folders)
 
 
 def test_every_import_is_declared(repo_root: Path, setup_cfg: configparser.ConfigParser) -> None:
@@ -75,7 +82,7 @@ def test_every_import_is_declared(repo_root: Path, setup_cfg: configparser.Confi
     )
     declared |= PROVIDED_BY_THE_HOST
     distributions = packages_distributions()
-    for path in (file for package in PACKAGES for file in (repo_root / package).glob("*.py")):
+    for path in (file for folder in FOLDERS for file in (repo_root / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = (
                 [alias.name for alias in node.names]
@@ -84,7 +91,7 @@ def test_every_import_is_declared(repo_root: Path, setup_cfg: configparser.Confi
                 if isinstance(node, ast.ImportFrom)
                 else []
             )
-            for name in {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - set(PACKAGES):
+            for name in {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - {"lockstep"}:
                 assert {found.lower() for found in distributions.get(name, [name])} & declared, (
                     f"{path} imports {name}, which setup.cfg does not declare"
                 )
@@ -100,30 +107,159 @@ def test_every_dependency_is_pinned(repo_root: Path, setup_cfg: configparser.Con
     assert pins == wanted
 
 
-@pytest.mark.slow
-def test_a_wheel_installs_alone(repo_root: Path, tmp_path: Path) -> None:
-    """The wheel holds the three packages and nothing else, and works outside the repository."""
-    source = tmp_path / "source"  # a build leaves files behind
-    for package in PACKAGES:
-        shutil.copytree(repo_root / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(repo_root / name, source)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, source],
-        check=True,
-        timeout=300,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the sdist of this checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # a build leaves files behind
+    source.mkdir()
+    for name in (*FOLDERS, "lockstep", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        if (REPO_ROOT / name).is_dir():
+            shutil.copytree(
+                REPO_ROOT / name,
+                source / name,
+                symlinks=True,
+                ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"),
+            )
+        else:
+            shutil.copy(REPO_ROOT / name, source)
+    build = "from setuptools import build_meta; build_meta.build_sdist('.')"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=100)
+    (sdist,) = source.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    unpacked = folder / sdist.name.removesuffix(".tar.gz")
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=unpacked, check=True, capture_output=True, timeout=100)
+    return next(folder.glob("*.whl"))
+
+
+def test_the_wheel_holds_lockstep_and_nothing_else_at_top_level(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names} == {*PACKAGES, "lockstep-0.1.0.dist-info"}
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", wheel],
-        check=True,
-        timeout=300,
+    assert {name.split("/")[0] for name in names} == {"lockstep", "lockstep_trainer-0.1.0.dist-info"}
+    assert {"lockstep/py.typed", "lockstep/__main__.py", "lockstep/trainer/run/fit.py"} <= set(names)
+
+
+SCRIPT = """
+import config, strategies, trainer, utils  # the user's own, in this folder
+import torch
+from lockstep.callbacks import mine
+from lockstep import Module, Trainer
+from lockstep.callbacks import Callback
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        assert utils.NAME == "utils" and trainer.NAME == "trainer"
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(8, 2)), 2)
+
+class Quiet(mine.Base, Callback):
+    pass
+
+if __name__ == "__main__":
+    import sys
+    run = Trainer(max_epochs=1, devices=int(sys.argv[1]), accelerator="cpu", callbacks=Quiet(), logger=False,
+                  enable_checkpointing=False, enable_progress_bar=False)
+    run.fit(Net())
+    print(trainer.NAME, run.global_step)
+"""
+
+
+def test_a_script_beside_modules_of_the_same_names(wheel: Path, tmp_path: Path) -> None:
+    """Its own `trainer.py`, `callbacks/`, `strategies.py`, `utils.py` and `config.py` stay its own, on every rank."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    folder = tmp_path / "project"
+    (folder / "callbacks").mkdir(parents=True)
+    (folder / "callbacks" / "__init__.py").write_text("")
+    (folder / "callbacks" / "mine.py").write_text("class Base:\n    pass\n")
+    for name in ("trainer", "strategies", "utils", "config"):
+        (folder / f"{name}.py").write_text(f"NAME = {name!r}\n")
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "run.yaml").write_text(
+        "module: {class: script.Net}\ntrainer: {max_epochs: 1, logger: false, enable_checkpointing: false,"
+        " enable_progress_bar: false, accelerator: cpu}\n"
     )
-    code = "import sys; sys.path.insert(0, 'site'); import trainer, callbacks, strategies; print(trainer.__file__)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert result.stdout.startswith(str(tmp_path / "site")), result.stderr
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    for ranks, steps in ((1, 4), (2, 2)):
+        for command, said in (
+            (["script.py", str(ranks)], f"trainer {steps}\n"),
+            (["-m", "lockstep", "fit", "run.yaml", f"devices={ranks}"], f"{steps} steps"),
+        ):
+            result = subprocess.run(
+                [sys.executable, *command], cwd=folder, env=environ, capture_output=True, text=True, timeout=100
+            )
+            assert result.returncode == 0 and said in result.stdout, result.stdout + result.stderr
+
+
+CLIENT = """
+from typing import Any
+
+import torch
+from lockstep import DataModule, Loss, Module, Trainer
+from lockstep.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lockstep.strategies import FSDP
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(2, width)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Loss:
+        value = self.layer(batch[0]).square().sum()
+        self.log("train/loss", value, prog_bar=True, on_epoch=True)
+        return Loss(value, len(batch[0]))
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log_dict({"val/loss": self.layer(batch[0]).mean()})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Data(DataModule):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.ones(8, 2)), 2)
+
+
+class Steps(Callback):
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        print(trainer.global_step, trainer.callback_metrics["train/loss"])
+
+
+trainer = Trainer(strategy=FSDP(), devices=2, max_epochs=1, callbacks=[Steps(), EarlyStopping("x"), ModelCheckpoint()])
+trainer.fit(Net(), datamodule=Data())
+"""
+
+
+def test_a_typed_client_of_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mypy", reason="the types are checked where the tools of development are installed")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    (tmp_path / "client.py").write_text(CLIENT)
+    result = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--config-file", os.devnull, "client.py"],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert not [line for line in result.stdout.splitlines() if line.startswith("client.py")], result.stdout
 
 
 COUNTED = """
@@ -131,7 +267,7 @@ import gc, sys
 passes = []
 gc.callbacks.append(lambda phase, info: passes.append(phase) if phase == "start" else None)
 {before}
-import trainer
+import lockstep
 print(len(passes), gc.isenabled())
 """
 

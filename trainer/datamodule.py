@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.hparams import HyperParameters
+from lockstep.trainer.hparams import HyperParameters
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from lockstep.trainer.trainer import Trainer
 
 
 class DataModule(HyperParameters):

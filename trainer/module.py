@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.hparams import HyperParameters
-from trainer.seeding import named_stream
+from lockstep.trainer.hparams import HyperParameters
+from lockstep.trainer.seeding import named_stream
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from lockstep.trainer.trainer import Trainer
 
 M = TypeVar("M", bound="Module")
 
@@ -24,7 +24,7 @@ class Module(HyperParameters, nn.Module):
     """An nn.Module with the steps of its training.
 
     Override `training_step` and `configure_optimizers`, and of the rest what you need. The hooks are
-    those of `callbacks.Callback` without the `trainer` and `module` arguments, at the same moments.
+    those of `lockstep.callbacks.Callback` without the `trainer` and `module` arguments, at the same moments.
     """
 
     automatic_optimization = True
@@ -45,15 +45,15 @@ class Module(HyperParameters, nn.Module):
         """
         raise NotImplementedError
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """Log what you measure; gradients are off."""
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Log what you measure on `(batch, batch_idx)` or `(batch, batch_idx, dataloader_idx)`; gradients are off."""
         raise NotImplementedError
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """Log what you measure; gradients are off."""
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Log what you measure, as in `validation_step`."""
         raise NotImplementedError
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the predictions for `batch`: by default what `forward` returns for its first element."""
         return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
@@ -350,7 +350,7 @@ class Module(HyperParameters, nn.Module):
         `overrides` replace or complete the saved hyperparameters. `map_location` is a device. Raises
         CheckpointError for a folder that is no valid checkpoint, TypeError where `__init__` needs more.
         """
-        from trainer.snapshot import load_module  # here, as module.py is what snapshot.py builds on
+        from lockstep.trainer.checkpoint.snapshot import load_module  # here, as module.py is what snapshot.py builds on
 
         return load_module(cls, path, map_location, strict, overrides)
 

@@ -17,24 +17,31 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-import callbacks as own
-import strategies
-from callbacks.base import Callback, Logger
-from callbacks.guard import check_replicas
-from callbacks.printing import safe_print
-from strategies import Strategy, environment, processes, restarts
-from trainer import checkpoint as files
-from trainer import checks, compilation, evaluation, guards, loop, run_plan, snapshot
-from trainer.checkpoint import Checkpoint
-from trainer.datamodule import DataModule
-from trainer.hooks import Hooks
-from trainer.logging import MetricStore
-from trainer.module import Module, attach
-from trainer.progress import Progress
-from trainer.run_folder import RunFolder, conclude, described
-from trainer.seeding import deterministic, rng_state, seed_everything, set_rng_state
-from trainer.setup import Sources, attached
-from trainer.signals import Signals
+from lockstep import callbacks as own
+from lockstep import strategies
+from lockstep.callbacks._support.printing import safe_print
+from lockstep.callbacks.base import Callback, Logger
+from lockstep.callbacks.guard import check_replicas
+from lockstep.strategies import Strategy
+from lockstep.strategies.launch import environment
+from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.launch import restart as restarts
+from lockstep.trainer.checkpoint import snapshot
+from lockstep.trainer.checkpoint import store as files
+from lockstep.trainer.checkpoint.store import Checkpoint
+from lockstep.trainer.datamodule import DataModule
+from lockstep.trainer.metrics.store import MetricStore
+from lockstep.trainer.module import Module, attach
+from lockstep.trainer.progress import Progress
+from lockstep.trainer.run import checks, compilation, guards
+from lockstep.trainer.run import evaluate as evaluation
+from lockstep.trainer.run import fit as loop
+from lockstep.trainer.run import start as run_plan
+from lockstep.trainer.run.folder import RunFolder, conclude, described
+from lockstep.trainer.run.hooks import Hooks
+from lockstep.trainer.run.prepare import Sources, attached
+from lockstep.trainer.run.signals import Signals
+from lockstep.trainer.seeding import deterministic, rng_state, seed_everything, set_rng_state
 
 RESULTS: tuple[str, ...] = ("callback_metrics", "logged_metrics", "progress_bar_metrics", "log_dir", "should_stop")
 RESULTS += ("num_training_batches", "windows_per_epoch", "evaluation_batches", "run_seed")
@@ -77,7 +84,7 @@ class Trainer:
     Speed
         `compile`: True, or a dict of arguments of torch.compile, compiles the module's repeated blocks, or where it has none
             its submodules. Numbers are those of the plain module up to rounding, checkpoints are the same.
-        `profiler`: "simple" prints where the time went, "torch" writes a trace of some steps (`callbacks.Profiler`).
+        `profiler`: "simple" prints where the time went, "torch" writes a trace of some steps (`lockstep.callbacks.Profiler`).
     When something fails
         `max_restarts`: how often `fit` starts ranks that died again, from the newest checkpoint of the run. Above 0
             even a single rank gets a process of its own, so that the caller survives it.
@@ -172,7 +179,9 @@ class Trainer:
         given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
         wrong = next((item for item in given if not isinstance(item, Callback)), None)
         if wrong is not None:
-            raise TypeError(f"callbacks must be Callback objects, but one is {wrong!r}; subclass callbacks.Callback")
+            raise TypeError(
+                f"callbacks must be Callback objects, but one is {wrong!r}; subclass lockstep.callbacks.Callback"
+            )
         if self.fast_dev_run:
             self.limit_train_batches = self.limit_val_batches = self.limit_test_batches = self.fast_dev_run
             self.max_epochs, self.max_steps, self.val_check_interval, self.check_val_every_n_epoch = 1, None, None, 1
@@ -658,7 +667,7 @@ class Trainer:
     ) -> Any:
         checks.not_running(self, stage)
         if not isinstance(module, Module):
-            raise TypeError(f"{stage} takes a trainer.Module, but module is {type(module).__name__}; subclass Module")
+            raise TypeError(f"{stage} takes a lockstep.Module, but module is {type(module).__name__}; subclass Module")
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
         self._failed_loggers.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer import Trainer
+    from lockstep import Trainer
 
 
 class MonitoredMetric:

@@ -7,11 +7,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from callbacks.base import Logger
-from callbacks.hparams import plain, write_hparams
+from lockstep.callbacks._support.hparams import plain, write_hparams
+from lockstep.callbacks.base import Logger
 
 if TYPE_CHECKING:
-    from trainer import Module, Trainer
+    from lockstep import Module, Trainer
 
 
 class CSVLogger(Logger):

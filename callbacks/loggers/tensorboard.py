@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from callbacks.base import Logger
-from callbacks.hparams import flatten, plain, to_yaml, write_hparams
-from callbacks.shadow import fitting, restored_rng, shadow
+from lockstep.callbacks._support.hparams import flatten, plain, to_yaml, write_hparams
+from lockstep.callbacks._support.shadow import fitting, restored_rng, shadow
+from lockstep.callbacks.base import Logger
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-    from trainer import Module, Trainer
+    from lockstep import Module, Trainer
 
 HOLD_S = 0.5
 """Seconds between two turns of handing scalars to the thread that writes: to wake it at each interval of fast steps costs more than the writing."""

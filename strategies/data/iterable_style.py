@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
-from strategies.fetcher import Items, Share, Workers
-from strategies.source import Piece, Source, cannot_share, divisors, length_of, name_of
+from lockstep.strategies.data.source import Piece, Source, cannot_share, divisors, length_of, name_of
+from lockstep.strategies.data.workers import Items, Share, Workers
 
 
 class Streamed(Source):

@@ -11,10 +11,19 @@ from typing import Any
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from strategies.batch_rows import count_samples
-from strategies.fetcher import Once, Randomness, Samples, Share, Workers, announce, escaped, guess_batch_size
-from strategies.permutation import Permutation, mix
-from strategies.source import Piece, Source, Task, bounds, cannot_share, length_of, name_of
+from lockstep.strategies.data.batch_rows import count_samples
+from lockstep.strategies.data.permutation import Permutation, mix
+from lockstep.strategies.data.source import Piece, Source, Task, bounds, cannot_share, length_of, name_of
+from lockstep.strategies.data.workers import (
+    Once,
+    Randomness,
+    Samples,
+    Share,
+    Workers,
+    announce,
+    escaped,
+    guess_batch_size,
+)
 
 _READ_AHEAD, _READ_AHEAD_BATCHES = 1024, 32
 """Indices, or batches of them, of a user's sampler that are read at once, as switching the random state costs about 0.1 ms."""

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from strategies.combined import CombinedLoader
-from strategies.fetcher import Randomness, Share, keep
-from strategies.indexed import Indexed
-from strategies.permutation import mix
-from strategies.source import Factory, Piece, Source, cannot_share
-from strategies.streamed import Streamed
+from lockstep.strategies.data.combined import CombinedLoader
+from lockstep.strategies.data.iterable_style import Streamed
+from lockstep.strategies.data.map_style import Indexed
+from lockstep.strategies.data.permutation import mix
+from lockstep.strategies.data.source import Factory, Piece, Source, cannot_share
+from lockstep.strategies.data.workers import Randomness, Share, keep
 
 
 def source_of(loader: Any, share: Share, shuffle: bool | None) -> Source:

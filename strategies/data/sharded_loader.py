@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from strategies.fetcher import Share, guess_batch_size
-from strategies.sources import source_of
+from lockstep.strategies.data.open_loader import source_of
+from lockstep.strategies.data.workers import Share, guess_batch_size
 
 
 @dataclass(slots=True)

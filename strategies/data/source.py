@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from strategies.batch_rows import count_samples
-from strategies.fetcher import Share
+from lockstep.strategies.data.batch_rows import count_samples
+from lockstep.strategies.data.workers import Share
 
 Piece: TypeAlias = tuple[Any, int, int, int]
 """A micro-batch: (batch, samples of this rank, samples of all ranks, batches of the window that it ends, else 0)."""

@@ -17,7 +17,7 @@ import torch
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate, get_worker_info
 
-from strategies.permutation import mix
+from lockstep.strategies.data.permutation import mix
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.base import Loss, split_loss
-from strategies.data import MicroBatch, Window
-from strategies.model_changes import own_backward
-from strategies.step_state import numbers, refuse_changed_numbers
-from strategies.traceless import traceless
-from strategies.zero_access import Access
+from lockstep.strategies.base import Loss, split_loss
+from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.deepspeed.access import Access
+from lockstep.strategies.modules.model_changes import own_backward
+from lockstep.strategies.modules.side_effect_free import traceless
+from lockstep.strategies.modules.step_state import numbers, refuse_changed_numbers
 
 Part = Callable[[int], AbstractContextManager[Any]]
 

@@ -17,14 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies import deepspeed_config, environment
-from strategies.base import Agreement
-from strategies.blocks import Rule
-from strategies.buffers import share_buffers
-from strategies.data import MicroBatch, ShardedLoader, Window
-from strategies.eager import EagerStrategy, shortened
-from strategies.optimizer_probe import probe
-from strategies.state import (
+from lockstep.strategies.base import Agreement
+from lockstep.strategies.checkpoint_state import (
     HOW,
     Reader,
     Shard,
@@ -38,7 +32,14 @@ from strategies.state import (
     saved_groups,
     unpack,
 )
-from strategies.zero import Part, ZeroStep, no_trace
+from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
+from lockstep.strategies.deepspeed import config as deepspeed_config
+from lockstep.strategies.deepspeed.engine import Part, ZeroStep, no_trace
+from lockstep.strategies.launch import environment
+from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.modules.optimizer_probe import probe
+from lockstep.strategies.spmd import EagerStrategy, shortened
+from lockstep.strategies.sync.buffers import share_buffers
 
 PRECISIONS = ("32-true", "tf32-true", "bf16-mixed", "bf16-true")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -1,6 +1,6 @@
 """Who this process is among the ranks, and where they meet, read from what the launcher left in the environment.
 
-Launchers in the order in which they are asked: Lockstep's own (`strategies/processes.py`), torchrun (or
+Launchers in the order in which they are asked: Lockstep's own (`strategies/launch/launcher.py`), torchrun (or
 RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR set by hand), Slurm's srun, MPI's mpirun (Open MPI, and what
 sets PMI_RANK: MPICH, Intel MPI), TF_CONFIG. Two variables overrule the detection:
 

@@ -4,11 +4,11 @@
 
 The places are in the product code, as what is tested must be what runs. How to add one, at a place that is not in every step:
 
-    from strategies.faults import fault
+    from lockstep.strategies.launch.fault_injection import fault
 
     fault("save.write")  # returns at once where no plan is on
 
-In a step call `set_phase(step, phase)` (`strategies/rank.py`), which reaches the point of that phase, or spare the call:
+In a step call `set_phase(step, phase)` (`strategies/launch/worker.py`), which reaches the point of that phase, or spare the call:
 
     if faults.plan is not None:
         faults.fault("backward")
@@ -151,7 +151,7 @@ class FaultPlan:
 plan: FaultPlan | None = None
 """The plan that is on in this process, mostly None."""
 beat: Callable[[], None] | None = None
-"""Called by `fault`: a sign of life from what takes long, such as a large save. `strategies/rank.py` sets it."""
+"""Called by `fault`: a sign of life from what takes long, such as a large save. `strategies/launch/worker.py` sets it."""
 
 
 def fault(point: str) -> None:

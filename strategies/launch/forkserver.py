@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from strategies import rank as rank_module
+from lockstep.strategies.launch import worker as rank_module
 
 PRELOAD = ("torch._dynamo", "torch.distributed", "torch.nn.parallel.distributed", "torch.optim")
 """Imported beside torch: the first optimizer and the first DDP of a process would import dynamo, 1 to 2 s a rank."""
@@ -52,9 +52,12 @@ class Server:
         self.used = False
         self.control, theirs = socket.socketpair()
         # First the folder that this very package came from, whatever the user's path holds under the same name.
-        path = [str(Path(__file__).resolve().parents[1]), *sys.path]
+        path = [str(Path(__file__).absolute().parents[3]), *sys.path]
         # Passes of the collector over modules while they are imported find next to nothing and take a fifth of the time.
-        code = f"import gc, sys; gc.disable(); sys.path[:] = {path!r}; from strategies.forkserver import serve; serve({theirs.fileno()}, {_own_modules()!r})"
+        code = (
+            f"import gc, sys; gc.disable(); sys.path[:] = {path!r}; from {__name__} import serve; "
+            f"serve({theirs.fileno()}, {_own_modules()!r})"
+        )
         # Blocked from its first instruction on: a signal to every process of a job must not cut the ranks' own ending short.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, rank_module.SIGNALS)
         try:
@@ -99,14 +102,8 @@ class Server:
 
 
 def _own_modules() -> list[str]:
-    """What the program has imported of the folder that this package came from: every rank unpickles objects of it."""
-    root = str(Path(__file__).resolve().parents[1])
-    own = ("trainer", "callbacks", "strategies")
-    return [
-        name
-        for name, module in sys.modules.items()
-        if name.partition(".")[0] in own and str(getattr(module, "__file__", "")).startswith(root)
-    ]
+    """The modules of this package that the program has imported: every rank unpickles objects of them."""
+    return [name for name in sys.modules if name.partition(".")[0] == "lockstep"]
 
 
 _idle: Server | None = None

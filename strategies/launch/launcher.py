@@ -1,11 +1,11 @@
 """Start the ranks of one node, watch them, and bring rank 0's result home.
 
     launcher   the user's program: sends the work and supervises; never runs what the ranks run
-    └─ server  torch is imported; forks the ranks and kills them when the launcher is gone (`strategies/forkserver.py`)
+    └─ server  torch is imported; forks the ranks and kills them when the launcher is gone (`strategies/launch/forkserver.py`)
        ├─ rank 0
-       └─ rank 1 ...  each leads a process group, so that its data loader workers go with it (`strategies/rank.py`)
+       └─ rank 1 ...  each leads a process group, so that its data loader workers go with it (`strategies/launch/worker.py`)
 
-A rank never imports the user's `__main__`: what is defined there arrives by value (`strategies/payload.py`).
+A rank never imports the user's `__main__`: what is defined there arrives by value (`strategies/launch/payload.py`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from strategies import forkserver, watchdog
-from strategies.payload import dumps, pack, unpack
-from strategies.rank import (
+from lockstep.strategies.launch import forkserver, watchdog
+from lockstep.strategies.launch.payload import dumps, pack, unpack
+from lockstep.strategies.launch.process_group import destroy_process_group, init_process_group
+from lockstep.strategies.launch.worker import (
     Failure,
     current_phase,
     cut,
@@ -38,7 +39,6 @@ from strategies.rank import (
     set_phase,
     shortened,
 )
-from strategies.rendezvous import destroy_process_group, init_process_group
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from strategies.environment import World
+from lockstep.strategies.launch.environment import World
 
 
 def init_process_group(

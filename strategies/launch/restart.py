@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from strategies.processes import RankFailure, place_of
+from lockstep.strategies.launch.launcher import RankFailure, place_of
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """A run that stands still is found from outside of the ranks, where neither the GIL nor SIGSTOP can keep the watcher from it.
 
 Each rank keeps a board in shared memory: its process, step and phase, and when it last said so (`set_phase` in
-`strategies/rank.py`). A watcher looks at the boards: the launcher for the ranks that it started, a small process beside each rank
+`strategies/launch/worker.py`). A watcher looks at the boards: the launcher for the ranks that it started, a small process beside each rank
 that torchrun, Slurm or MPI started, for which this file is also a program (`python watchdog.py`), so it imports no torch.
 
 In steps time without a sign counts. Set-up has no steps, so there a rank is also taken to live while it computes, unless that is a
@@ -38,7 +38,7 @@ STARTING, SETTING_UP = "starting", "setting up"
 """Phases without a step in which time counts."""
 
 _WAITS = re.compile(
-    r'File ".*(torch/distributed/|torch/autograd/graph\.py|strategies/(control|exchange|rendezvous)\.py)'
+    r'File ".*(torch/distributed/|torch/autograd/graph\.py|strategies/(sync/|launch/process_group\.py))'
 )
 """Innermost frames of a rank that waits for the others: it is not the one that hangs."""
 _PREPARES = re.compile(r" in prepare_data$", re.MULTILINE)

@@ -33,8 +33,9 @@ from typing import Any
 import numpy
 import torch
 
-from strategies import environment, faults, watchdog
-from strategies.payload import dumps, pack, unpack
+from lockstep.strategies.launch import environment, watchdog
+from lockstep.strategies.launch import fault_injection as faults
+from lockstep.strategies.launch.payload import dumps, pack, unpack
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Blocked in the server, so that none is lost between the fork of a rank and its own handlers."""

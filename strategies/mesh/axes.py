@@ -1,6 +1,6 @@
 """Applying the axes of a mesh to a model, and taking them off again.
 
-    ranks of one `tensor` group hold slices of layers       (torch's parallelize_module, `strategies/plan.py`)
+    ranks of one `tensor` group hold slices of layers       (torch's parallelize_module, `strategies/mesh/tensor_layout.py`)
     ranks along `fsdp` hold slices of every parameter       (torch's fully_shard)
     ranks along `ddp` hold the same                         (torch's replicate, or fully_shard on both axes)
 
@@ -28,16 +28,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils._pytree import tree_leaves
 
-from strategies import mixed_tensors
-from strategies.blocks import find_blocks
-from strategies.call_order import END_FORWARD, GATHER, REDUCE, CallOrder
-from strategies.forwards import within_compiled
-from strategies.meta import materialise as materialise
-from strategies.options import Options
-from strategies.plan import Plan, apply_plan, make_plan, watch_hooks
-from strategies.recompute import is_recomputed
-from strategies.styles import Sequence
-from strategies.unsharded_writes import UnshardedWrites
+from lockstep.strategies.mesh import mixed_tensors
+from lockstep.strategies.mesh.options import Options
+from lockstep.strategies.mesh.styles import Sequence
+from lockstep.strategies.mesh.tensor_layout import Plan, apply_plan, make_plan, watch_hooks
+from lockstep.strategies.mesh.unsharded_writes import UnshardedWrites
+from lockstep.strategies.modules.activation_checkpointing import is_recomputed
+from lockstep.strategies.modules.blocks import find_blocks
+from lockstep.strategies.modules.forwards import within_compiled
+from lockstep.strategies.modules.meta import materialise as materialise
+from lockstep.strategies.sync.call_order import END_FORWARD, GATHER, REDUCE, CallOrder
 
 
 def apply_axes(

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from strategies.state import Reader, Shard, Whole
+from lockstep.strategies.checkpoint_state import Reader, Shard, Whole
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from strategies.blocks import Rule
-from strategies.options import Options
-from strategies.sharded import ShardedStrategy
+from lockstep.strategies.mesh.options import Options
+from lockstep.strategies.mesh.sharded import ShardedStrategy
+from lockstep.strategies.modules.blocks import Rule
 
 
 class FSDP(ShardedStrategy):

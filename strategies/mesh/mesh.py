@@ -10,7 +10,7 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping
 
-from strategies import environment
+from lockstep.strategies.launch import environment
 
 AXES = ("pipeline", "ddp", "fsdp", "tensor")
 """Outermost first: rank = ((pipeline * ddp_size + ddp) * fsdp_size + fsdp) * tensor_size + tensor."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from strategies.blocks import Rule
-from strategies.mesh import devices_of, parse
-from strategies.options import Options
-from strategies.sharded import ShardedStrategy
+from lockstep.strategies.mesh.mesh import devices_of, parse
+from lockstep.strategies.mesh.options import Options
+from lockstep.strategies.mesh.sharded import ShardedStrategy
+from lockstep.strategies.modules.blocks import Rule
 
 
 class MeshParallel(ShardedStrategy):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from strategies.blocks import Rule
+from lockstep.strategies.modules.blocks import Rule
 
 
 @dataclass(frozen=True)

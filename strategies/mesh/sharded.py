@@ -15,27 +15,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies import environment
-from strategies.base import Agreement, Loss, split_loss
-from strategies.blocks import Rule
-from strategies.buffers import share_buffers
-from strategies.call_order import END_BACKWARD, CallOrder
-from strategies.data import MicroBatch, Window
-from strategies.eager import EagerStrategy, presence, shortened
-from strategies.exchange import open_exchange
-from strategies.mesh import resolve
-from strategies.meta import materialise
-from strategies.model_changes import gradient_marks, own_backward, remarked
-from strategies.options import Options
-from strategies.state import Reader, Shard, State, gather_whole
-from strategies.step_state import numbers, refuse_changed_numbers
-from strategies.traceless import traceless
+from lockstep.strategies.base import Agreement, Loss, split_loss
+from lockstep.strategies.checkpoint_state import Reader, Shard, State, gather_whole
+from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.launch import environment
+from lockstep.strategies.mesh.mesh import resolve
+from lockstep.strategies.mesh.options import Options
+from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.modules.meta import materialise
+from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
+from lockstep.strategies.modules.side_effect_free import traceless
+from lockstep.strategies.modules.step_state import numbers, refuse_changed_numbers
+from lockstep.strategies.spmd import EagerStrategy, presence, shortened
+from lockstep.strategies.sync.buffers import share_buffers
+from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
+from lockstep.strategies.sync.host_all_gather import open_exchange
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # torch.distributed.tensor and fsdp take a second to import, so the modules that use them
-# (strategies/axes.py, plan.py, dtensors.py) are imported where ranks are set up.
+# (strategies/mesh/axes.py, plan.py, dtensors.py) are imported where ranks are set up.
 
 
 class ShardedStrategy(EagerStrategy):
@@ -90,7 +90,7 @@ class ShardedStrategy(EagerStrategy):
             return
         from torch.distributed.device_mesh import init_device_mesh
 
-        from strategies import dtensors
+        from lockstep.strategies.mesh import dtensors
 
         self._mesh = init_device_mesh(self.device.type, tuple(self._sizes.values()), mesh_dim_names=tuple(self._sizes))
         self.builds = self.rank == 0
@@ -123,7 +123,7 @@ class ShardedStrategy(EagerStrategy):
         compute_dtype = (
             self.precision.autocast_dtype if self.options.low_precision_gather and "fsdp" in self._sizes else None
         )
-        from strategies.axes import apply_axes
+        from lockstep.strategies.mesh.axes import apply_axes
 
         placed = apply_axes(model, self._mesh, self.options, compute_dtype)
         if placed.units:
@@ -176,7 +176,7 @@ class ShardedStrategy(EagerStrategy):
                 f"whole() was called within a step, where {type(self).__name__} has not reduced the gradients yet; "
                 "call it in on_after_backward, on_before_optimizer_step or later"
             )
-        from strategies.whole_model import whole_model
+        from lockstep.strategies.mesh.whole_model import whole_model
 
         placed.close()  # type: ignore[operator]
         self._is_whole = True
@@ -193,7 +193,7 @@ class ShardedStrategy(EagerStrategy):
     ) -> Agreement:
         if self._mesh is None:
             return super().forward_backward(placed, step_fn, window, **options)
-        from strategies.mixed_tensors import explained
+        from lockstep.strategies.mesh.mixed_tensors import explained
 
         parameters, automatic = options.get("parameters"), options.get("automatic", True)
         self._part = options.get("part")
@@ -255,7 +255,7 @@ class ShardedStrategy(EagerStrategy):
     ) -> Tensor | None:
         if self._mesh is None:
             return super().clip_gradients(placed, optimizer, value, algorithm)
-        from strategies import dtensors
+        from lockstep.strategies.mesh import dtensors
 
         self._complete_local_gradients(placed, optimizer)
         if self.precision.scaler is not None:
@@ -270,8 +270,8 @@ class ShardedStrategy(EagerStrategy):
     def optimizer_step(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         if self._mesh is None:
             return super().optimizer_step(placed, optimizer, closure)
-        from strategies import dtensors
-        from strategies.mixed_tensors import explained
+        from lockstep.strategies.mesh import dtensors
+        from lockstep.strategies.mesh.mixed_tensors import explained
 
         placed.close()  # type: ignore[operator]
         with explained(type(optimizer).__name__), dtensors.groups_by_mesh(optimizer):
@@ -302,7 +302,7 @@ class ShardedStrategy(EagerStrategy):
         self, placed: nn.Module, agreement: Agreement, after_backward: Callable[[], None] | None = None
     ) -> Agreement:
         if self._mesh is not None:
-            from strategies import dtensors
+            from lockstep.strategies.mesh import dtensors
 
             placed.close()  # type: ignore[operator]
             self._check_used(placed)
@@ -356,7 +356,7 @@ class ShardedStrategy(EagerStrategy):
         return without_weight if self._steps is None else self._steps.told(without_weight)
 
     def _gradients(self, placed: nn.Module) -> list[Tensor]:
-        from strategies import dtensors
+        from lockstep.strategies.mesh import dtensors
 
         with torch.no_grad():  # else torch makes a view that can be walked back through
             return [
@@ -374,7 +374,7 @@ class ShardedStrategy(EagerStrategy):
     def _sum_gradients(self, placed: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         if self._mesh is None:
             return super()._sum_gradients(placed, parameters)
-        from strategies import dtensors
+        from lockstep.strategies.mesh import dtensors
 
         dtensors.settle(parameters)
         self._sum([p for p in parameters if not self._is_sharded(p)])
@@ -382,14 +382,14 @@ class ShardedStrategy(EagerStrategy):
     def _gradient_of(self, placed: nn.Module, parameter: nn.Parameter) -> Tensor | None:
         if self._mesh is None:
             return super()._gradient_of(placed, parameter)
-        from strategies.whole_model import gradient_of
+        from lockstep.strategies.mesh.whole_model import gradient_of
 
         return gradient_of(parameter)
 
     def _put_gradient(self, placed: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
         if self._mesh is None:
             return super()._put_gradient(placed, parameter, gradient)
-        from strategies.whole_model import put_gradient
+        from lockstep.strategies.mesh.whole_model import put_gradient
 
         put_gradient(parameter, gradient)
 
@@ -411,12 +411,12 @@ class ShardedStrategy(EagerStrategy):
     def _piece(self, tensor: Tensor) -> Shard | None:
         if self._mesh is None:
             return super()._piece(tensor)
-        from strategies import dtensors
+        from lockstep.strategies.mesh import dtensors
 
         return dtensors.piece(tensor, self._coordinate())
 
     def _take(self, reader: Reader, name: str, like: Tensor | None) -> Tensor:
-        from strategies import dtensors
+        from lockstep.strategies.mesh import dtensors
 
         return dtensors.take(reader, name, like)
 
@@ -438,7 +438,7 @@ class ShardedStrategy(EagerStrategy):
             return
         from torch.distributed.tensor.parallel import loss_parallel
 
-        from strategies.styles import PlainLoss
+        from lockstep.strategies.mesh.styles import PlainLoss
 
         with loss_parallel(), PlainLoss():
             yield
@@ -502,7 +502,7 @@ class ShardedStrategy(EagerStrategy):
     @torch.no_grad()
     def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum the gradients of what torch does not, over the data ranks; one that no rank has stays None."""
-        from strategies import dtensors
+        from lockstep.strategies.mesh import dtensors
 
         axes = [axis for axis in ("ddp", "fsdp") if axis in self._sizes]
         if not axes or not parameters:

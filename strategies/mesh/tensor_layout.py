@@ -22,12 +22,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils._pytree import tree_leaves
 
-from strategies.blocks import shared
-from strategies.eager import shortened
-from strategies.forwards import within_compiled
-from strategies.options import Options
-from strategies.styles import STYLES, Column, Sequence, differentiable_twice, writable
-from strategies.traceless import traceless
+from lockstep.strategies.mesh.options import Options
+from lockstep.strategies.mesh.styles import STYLES, Column, Sequence, differentiable_twice, writable
+from lockstep.strategies.modules.blocks import shared
+from lockstep.strategies.modules.forwards import within_compiled
+from lockstep.strategies.modules.side_effect_free import traceless
+from lockstep.strategies.spmd import shortened
 
 ATTENTION = (
     {"q", "wq", "q_proj", "query", "to_q", "q_lin"},

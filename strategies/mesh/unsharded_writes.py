@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.dtensors import local
+from lockstep.strategies.mesh.dtensors import local
 
 
 class UnshardedWrites:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from strategies.dtensors import cut_like, local
+from lockstep.strategies.mesh.dtensors import cut_like, local
 
 
 @contextmanager

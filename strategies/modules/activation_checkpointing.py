@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from strategies.blocks import Rule, match
-from strategies.forwards import with_forward
+from lockstep.strategies.modules.blocks import Rule, match
+from lockstep.strategies.modules.forwards import with_forward
 
 
 def recompute(model: nn.Module, rule: Rule) -> None:

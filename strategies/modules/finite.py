@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from strategies.absent import is_here
+from lockstep.strategies.modules.absent import is_here
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.streams import kept_streams, seed_streams
+from lockstep.strategies.modules.rng import kept_streams, seed_streams
 
 MAX_DIM = 136
 """Dimensions of the small tensors: above 128, up to which some optimizers take a matrix for a vector."""

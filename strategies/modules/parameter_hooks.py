@@ -88,4 +88,4 @@ def _deferred(hooks: dict[int, Any] | None) -> list[Callable[[Any], Any]]:
 def _is_of_an_engine(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith(("strategies.", "deepspeed.", "torch.distributed."))
+    return str(getattr(hook, "__module__", "")).startswith(("lockstep.strategies.", "deepspeed.", "torch.distributed."))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.step_state import OF_ZERO
+from lockstep.strategies.modules.step_state import OF_ZERO
 
 
 @contextmanager

@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_leaves
 
-from strategies import faults
-from strategies.absent import is_here
-from strategies.eager import detach, weighted_losses
-from strategies.model_changes import gradient_marks, own_backward, remarked
-from strategies.permutation import mix
-from strategies.pipeline_feed import Feed
-from strategies.pipeline_schedule import Schedule
-from strategies.pipeline_stage import Layout, Staged
-from strategies.precision import Precision
+from lockstep.strategies.data.permutation import mix
+from lockstep.strategies.launch import fault_injection as faults
+from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
+from lockstep.strategies.pipeline.microbatches import Feed
+from lockstep.strategies.pipeline.schedules import Schedule
+from lockstep.strategies.pipeline.staged_module import Layout, Staged
+from lockstep.strategies.precision import Precision
+from lockstep.strategies.spmd import detach, weighted_losses
 
 
 class Engine:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from strategies.absent import is_here
-from strategies.pipeline_split import Layer
+from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.pipeline.partition import Layer
 
 _NUMBERS = (int, float, complex, np.number)
 _PLAIN = frozenset((bool, int, float, complex))

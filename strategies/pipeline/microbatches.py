@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.base import Loss
-from strategies.data import MicroBatch
-from strategies.permutation import mix
-from strategies.slices import cut, has_rows
-from strategies.streams import seed_streams
+from lockstep.strategies.base import Loss
+from lockstep.strategies.data.batch_slices import cut, has_rows
+from lockstep.strategies.data.permutation import mix
+from lockstep.strategies.data.sharded_loader import MicroBatch
+from lockstep.strategies.modules.rng import seed_streams
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
-from strategies.axes import Structure, sum_gradients_of
-from strategies.pipeline_stage import Stage, Staged
+from lockstep.strategies.mesh.axes import Structure, sum_gradients_of
+from lockstep.strategies.pipeline.staged_module import Stage, Staged
 
 
 class Shards:

@@ -33,13 +33,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_any, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from strategies.absent import Absent, is_here
-from strategies.blank import Blank, Mode
-from strategies.permutation import mix
-from strategies.pipeline_split import Cut
-from strategies.pipeline_state import StepState
-from strategies.slices import signature
-from strategies.streams import kept_streams, seed_streams
+from lockstep.strategies.data.batch_slices import signature
+from lockstep.strategies.data.permutation import mix
+from lockstep.strategies.modules.absent import Absent, is_here
+from lockstep.strategies.modules.rng import kept_streams, seed_streams
+from lockstep.strategies.pipeline.microbatch_state import StepState
+from lockstep.strategies.pipeline.partition import Cut
+from lockstep.strategies.pipeline.shape_inference import Blank, Mode
 
 MAX_LAYOUTS = 512
 """Shapes of inputs whose rehearsal is kept: some kilobytes each."""

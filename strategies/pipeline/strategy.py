@@ -15,28 +15,37 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.optim import Optimizer
 
-from strategies import environment, pipeline_split
-from strategies.absent import is_here
-from strategies.base import Agreement, Note
-from strategies.blocks import Rule
-from strategies.data import MicroBatch, Window
-from strategies.eager import EagerStrategy, shortened, sum_gradients
-from strategies.mesh import devices_of, parse, resolve
-from strategies.optimizer_probe import probe
-from strategies.permutation import mix
-from strategies.pipeline_feed import Feed, Tally, merged, runs
-from strategies.pipeline_optimizer import hide, show, shown
-from strategies.pipeline_schedule import schedule as find_schedule
-from strategies.pipeline_stage import Staged
-from strategies.recompute import is_recomputed
-from strategies.slices import signature
-from strategies.state import Reader, Shard, State, gather_state, gather_whole, names_of, parameter_names
-from strategies.streams import kept_streams, seed_streams
+from lockstep.strategies.base import Agreement, Note
+from lockstep.strategies.checkpoint_state import (
+    Reader,
+    Shard,
+    State,
+    gather_state,
+    gather_whole,
+    names_of,
+    parameter_names,
+)
+from lockstep.strategies.data.batch_slices import signature
+from lockstep.strategies.data.permutation import mix
+from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.launch import environment
+from lockstep.strategies.mesh.mesh import devices_of, parse, resolve
+from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.modules.activation_checkpointing import is_recomputed
+from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.modules.optimizer_probe import probe
+from lockstep.strategies.modules.rng import kept_streams, seed_streams
+from lockstep.strategies.pipeline import partition as pipeline_split
+from lockstep.strategies.pipeline.microbatches import Feed, Tally, merged, runs
+from lockstep.strategies.pipeline.optimizers import hide, show, shown
+from lockstep.strategies.pipeline.schedules import schedule as find_schedule
+from lockstep.strategies.pipeline.staged_module import Staged
+from lockstep.strategies.spmd import EagerStrategy, shortened, sum_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from strategies.pipeline_engine import Engine
+    from lockstep.strategies.pipeline.engine import Engine
 
 
 class Pipeline(EagerStrategy):
@@ -176,7 +185,7 @@ class Pipeline(EagerStrategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-            from strategies.axes import materialise  # a second to import
+            from lockstep.strategies.mesh.axes import materialise  # a second to import
 
             materialise(model)
         model = super().place(model)
@@ -206,7 +215,7 @@ class Pipeline(EagerStrategy):
         )
         staged.group, staged.splits_backward = self._group, self.schedule.splits_backward
         if self._mesh is not None:
-            from strategies.pipeline_shard import Shards
+            from lockstep.strategies.pipeline.sharded_stages import Shards
 
             data = tuple(name for name in self._mesh.mesh_dim_names or () if name != "pipeline")
             staged.shards = Shards(staged, self._mesh[data])
@@ -381,7 +390,7 @@ class Pipeline(EagerStrategy):
         with shown(optimizer), _own_parameters(optimizer):
             if self._mesh is None:
                 return super().optimizer_step(placed, optimizer, closure)
-            from strategies import dtensors
+            from lockstep.strategies.mesh import dtensors
 
             with dtensors.groups_by_mesh(optimizer):
                 return super().optimizer_step(placed, optimizer, closure)
@@ -396,7 +405,7 @@ class Pipeline(EagerStrategy):
             raise RuntimeError(
                 "whole() was called within a step, which a pipeline's ranks do not run alike; call it in a hook"
             )
-        from strategies.pipeline_whole import whole
+        from lockstep.strategies.pipeline.whole_model import whole
 
         with whole(placed, self._group, self._optimizers):
             yield
@@ -448,7 +457,7 @@ class Pipeline(EagerStrategy):
             return None
         if self._mesh is None:
             return Shard.whole(tensor) if self.data_rank == 0 else None
-        from strategies import dtensors
+        from lockstep.strategies.mesh import dtensors
 
         place = dict(zip(self._mesh.mesh_dim_names or (), self._mesh.get_coordinate() or (), strict=True))
         return dtensors.piece(tensor, {name: i for name, i in place.items() if name != "pipeline"})
@@ -456,7 +465,7 @@ class Pipeline(EagerStrategy):
     def _take(self, reader: Reader, name: str, like: Tensor | None) -> Tensor:
         if self._mesh is None:
             return super()._take(reader, name, like)
-        from strategies import dtensors
+        from lockstep.strategies.mesh import dtensors
 
         return dtensors.take(reader, name, like)
 
@@ -471,7 +480,7 @@ class Pipeline(EagerStrategy):
 
     def _put_gradient(self, placed: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
         if hasattr(parameter, "device_mesh"):
-            from strategies.pipeline_shard import shard_like
+            from lockstep.strategies.pipeline.sharded_stages import shard_like
 
             gradient = shard_like(gradient, parameter)
         parameter.grad = gradient
@@ -579,7 +588,7 @@ class Pipeline(EagerStrategy):
 
     def _engine(self, placed: Staged, feed: Feed) -> Engine | None:
         """The schedule for parts of this shape: built when a shape is new, kept for the last two. None if the step returns None for each."""
-        from strategies.pipeline_engine import Engine  # torch.distributed.pipelining takes a second to import
+        from lockstep.strategies.pipeline.engine import Engine  # torch.distributed.pipelining takes a second to import
 
         key = (signature(feed.parts[0].batch), len(feed.parts))
         engine = self._engines.pop(key, None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from strategies import pipeline_split
-from strategies.base import Strategy
-from strategies.pipeline import Pipeline
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.pipeline import partition as pipeline_split
+from lockstep.strategies.pipeline.strategy import Pipeline
 
 LEGEND = (
     "A column is the time of a forward. F3 is the forward of part 3, B its backward, I and W its backward for inputs and for\n"

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.absent import is_here
-from strategies.pipeline_stage import Staged
-from strategies.whole_model import take_hooks
+from lockstep.strategies.mesh.whole_model import take_hooks
+from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.pipeline.staged_module import Staged
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def _give_back(tensor: Tensor, value: Tensor) -> None:
         tensor.requires_grad_(value.requires_grad)
     if not is_here(tensor):
         return
-    from strategies.pipeline_shard import shard_like
+    from lockstep.strategies.pipeline.sharded_stages import shard_like
 
     tensor.copy_(shard_like(value.detach(), tensor))
     tensor.grad = None if value.grad is None else shard_like(value.grad, tensor)

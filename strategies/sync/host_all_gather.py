@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from strategies.exchange_tree import Links, Worker
+from lockstep.strategies.sync.host_all_gather_tree import Links, Worker
 
 RING = 256
 """How many messages a rank may be ahead of one that reads its messages."""

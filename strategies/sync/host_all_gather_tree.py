@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from strategies.rendezvous import own_address
+from lockstep.strategies.launch.process_group import own_address
 
 FANOUT = 8
 """Children of a rank. 64 ranks are two levels below the first, 4,096 are four."""

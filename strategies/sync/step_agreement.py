@@ -1,6 +1,6 @@
 """The control message of a step: what the ranks must agree on, exchanged beside the last backward.
 
-Nine numbers a rank, apart from the collectives of the user (`strategies/exchange.py`). They are sent before the
+Nine numbers a rank, apart from the collectives of the user (`strategies/sync/host_all_gather.py`). They are sent before the
 last backward and read after it: a rank that skipped a collective, gave it another tensor or reduction or logged other
 names is found while the parameters are still untouched. Three more a rank, once the gradients are final, say whether
 those are finite and what was called since, and before an optimizer steps what was called until then.
@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from strategies import faults
-from strategies.base import Agreement, Note
-from strategies.calls import Calls
-from strategies.exchange import Reduced, open_exchange
+from lockstep.strategies.base import Agreement, Note
+from lockstep.strategies.launch import fault_injection as faults
+from lockstep.strategies.sync.collective_fingerprint import Calls
+from lockstep.strategies.sync.host_all_gather import Reduced, open_exchange
 
 
 class Message(NamedTuple):

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lockstep import DataModule, Module
+from lockstep.trainer.cli import config
 from tests.browser.page import CHROMEDRIVER, CHROMIUM, Page, open_browser, open_tensorboard
-from trainer import DataModule, Module, config
 
 pytestmark = [
     pytest.mark.browser,

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import ChannelsLast
+from lockstep import Module
+from lockstep.callbacks import ChannelsLast
 from tests.trainer.toy import distance, equal, loader, net, quiet, weights
-from trainer import Module
 
 
 class Pixels(Module):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from callbacks import CommunicationLedger
-from strategies import DDP, Strategy, TensorParallel
+from lockstep.callbacks import CommunicationLedger
+from lockstep.strategies import DDP, Strategy, TensorParallel
 from tests.trainer.toy import Net, loader, net, quiet
 
 WIDTH, BATCH, RANKS = 16, 8, 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from callbacks import EarlyStopping, ModelCheckpoint
+from lockstep.callbacks import EarlyStopping, ModelCheckpoint
 from tests.trainer.toy import Net, loader, quiet
 
 MEANS = [5.0, 3.0, 4.0, 4.5, 4.6, 4.7]

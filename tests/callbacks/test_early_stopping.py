@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks.early_stopping import EarlyStopping
+from lockstep.callbacks.early_stopping import EarlyStopping
 
 
 def start(callback: EarlyStopping, *, step: int = 0, **options: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from callbacks.lr_factor import add_lr_factor, lr_factor
+from lockstep.callbacks._support.lr_factor import add_lr_factor, lr_factor
 
 
 def parameter() -> nn.Parameter:

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
-from callbacks import Callback
-from callbacks.lr_factor import add_lr_factor
-from callbacks.lr_monitor import LearningRateMonitor
+from lockstep.callbacks import Callback
+from lockstep.callbacks._support.lr_factor import add_lr_factor
+from lockstep.callbacks.lr_monitor import LearningRateMonitor
 from tests.trainer.toy import loader, net, quiet
 
 MODULE: Any = nn.Identity()

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from callbacks.lr_factor import lr_factor
-from callbacks.lr_scaling import LRScaling
-from callbacks.lr_warmup import LRWarmup
+from lockstep.callbacks._support.lr_factor import lr_factor
+from lockstep.callbacks.lr_scaling import LRScaling
+from lockstep.callbacks.lr_warmup import LRWarmup
 
 
 def trainer(*optimizers: torch.optim.Optimizer, batch_size: int | None = 256, rank: int = 0) -> Any:

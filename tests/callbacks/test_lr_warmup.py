@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from callbacks.lr_factor import lr_factor
-from callbacks.lr_warmup import LRWarmup
+from lockstep.callbacks._support.lr_factor import lr_factor
+from lockstep.callbacks.lr_warmup import LRWarmup
 
 BASE = 0.3
 

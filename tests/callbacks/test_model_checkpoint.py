@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks import Callback, CSVLogger, TensorBoardLogger
-from callbacks import model_checkpoint as module
-from callbacks.model_checkpoint import ModelCheckpoint
-from strategies.ddp import DDP
-from strategies.state import Shard
+from lockstep import Trainer
+from lockstep.callbacks import Callback, CSVLogger, TensorBoardLogger
+from lockstep.callbacks import model_checkpoint as module
+from lockstep.callbacks.model_checkpoint import ModelCheckpoint
+from lockstep.strategies.checkpoint_state import Shard
+from lockstep.strategies.ddp import DDP
+from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError, is_checkpoint, save
 from tests.trainer.toy import Net, loader, net, quiet
-from trainer import Trainer
-from trainer.checkpoint import Checkpoint, CheckpointError, is_checkpoint, save
 
 
 class Run:

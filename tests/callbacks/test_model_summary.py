@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from callbacks.model_summary import ModelSummary, summarize
+from lockstep.callbacks.model_summary import ModelSummary, summarize
 
 
 class Net(nn.Module):

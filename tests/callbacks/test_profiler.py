@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from callbacks import Profiler
+from lockstep.callbacks import Profiler
 from tests.trainer.toy import Net, loader, quiet
 
 

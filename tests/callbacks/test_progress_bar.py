@@ -21,8 +21,8 @@ import pytest
 import torch
 from torch import nn
 
-import callbacks.progress_bar
-from callbacks.progress_bar import ProgressBar
+import lockstep.callbacks.progress_bar
+from lockstep.callbacks.progress_bar import ProgressBar
 
 MODULE: Any = nn.Identity()
 
@@ -39,7 +39,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(callbacks.progress_bar, "time", clock)
+    monkeypatch.setattr(lockstep.callbacks.progress_bar, "time", clock)
     return clock
 
 

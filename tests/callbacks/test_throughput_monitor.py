@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from callbacks import Callback, CSVLogger, ModelCheckpoint, ThroughputMonitor
-from callbacks.throughput_monitor import known_peak, peak_of
+from lockstep import Module
+from lockstep.callbacks import Callback, CSVLogger, ModelCheckpoint, ThroughputMonitor
+from lockstep.callbacks.throughput_monitor import known_peak, peak_of
 from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
-from trainer import Module
 
 FLOPS = 2 * 8 * 16 * 2 + 2 * 16 * 3 * 3
 """Of a sample of Net: two matrix products of the first layer, whose input needs no gradient, and three of the second."""

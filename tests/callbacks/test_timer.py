@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-import callbacks.timer
-from callbacks.timer import Timer
+import lockstep.callbacks.timer
+from lockstep.callbacks.timer import Timer
 
 MODULE: Any = nn.Identity()
 
@@ -27,7 +27,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(callbacks.timer, "time", clock)
+    monkeypatch.setattr(lockstep.callbacks.timer, "time", clock)
     return clock
 
 

@@ -45,7 +45,7 @@ def column(root: Path, name: str) -> list[float]:
 
 
 def test_digits_reaches_its_accuracy_and_lies_in_tensorboard(tmp_path: Path) -> None:
-    output = run("-m", "trainer", "fit", "examples/digits.yaml", root=tmp_path)
+    output = run("-m", "lockstep", "fit", "examples/digits.yaml", root=tmp_path)
     assert metric(output, "val/acc") >= 0.97
     (events,) = tmp_path.rglob("events.out.tfevents.*")
     assert f"tensorboard --logdir {events.parent}" in output
@@ -56,8 +56,8 @@ def test_digits_gives_the_same_numbers_on_two_ranks(tmp_path: Path) -> None:
     """In float64: in float32 a ReLU or MaxPool that rounding tips over parts even two runs on one process (docs/exactness.md)."""
     one, two = tmp_path / "one", tmp_path / "two"
     options = ["max_epochs=3", "log_every_n_steps=1", "precision=64-true", CSV]
-    single = run("-m", "trainer", "fit", "examples/digits.yaml", *options, root=one)
-    double = run("-m", "trainer", "fit", "examples/digits.yaml", *options, "strategy=ddp", "devices=2", root=two)
+    single = run("-m", "lockstep", "fit", "examples/digits.yaml", *options, root=one)
+    double = run("-m", "lockstep", "fit", "examples/digits.yaml", *options, "strategy=ddp", "devices=2", root=two)
     assert len(column(one, "train/loss")) == 3 * 45
     assert column(one, "train/loss") == pytest.approx(column(two, "train/loss"), rel=1e-12)
     assert metric(single, "val/acc") == metric(double, "val/acc")
@@ -90,7 +90,7 @@ def test_gpt_learns_and_writes_text(tmp_path: Path) -> None:
 
 def test_gpt_writes_samples_to_tensorboard(tmp_path: Path) -> None:
     tiny = ["module.width=32", "module.depth=1", "data.max_bytes=30_000", "trainer.max_steps=8", "val_check_interval=4"]
-    run("-m", "trainer", "fit", "examples/gpt.yaml", *tiny, root=tmp_path)
+    run("-m", "lockstep", "fit", "examples/gpt.yaml", *tiny, root=tmp_path)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (file,) = tmp_path.rglob("events.out.tfevents.*")
@@ -103,5 +103,5 @@ def test_gpt_writes_samples_to_tensorboard(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_gpt_as_it_comes(tmp_path: Path) -> None:
-    output = run("-m", "trainer", "fit", "examples/gpt.yaml", root=tmp_path, timeout_s=600)
+    output = run("-m", "lockstep", "fit", "examples/gpt.yaml", root=tmp_path, timeout_s=600)
     assert metric(output, "val/loss") < 2.6

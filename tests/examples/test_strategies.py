@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from strategies import DDP, registry
+from lockstep.strategies import DDP, registry
+from lockstep.trainer.cli.main import main
 from tests.conftest import REPO_ROOT
-from trainer.cli import main
 
 FLOAT64 = ["single", "dp", "ddp", "model", "fsdp", "tensor", "pipeline"]
 FLOAT32 = ["deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
@@ -30,7 +30,7 @@ GPT = [
     "module.depth=2",
     "module.head_width=16",
     "module.context=32",
-    "data.text=trainer/loop.py",
+    "data.text=trainer/run/fit.py",
 ]
 GPT += ["data.batch_size=6", "trainer.gradient_clip_val=0.5", "module.sample_bytes=0"]
 EXAMPLES = pytest.mark.parametrize("example", [DIGITS, GPT], ids=["digits", "gpt"])

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from callbacks import CSVLogger, ModelCheckpoint
+from lockstep.callbacks import CSVLogger, ModelCheckpoint
 from tests.trainer.toy import Net, loader, net, quiet
 
 

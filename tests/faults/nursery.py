@@ -16,10 +16,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from callbacks import CSVLogger, ModelCheckpoint
-from strategies import faults
+from lockstep import Trainer
+from lockstep.callbacks import CSVLogger, ModelCheckpoint
+from lockstep.strategies.launch import fault_injection as faults
 from tests.trainer.toy import Net, loader, net
-from trainer import Trainer
 
 
 class Slow(Net):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint import Checkpoint, newest
+from lockstep.trainer.checkpoint.store import Checkpoint, newest
 
 
 def outcome(run: Path, num_steps: int) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[Any], str]:

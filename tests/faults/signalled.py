@@ -15,10 +15,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from callbacks import Callback, ModelCheckpoint
-from callbacks.base import Logger
+from lockstep import Trainer
+from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.callbacks.base import Logger
 from tests.trainer.toy import Net, loader, net, weights
-from trainer import Trainer
 
 NUM_STEPS = 12
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
-from strategies import DDP, FSDP
-from strategies.processes import RankFailure
+from lockstep.strategies import DDP, FSDP
+from lockstep.strategies.launch.launcher import RankFailure
 from tests.trainer.toy import Net, data, loader, net, quiet
 
 TIMEOUT_S = 3

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from strategies import faults
+from lockstep.strategies.launch import fault_injection as faults
+from lockstep.trainer.checkpoint.store import Checkpoint, newest
 from tests.conftest import REPO_ROOT
-from trainer.checkpoint import Checkpoint, newest
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 SCRIPT = str(REPO_ROOT / "tests" / "faults" / "elastic.py")

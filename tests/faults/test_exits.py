@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from strategies.processes import RankFailure, launch
+from lockstep.strategies.launch.launcher import RankFailure, launch
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
 

@@ -30,8 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import ModelCheckpoint
-from trainer import Module, Trainer
+from lockstep.callbacks import ModelCheckpoint
+from lockstep import Module, Trainer
 
 
 class Digits(Module):

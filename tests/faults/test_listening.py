@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.strategies.test_processes import LOOPBACKS
+from tests.strategies.launch.test_launcher import LOOPBACKS
 from tests.trainer.toy import Net, loader, net, quiet
 
 

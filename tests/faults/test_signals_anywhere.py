@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
+from lockstep.trainer.checkpoint.store import Checkpoint, newest
 from tests.conftest import REPO_ROOT
-from trainer.checkpoint import Checkpoint, newest
 
 STRATEGIES = ("single", "ddp", "fsdp", "pipeline")
 TARGETS = ("launcher", "rank", "group", "all")

@@ -30,9 +30,9 @@ import sys
 import time
 from pathlib import Path
 
-from callbacks import CSVLogger, ModelCheckpoint
+from lockstep.callbacks import CSVLogger, ModelCheckpoint
 from tests.trainer.toy import Net, loader, net
-from trainer import Trainer
+from lockstep import Trainer
 
 
 class Soaked(Net):

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from callbacks import ModelCheckpoint
-from strategies import DDP, FSDP
+from lockstep import DataModule, Trainer
+from lockstep.callbacks import ModelCheckpoint
+from lockstep.strategies import DDP, FSDP
 from tests.trainer.toy import loader, net, quiet
-from trainer import DataModule, Trainer
 
 STRATEGIES = {"ddp": DDP, "fsdp": FSDP, "hybrid": lambda: FSDP(replicas=2)}
 

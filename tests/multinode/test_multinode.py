@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep import Trainer
+from lockstep.trainer.checkpoint.store import Checkpoint
 from tests.conftest import REPO_ROOT
 from tests.multinode import fit
 from tests.multinode.hosts import Host, two_hosts
 from tests.trainer.toy import net, quiet
-from trainer import Trainer
-from trainer.checkpoint import Checkpoint
 
 TIMEOUT_S = 80
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies import Loss, Strategy
-from strategies.precision import Precision
-from trainer import checkpoint
-from trainer.checkpoint import Checkpoint
+from lockstep.strategies import Loss, Strategy
+from lockstep.strategies.precision import Precision
+from lockstep.trainer.checkpoint import store as checkpoint
+from lockstep.trainer.checkpoint.store import Checkpoint
 
 
 class Block(nn.Module):
@@ -191,7 +191,7 @@ def on_rank(strategy: Strategy, plan: Plan, folder: str) -> dict[str, Any]:
 
 def reference(plan: Plan, model: Model | None = None, optimizer: Any = None) -> tuple[Model, dict[str, Any]]:
     """The same training in plain torch on one process, each global batch in one piece."""
-    from strategies.data import ShardedLoader
+    from lockstep.strategies.data.sharded_loader import ShardedLoader
 
     dtype = Precision(plan.precision).dtype
     model = build().to(dtype) if model is None else model

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from trainer import Module
+from lockstep import Module
 
 
 class Layer(nn.Module):

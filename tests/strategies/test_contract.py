@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from strategies import (
+from lockstep.strategies import (
     DDP,
     FSDP,
     DataParallel,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies import SingleDevice
-from strategies.eager import move
+from lockstep.strategies import SingleDevice
+from lockstep.strategies.spmd import move
 from tests.trainer.toy import data, equal, net, quiet, weights
 
 Pair = namedtuple("Pair", "first second")

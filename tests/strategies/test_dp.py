@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from strategies.replicas import replica
-from strategies.slices import cut
+from lockstep import Module
+from lockstep.strategies.data.batch_slices import cut
+from lockstep.strategies.dp_replicas import replica
 from tests.trainer.toy import Net, distance, equal, loader, quiet, weights
-from trainer import Module
 
 
 class Counting(Net):

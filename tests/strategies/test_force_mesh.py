@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from callbacks import Callback
-from strategies import DDP, FSDP, DeepSpeed, MeshParallel, Pipeline, SingleDevice, Strategy, TensorParallel
+from lockstep.callbacks import Callback
+from lockstep.strategies import DDP, FSDP, DeepSpeed, MeshParallel, Pipeline, SingleDevice, Strategy, TensorParallel
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 from tests.trainer.toy import distance, equal, loader, net, quiet, weights

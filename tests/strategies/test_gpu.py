@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import Callback
-from strategies import FSDP, MeshParallel, SingleDevice, Strategy, TensorParallel
+from lockstep import Module
+from lockstep.callbacks import Callback
+from lockstep.strategies import FSDP, MeshParallel, SingleDevice, Strategy, TensorParallel
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 from tests.trainer.toy import quiet
-from trainer import Module
 
 GPU = "gpu"
 DEVICE, BACKEND = "cuda", "nccl"

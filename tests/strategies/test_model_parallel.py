@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from strategies import ModelParallel
-from strategies.model_parallel import balanced
+from lockstep.strategies import ModelParallel
+from lockstep.strategies.model_parallel import balanced
 from tests.strategies.contract import build
 from tests.trainer.toy import distance, loader, net, quiet, weights
 
@@ -44,7 +44,7 @@ def test_a_run_has_the_numbers_of_one_device(device_map: dict[str, int] | None) 
 
 def test_activations_are_brought_to_each_layer_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which device each tensor is sent to, with device numbers that CPU tensors cannot show."""
-    import strategies.model_parallel as module
+    import lockstep.strategies.model_parallel as module
 
     sent: list[Any] = []
     real = module.move

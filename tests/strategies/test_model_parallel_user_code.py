@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strategies import ModelParallel
+from lockstep import Module
+from lockstep.strategies import ModelParallel
 from tests.trainer.toy import equal, loader, quiet, weights
-from trainer import Module
 
 
 class Plain(Module):
@@ -109,4 +109,6 @@ def test_what_user_code_does_has_the_effect_of_one_device(kind: type[Module]) ->
     one, other = train(kind, "single"), train(kind, ModelParallel(device_map=places), devices=2)
     assert equal(weights(other), weights(one))
     own = [hook for module in other.modules() for hook in module._forward_pre_hooks.values()]
-    assert not any(type(getattr(hook, "__self__", None)).__module__ == "strategies.model_parallel" for hook in own)
+    assert not any(
+        type(getattr(hook, "__self__", None)).__module__ == "lockstep.strategies.model_parallel" for hook in own
+    )

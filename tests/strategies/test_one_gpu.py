@@ -13,13 +13,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from callbacks import Callback
-from strategies import DDP, FSDP, SingleDevice, Strategy
+from lockstep import Loss
+from lockstep.callbacks import Callback
+from lockstep.strategies import DDP, FSDP, SingleDevice, Strategy
 from tests.strategies import contract
 from tests.strategies.contract import difference, reference, saved_weights
 from tests.strategies.test_force_mesh import ENGINES, PLANS, computes_in_double
 from tests.trainer.toy import Net, distance, loader, net, quiet
-from trainer import Loss
 
 pytestmark = pytest.mark.gpu
 

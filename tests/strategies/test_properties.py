@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-import strategies
-from strategies import Loss, Strategy
-from strategies.data import ShardedLoader, Window
+from lockstep import strategies
+from lockstep.strategies import Loss, Strategy
+from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 
 
 class Rows(Dataset[Any]):

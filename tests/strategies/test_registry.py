@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from strategies import DDP, FSDP, SingleDevice, build, registry
-from strategies.registry import names
+from lockstep import Trainer
+from lockstep.strategies import DDP, FSDP, SingleDevice, build, registry
+from lockstep.strategies.registry import names
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 from tests.trainer.toy import loader, net, quiet
-from trainer import Trainer
 
 THIRD_PARTY = '''
 """A strategy of somebody else: DDP that adds up gradients in float64."""
@@ -20,7 +20,7 @@ THIRD_PARTY = '''
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from strategies.eager import EagerStrategy
+from lockstep.strategies.spmd import EagerStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from callbacks import Callback
+from lockstep import CombinedLoader
+from lockstep.callbacks import Callback
 from tests.trainer.toy import Net, data, distance, equal, quiet, weights
-from trainer import CombinedLoader
 
 
 class Noisy(Dataset[Any]):

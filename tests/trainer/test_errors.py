@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from callbacks import EarlyStopping, ModelCheckpoint, TensorBoardLogger
-from strategies import DDP, processes
+from lockstep import CheckpointError, DataModule, Loss, Module, Trainer
+from lockstep.callbacks import EarlyStopping, ModelCheckpoint, TensorBoardLogger
+from lockstep.strategies import DDP
+from lockstep.strategies.launch import launcher as processes
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
-from trainer import CheckpointError, DataModule, Loss, Module, Trainer
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ TRAINER: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "callback": (
         {"callbacks": [EarlyStopping]},
-        "callbacks must be Callback objects, but one is <class .*EarlyStopping'>; subclass callbacks.Callback",
+        "callbacks must be Callback objects, but one is <class .*EarlyStopping'>; subclass lockstep.callbacks.Callback",
     ),
     "logger": (
         {"logger": ["tensorboard"]},
@@ -205,7 +206,7 @@ def writing(**options: Any) -> Trainer:
 BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
     "no module": (
         lambda: quiet(devices=2).fit(nn.Linear(1, 1), loader()),
-        "fit takes a trainer.Module, but module is Linear; subclass Module",
+        "fit takes a lockstep.Module, but module is Linear; subclass Module",
     ),
     "no step": (lambda: quiet(devices=2).fit(NoStep(), loader()), "NoStep needs the method training_step; define it"),
     "no optimizers": (

@@ -14,18 +14,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from callbacks import CSVLogger, ModelCheckpoint
+from lockstep import RankFailure, Trainer
+from lockstep.callbacks import CSVLogger, ModelCheckpoint
+from lockstep.trainer.checkpoint.store import is_checkpoint
 from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
-from trainer import RankFailure, Trainer
-from trainer.checkpoint import is_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from callbacks import Callback
-from trainer import Module, Trainer
+from lockstep.callbacks import Callback
+from lockstep import Module, Trainer
 
 class Mine(Module):
     def __init__(self, width=3):

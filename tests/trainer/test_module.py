@@ -19,9 +19,9 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
-from callbacks import Callback, ModelCheckpoint
+from lockstep import CheckpointError, DataModule, Loss, Module, Trainer
+from lockstep.callbacks import Callback, ModelCheckpoint
 from tests.trainer.toy import Net, data, distance, equal, loader, net, quiet, weights
-from trainer import CheckpointError, DataModule, Loss, Module, Trainer
 
 # ---- configure_optimizers ------------------------------------------------------------------------
 

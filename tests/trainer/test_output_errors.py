@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from callbacks import Callback, ModelCheckpoint, ProgressBar, TensorBoardLogger
-from callbacks.printing import safe_print
-from tests.trainer.test_logging import Recorder
+from lockstep.callbacks import Callback, ModelCheckpoint, ProgressBar, TensorBoardLogger
+from lockstep.callbacks._support.printing import safe_print
+from tests.trainer.metrics.test_store import Recorder
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
 # ---- loggers -------------------------------------------------------------------------------------
@@ -116,9 +116,9 @@ def test_a_writer_that_cannot_be_opened_by_the_users_step_costs_one_warning(tmp_
 SCRIPT = """
 import os, sys, warnings
 warnings.filterwarnings("ignore")
-from callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
+from lockstep.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
 from tests.trainer.toy import Net, loader, net
-from trainer import Trainer
+from lockstep import Trainer
 
 if __name__ == "__main__":
     class Breaks(Callback):

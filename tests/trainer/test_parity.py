@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep import Loss
 from tests.trainer.toy import Net, data, distance, equal, loader, net, quiet, weights
-from trainer import Loss
 
 STEPS = {"plain": {}, "accumulation": {"accumulate_grad_batches": 4}, "clip norm": {"gradient_clip_val": 0.1}}
 STEPS |= {"clip value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}}
@@ -78,7 +78,8 @@ def ddp_by_hand(options: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _ddp_reference(options: dict[str, Any]) -> list[torch.Tensor]:
-    from strategies import environment, processes
+    from lockstep.strategies.launch import environment
+    from lockstep.strategies.launch import launcher as processes
 
     processes.init_process_group(environment.detect(), "gloo")
     try:

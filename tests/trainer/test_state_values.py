@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from callbacks import Callback, CSVLogger, ModelCheckpoint, TensorBoardLogger
-from strategies.state import Shard, pack, unpack
+from lockstep import Module
+from lockstep.callbacks import Callback, CSVLogger, ModelCheckpoint, TensorBoardLogger
+from lockstep.strategies.checkpoint_state import Shard, pack, unpack
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
-from trainer import Module
 
 
 class Mode(str, enum.Enum):

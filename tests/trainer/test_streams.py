@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from callbacks import (
+from lockstep import seed_everything
+from lockstep.callbacks import (
     Callback,
     CSVLogger,
     EarlyStopping,
@@ -25,9 +26,8 @@ from callbacks import (
     ProgressBar,
     Timer,
 )
+from lockstep.trainer.seeding import rng_state
 from tests.trainer.toy import Net, distance, equal, loader, net, quiet, weights
-from trainer import seed_everything
-from trainer.seeding import rng_state
 
 
 class Masking(Net):

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import Callback, Guard
-from strategies import DDP, Strategy
+from lockstep import Module
+from lockstep.callbacks import Callback, Guard
+from lockstep.strategies import DDP, Strategy
 from tests.trainer.toy import quiet
-from trainer import Module
 
 SPREAD: list[tuple[str, int]] = [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("tensor", 2), ("pipeline", 2), ("dp", 2)]
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from callbacks import Callback
+from lockstep import DataModule, Module, Trainer
+from lockstep.callbacks import Callback
 from tests.trainer.toy import Net, loader, net, quiet, weights
-from trainer import DataModule, Module, Trainer
 
 
 class Transfers(Net):

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
-from callbacks import Callback
+from lockstep import DataModule, Module, Trainer
+from lockstep.callbacks import Callback
 from tests.trainer.toy import Net, data, loader, net, quiet
-from trainer import DataModule, Module, Trainer
 
 
 def cpu(**options: Any) -> Trainer:

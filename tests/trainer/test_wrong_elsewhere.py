@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from callbacks import Callback
-from strategies import environment, processes
+from lockstep import Loss
+from lockstep.callbacks import Callback
+from lockstep.strategies.launch import environment
+from lockstep.strategies.launch import launcher as processes
+from lockstep.trainer.checkpoint.store import Checkpoint
 from tests.trainer.toy import Net, data, distance, loader, net, quiet, weights
-from trainer import Loss
-from trainer.checkpoint import Checkpoint
 
 
 def by_hand(divisor: Any, batch_size: int = 4, accumulate: int = 4, n: int = 37) -> list[torch.Tensor]:
@@ -156,7 +157,7 @@ def naive_divergence() -> list[bool]:
 
 
 DIVERGES = """
-from callbacks import ModelCheckpoint
+from lockstep.callbacks import ModelCheckpoint
 from tests.trainer.toy import *
 
 class Diverging(Net):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer import Module, Trainer
+from lockstep import Module, Trainer
 
 
 class Net(Module):

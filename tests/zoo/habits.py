@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep import Loss, Module
 from tests.zoo.models import perceptron
-from trainer import Loss, Module
 
 HABITS: dict[str, Callable[[], Module]] = {}
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies import environment
-from strategies.processes import launch
+from lockstep import Module, Trainer
+from lockstep.strategies.launch import environment
+from lockstep.strategies.launch.launcher import launch
 from tests.zoo.habits import HABITS, Plain
 from tests.zoo.models import MODELS
-from trainer import Module, Trainer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "exactness.md"
 STRATEGIES: dict[str, tuple[str, int]] = {

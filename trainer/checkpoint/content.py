@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.state import Shard
-from trainer.checkpoint_format import CheckpointError, name_fault
-from trainer.safetensors_file import CODES
+from lockstep.strategies.checkpoint_state import Shard
+from lockstep.trainer.checkpoint.manifest import CheckpointError, name_fault
+from lockstep.trainer.checkpoint.safetensors_file import CODES
 
 _MAX_DEPTH = 64
 _MAX_INT_BITS = 4096

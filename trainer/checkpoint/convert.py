@@ -17,11 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from strategies.state import Shard, pack, unpack
-from trainer import safetensors_file
-from trainer.checkpoint import Checkpoint, CheckpointError, save
-from trainer.checkpoint_format import reason
-from trainer.safetensors_file import PAIRS
+from lockstep.strategies.checkpoint_state import Shard, pack, unpack
+from lockstep.trainer.checkpoint import safetensors_file
+from lockstep.trainer.checkpoint.manifest import reason
+from lockstep.trainer.checkpoint.safetensors_file import PAIRS
+from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError, save
 
 _NOTE = "lockstep"
 """Key in a safetensors file's metadata: JSON of what the tensors alone do not say."""

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.checkpoint_format import MANIFEST, CheckpointError, reason
+from lockstep.trainer.checkpoint.manifest import MANIFEST, CheckpointError, reason
 
 LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f]{8}")
 _LOCKLESS_AGE_S = 86400.0

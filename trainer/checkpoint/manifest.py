@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.crc import crc32
-from trainer.safetensors_file import DTYPES
+from lockstep.trainer.checkpoint.checksum import crc32
+from lockstep.trainer.checkpoint.safetensors_file import DTYPES
 
 FORMAT = 1
 """Version of the format. Readers take this one and older ones."""

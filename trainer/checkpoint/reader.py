@@ -17,8 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainer.checkpoint_folder import asides
-from trainer.checkpoint_format import (
+from lockstep.trainer.checkpoint.checksum import crc32
+from lockstep.trainer.checkpoint.directory import asides
+from lockstep.trainer.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     MAX_JSON_BYTES,
@@ -29,15 +30,14 @@ from trainer.checkpoint_format import (
     split_name,
     unusable,
 )
-from trainer.crc import crc32
-from trainer.safetensors_file import CODES, DTYPES, PAIRS
+from lockstep.trainer.checkpoint.safetensors_file import CODES, DTYPES, PAIRS
 
 _CHUNK_BYTES = 4 << 20
 _LFS = b"version https://git-lfs.github.com/spec"
 
 
 class Checkpoint:
-    """A checkpoint that has been opened: a `strategies.state.Reader` over any number of files and pieces.
+    """A checkpoint that has been opened: a `lockstep.strategies.checkpoint_state.Reader` over any number of files and pieces.
 
     Any process may open it. Tensors are read on demand, through the page cache, into new CPU memory.
     """

@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trainer.checkpoint_reader import Checkpoint
-from trainer.logging import COMBINE
-from trainer.progress import Progress
+from lockstep.trainer.checkpoint.reader import Checkpoint
+from lockstep.trainer.metrics.store import COMBINE
+from lockstep.trainer.progress import Progress
 
 _MOST = 1 << 53
 """No count of a run is higher."""

@@ -18,20 +18,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from callbacks.base import Logger
-from callbacks.printing import safe_print
-from strategies.state import Shard, is_alike, pack, restore_model, unpack
-from trainer import checkpoint as files
-from trainer import checkpoint_schema, resume_checks
-from trainer.checkpoint import Checkpoint, CheckpointError
-from trainer.hparams import restored
-from trainer.logging import COMBINE
-from trainer.seeding import derive, rng_state, seed_everything, set_rng_state
+from lockstep.callbacks._support.printing import safe_print
+from lockstep.callbacks.base import Logger
+from lockstep.strategies.checkpoint_state import Shard, is_alike, pack, restore_model, unpack
+from lockstep.trainer.checkpoint import schema as checkpoint_schema
+from lockstep.trainer.checkpoint import store as files
+from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
+from lockstep.trainer.hparams import restored
+from lockstep.trainer.metrics.store import COMBINE
+from lockstep.trainer.run import resume as resume_checks
+from lockstep.trainer.seeding import derive, rng_state, seed_everything, set_rng_state
 
 if TYPE_CHECKING:
-    from strategies import Strategy
-    from trainer.module import Module
-    from trainer.trainer import Trainer
+    from lockstep.strategies import Strategy
+    from lockstep.trainer.module import Module
+    from lockstep.trainer.trainer import Trainer
 
 
 def save(

@@ -12,11 +12,11 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strategies.state import Shard
-from trainer.checkpoint_folder import LEFTOVER, abandoned, folders, remove, sync
-from trainer.checkpoint_format import MANIFEST, CheckpointError, reason
-from trainer.checkpoint_reader import Checkpoint, is_checkpoint, read_manifest
-from trainer.checkpoint_writer import Saving
+from lockstep.strategies.checkpoint_state import Shard
+from lockstep.trainer.checkpoint.directory import LEFTOVER, abandoned, folders, remove, sync
+from lockstep.trainer.checkpoint.manifest import MANIFEST, CheckpointError, reason
+from lockstep.trainer.checkpoint.reader import Checkpoint, is_checkpoint, read_manifest
+from lockstep.trainer.checkpoint.writer import Saving
 
 __all__ = [
     "Checkpoint",

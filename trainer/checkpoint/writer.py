@@ -30,12 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.faults import fault
-from strategies.state import Shard
-from trainer import safetensors_file
-from trainer.checkpoint_content import check_finite, check_json, check_tensor, refusal
-from trainer.checkpoint_folder import hidden, lock, make_folders, put_in_place, refuse_foreign, remove, sync
-from trainer.checkpoint_format import (
+from lockstep.strategies.checkpoint_state import Shard
+from lockstep.strategies.launch.fault_injection import fault
+from lockstep.trainer.checkpoint import safetensors_file
+from lockstep.trainer.checkpoint.checksum import crc32
+from lockstep.trainer.checkpoint.content import check_finite, check_json, check_tensor, refusal
+from lockstep.trainer.checkpoint.directory import hidden, lock, make_folders, put_in_place, refuse_foreign, remove, sync
+from lockstep.trainer.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     MAX_JSON_BYTES,
@@ -46,8 +47,7 @@ from trainer.checkpoint_format import (
     split_name,
     tiling_fault,
 )
-from trainer.checkpoint_reader import check_files, read_manifest
-from trainer.crc import crc32
+from lockstep.trainer.checkpoint.reader import check_files, read_manifest
 
 _CHUNK_BYTES = 1 << 20
 """Small enough that a chunk is still in the processor's cache when it is written, right after its checksum."""
@@ -518,7 +518,7 @@ def _listing(folder: Path) -> str:
 
 def _own_version() -> str:
     try:
-        return importlib.metadata.version("lockstep")
+        return importlib.metadata.version("lockstep-trainer")
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
 

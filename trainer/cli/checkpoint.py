@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from trainer import interchange
-from trainer.checkpoint import Checkpoint
+from lockstep.trainer.checkpoint import convert as interchange
+from lockstep.trainer.checkpoint.store import Checkpoint
 
 USAGE = "lockstep checkpoint show|verify|diff|export|import PATH... [options]"
 

@@ -41,12 +41,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from callbacks.base import Callback
-from strategies.base import Strategy
-from trainer.datamodule import DataModule
-from trainer.module import Module
-from trainer.seeding import seed_everything
-from trainer.trainer import Trainer
+from lockstep.callbacks.base import Callback
+from lockstep.strategies.base import Strategy
+from lockstep.trainer.datamodule import DataModule
+from lockstep.trainer.module import Module
+from lockstep.trainer.seeding import seed_everything
+from lockstep.trainer.trainer import Trainer
 
 Key = tuple[str, ...]
 P = ParamSpec("P")

@@ -22,11 +22,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from callbacks.printing import safe_print
-from strategies.processes import RankTraceback
-from trainer import config
-from trainer.config import ConfigError, Resolved, Run
-from trainer.trainer import Trainer
+from lockstep.callbacks._support.printing import safe_print
+from lockstep.strategies.launch.launcher import RankTraceback
+from lockstep.trainer.cli import config
+from lockstep.trainer.cli.config import ConfigError, Resolved, Run
+from lockstep.trainer.trainer import Trainer
 
 COMMANDS = {
     "fit": "train, then print the metrics and where the run lies",
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[:1] == ["compare"]:
             return _compare(words[1:])
         if words[:1] == ["checkpoint"]:
-            from trainer import checkpoint_command  # one command needs it
+            from lockstep.trainer.cli import checkpoint as checkpoint_command  # one command needs it
 
             return checkpoint_command.main(words[1:], _Parser)
         command, files, overrides = _parse(words)
@@ -135,7 +135,7 @@ def _predict(run: Run, output: str | None) -> None:
 
 
 def _parse_compare(words: Sequence[str]) -> argparse.Namespace:
-    from trainer import compare  # one command needs it
+    from lockstep.trainer.testing import compare  # one command needs it
 
     parser = _Parser(prog="lockstep compare", usage="lockstep compare CONFIG... [key=value...] [options]")
     parser.add_argument("words", nargs="+", metavar="CONFIG | key=value", help="a YAML file, or an override of one key")
@@ -181,7 +181,7 @@ def _parse_compare(words: Sequence[str]) -> argparse.Namespace:
 
 def _compare(words: Sequence[str]) -> int:
     """0 where every strategy gives the numbers of the first, else 1."""
-    from trainer import compare
+    from lockstep.trainer.testing import compare
 
     given = _parse_compare(words)
     fixed = {"max_steps": given.steps, "split_batches": "true", "log_every_n_steps": 1, "logger": "false"}
@@ -234,7 +234,7 @@ def _class_of(item: Any) -> Any:
 
 
 def _plan(run: Run) -> None:
-    from strategies.pipeline_plan import plan  # one command needs it
+    from lockstep.strategies.pipeline.timeline import plan  # one command needs it
 
     run.module.configure_model()
     print(plan(run.trainer.strategy, run.module))
@@ -312,7 +312,7 @@ def _parse(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:
 
 def _version() -> str:
     try:
-        return importlib.metadata.version("lockstep")
+        return importlib.metadata.version("lockstep-trainer")
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
 
@@ -322,7 +322,7 @@ LIBRARIES = tuple(
     | {"<frozen"}
 )
 FRAMEWORK = tuple(
-    str(Path(__file__).resolve().parent.parent / name) + os.sep for name in ("trainer", "strategies", "callbacks")
+    str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("trainer", "strategies", "callbacks")
 )
 
 

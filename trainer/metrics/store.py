@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from strategies import Strategy
+    from lockstep.strategies import Strategy
 
 COMBINE: dict[str, Callable[[list[float]], float]] = {"mean": sum, "sum": sum, "max": max, "min": min}
 """How a reduction puts the ranks' values together."""

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer.snapshot import torchmetrics_of
+from lockstep.trainer.checkpoint.snapshot import torchmetrics_of
 
 if TYPE_CHECKING:
-    from strategies import Strategy
+    from lockstep.strategies import Strategy
 
 DTYPES = [
     torch.float64,

@@ -7,19 +7,19 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import callbacks as own
-from callbacks.base import Callback
-from strategies import environment
-from strategies.sources import check_is_no_dataset
-from strategies.state import pack
-from trainer import run_plan
-from trainer.datamodule import DataModule
-from trainer.hooks import check_names, overrides
-from trainer.module import Module
-from trainer.setup import Sources, loaders_of
+from lockstep import callbacks as own
+from lockstep.callbacks.base import Callback
+from lockstep.strategies.checkpoint_state import pack
+from lockstep.strategies.data.open_loader import check_is_no_dataset
+from lockstep.strategies.launch import environment
+from lockstep.trainer.datamodule import DataModule
+from lockstep.trainer.module import Module
+from lockstep.trainer.run import start as run_plan
+from lockstep.trainer.run.hooks import check_names, overrides
+from lockstep.trainer.run.prepare import Sources, loaders_of
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from lockstep.trainer.trainer import Trainer
 
 
 def arguments(
@@ -92,7 +92,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             f"leave it out, let {world.launcher} restart them (torchrun --max-restarts) and give ckpt_path='auto'"
         )
     if not isinstance(module, Module):
-        raise TypeError(f"fit takes a trainer.Module, but module is {type(module).__name__}; subclass Module")
+        raise TypeError(f"fit takes a lockstep.Module, but module is {type(module).__name__}; subclass Module")
     hooks(trainer, module, sources.datamodule)
     name = type(module).__name__
     for method in ("training_step", "configure_optimizers"):

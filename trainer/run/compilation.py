@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.base import Strategy
-from strategies.blocks import find_blocks
-from strategies.forwards import with_forward
-from strategies.recompute import keep
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.modules.activation_checkpointing import keep
+from lockstep.strategies.modules.blocks import find_blocks
+from lockstep.strategies.modules.forwards import with_forward
 
 OPTIONS = ("backend", "dynamic", "fullgraph", "mode", "options")
 

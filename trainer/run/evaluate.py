@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from strategies.data import ShardedLoader
-from strategies.processes import set_phase
-from strategies.state import pack, unpack
-from trainer import setup
-from trainer.hooks import overrides, step_function, transfer_of
-from trainer.logging import MetricStore
-from trainer.module import Module
-from trainer.seeding import rng_state, set_rng_state
-from trainer.snapshot import load_extra, restore_weights, torchmetrics_of
+from lockstep.strategies.checkpoint_state import pack, unpack
+from lockstep.strategies.data.sharded_loader import ShardedLoader
+from lockstep.strategies.launch.launcher import set_phase
+from lockstep.trainer.checkpoint.snapshot import load_extra, restore_weights, torchmetrics_of
+from lockstep.trainer.metrics.store import MetricStore
+from lockstep.trainer.module import Module
+from lockstep.trainer.run import prepare as setup
+from lockstep.trainer.run.hooks import overrides, step_function, transfer_of
+from lockstep.trainer.seeding import rng_state, set_rng_state
 
 if TYPE_CHECKING:
-    from trainer.setup import Sources
-    from trainer.trainer import Trainer
+    from lockstep.trainer.run.prepare import Sources
+    from lockstep.trainer.trainer import Trainer
 
 KINDS = {"validate": ("validation", "val"), "test": ("test", "test"), "predict": ("predict", "predict")}
 """Stage: (name in hooks and steps, kind of loader)."""

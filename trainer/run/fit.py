@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from strategies.base import Loss, Note
-from strategies.data import MicroBatch, Window
-from strategies.processes import set_phase
-from trainer import evaluation, setup
+from lockstep.strategies.base import Loss, Note
+from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.launch.launcher import set_phase
+from lockstep.trainer.run import evaluate as evaluation
+from lockstep.trainer.run import prepare as setup
 
 if TYPE_CHECKING:
-    from trainer.module import Module
-    from trainer.setup import Sources
-    from trainer.trainer import Trainer
+    from lockstep.trainer.module import Module
+    from lockstep.trainer.run.prepare import Sources
+    from lockstep.trainer.trainer import Trainer
 
 
 SAVE_FAILED = 1000

@@ -24,13 +24,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from strategies.watchdog import holder
+from lockstep.strategies.launch.watchdog import holder
 
 if TYPE_CHECKING:
-    from trainer.module import Module
-    from trainer.trainer import Trainer
+    from lockstep.trainer.module import Module
+    from lockstep.trainer.trainer import Trainer
 
-PACKAGES = ("lockstep", "torch", "numpy", "safetensors", "cloudpickle", "tensorboard", "torchmetrics", "deepspeed")
+PACKAGES = (
+    "lockstep-trainer",
+    "torch",
+    "numpy",
+    "safetensors",
+    "cloudpickle",
+    "tensorboard",
+    "torchmetrics",
+    "deepspeed",
+)
 _RUNNING, _KILLED = "running", "killed"
 _SLOTS = 2  # steps computed, process id of the writer
 _held: set[tuple[int, int]] = set()  # the locks of this process; it would lose one by opening and closing its file

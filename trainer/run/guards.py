@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from callbacks.guard import Guard, check_replicas, fingerprint
-from callbacks.printing import safe_print
-from strategies.absent import is_here
-from trainer import snapshot
+from lockstep.callbacks._support.printing import safe_print
+from lockstep.callbacks.guard import Guard, check_replicas, fingerprint
+from lockstep.strategies.modules.absent import is_here
+from lockstep.trainer.checkpoint import snapshot
 
 if TYPE_CHECKING:
-    from strategies.base import Agreement
-    from trainer.module import Module
-    from trainer.trainer import Trainer
+    from lockstep.strategies.base import Agreement
+    from lockstep.trainer.module import Module
+    from lockstep.trainer.trainer import Trainer
 
 
 class Guards:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from callbacks.base import Callback, Logger
-from trainer.datamodule import DataModule
-from trainer.module import Module
+from lockstep.callbacks.base import Callback, Logger
+from lockstep.trainer.datamodule import DataModule
+from lockstep.trainer.module import Module
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from lockstep.trainer.trainer import Trainer
 
 NAMES = [name for name in vars(Callback) if name.startswith("on_")]
 TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -81,7 +81,7 @@ class Hooks:
 def _is_users(hook: Callable) -> bool:
     """Whether a hook is the module's or a callback's of the user; those of the package change no model."""
     owner = getattr(hook.func if isinstance(hook, partial) else hook, "__self__", None)
-    return owner is None or not type(owner).__module__.startswith(("callbacks.", "trainer."))
+    return owner is None or not type(owner).__module__.startswith(("lockstep.callbacks.", "lockstep.trainer."))
 
 
 def _adopt_changes(trainer: Trainer, *_: Any) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from lockstep.trainer.trainer import Trainer
 
 
 class ManualOptimizer:

@@ -17,33 +17,34 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from callbacks.base import Logger
-from callbacks.guard import fingerprint
-from callbacks.printing import safe_print
-from strategies.absent import is_here
-from strategies.base import split_loss
-from strategies.closures import needs_closure
-from strategies.combined import CombinedLoader, is_nested, is_several
-from strategies.data import ShardedLoader, Window
-from strategies.mixed_tensors import explanation
-from strategies.processes import current_phase, ends_well, set_phase, shortened
-from strategies.watchdog import SETTING_UP, where
-from trainer import optimizers as configured
-from trainer import resume_checks, snapshot
-from trainer.compilation import Compiled
-from trainer.guards import Guards, check_ownership
-from trainer.hooks import Hooks, overrides, step_function, transfer_of
-from trainer.logging import MetricStore
-from trainer.manual import AutomaticOptimizer, ManualOptimizer
-from trainer.metric_sync import synced_metrics
-from trainer.module import Module, attach
-from trainer.run_folder import conclude
-from trainer.seeding import derive, seed_everything
+from lockstep.callbacks._support.printing import safe_print
+from lockstep.callbacks.base import Logger
+from lockstep.callbacks.guard import fingerprint
+from lockstep.strategies.base import split_loss
+from lockstep.strategies.data.combined import CombinedLoader, is_nested, is_several
+from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
+from lockstep.strategies.launch.launcher import current_phase, ends_well, set_phase, shortened
+from lockstep.strategies.launch.watchdog import SETTING_UP, where
+from lockstep.strategies.mesh.mixed_tensors import explanation
+from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.modules.closures import needs_closure
+from lockstep.trainer.checkpoint import snapshot
+from lockstep.trainer.metrics.store import MetricStore
+from lockstep.trainer.metrics.sync import synced_metrics
+from lockstep.trainer.module import Module, attach
+from lockstep.trainer.run import optimizers as configured
+from lockstep.trainer.run import resume as resume_checks
+from lockstep.trainer.run.compilation import Compiled
+from lockstep.trainer.run.folder import conclude
+from lockstep.trainer.run.guards import Guards, check_ownership
+from lockstep.trainer.run.hooks import Hooks, overrides, step_function, transfer_of
+from lockstep.trainer.run.manual import AutomaticOptimizer, ManualOptimizer
+from lockstep.trainer.seeding import derive, seed_everything
 
 if TYPE_CHECKING:
-    from trainer.datamodule import DataModule
-    from trainer.progress import Progress
-    from trainer.trainer import Trainer
+    from lockstep.trainer.datamodule import DataModule
+    from lockstep.trainer.progress import Progress
+    from lockstep.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -207,15 +208,17 @@ def _life(trainer: Trainer, module: Module, sources: Sources, stage: str, ckpt_p
         raise
     finally:
         if os.getpid() == process:
-            trainer.running = False
-            if compiled is not None:
-                compiled.undo()
-            for handle in trainer.user_optimizers:
-                handle.close()
-            for callback in trainer.callbacks:
-                callback._module = None
-            trainer.strategy.teardown()
-            trainer.signals.give_back()
+            try:
+                trainer.running = False
+                if compiled is not None:
+                    compiled.undo()
+                for handle in trainer.user_optimizers:
+                    handle.close()
+                for callback in trainer.callbacks:
+                    callback._module = None
+                trainer.strategy.teardown()
+            finally:
+                trainer.signals.give_back()
     if trainer.signals.number:  # since the account of the run was closed
         late = trainer.signals.error()
         if trainer.log_dir is not None and trainer.is_global_zero:
@@ -228,7 +231,7 @@ def _of_the_user(error: BaseException) -> BaseException:
     cause = error.__cause__
     if not isinstance(error, RuntimeError) or not isinstance(cause, StopIteration) or cause.__traceback__ is None:
         return error
-    ours = Path(cause.__traceback__.tb_frame.f_code.co_filename).parent.parent == Path(__file__).parent.parent
+    ours = Path(__file__).parents[2] in Path(cause.__traceback__.tb_frame.f_code.co_filename).parents
     return cause if ours and str(error) == "generator raised StopIteration" else error
 
 

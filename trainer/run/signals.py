@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from strategies import environment
+from lockstep.strategies.launch import environment
 
 _SAME_S = 0.2
 """Signals this close together are one request: GNU timeout signals its child and then the child's whole group."""

@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from callbacks.printing import safe_print
-from trainer import checkpoint as files
-from trainer import snapshot
-from trainer.checkpoint import Checkpoint, CheckpointError
-from trainer.run_folder import RunFolder
+from lockstep.callbacks._support.printing import safe_print
+from lockstep.trainer.checkpoint import snapshot
+from lockstep.trainer.checkpoint import store as files
+from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
+from lockstep.trainer.run.folder import RunFolder
 
 if TYPE_CHECKING:
-    from callbacks.base import Logger
-    from trainer.trainer import Trainer
+    from lockstep.callbacks.base import Logger
+    from lockstep.trainer.trainer import Trainer
 
 
 def checked(trainer: Trainer, ckpt_path: str | Path | None) -> str | None:

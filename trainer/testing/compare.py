@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from callbacks.base import Callback
-from strategies import Strategy, registry
-from strategies.precision import Precision
-from trainer import checkpoint as files
-from trainer.checkpoint import Checkpoint
+from lockstep.callbacks.base import Callback
+from lockstep.strategies import Strategy, registry
+from lockstep.strategies.precision import Precision
+from lockstep.trainer.checkpoint import store as files
+from lockstep.trainer.checkpoint.store import Checkpoint
 
 if TYPE_CHECKING:
-    from trainer.module import Module
-    from trainer.trainer import Trainer
+    from lockstep.trainer.module import Module
+    from lockstep.trainer.trainer import Trainer
 
 TOLERANCES = {"64-true": 1e-12, "32-true": 1e-5}
 """Relative difference up to which a precision's runs count as the same; others get 1e-2."""

@@ -19,9 +19,9 @@ def assert_same_run() -> Callable[..., Any]:
     1e-12 in "64-true", which is the default precision here, and 1e-5 in "32-true", in which strategies are compared that
     do not compute in float64 (DeepSpeed). Returns the differences by strategy.
     """
-    from trainer import compare
-    from trainer.seeding import seed_everything
-    from trainer.trainer import Trainer
+    from lockstep.trainer.seeding import seed_everything
+    from lockstep.trainer.testing import compare
+    from lockstep.trainer.trainer import Trainer
 
     def check(
         make_module: Callable[[], Any],

@@ -14,7 +14,7 @@ import torch
 import yaml
 from torch import nn
 
-from callbacks.csv_logger import CSVLogger
+from lockstep.callbacks.loggers.csv import CSVLogger
 
 
 def begun(log_dir: Path, *, global_step: int = 0, rank: int = 0, **options: Any) -> CSVLogger:

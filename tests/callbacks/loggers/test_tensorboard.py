@@ -25,8 +25,8 @@ from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.list_session_groups import Handler
 from torch import nn
 
-from callbacks import Callback, ModelCheckpoint
-from callbacks.tensorboard_logger import TensorBoardLogger
+from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.callbacks.loggers.tensorboard import TensorBoardLogger
 from tests.trainer.toy import loader, net, quiet
 
 
@@ -233,7 +233,7 @@ def test_a_graph_that_cannot_be_drawn_costs_one_warning(tmp_path: Path, capsys: 
 
 FULL_DISK = """
 import resource, torch
-from callbacks.tensorboard_logger import TensorBoardLogger
+from lockstep.callbacks.loggers.tensorboard import TensorBoardLogger
 
 logger = TensorBoardLogger(flush_secs=0.01)
 logger.log_dir = "run"

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
-from strategies.batch_rows import count_samples
-from strategies.combined import CombinedLoader
-from strategies.data import ShardedLoader
-from tests.strategies.test_data import Numbers, read
+from lockstep.strategies.data.batch_rows import count_samples
+from lockstep.strategies.data.combined import CombinedLoader
+from lockstep.strategies.data.sharded_loader import ShardedLoader
+from tests.strategies.data.test_sharded_loader import Numbers, read
 
 
 @dataclass

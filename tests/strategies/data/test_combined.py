@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from strategies.combined import MODES, CombinedLoader
-from strategies.data import ShardedLoader, Window
-from tests.strategies.test_data import Numbers, OwnStream, Stream, Uneven, to_list
+from lockstep.strategies.data.combined import MODES, CombinedLoader
+from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
+from tests.strategies.data.test_sharded_loader import Numbers, OwnStream, Stream, Uneven, to_list
 
 Unit = tuple[Any, int]
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from lockstep import Loss, Module
 from tests.trainer.toy import Net, data, distance, quiet, weights
-from trainer import Loss, Module
 
 SAMPLES = [(x.double(), y) for x, y in data(24)]
 

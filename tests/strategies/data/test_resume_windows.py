@@ -11,8 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
-from strategies.data import ShardedLoader, Window
-from tests.strategies.test_data import BatchStream, Numbers, OwnStream, Stream, Uneven, pieces_of, read, samples_of
+from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
+from tests.strategies.data.test_sharded_loader import (
+    BatchStream,
+    Numbers,
+    OwnStream,
+    Stream,
+    Uneven,
+    pieces_of,
+    read,
+    samples_of,
+)
 
 KINDS: dict[str, Callable[[int, int, bool], Any]] = {
     "sequential": lambda n, size, drop: DataLoader(Numbers(n), size, drop_last=drop),

@@ -30,10 +30,10 @@ from torch.utils.data import (
     random_split,
 )
 
-from strategies import DDP
-from strategies.data import ShardedLoader, Window, guess_batch_size
-from strategies.fetcher import Randomness
-from strategies.permutation import Permutation
+from lockstep.strategies import DDP
+from lockstep.strategies.data.permutation import Permutation
+from lockstep.strategies.data.sharded_loader import ShardedLoader, Window, guess_batch_size
+from lockstep.strategies.data.workers import Randomness
 
 Pieces = list[list[list[tuple[list[int], int]]]]
 

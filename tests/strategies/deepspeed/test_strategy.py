@@ -19,16 +19,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-import strategies
-from callbacks import Callback, LRWarmup, ModelCheckpoint
-from strategies import DeepSpeed, Loss, Strategy
-from strategies.state import gather_whole
+from lockstep import CheckpointError, Module, Trainer, strategies
+from lockstep.callbacks import Callback, LRWarmup, ModelCheckpoint
+from lockstep.strategies import DeepSpeed, Loss, Strategy
+from lockstep.strategies.checkpoint_state import gather_whole
 from tests.conftest import REPO_ROOT
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 from tests.strategies.odd import Odd, tokens
 from tests.trainer.toy import Net, loader, net, quiet
-from trainer import CheckpointError, Module, Trainer
 
 CUT_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 """ZeRO-3 cuts the smallest parameters too, which it keeps whole by default."""
@@ -699,7 +698,7 @@ def test_a_failed_run_takes_its_engine_off() -> None:
 def test_under_torchrun(stage: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import torch\nfrom tests.trainer.toy import loader, net, quiet\nfrom strategies import DeepSpeed\n"
+        "import torch\nfrom tests.trainer.toy import loader, net, quiet\nfrom lockstep.strategies import DeepSpeed\n"
         f"module = net()\ntrainer = quiet(strategy=DeepSpeed(stage={stage}), seed=0, split_batches=True)\ntrainer.fit(module, loader())\n"
         "if trainer.is_global_zero: torch.save(module.state_dict(), 'weights.pt')\n"
     )

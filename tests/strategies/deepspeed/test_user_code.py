@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strategies import DeepSpeed, Strategy
-from strategies.processes import launch
+from lockstep import Module
+from lockstep.strategies import DeepSpeed, Strategy
+from lockstep.strategies.launch.launcher import launch
 from tests.trainer.toy import data, distance, quiet, weights
-from trainer import Module
 
 pytest.importorskip("deepspeed")
 CUT_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.eager import device_index
-from strategies.environment import World, detect, expand_hosts
+from lockstep.strategies.launch.environment import World, detect, expand_hosts
+from lockstep.strategies.spmd import device_index
 
 TORCHRUN = {
     "RANK": "3",
@@ -253,7 +253,7 @@ def test_expand_hosts_refuses(hosts: str) -> None:
 
 
 def test_detect_reads_the_environment_of_the_process() -> None:
-    code = "from strategies.environment import detect; print(detect())"
+    code = "from lockstep.strategies.launch.environment import detect; print(detect())"
     environ = {**os.environ, **MPI}
     printed = subprocess.run(
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True, timeout=60

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from strategies import faults
-from strategies.faults import Fault, fault, parse
+from lockstep import RankFailure, Trainer
+from lockstep.strategies.launch import fault_injection as faults
+from lockstep.strategies.launch.fault_injection import Fault, fault, parse
 from tests.trainer.toy import loader, net, quiet
-from trainer import RankFailure, Trainer
 
 
 @pytest.fixture

@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from strategies import environment, processes
-from strategies.processes import RankFailure, RankTraceback, launch, set_phase
+from lockstep.strategies.launch import environment
+from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.launch.launcher import RankFailure, RankTraceback, launch, set_phase
 
 # ---- helpers -------------------------------------------------------------------------------------------
 
@@ -290,7 +291,7 @@ def test_a_program_that_ends_without_ranks_does_not_wait_for_the_imports_of_its_
     script = program("""
         import atexit, threading
         from contextlib import suppress
-        from strategies import forkserver, processes
+        from lockstep.strategies.launch import forkserver, launcher as processes
         atexit.register(lambda: print(server.process.returncode))  # before what the launch registers, so run after it
         with suppress(TypeError):
             processes.launch(print, (threading.Lock(),), 2)
@@ -314,7 +315,7 @@ def test_script_without_a_guard(program: Callable[[str], Program], tmp_path: Pat
         import atexit, os, sys
         from dataclasses import dataclass
         import beside
-        from strategies.processes import launch
+        from lockstep.strategies.launch.launcher import launch
 
         with open("runs", "a") as file:
             file.write("run\\n")
@@ -364,7 +365,7 @@ def test_script_without_a_guard(program: Callable[[str], Program], tmp_path: Pat
 def test_class_without_a_file(repo_root: Path) -> None:
     code = textwrap.dedent("""
         from torch import nn
-        from strategies.processes import launch
+        from lockstep.strategies.launch.launcher import launch
         class Net(nn.Linear):
             pass
         print(type(launch(lambda net: net, (Net(2, 2),), 2)) is Net)
@@ -385,7 +386,7 @@ def test_import_starts_nothing(repo_root: Path) -> None:
         before = set(os.listdir("/proc/self/fd"))
         import torch
         between = set(os.listdir("/proc/self/fd"))
-        import strategies.processes
+        import lockstep.strategies.launch.launcher
         sockets = [fd for fd in glob.glob("/proc/self/fd/*") if os.path.exists(fd) and os.readlink(fd).startswith("socket")]
         children = open(f"/proc/self/task/{os.getpid()}/children").read() if os.path.exists(f"/proc/self/task/{os.getpid()}/children") else ""
         print(threading.active_count(), len(os.listdir("/proc/self/task")), children, sockets)
@@ -487,7 +488,7 @@ def test_the_exception_of_the_culprit_comes_out(
     assert isinstance(caught.value.__cause__, RankTraceback)
     printed = "".join(traceback.format_exception(caught.value))
     assert printed.startswith(
-        "strategies.processes.RankTraceback: rank 1, step 3, in training_step\nTraceback (most recent call last):\n"
+        "lockstep.strategies.launch.launcher.RankTraceback: rank 1, step 3, in training_step\nTraceback (most recent call last):\n"
     )
     assert printed.index("in fail_in_step") < printed.index("direct cause of the following exception")
     assert len(printed.splitlines()) + len(capfd.readouterr().err.splitlines()) <= 60
@@ -735,8 +736,8 @@ def test_a_program_that_gets_sigterm_lets_every_rank_save_and_exits_with_143(
 ) -> None:
     run = program("""
         from pathlib import Path
-        from strategies.processes import launch
-        from tests.strategies.test_processes import work_until_signalled
+        from lockstep.strategies.launch.launcher import launch
+        from tests.strategies.launch.test_launcher import work_until_signalled
         launch(work_until_signalled, (Path(), "exit"), 2)
     """)
     run.wait_for("ready0", "ready1")
@@ -769,7 +770,7 @@ def test_nothing_is_left_of_a_killed_launcher(program: Callable[[str], Program],
         import multiprocessing, os, signal, time
         from pathlib import Path
         import torch
-        from strategies import environment, processes
+        from lockstep.strategies.launch import environment, launcher as processes
 
         def idle():
             Path("idle" + os.environ.get("RANK", "")).touch()
@@ -911,7 +912,7 @@ def test_the_rendezvous_times_out() -> None:
 WORKER = """
     import os, signal, sys
     import torch, torch.distributed as dist
-    from strategies import environment, processes
+    from lockstep.strategies.launch import environment, launcher as processes
     world = environment.detect()
     processes.init_process_group(world, timeout_s=60)
     total = torch.ones(1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.payload import pack, unpack
+from lockstep.strategies.launch.payload import pack, unpack
 
 
 def through(value: Any) -> Any:

@@ -18,10 +18,12 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from strategies import environment, faults, processes, watchdog
-from strategies.processes import RankFailure, RankTraceback, launch, set_phase
+from lockstep import Trainer
+from lockstep.strategies.launch import environment, watchdog
+from lockstep.strategies.launch import fault_injection as faults
+from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.launch.launcher import RankFailure, RankTraceback, launch, set_phase
 from tests.trainer.toy import Net, data, loader, net, quiet
-from trainer import Trainer
 
 LIMIT_S = 1.5
 
@@ -62,8 +64,8 @@ def test_a_rank_that_hangs_is_named_with_step_phase_and_stacks(
         str(error),
     ), error
     first, _, beside = text.partition("beside it rank 0")
-    assert "faults.py" in first if action != "sigstop" else "stopped by a signal" in first
-    assert "control.py" in beside or "_engine_run_backward" in beside, "what the other rank waits in"
+    assert "fault_injection.py" in first if action != "sigstop" else "stopped by a signal" in first
+    assert "step_agreement.py" in beside or "_engine_run_backward" in beside, "what the other rank waits in"
 
 
 def test_a_run_that_hung_is_started_again(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +116,7 @@ def test_a_rank_that_hangs_while_it_is_set_up(monkeypatch: pytest.MonkeyPatch, w
     assert (caught.value.rank, caught.value.step, caught.value.phase) == (1, None, "setting up")
     text, _, beside = str(caught.value.__cause__).partition("beside it rank 0, in setting up")
     assert (
-        "faults.py" if where == "the rendezvous" else "test_watchdog.py"
+        "fault_injection.py" if where == "the rendezvous" else "test_watchdog.py"
     ) in text and "torch/distributed" in beside, "the other rank waits"
 
 
@@ -134,7 +136,10 @@ def test_the_end_of_prepare_data_is_a_sign() -> None:
 
 def test_a_rank_whose_import_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     blocks = "import os, time\ntime.sleep(600 if os.environ.get('RANK') == '1' else 0)\n"
-    waits = "from strategies import environment, processes\ndef work():\n    processes.init_process_group(environment.detect(), 'gloo')\n"
+    waits = (
+        "from lockstep.strategies.launch import environment, launcher\n"
+        "def work():\n    launcher.init_process_group(environment.detect(), 'gloo')\n"
+    )
     (tmp_path / "blocking.py").write_text(blocks + waits)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RankFailure, match=r"rank 1 hangs \(in starting\): no sign of life") as caught:
@@ -222,15 +227,15 @@ def test_beside_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch, repo_root: Pa
     assert re.search(
         r"^rank 1 hangs \(step 3, in training step\): no sign of life for 1.5 s", done.stderr, re.MULTILINE
     ), done.stderr
-    assert "faults.py" in done.stderr and "rank 0 hangs" not in done.stderr
+    assert "fault_injection.py" in done.stderr and "rank 0 hangs" not in done.stderr
 
 
 WAITS_THEN_BLOCKS = """
 import os, time
 from torch.utils.data import DataLoader
-from callbacks import Callback
-from strategies.faults import fault
-from tests.strategies.test_watchdog import LIMIT_S, Stuck
+from lockstep.callbacks import Callback
+from lockstep.strategies.launch.fault_injection import fault
+from tests.strategies.launch.test_watchdog import LIMIT_S, Stuck
 from tests.trainer.toy import data, loader, net, quiet
 
 class Works(Callback):

@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import Callback, ModelCheckpoint
-from strategies import DDP, FSDP, SingleDevice, Strategy
-from strategies.blocks import find_blocks
-from strategies.dtensors import cut_like
-from strategies.state import gather_whole
-from strategies.traceless import traceless
+from lockstep import Module, Trainer
+from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.strategies import DDP, FSDP, SingleDevice, Strategy
+from lockstep.strategies.checkpoint_state import gather_whole
+from lockstep.strategies.mesh.dtensors import cut_like
+from lockstep.strategies.modules.blocks import find_blocks
+from lockstep.strategies.modules.side_effect_free import traceless
+from lockstep.trainer.checkpoint.store import Checkpoint
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 from tests.strategies.odd import Adversaries, Odd, TwoLosses, tokens
 from tests.trainer.toy import distance, equal, quiet, weights
-from trainer import Module, Trainer
-from trainer.checkpoint import Checkpoint
 
 
 def fit(

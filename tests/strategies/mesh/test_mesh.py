@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies import FSDP, MeshParallel, SingleDevice, Strategy, build
-from strategies.mesh import AXES, parse, resolve
+from lockstep.strategies import FSDP, MeshParallel, SingleDevice, Strategy, build
+from lockstep.strategies.mesh.mesh import AXES, parse, resolve
+from lockstep.trainer.checkpoint.store import Checkpoint
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
+from tests.strategies.mesh.test_fsdp import fit, seeded
 from tests.strategies.odd import Odd, tokens
-from tests.strategies.test_fsdp import fit, seeded
 from tests.trainer.toy import distance, weights
-from trainer.checkpoint import Checkpoint
 
 
 def test_axes_come_out_in_the_stated_order() -> None:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from examples.gpt import GPT
-from strategies import MeshParallel, TensorParallel
-from strategies.options import Options
+from lockstep import Module
+from lockstep.strategies import MeshParallel, TensorParallel
+from lockstep.strategies.mesh.options import Options
+from tests.strategies.mesh.test_fsdp import fit, seeded
 from tests.strategies.odd import Odd, tokens
-from tests.strategies.test_fsdp import fit, seeded
 from tests.trainer.toy import distance, weights
-from trainer import Module
 
 
 class Text(Module):
@@ -222,7 +222,7 @@ class Alone(Module):
 
 
 def test_linear_layers_without_a_pair_are_cut_alone() -> None:
-    from tests.strategies.test_fsdp import rows
+    from tests.strategies.mesh.test_fsdp import rows
 
     one, cut = seeded(Alone), seeded(Alone)
     fit("single", 1, one, rows(8))
@@ -302,8 +302,8 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], Module], str]] = {
 
 @pytest.mark.parametrize(("options", "make", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_cut_is_named(options: dict[str, Any], make: Callable[[], Module], message: str) -> None:
-    from strategies.blocks import find_blocks
-    from strategies.plan import make_plan
+    from lockstep.strategies.mesh.tensor_layout import make_plan
+    from lockstep.strategies.modules.blocks import find_blocks
 
     module = make()
     with pytest.raises(ValueError, match=message):

@@ -15,11 +15,11 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies import FSDP, MeshParallel, TensorParallel
-from strategies.processes import launch
-from tests.strategies.test_fsdp import fit
+from lockstep import Module
+from lockstep.strategies import FSDP, MeshParallel, TensorParallel
+from lockstep.strategies.launch.launcher import launch
+from tests.strategies.mesh.test_fsdp import fit
 from tests.trainer.toy import distance, weights
-from trainer import Module
 
 
 def labelled(n: int = 16, batch: int = 8) -> DataLoader:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from strategies import (
+from lockstep.strategies import (
     DDP,
     FSDP,
     DataParallel,
@@ -27,9 +27,9 @@ from strategies import (
     Strategy,
     TensorParallel,
 )
-from strategies.data import MicroBatch, Window
-from strategies.eager import EagerStrategy
-from strategies.recompute import is_recomputed, keep, recompute
+from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.modules.activation_checkpointing import is_recomputed, keep, recompute
+from lockstep.strategies.spmd import EagerStrategy
 from tests.strategies import contract
 from tests.strategies.contract import Plan, saved_weights
 

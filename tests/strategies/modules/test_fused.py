@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.fused import FUSED, allow_sparse, fuse, leaves_out
+from lockstep.strategies.modules.fused import FUSED, allow_sparse, fuse, leaves_out
 from tests.trainer.toy import Net, distance, equal, loader, net, quiet, weights
 
 

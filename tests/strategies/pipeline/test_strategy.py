@@ -15,17 +15,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-from callbacks import Callback
-from strategies import Pipeline, SingleDevice
-from strategies.pipeline_plan import plan
-from strategies.pipeline_schedule import SCHEDULES, schedule
-from strategies.pipeline_split import balance, cut, measure, stages
+from lockstep import Module, Trainer
+from lockstep.callbacks import Callback
+from lockstep.strategies import Pipeline, SingleDevice
+from lockstep.strategies.pipeline.partition import balance, cut, measure, stages
+from lockstep.strategies.pipeline.schedules import SCHEDULES, schedule
+from lockstep.strategies.pipeline.timeline import plan
+from lockstep.trainer.checkpoint.store import Checkpoint
+from lockstep.trainer.cli.main import main
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 from tests.trainer.toy import distance, loader, net, quiet, weights
-from trainer import Module, Trainer
-from trainer.checkpoint import Checkpoint
-from trainer.cli import main
 
 WIDTH, LENGTH, TOKENS = 8, 6, 11
 

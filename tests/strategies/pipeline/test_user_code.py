@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies import Pipeline, slices
-from tests.strategies.test_optimizer_probe import (
+from lockstep import Loss, Module
+from lockstep.strategies import Pipeline
+from lockstep.strategies.data import batch_slices as slices
+from tests.strategies.modules.test_optimizer_probe import (
     CASES,
     Rule,
     at_once,
@@ -27,7 +29,6 @@ from tests.strategies.test_optimizer_probe import (
     by_trust_ratio,
 )
 from tests.trainer.toy import quiet
-from trainer import Loss, Module
 
 
 def layers() -> nn.Sequential:

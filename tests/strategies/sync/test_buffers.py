@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from strategies import FSDP, DeepSpeed, MeshParallel, Strategy
+from lockstep.strategies import FSDP, DeepSpeed, MeshParallel, Strategy
 from tests.strategies.contract import dataset
 
 
@@ -55,7 +55,7 @@ def test_ranks_share_buffers_unless_they_are_to_keep_their_own(run_ranks: Callab
 
 
 def test_a_model_without_buffers_broadcasts_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    from strategies import sharded
+    from lockstep.strategies.mesh import sharded
 
     monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
     told = []

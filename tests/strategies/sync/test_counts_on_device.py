@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from strategies import DDP, FSDP, Loss, SingleDevice
-from strategies.eager import weighted_losses
+from lockstep.strategies import DDP, FSDP, Loss, SingleDevice
+from lockstep.strategies.spmd import weighted_losses
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from strategies import environment, exchange, exchange_tree, processes
-from strategies.base import Note
-from strategies.control import Control
+from lockstep.strategies.base import Note
+from lockstep.strategies.launch import environment
+from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.sync import host_all_gather as exchange
+from lockstep.strategies.sync import host_all_gather_tree as exchange_tree
+from lockstep.strategies.sync.step_agreement import Control
 
 
 def joined(work: Any, num_ranks: int, tree: bool = False, timeout_s: float = 30.0) -> Any:

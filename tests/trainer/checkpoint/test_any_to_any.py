@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from strategies import DDP, FSDP, DeepSpeed, MeshParallel, Pipeline, SingleDevice, Strategy, TensorParallel
+from lockstep.strategies import DDP, FSDP, DeepSpeed, MeshParallel, Pipeline, SingleDevice, Strategy, TensorParallel
 from tests.strategies import contract
 from tests.strategies.contract import Model, Plan, difference, reference, saved_weights
 

@@ -24,13 +24,14 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks import Callback, EarlyStopping, LRWarmup
-from strategies.state import Shard
-from tests.trainer.test_checkpoint import contents, cut, on_ranks, save_alone, script
-from tests.trainer.test_resume import Rich
+from lockstep.callbacks import Callback, EarlyStopping, LRWarmup
+from lockstep.strategies.checkpoint_state import Shard
+from lockstep.trainer.checkpoint import checksum as crc
+from lockstep.trainer.checkpoint import manifest as checkpoint_format
+from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError, is_checkpoint
+from tests.trainer.checkpoint.test_store import contents, cut, on_ranks, save_alone, script
+from tests.trainer.run.test_resume import Rich
 from tests.trainer.toy import loader, quiet
-from trainer import checkpoint_format, crc
-from trainer.checkpoint import Checkpoint, CheckpointError, is_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -599,7 +600,7 @@ def test_hostile_folders_are_refused_by_name(tmp_path: Path, two_ranks: Path, ca
 CONFINED = """
 import os, resource, sys
 from pathlib import Path
-from trainer.checkpoint import Checkpoint, CheckpointError
+from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (128 << 20), used + (128 << 20)))
@@ -625,7 +626,7 @@ UNTOUCHED = """
 import sys
 from pathlib import Path
 from tests.trainer import test_checkpoint_damage as damage
-from tests.trainer.test_resume import Rich
+from tests.trainer.run.test_resume import Rich
 from tests.trainer.toy import loader, quiet
 
 def everything():
@@ -704,8 +705,8 @@ def test_checksums_are_those_of_zlib_whatever_computes_them(tmp_path: Path) -> N
 import sys
 sys.modules["isal"] = None
 import zlib
-from trainer import crc
-from trainer.checkpoint import Checkpoint
+from lockstep.trainer.checkpoint import checksum as crc
+from lockstep.trainer.checkpoint.store import Checkpoint
 assert crc.crc32 is zlib.crc32
 print(Checkpoint.open("a").files())
 """

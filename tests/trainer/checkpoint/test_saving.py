@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks import Callback, ModelCheckpoint
+from lockstep import CheckpointError, RankFailure, Trainer
+from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.trainer.checkpoint.store import Checkpoint, clean, is_checkpoint, newest
 from tests.trainer.toy import Net, equal, loader, quiet, weights
-from trainer import CheckpointError, RankFailure, Trainer
-from trainer.checkpoint import Checkpoint, clean, is_checkpoint, newest
 
 LAYOUTS = [
     pytest.param("single", 1, id="single"),

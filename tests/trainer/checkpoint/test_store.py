@@ -22,11 +22,12 @@ import torch.distributed.tensor
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from strategies.state import Shard
-from trainer import checkpoint_folder, safetensors_file
-from trainer.checkpoint import Checkpoint, CheckpointError, clean, is_checkpoint, newest, remove, save
+from lockstep.strategies.checkpoint_state import Shard
+from lockstep.trainer.checkpoint import directory as checkpoint_folder
+from lockstep.trainer.checkpoint import safetensors_file
+from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError, clean, is_checkpoint, newest, remove, save
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 
 def save_alone(path: Path, tensors: dict[str, Tensor] | None = None, state: Any = None, rank_state: Any = None) -> Path:
@@ -637,9 +638,9 @@ COMMON = """
 import os, random, signal, sys, time, warnings
 from pathlib import Path
 import torch
-from strategies.state import Shard
-from trainer import checkpoint, checkpoint_folder
-from trainer.checkpoint import Checkpoint
+from lockstep.strategies.checkpoint_state import Shard
+from lockstep.trainer.checkpoint import store as checkpoint, directory as checkpoint_folder
+from lockstep.trainer.checkpoint.store import Checkpoint
 
 root = Path(sys.argv[1])
 
@@ -809,9 +810,9 @@ ON_RANKS = (
     COMMON
     + """
 import itertools, threading
-from strategies import FSDP
-from strategies.processes import RankFailure
-from strategies.state import State
+from lockstep.strategies import FSDP
+from lockstep.strategies.launch.launcher import RankFailure
+from lockstep.strategies.checkpoint_state import State
 
 rounds = int(sys.argv[2])
 
@@ -1042,7 +1043,7 @@ os.chdir(sys.argv[2])
 Path("large.py").write_text('''
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from trainer import Module
+from lockstep import Module
 
 class Large(Module):
     def __init__(self):
@@ -1060,7 +1061,7 @@ class Large(Module):
 ''')
 saver = "{class: ModelCheckpoint, filename: '{step}', every_n_train_steps: 1, async_save: true}"
 words = ["module.class=large.Large", f"trainer.callbacks=[{saver}]", "max_steps=4", "logger=false", f"default_root_dir={root}/fit", "strategy=single"]
-done = subprocess.run([sys.executable, "-m", "trainer", "fit", *words, "enable_progress_bar=false"], capture_output=True, text=True)
+done = subprocess.run([sys.executable, "-m", "lockstep", "fit", *words, "enable_progress_bar=false"], capture_output=True, text=True)
 (kept,) = (root / "fit/Large/version_0/checkpoints").iterdir()
 assert done.returncode == 1 and kept.name == "step=1", (done, kept)
 assert Checkpoint.open(kept).global_step == 1

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from lockstep import CheckpointError, Module
+from lockstep.trainer.checkpoint.store import Checkpoint
+from lockstep.trainer.cli import checkpoint as checkpoint_command
+from lockstep.trainer.cli.main import main
 from tests.trainer.toy import Net, equal, loader, quiet, weights
-from trainer import CheckpointError, Module, checkpoint_command
-from trainer.checkpoint import Checkpoint
-from trainer.cli import main
 
 
 def fitted(folder: Path, steps: int = 3, **options: Any) -> tuple[Net, Path]:

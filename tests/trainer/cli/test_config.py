@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.ddp import DDP
-from trainer.config import ConfigError, Resolved, build, check, resolve
-from trainer.trainer import Trainer
+from lockstep.strategies.ddp import DDP
+from lockstep.trainer.cli.config import ConfigError, Resolved, build, check, resolve
+from lockstep.trainer.trainer import Trainer
 
 SHOP = """
 from __future__ import annotations
@@ -27,8 +27,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
-from callbacks import Callback
-from trainer import DataModule, Module
+from lockstep.callbacks import Callback
+from lockstep import DataModule, Module
 if TYPE_CHECKING:
     from nowhere import Unknown
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer.cli import main
-from trainer.config import resolve
+from lockstep.trainer.cli.config import resolve
+from lockstep.trainer.cli.main import main
 
 TINY = """
 import os, time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from trainer import DataModule, Module
+from lockstep import DataModule, Module
 
 class Line(Module):
     def __init__(self, lr: float = 0.1, fail: bool = False, sleep_s: float = 0.0):
@@ -85,7 +85,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def environment() -> dict[str, str]:
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
 
 
@@ -207,7 +207,7 @@ def test_a_mistake_is_one_line_on_several_ranks(capfd: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_end_with_a_checkpoint_and_their_own_code(number: signal.Signals, code: int) -> None:
-    arguments = [sys.executable, "-m", "trainer", "fit", "run.yaml", "module.sleep_s=0.05", "max_epochs=1000"]
+    arguments = [sys.executable, "-m", "lockstep", "fit", "run.yaml", "module.sleep_s=0.05", "max_epochs=1000"]
     process = subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not Path("started").exists():

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from callbacks import Callback
+from lockstep import Trainer
+from lockstep.callbacks import Callback
 from tests.trainer.toy import Net, loader, quiet
-from trainer import Trainer
 
 
 class Collects(Net):

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from callbacks import Callback, CSVLogger, TensorBoardLogger
-from callbacks.base import Logger
+from lockstep import DataModule, Module, Trainer
+from lockstep.callbacks import Callback, CSVLogger, TensorBoardLogger
+from lockstep.callbacks.base import Logger
+from lockstep.trainer.metrics.store import MetricStore
 from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
-from trainer import DataModule, Module, Trainer
-from trainer.logging import MetricStore
 
 
 class Recorder(Logger):

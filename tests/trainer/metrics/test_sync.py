@@ -19,7 +19,7 @@ from torchmetrics.classification import (
 from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef, R2Score, SpearmanCorrCoef
 from torchmetrics.retrieval import RetrievalMAP, RetrievalNormalizedDCG
 
-from tests.trainer.test_logging import Recorder, shown
+from tests.trainer.metrics.test_store import Recorder, shown
 from tests.trainer.toy import Net, data, loader, quiet
 
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from examples.gpt import GPT, VOCABULARY
-from strategies import (
+from lockstep import Module
+from lockstep.strategies import (
     DDP,
     FSDP,
     DataParallel,
@@ -24,10 +25,9 @@ from strategies import (
     Strategy,
     TensorParallel,
 )
-from tests.trainer.test_guards import Brittle, far, marked_data
+from lockstep.trainer.run.compilation import Compiled
+from tests.trainer.run.test_guards import Brittle, far, marked_data
 from tests.trainer.toy import loader, net, quiet
-from trainer import Module
-from trainer.compilation import Compiled
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore"

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from callbacks import Callback, CSVLogger, ModelCheckpoint
+from lockstep import Trainer
+from lockstep.callbacks import Callback, CSVLogger, ModelCheckpoint
+from lockstep.trainer.run.folder import RunFolder, read_summary
 from tests.trainer.toy import Net, loader, net, quiet
-from trainer import Trainer
-from trainer.run_folder import RunFolder, read_summary
 
 HEAD = """
 import os, sys, time
 from pathlib import Path
-from callbacks import Callback, CSVLogger, ModelCheckpoint
+from lockstep.callbacks import Callback, CSVLogger, ModelCheckpoint
 from tests.trainer.toy import Net, loader, net, quiet
 """
 
@@ -169,11 +169,11 @@ def test_what_is_in_a_run_folder() -> None:
     config = json.loads((folder / "config.yaml").read_text())
     assert (
         config["trainer"]["gradient_clip_val"] == 1.0
-        and config["trainer"]["callbacks"] == "callbacks.model_checkpoint.ModelCheckpoint"
+        and config["trainer"]["callbacks"] == "lockstep.callbacks.model_checkpoint.ModelCheckpoint"
     )
     assert config["hyperparameters"]["width"] == 12 and config["module"] == "tests.trainer.toy.Net"
     versions = json.loads((folder / "versions.json").read_text())
-    assert versions["torch"].startswith("2.") and versions["python"].count(".") == 2 and "lockstep" in versions
+    assert versions["torch"].startswith("2.") and versions["python"].count(".") == 2 and "lockstep-trainer" in versions
     assert summary() == {
         "exit": "finished",
         "steps": 6,
@@ -246,10 +246,8 @@ def test_a_folder_that_is_deleted_during_the_run_comes_back_with_its_lock() -> N
 
 def other_process(folder: Path) -> None:
     """Raises what another process that wants to write in the folder gets."""
-    code = (
-        "import sys; from pathlib import Path; from trainer.run_folder import RunFolder; RunFolder(Path(sys.argv[1]))"
-    )
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    code = "import sys; from pathlib import Path; from lockstep.trainer.run.folder import RunFolder; RunFolder(Path(sys.argv[1]))"
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
         [sys.executable, "-c", code, folder], env=environ, capture_output=True, text=True, timeout=100
     )

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import Callback, Guard, ModelCheckpoint
-from strategies import (
+from lockstep import Module
+from lockstep.callbacks import Callback, Guard, ModelCheckpoint
+from lockstep.strategies import (
     DDP,
     FSDP,
     DataParallel,
@@ -26,7 +27,6 @@ from strategies import (
 )
 from tests.strategies.contract import Body
 from tests.trainer.toy import Net, loader, quiet
-from trainer import Module
 
 STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "single": (SingleDevice, 1),

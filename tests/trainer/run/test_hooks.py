@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks import Callback, base
+from lockstep import Module
+from lockstep.callbacks import Callback, base
 from tests.trainer.toy import Net, loader, quiet
-from trainer import Module
 
 HOOKS = ["setup", "teardown", *[name for name in vars(Callback) if name.startswith("on_")]]
 

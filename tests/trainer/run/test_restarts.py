@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks import CSVLogger, ModelCheckpoint
-from strategies import faults
+from lockstep import RankFailure, Trainer
+from lockstep.callbacks import CSVLogger, ModelCheckpoint
+from lockstep.strategies.launch import fault_injection as faults
+from lockstep.trainer.cli.main import main
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
-from trainer import RankFailure, Trainer
-from trainer.cli import main
 
 KILLS = "rank={rank},step=3,point=backward,action=sigkill,file=count;rank={rank},step=6,point=callback,action=sigkill,file=count"
 

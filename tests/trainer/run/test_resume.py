@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from callbacks import Callback, EarlyStopping, LRWarmup, ModelCheckpoint
+from lockstep import CheckpointError, Trainer
+from lockstep.callbacks import Callback, EarlyStopping, LRWarmup, ModelCheckpoint
 from tests.trainer.toy import Net, equal, loader, quiet, weights
-from trainer import CheckpointError, Trainer
 
 KILL = "LOCKSTEP_TEST_KILL"
 
@@ -122,8 +122,8 @@ def test_from_the_last_step_of_an_epoch_without_an_end(tmp_path: Path) -> None:
     ("devices", "kill", "every"), [(1, 13, 4), pytest.param(1, 2, 1, marks=pytest.mark.slow), (2, 7, 3)]
 )
 def test_killed_in_the_middle_of_an_epoch_and_resumed(tmp_path: Path, devices: int, kill: int, every: int) -> None:
-    code = f"from tests.trainer.test_resume import run; run({str(tmp_path)!r}, {devices}, {every})"
-    root = Path(__file__).parents[2]
+    code = f"from tests.trainer.run.test_resume import run; run({str(tmp_path)!r}, {devices}, {every})"
+    root = Path(__file__).parents[3]
     killed = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, KILL: str(kill), "PYTHONPATH": str(root)},
@@ -210,11 +210,11 @@ def test_longer_run_continues_where_max_steps_ended(tmp_path: Path) -> None:
     assert equal(weights(fit(23, "last")), weights(fit(23, None)))
 
 
-@pytest.mark.slow  # tests/trainer/test_signals.py, without a program of its own
+@pytest.mark.slow  # tests/trainer/run/test_signals.py, without a program of its own
 def test_sigterm_stops_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     code = f"""
 import os, signal
-from callbacks import Callback
+from lockstep.callbacks import Callback
 from tests.trainer.toy import *
 class Stop(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
@@ -224,7 +224,7 @@ quiet(default_root_dir={str(tmp_path)!r}, devices=2, max_epochs=9, enable_checkp
 """
     stopped = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         capture_output=True,
         text=True,
         timeout=100,

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from callbacks import Callback
-from strategies import DDP
+from lockstep import Module
+from lockstep.callbacks import Callback
+from lockstep.strategies import DDP
 from tests.trainer.toy import data, equal, quiet, weights
-from trainer import Module
 
 
 class Backwards(Module):

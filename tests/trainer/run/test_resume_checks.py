@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR
 
-from callbacks import Callback, EarlyStopping, LearningRateMonitor
-from tests.trainer.test_resume_bitwise import SavesAt
+from lockstep import CheckpointError, Module
+from lockstep.callbacks import Callback, EarlyStopping, LearningRateMonitor
+from lockstep.trainer.checkpoint import reader as checkpoint_reader
+from tests.trainer.run.test_resume_bitwise import SavesAt
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
-from trainer import CheckpointError, Module, checkpoint_reader
 
 # ---- optimizers and schedulers -------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from callbacks import Callback, LRScaling, LRWarmup
+from lockstep.callbacks import Callback, LRScaling, LRWarmup
 from tests.trainer.toy import Net, distance, quiet, weights
 
 N, GLOBAL_BATCH, ACCUMULATE, EPOCHS = 67, 24, 2, 2  # an epoch is two full windows and one of 19 samples

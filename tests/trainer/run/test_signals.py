@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from callbacks import Callback, ModelCheckpoint
-from strategies import environment
+from lockstep import Trainer
+from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.strategies.launch import environment
+from lockstep.trainer.checkpoint.store import is_checkpoint
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
-from trainer import Trainer
-from trainer.checkpoint import is_checkpoint
 
 
 class Signalled(Net):

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from callbacks import Callback, ModelCheckpoint
+from lockstep import Trainer
+from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.trainer.checkpoint.store import newest
 from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
-from trainer import Trainer
-from trainer.checkpoint import newest
 
 BEFORE = ("setup", "configure_optimizers", "on_fit_start", "sanity check", "on_train_start", "first read")
 AFTER = ("validation", "on_train_epoch_start", "on_train_epoch_end", "later read", "on_save_checkpoint")

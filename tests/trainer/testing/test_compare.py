@@ -14,14 +14,24 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from strategies import DDP, SingleDevice, registry
+from lockstep import DataModule
+from lockstep.strategies import DDP, SingleDevice, registry
+from lockstep.trainer.cli.main import main
+from lockstep.trainer.testing import compare
+from lockstep.trainer.testing.compare import (
+    IGNORED_METRICS,
+    Difference,
+    Recorder,
+    differences,
+    record,
+    relative,
+    table,
+    to_json,
+)
+from lockstep.trainer.trainer import Trainer
 from tests.trainer.toy import Net, data, loader, net
-from trainer import DataModule, compare
-from trainer.cli import main
-from trainer.compare import IGNORED_METRICS, Difference, Recorder, differences, record, relative, table, to_json
-from trainer.trainer import Trainer
 
-pytest_plugins = ["trainer.pytest_plugin"]
+pytest_plugins = ["lockstep.trainer.testing.plugin"]
 
 
 class Wrong(DDP):
@@ -234,7 +244,7 @@ class Digits(DataModule):
 @pytest.fixture
 def config(tmp_path: Path) -> str:
     (tmp_path / "run.yaml").write_text(
-        "module: {class: tests.trainer.toy.Net}\ndata: {class: tests.trainer.test_compare.Digits}\n"
+        "module: {class: tests.trainer.toy.Net}\ndata: {class: tests.trainer.testing.test_compare.Digits}\n"
         "trainer: {max_epochs: 1, accelerator: cpu, seed: 3, logger: {class: CSVLogger}, callbacks: [{class: ModelCheckpoint}]}\n"
     )
     return "run.yaml"

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies.absent import is_here
+from lockstep.strategies.modules.absent import is_here
 
 
 class HiddenState(defaultdict[Tensor, Any]):

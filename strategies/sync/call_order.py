@@ -10,7 +10,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 
-from strategies.exchange import open_exchange
+from lockstep.strategies.sync.host_all_gather import open_exchange
 
 GATHER, REDUCE, END_FORWARD, END_BACKWARD = range(4)
 _DOES = "uses {}", "reduces gradients of {}", "is done with its forward", "is done with its backward"
