@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from docs.make_architecture import PAGE, picture
 from lockstep.strategies import registry
 from lockstep.trainer.cli import checkpoint as checkpoint_command
 from lockstep.trainer.cli import config
@@ -99,11 +100,11 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def arguments_of_lockstep(words: list[str]) -> list[str] | None:
-    """What follows `lockstep` or `-m trainer` in a command, whatever starts it; None where it is another command."""
+    """What follows `lockstep` or `-m lockstep` in a command, whatever starts it; None where it is another command."""
     for i, word in enumerate(words):
         if Path(word).name == "lockstep" and "=" not in word:
             return words[i + 1 :]
-        if word == "-m" and words[i + 1 : i + 2] == ["trainer"]:
+        if word == "-m" and words[i + 1 : i + 2] == ["lockstep"]:
             return words[i + 2 :]
     return None
 
@@ -199,3 +200,7 @@ def test_readme_names_the_strategies_that_there_are() -> None:
 def test_readme_example_is_short() -> None:
     example = next(block for block in blocks(REPO_ROOT / "README.md") if block.language == "python")
     assert len(example.text.splitlines()) <= 25
+
+
+def test_the_picture_of_the_architecture_is_that_of_the_imports() -> None:
+    assert picture() in PAGE.read_text(), "run `python -m docs.make_architecture`"
