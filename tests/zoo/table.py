@@ -136,6 +136,7 @@ APART = {
     "sparse mixture of experts",
     "a layer that is never used",
     "A counter of its own in training_step that weighs the loss",
+    "Values collected in training_step whose mean a hook logs",
 }
 """Cases in which an error comes up on one rank, and ends the others."""
 
@@ -171,6 +172,8 @@ def is_refusal(error: str) -> bool:
         "run stage backward",
         "NoneType",
         "hangs",
+        "has ended",
+        "Gloo",
         "SIG",
     )
     return (
