@@ -26,6 +26,7 @@ from lockstep.strategies.deepspeed.access import Access
 from lockstep.strategies.modules.model_changes import own_backward
 from lockstep.strategies.modules.side_effect_free import traceless
 from lockstep.strategies.modules.step_state import numbers, refuse_changed_numbers
+from lockstep.strategies.sync.call_order import END_FORWARD, GATHER, REDUCE, CallOrder
 
 Part = Callable[[int], AbstractContextManager[Any]]
 
@@ -61,6 +62,8 @@ class ZeroStep(nn.Module):
         """Those of steps that one process would run too."""
         self.called: list[int] = []
         """Indices of submodules in the order in which this window's steps called them, under stage 3."""
+        self.call_order: CallOrder | None = None
+        """Compares what ranks gather and reduce on the way, from when it is set."""
         self.access = Access()
         self.has_gradients = False
         """Whether the engine holds the final gradient of a window."""
@@ -77,7 +80,7 @@ class ZeroStep(nn.Module):
         self.local_rank = local_rank
         self.before = [(owner, set(vars(owner))) for owner in (*self.model.modules(), *self.model.parameters())]
         self.linear = F.linear  # replaced by ZeRO-3
-        self.trained = trained
+        self.trained, self.num_modules = trained, len([*self.model.modules()])
         self.hooks: list[Any] = [  # before the engine's own
             parameter.register_post_accumulate_grad_hook(functools.partial(self._note_gradient, i))
             for i, parameter in enumerate(trained)
@@ -93,7 +96,8 @@ class ZeroStep(nn.Module):
 
         cuts = config["zero_optimization"]["stage"] == 3
         modules = list(self.model.modules()) if cuts else []
-        for module in modules:  # around the engine's own hooks, which are registered in between
+        for i, module in enumerate(modules):  # around the engine's own hooks, which are registered in between
+            self.hooks.append(module.register_forward_pre_hook(functools.partial(self._announce, i)))
             self.hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(begin)]
         accelerator = {"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {}
         with _environment(LOCAL_RANK=str(local_rank), **accelerator), warnings.catch_warnings():
@@ -188,6 +192,7 @@ class ZeroStep(nn.Module):
     def _run_step(self) -> Any:
         self.in_backward = set()
         value = self._through_engine(self._loss)
+        self._end_forward()
         return _with_loss(self._taken(), value)
 
     def weightless_step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Loss:
@@ -203,6 +208,7 @@ class ZeroStep(nn.Module):
     def evaluate(self, call: Callable[[], Any]) -> Any:
         self.call = call
         self._through_engine(self._output)
+        self._end_forward()
         return self._taken()
 
     def forward(self) -> Tensor | None:
@@ -247,6 +253,20 @@ class ZeroStep(nn.Module):
             value: Any = split_loss(self.last(), 0)[0]
         return value * 0
 
+    def name_of(self, index: int) -> str:
+        """Of a submodule, or behind these of a trained parameter, as `call_order` counts them."""
+        modules = [name for name, _ in self.model.named_modules()]
+        return modules[index] if index < len(modules) else self.names([index - len(modules)])[0]
+
+    def _announce(self, index: int, module: nn.Module, *_: Any) -> None:
+        own: list[Any] = list(module.parameters(recurse=False))
+        if self.call_order is not None and any(p.ds_status.name != "AVAILABLE" for p in own):
+            self.call_order.note(GATHER, index)
+
+    def _end_forward(self) -> None:
+        if self.call_order is not None:
+            self.call_order.note(END_FORWARD)
+
     def _note_call(self, index: int | None, *_: Any) -> None:
         self.ran = True
         if index is not None:
@@ -255,6 +275,8 @@ class ZeroStep(nn.Module):
     def _note_gradient(self, index: int, parameter: nn.Parameter) -> None:
         if self.access.is_users:
             raise own_backward(self.names([index]))
+        if self.call_order is not None:
+            self.call_order.note(REDUCE, self.num_modules + index)
         self.arrived.append(index)
         self.in_backward.add(index)
         if self.counts:

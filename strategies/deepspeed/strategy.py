@@ -40,6 +40,7 @@ from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.optimizer_probe import probe
 from lockstep.strategies.spmd import EagerStrategy, shortened
 from lockstep.strategies.sync.buffers import share_buffers
+from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
 
 PRECISIONS = ("32-true", "tf32-true", "bf16-mixed", "bf16-true")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -91,6 +92,7 @@ class DeepSpeed(EagerStrategy):
         self._batches: tuple[int, int | None] | None = None
         self._attached = self._clipped = self._steps = False
         self._detach: Callable[[], None] | None = None
+        self._order: CallOrder | None = None
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 
@@ -123,6 +125,9 @@ class DeepSpeed(EagerStrategy):
         if self._detach is not None:
             self._detach()
         self._detach = None
+        if self._order is not None:
+            self._order.close()
+            self._order = None
         self._attached = self._clipped = self._steps = False
         self._batches = None
         super().teardown()
@@ -189,6 +194,15 @@ class DeepSpeed(EagerStrategy):
         self._watch_changes(placed)
         device_index = self.local_rank if self.device.index is None else self.device.index
         placed.attach(optimizer, config, [p for group in trained for p in group], self.device, device_index)
+        if placed.stage > 1:
+            self._order = placed.call_order = CallOrder(
+                self.rank,
+                self.world_size,
+                self.timeout_s,
+                placed.name_of,
+                f"ZeRO-{placed.stage}",
+                "use strategy='ddp' or 'deepspeed_stage_1'",
+            )
         self._buffered = [module for module in placed.modules() if module._buffers]
         optimizer.register_step_pre_hook(self._only_through_the_engine)
         return optimizers
@@ -367,6 +381,8 @@ class DeepSpeed(EagerStrategy):
     def _after_backwards(self, placed: nn.Module) -> None:
         assert isinstance(placed, ZeroStep)
         placed.access.is_users = placed.access.hides_gradients = True
+        if self._order is not None:
+            self._order.note(END_BACKWARD)
 
     def _concluded(
         self, placed: nn.Module, agreement: Agreement, after_backward: Callable[[], None] | None = None
