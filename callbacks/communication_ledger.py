@@ -150,7 +150,7 @@ class CommunicationLedger(Callback):
             "rows": rows,
         }
         if trainer.is_global_zero:
-            path = Path(trainer.log_dir or trainer.default_root_dir) / "communication.json"
+            path = Path(trainer.log_dir or trainer.arguments.default_root_dir) / "communication.json"
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(self.report, indent=2) + "\n")

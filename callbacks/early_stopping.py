@@ -107,7 +107,7 @@ class EarlyStopping(Callback):
             self._metric.at_epoch_end = state_dict["check_on_train_epoch_end"]
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._fitting = stage == "fit" and not trainer.fast_dev_run
+        self._fitting = stage == "fit" and not trainer.arguments.fast_dev_run
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         self._metric.restart()

@@ -216,11 +216,11 @@ class ModelCheckpoint(Callback):
             self._metric.at_epoch_end = state_dict["save_on_train_epoch_end"]
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._fitting = stage == "fit" and not trainer.fast_dev_run
+        self._fitting = stage == "fit" and not trainer.arguments.fast_dev_run
         if not self._fitting:
             return
         self.dirpath = self._given_dirpath or os.path.abspath(
-            os.path.join(trainer.log_dir or trainer.default_root_dir, "checkpoints")
+            os.path.join(trainer.log_dir or trainer.arguments.default_root_dir, "checkpoints")
         )
         if trainer.is_global_zero:
             try:
@@ -260,7 +260,7 @@ class ModelCheckpoint(Callback):
         if self.every_n_train_steps is not None:
             due = step // self.every_n_train_steps > seen // self.every_n_train_steps
         elif self.train_time_interval is not None:
-            every = max(1, trainer.log_every_n_steps)
+            every = max(1, trainer.arguments.log_every_n_steps)
             due = step // every > seen // every and trainer.strategy.broadcast(
                 time.monotonic() - self._saved_at >= self.train_time_interval.total_seconds()
             )

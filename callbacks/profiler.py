@@ -58,7 +58,7 @@ class Profiler(Callback):
         self.seconds, self._steps, self._mark = dict.fromkeys(_PARTS, 0.0), -1, time.perf_counter()
         if self.kind == "torch":
             schedule = torch.profiler.schedule(wait=self.first_step - 1, warmup=1, active=self.num_steps, repeat=1)
-            folder = Path(trainer.log_dir or trainer.default_root_dir) / "profile"
+            folder = Path(trainer.log_dir or trainer.arguments.default_root_dir) / "profile"
             self.path = folder / f"rank-{trainer.global_rank}.json"
             self._profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write, acc_events=True)
             self._profile.start()

@@ -96,10 +96,10 @@ class ThroughputMonitor(Callback):
         self._steps, self._counts, self._last_step = 0, [], trainer.global_step
         self._num_tokens, self._uncollected = 0.0, False
         self._knows_tokens = (
-            trainer.global_step % trainer.log_every_n_steps == 0
+            trainer.global_step % trainer.arguments.log_every_n_steps == 0
         )  # else the sum goes on from the run that is resumed
         self.measured_flops_per_sample = self.flops_per_sample
-        self._peak = self.peak_flops_per_s or known_peak(trainer.strategy.device, str(trainer.given["precision"]))
+        self._peak = self.peak_flops_per_s or known_peak(trainer.strategy.device, str(trainer.arguments.precision))
         self._restart(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
@@ -139,7 +139,7 @@ class ThroughputMonitor(Callback):
             self._measure(trainer)
             self._restart(trainer)
         stepped, self._last_step = trainer.global_step != self._last_step, trainer.global_step
-        if stepped and trainer.global_step % trainer.log_every_n_steps == 0:
+        if stepped and trainer.global_step % trainer.arguments.log_every_n_steps == 0:
             self._collect(trainer)
             if self._steps > _NUM_MEASURED:
                 self._show(trainer)

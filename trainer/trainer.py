@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ from lockstep import strategies
 from lockstep.callbacks._support.printing import safe_print
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.callbacks.guard import check_replicas
-from lockstep.strategies import Strategy
 from lockstep.strategies.launch import environment
 from lockstep.strategies.launch import launcher as processes
 from lockstep.strategies.launch import restart as restarts
+from lockstep.trainer.arguments import TrainerArguments, takes_arguments
 from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.checkpoint import store as files
 from lockstep.trainer.checkpoint.store import Checkpoint
@@ -37,7 +36,7 @@ from lockstep.trainer.run import checks, compilation, guards
 from lockstep.trainer.run import evaluate as evaluation
 from lockstep.trainer.run import fit as loop
 from lockstep.trainer.run import start as run_plan
-from lockstep.trainer.run.folder import RunFolder, conclude, described
+from lockstep.trainer.run.folder import RunFolder, conclude
 from lockstep.trainer.run.hooks import Hooks
 from lockstep.trainer.run.prepare import Sources, attached
 from lockstep.trainer.run.signals import Signals
@@ -53,145 +52,25 @@ _INTERRUPTED = "interrupted-step="
 class Trainer:
     """Runs a Module: training, validation, test and prediction under one strategy.
 
-    Where the work runs
-        `strategy`: "auto", "single", "ddp", or a Strategy object with options.
-        `devices`: devices (ranks) on this node, or "auto".
-        `accelerator`: "auto", "cpu" or "gpu".
-        `num_nodes`: nodes; more than one needs a launcher such as torchrun.
-        `precision`: "32-true", "tf32-true", "64-true", "bf16-mixed", "bf16-true" or "16-mixed".
-    How long
-        `max_epochs`, `max_steps` (optimizer steps), `max_time` ("DD:HH:MM:SS" or timedelta): whichever comes
-        first, -1 or None for no limit; at least one is needed to fit. `min_epochs`: `should_stop` has no effect before.
-    The step
-        `accumulate_grad_batches`: micro-batches of each rank in one optimizer step.
-        `split_batches`: the loader's batch size is the global batch of a step, split over ranks and micro-batches.
-        `gradient_clip_val`, `gradient_clip_algorithm`: "norm" (of the global gradient) or "value".
-    Validation and limits
-        `val_check_interval`: batches (int) or fraction of an epoch (float) between validations.
-        `check_val_every_n_epoch`: epochs between validations; None counts `val_check_interval` across epochs.
-        `num_sanity_val_steps`: validation batches before training; -1 all, 0 none.
-        `limit_train_batches`, `limit_val_batches`, `limit_test_batches`: batches of each rank (int) or fraction (float).
-        `overfit_batches`: train and validate on these first training batches, in order.
-        `fast_dev_run`: one batch (or as many as given) of everything, nothing written.
-    What is seen and kept
-        `callbacks`: Callback objects. `logger`: True (TensorBoard), False, a Logger or a list of them.
-        `log_every_n_steps`: optimizer steps between logged values.
-        `enable_progress_bar`, `enable_checkpointing` (a ModelCheckpoint where none is given).
-        `default_root_dir`: folder of runs; a run lies in `<default_root_dir>/<name>/version_<N>`.
-    Reproducibility
-        `seed`: seeds every stream when a run begins; None goes on with the process's streams.
-        `deterministic`: only deterministic algorithms of torch.
-    Speed
-        `compile`: True, or a dict of arguments of torch.compile, compiles the module's repeated blocks, or where it has none
-            its submodules. Numbers are those of the plain module up to rounding, checkpoints are the same.
-        `profiler`: "simple" prints where the time went, "torch" writes a trace of some steps (`lockstep.callbacks.Profiler`).
-    When something fails
-        `max_restarts`: how often `fit` starts ranks that died again, from the newest checkpoint of the run. Above 0
-            even a single rank gets a process of its own, so that the caller survives it.
+    It takes the arguments that TrainerArguments lists, by keyword; `arguments` holds those of this Trainer.
     """
 
-    def __init__(
-        self,
-        *,
-        strategy: str | Strategy = "auto",
-        devices: int | str = "auto",
-        accelerator: str = "auto",
-        num_nodes: int = 1,
-        precision: str | int = "32-true",
-        max_epochs: int | None = None,
-        max_steps: int | None = None,
-        max_time: str | timedelta | dict[str, int] | None = None,
-        min_epochs: int | None = None,
-        accumulate_grad_batches: int = 1,
-        split_batches: bool = False,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str = "norm",
-        val_check_interval: int | float | None = None,
-        check_val_every_n_epoch: int | None = 1,
-        num_sanity_val_steps: int = 2,
-        limit_train_batches: int | float | None = None,
-        limit_val_batches: int | float | None = None,
-        limit_test_batches: int | float | None = None,
-        overfit_batches: int | float = 0,
-        fast_dev_run: int | bool = False,
-        callbacks: Sequence[Callback] | Callback | None = None,
-        logger: bool | Logger | Sequence[Logger] = True,
-        log_every_n_steps: int = 50,
-        enable_progress_bar: bool = True,
-        enable_checkpointing: bool = True,
-        default_root_dir: str | Path = "runs",
-        seed: int | None = None,
-        deterministic: bool = False,
-        compile: bool | dict[str, Any] = False,
-        profiler: str | None = None,
-        max_restarts: int = 0,
-    ) -> None:
-        self.given = {name: described(value) for name, value in locals().items() if name != "self"}
+    @takes_arguments(TrainerArguments)
+    def __init__(self, given: TrainerArguments) -> None:
+        self.given = given.described()
         """The arguments, as they are written into the run's folder."""
-        max_epochs = _none_if_negative(max_epochs)
-        checks.arguments(
-            max_epochs=max_epochs,
-            max_steps=_none_if_negative(max_steps),
-            min_epochs=min_epochs,
-            accumulate_grad_batches=accumulate_grad_batches,
-            gradient_clip_val=gradient_clip_val,
-            gradient_clip_algorithm=gradient_clip_algorithm,
-            val_check_interval=val_check_interval,
-            check_val_every_n_epoch=check_val_every_n_epoch,
-            num_sanity_val_steps=num_sanity_val_steps,
-            limit_train_batches=limit_train_batches,
-            limit_val_batches=limit_val_batches,
-            limit_test_batches=limit_test_batches,
-            overfit_batches=overfit_batches,
-            fast_dev_run=fast_dev_run,
-            log_every_n_steps=log_every_n_steps,
-            num_nodes=num_nodes,
-            seed=seed,
-            max_restarts=max_restarts,
-        )
-        self._layout: dict[str, Any] = {
-            "devices": devices,
-            "accelerator": accelerator,
-            "num_nodes": num_nodes,
-            "precision": str(precision),
-        }
-        self._chooses = strategy == "auto"
-        self.strategy, reason = strategies.build(strategy, **self._layout)
+        self._chooses = given.strategy == "auto"
+        self.strategy, reason = strategies.build(given.strategy, **given.layout)
         self._chosen = f"strategy {type(self.strategy).__name__}: {reason}" if self._chooses else None
-        self.compile = compilation.check(compile, self.strategy)
+        self.compile = compilation.check(given.compile, self.strategy)
         """Arguments of torch.compile; None where nothing is compiled."""
-        self.max_epochs, self.min_epochs = max_epochs, min_epochs
-        self.max_steps = _none_if_negative(max_steps)
-        self.accumulate_grad_batches, self.split_batches = accumulate_grad_batches, split_batches
-        self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val, gradient_clip_algorithm
-        self.val_check_interval, self.check_val_every_n_epoch = val_check_interval, check_val_every_n_epoch
-        self.num_sanity_val_steps = num_sanity_val_steps
-        self.limit_train_batches, self.limit_val_batches, self.limit_test_batches = (
-            limit_train_batches,
-            limit_val_batches,
-            limit_test_batches,
-        )
-        self.overfit_batches = overfit_batches
-        self.fast_dev_run = int(fast_dev_run)
-        self.log_every_n_steps = log_every_n_steps
-        self.default_root_dir = os.path.expanduser(default_root_dir)
-        self.seed, self.deterministic, self.max_restarts = seed, deterministic, max_restarts
-        given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
-        wrong = next((item for item in given if not isinstance(item, Callback)), None)
-        if wrong is not None:
-            raise TypeError(
-                f"callbacks must be Callback objects, but one is {wrong!r}; subclass lockstep.callbacks.Callback"
-            )
-        if self.fast_dev_run:
-            self.limit_train_batches = self.limit_val_batches = self.limit_test_batches = self.fast_dev_run
-            self.max_epochs, self.max_steps, self.val_check_interval, self.check_val_every_n_epoch = 1, None, None, 1
-            self.num_sanity_val_steps, self.log_every_n_steps, logger, enable_checkpointing = 0, 1, False, False
-            given = [item for item in given if not isinstance(item, (Logger, own.ModelCheckpoint))]
-        self.callbacks: list[Callback] = _all_callbacks(
-            given, logger, enable_progress_bar, enable_checkpointing, max_time, profiler
-        )
+        self.arguments = arguments = given.effective()
+        """What this Trainer was given, with what `fast_dev_run` implies."""
+        self.max_epochs, self.max_steps = arguments.max_epochs, arguments.max_steps
+        self.accumulate_grad_batches = arguments.accumulate_grad_batches
+        self.callbacks: list[Callback] = arguments.all_callbacks()
         checks.unique(self.callbacks)
-        self._limited = max_time is not None or any(isinstance(item, own.Timer) for item in given)
+        self._limited = any(isinstance(item, own.Timer) for item in self.callbacks)
 
         self.progress = Progress()
         self.should_stop = False
@@ -283,10 +162,10 @@ class Trainer:
             checks.not_done(self)
         path = run_plan.checked(self, ckpt_path)
         if self._chooses:  # now that the model is known
-            strategy, reason = strategies.build("auto", **self._layout, model=module)
+            strategy, reason = strategies.build("auto", **self.arguments.layout, model=module)
             if type(strategy) is not type(self.strategy):
                 self.strategy, self._chosen = strategy, f"strategy {type(strategy).__name__}: {reason}"
-        if self.max_restarts or self.strategy.starts_ranks:
+        if self.arguments.max_restarts or self.strategy.starts_ranks:
             self._adopt(module, self._fit_on_ranks(module, sources, path))
             return
         with attached(self, module, sources, "fit", path):
@@ -442,7 +321,7 @@ class Trainer:
 
     @property
     def logger(self) -> Logger | None:
-        return next(iter(self.loggers), _Silent() if self.fast_dev_run else None)
+        return next(iter(self.loggers), _Silent() if self.arguments.fast_dev_run else None)
 
     @property
     def checkpoint_callback(self) -> Any:
@@ -480,12 +359,14 @@ class Trainer:
         self.should_stop = False
         self.window_is_open = self.manually_stepped = False
         self.streams.clear()
-        if self.seed is not None:
-            seed_everything(self.seed)
+        if self.arguments.seed is not None:
+            seed_everything(self.arguments.seed)
         self.run_seed = int(
-            self.strategy.broadcast(self.seed if self.seed is not None else torch.initial_seed() % 2**63)
+            self.strategy.broadcast(
+                self.arguments.seed if self.arguments.seed is not None else torch.initial_seed() % 2**63
+            )
         )
-        if self.deterministic:
+        if self.arguments.deterministic:
             self._undeterministic = deterministic()
         if self._chosen is not None and self.is_global_zero:
             safe_print(self._chosen, file=sys.stderr)
@@ -642,7 +523,7 @@ class Trainer:
         callback = self.checkpoint_callback
         if callback is not None and callback.dirpath:
             return str(callback.dirpath)
-        return str(Path(self.log_dir or self.default_root_dir) / "checkpoints")
+        return str(Path(self.log_dir or self.arguments.default_root_dir) / "checkpoints")
 
     def open_checkpoint(self, ckpt_path: str | None) -> Checkpoint | None:
         """Choose the run's folder and open what `ckpt_path` means, verified. Every rank calls it."""
@@ -732,7 +613,7 @@ class Trainer:
 
         try:
             return restarts.keep_going(
-                attempt, self.max_restarts, name=lambda restart: newest(restart) or "the beginning"
+                attempt, self.arguments.max_restarts, name=lambda restart: newest(restart) or "the beginning"
             )
         except BaseException:
             self.log_dir = before
@@ -828,40 +709,3 @@ def _on_rank(
         else:
             returned = evaluation.run(trainer, module, sources, stage)
     return trainer._result(returned) if trainer.global_rank == 0 else {}
-
-
-def _all_callbacks(
-    given: list[Callback], logger: Any, progress_bar: bool, checkpointing: bool, max_time: Any, profiler: str | None
-) -> list[Callback]:
-    """The run's callbacks in the order in which they are called: loggers first, ModelCheckpoint last."""
-    loggers: list[Callback] = [item for item in given if isinstance(item, Logger)]
-    if logger is True:
-        if not loggers:
-            loggers = [own.TensorBoardLogger()]
-    elif isinstance(logger, Logger):
-        loggers.append(logger)
-    elif logger:
-        loggers.extend(logger)
-    wrong = next((item for item in loggers if not isinstance(item, Logger)), None)
-    if wrong is not None:
-        raise TypeError(f"logger must be True, False, a Logger or a list of them, but one is {wrong!r}")
-    savers = [item for item in given if isinstance(item, own.ModelCheckpoint)]
-    if savers and not checkpointing:
-        raise ValueError(
-            "enable_checkpointing=False contradicts a ModelCheckpoint among the callbacks; drop one of them"
-        )
-    if checkpointing and not savers:
-        savers = [own.ModelCheckpoint()]
-    rest = [item for item in given if not isinstance(item, (Logger, own.ModelCheckpoint))]
-    if max_time is not None:
-        rest.append(own.Timer(duration=max_time))
-    if profiler is not None:
-        rest.append(own.Profiler(profiler))
-    if progress_bar:
-        rest.append(own.ModelSummary()) if not any(isinstance(item, own.ModelSummary) for item in rest) else None
-        rest.append(own.ProgressBar()) if not any(isinstance(item, own.ProgressBar) for item in rest) else None
-    return [*loggers, *rest, *savers]
-
-
-def _none_if_negative(steps: int | None) -> int | None:
-    return None if steps == -1 else steps

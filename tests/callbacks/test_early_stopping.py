@@ -23,7 +23,7 @@ def start(callback: EarlyStopping, *, step: int = 0, **options: Any) -> Any:
         "world_size": 1,
         "should_stop": False,
         "sanity_checking": False,
-        "fast_dev_run": False,
+        "arguments": SimpleNamespace(fast_dev_run=False),
         "val_dataloaders": [object()],
         "print": print,
     }
@@ -135,7 +135,7 @@ def test_sanity_check_validate_and_fast_dev_run_do_not_count() -> None:
     callback.setup(trainer, None, "validate")  # type: ignore[arg-type]
     callback.on_validation_end(trainer, None)  # type: ignore[arg-type]
     assert not trainer.should_stop
-    assert checks(callback, start(callback, fast_dev_run=True), math.nan, math.nan) == 0
+    assert checks(callback, start(callback, arguments=SimpleNamespace(fast_dev_run=True)), math.nan, math.nan) == 0
 
 
 # ---- the moment ------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def run(
     logged: dict[int, dict[str, float]] = {}
     trainer: Any = SimpleNamespace(
         global_step=0,
-        log_every_n_steps=every,
+        arguments=SimpleNamespace(log_every_n_steps=every),
         optimizers=optimizers,
         lr_scheduler_configs=schedulers,
         callback_metrics={},

@@ -31,15 +31,14 @@ class Run:
     def __init__(self, callback: ModelCheckpoint, log_dir: Path, resume: str | None = None, start: bool = True) -> None:
         self.callback = callback
         self.log_dir = str(log_dir)
-        self.default_root_dir = str(log_dir.parent)
+        self.arguments = SimpleNamespace(default_root_dir=str(log_dir.parent), fast_dev_run=False, log_every_n_steps=50)
         self.callback_metrics: dict[str, torch.Tensor] = {}
         self.measured_at: dict[str, int] = {}
         self.validation_follows = False
         self.progress = SimpleNamespace(batches_seen=0)
         self.global_step = self.current_epoch = 0
         self.is_global_zero = True
-        self.sanity_checking = self.fast_dev_run = False
-        self.log_every_n_steps = 50
+        self.sanity_checking = False
         self.val_dataloaders: list[Any] = [object()]
         self.strategy: Any = SimpleNamespace(rank=0, world_size=1, broadcast=lambda value: value, barrier=lambda: None)
         self.print = print
@@ -176,7 +175,7 @@ def test_nothing_is_saved_in_sanity_check_outside_fit_in_fast_dev_run_and_before
     r.validate()
     assert r.events == []
     r = run(dirpath=tmp_path / "never", save_last=True, start=False)
-    r.fast_dev_run = True
+    r.arguments.fast_dev_run = True
     r.start().epoch()
     r("on_train_end")
     assert r.events == []

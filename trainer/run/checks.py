@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep import callbacks as own
 from lockstep.callbacks.base import Callback
@@ -22,73 +22,12 @@ if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
 
 
-def arguments(
-    *,
-    max_epochs: int | None,
-    max_steps: int | None,
-    min_epochs: int | None,
-    accumulate_grad_batches: int,
-    gradient_clip_val: float | None,
-    gradient_clip_algorithm: str,
-    val_check_interval: int | float | None,
-    check_val_every_n_epoch: int | None,
-    num_sanity_val_steps: int,
-    limit_train_batches: int | float | None,
-    limit_val_batches: int | float | None,
-    limit_test_batches: int | float | None,
-    overfit_batches: int | float,
-    fast_dev_run: int | bool,
-    log_every_n_steps: int,
-    num_nodes: int,
-    seed: int | None,
-    max_restarts: int,
-) -> None:
-    """The Trainer's arguments. Raises ValueError."""
-    _at_least(
-        1,
-        max_epochs=max_epochs,
-        max_steps=max_steps,
-        accumulate_grad_batches=accumulate_grad_batches,
-        log_every_n_steps=log_every_n_steps,
-    )
-    _at_least(1, check_val_every_n_epoch=check_val_every_n_epoch, num_nodes=num_nodes)
-    _at_least(0, min_epochs=min_epochs, fast_dev_run=int(fast_dev_run), max_restarts=max_restarts)
-    _at_least(-1, num_sanity_val_steps=num_sanity_val_steps)
-    _share(
-        limit_train_batches=limit_train_batches,
-        limit_val_batches=limit_val_batches,
-        limit_test_batches=limit_test_batches,
-        overfit_batches=overfit_batches,
-        val_check_interval=val_check_interval,
-    )
-    if limit_train_batches == 0 or val_check_interval == 0:
-        raise ValueError(
-            "limit_train_batches and val_check_interval must be above 0; to turn validation off set limit_val_batches=0"
-        )
-    if check_val_every_n_epoch is None and not isinstance(val_check_interval, int):
-        raise ValueError(
-            f"check_val_every_n_epoch=None counts batches across epochs, so val_check_interval must be a whole number, but it is {val_check_interval!r}"
-        )
-    if gradient_clip_algorithm not in ("norm", "value"):
-        raise ValueError(
-            f"gradient_clip_algorithm must be 'norm' or 'value', but gradient_clip_algorithm={gradient_clip_algorithm!r}"
-        )
-    if gradient_clip_val is not None and gradient_clip_val <= 0:
-        raise ValueError(
-            f"gradient_clip_val must be above 0, or None for no clipping, but gradient_clip_val={gradient_clip_val}"
-        )
-    if max_epochs is not None and min_epochs is not None and min_epochs > max_epochs:
-        raise ValueError(f"min_epochs={min_epochs} is more than max_epochs={max_epochs}; lower it")
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ValueError(f"seed must be in [0, 2**63), but seed={seed}")
-
-
 def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
     """What can be known before any process starts."""
-    world = environment.detect() if trainer.max_restarts else None
+    world = environment.detect() if trainer.arguments.max_restarts else None
     if world is not None:
         raise ValueError(
-            f"max_restarts={trainer.max_restarts} is about ranks that Lockstep starts, but {world.launcher} started these; "
+            f"max_restarts={trainer.arguments.max_restarts} is about ranks that Lockstep starts, but {world.launcher} started these; "
             f"leave it out, let {world.launcher} restart them (torchrun --max-restarts) and give ckpt_path='auto'"
         )
     if not isinstance(module, Module):
@@ -114,12 +53,12 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches} needs automatic optimization; "
                 f"{name} optimizes manually, so accumulate in its training_step"
             )
-        if trainer.gradient_clip_val is not None:
+        if trainer.arguments.gradient_clip_val is not None:
             raise ValueError(
-                f"gradient_clip_val={trainer.gradient_clip_val} needs automatic optimization; "
+                f"gradient_clip_val={trainer.arguments.gradient_clip_val} needs automatic optimization; "
                 f"{name} optimizes manually, so call trainer.clip_gradients in its training_step"
             )
-    validates = trainer.limit_val_batches != 0 and not trainer.overfit_batches
+    validates = trainer.arguments.limit_val_batches != 0 and not trainer.arguments.overfit_batches
     if validates and not overrides(module, "validation_step", Module) and _is_given(sources, module, "val"):
         warnings.warn(
             f"{name} has no validation_step, so its validation data is not used; define it, or set limit_val_batches=0",
@@ -137,7 +76,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
     if trainer.checkpoint_callback is not None:
         savable(module)
     savers = [item for item in trainer.callbacks if isinstance(item, own.ModelCheckpoint)]
-    root = trainer.default_root_dir
+    root = trainer.arguments.default_root_dir
     roots = {str(run_plan.place_of(trainer, item)[0].parent) for item in trainer.loggers}
     for folder in roots | {str(item.dirpath or root) for item in savers}:
         writable(folder)
@@ -231,24 +170,3 @@ def writable(folder: str) -> None:
             f"default_root_dir, save_dir and dirpath must be folders that can be written, but {folder!r} cannot: {error.strerror or error}; "
             "give another, or logger=False and enable_checkpointing=False"
         ) from None
-
-
-def _at_least(least: int, **values: Any) -> None:
-    for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ValueError(f"{name} must be a whole number of at least {least}, but {name}={value!r}")
-
-
-def _share(**values: Any) -> None:
-    for name, value in values.items():
-        if value is None:
-            continue
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or value < 0
-            or (isinstance(value, float) and value > 1.0)
-        ):
-            raise ValueError(
-                f"{name} must be a whole number of batches or a fraction in [0.0, 1.0], but {name}={value!r}"
-            )

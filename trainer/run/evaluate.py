@@ -70,7 +70,7 @@ def sanity_check(trainer: Trainer, module: Module, loaders: list[ShardedLoader])
         trainer.evaluation_limits["val"],
         (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics),
     )
-    steps = trainer.num_sanity_val_steps
+    steps = trainer.arguments.num_sanity_val_steps
     trainer.evaluation_limits["val"] = [
         None if steps < 0 else steps if limit is None else min(limit, steps) for limit in limits
     ]

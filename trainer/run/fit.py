@@ -42,13 +42,18 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
         trainer.metrics,
     )
     optimizers, schedulers = list(run.optimizers.values()), trainer.lr_scheduler_configs
-    clip, log_every, guards, noted = run.clip, trainer.log_every_n_steps, run.guards, partial(note, trainer)
+    clip, log_every, guards, noted = run.clip, trainer.arguments.log_every_n_steps, run.guards, partial(note, trainer)
 
     for hook in hooks.on_fit_start:
         hook()
     trainer.describe(module)
     trainer.begin_account(module)
-    if trainer.num_sanity_val_steps and run.val_loaders and not progress.global_step and not progress.batches_seen:
+    if (
+        trainer.arguments.num_sanity_val_steps
+        and run.val_loaders
+        and not progress.global_step
+        and not progress.batches_seen
+    ):
         evaluation.sanity_check(trainer, module, run.val_loaders)
     for hook in hooks.on_train_start:
         hook()
@@ -177,7 +182,7 @@ def note(trainer: Trainer) -> Note:
     """What this rank tells the others in a step."""
     if trainer.saving is not None and trainer.saving.failure is not None:
         return Note(SAVE_FAILED, trainer.metrics.keys_hash)
-    wanted = trainer.should_stop and trainer.progress.current_epoch >= (trainer.min_epochs or 0)
+    wanted = trainer.should_stop and trainer.progress.current_epoch >= (trainer.arguments.min_epochs or 0)
     metrics = trainer.metrics
     return Note(trainer.signals.number or int(wanted), metrics.keys_hash, metrics.names)
 
@@ -188,7 +193,7 @@ def _finished(trainer: Trainer) -> bool:
         return True
     if trainer.max_steps is not None and progress.global_step >= trainer.max_steps:
         return True
-    return trainer.agree_to_stop() and progress.current_epoch >= (trainer.min_epochs or 0)
+    return trainer.agree_to_stop() and progress.current_epoch >= (trainer.arguments.min_epochs or 0)
 
 
 def _prepared(trainer: Trainer, run: setup.FitRun, window: Window) -> Iterator[MicroBatch]:
@@ -264,7 +269,7 @@ def _zero_grad(optimizer: Optimizer) -> None:
 def _validation_is_due(run: setup.FitRun, trainer: Trainer) -> bool:
     assert run.val_every is not None
     progress = trainer.progress
-    if trainer.check_val_every_n_epoch is None:
+    if trainer.arguments.check_val_every_n_epoch is None:
         return progress.total_batches // run.val_every > progress.validations
     return run.validates_in(progress.current_epoch) and progress.batches_seen // run.val_every > progress.validations
 
@@ -281,7 +286,7 @@ def _validate(trainer: Trainer, module: Module, run: setup.FitRun) -> None:
     progress = trainer.progress
     if run.val_every is not None:
         progress.validations = (
-            progress.total_batches if trainer.check_val_every_n_epoch is None else progress.batches_seen
+            progress.total_batches if trainer.arguments.check_val_every_n_epoch is None else progress.batches_seen
         ) // run.val_every
     run.validated_at = progress.global_step
     evaluation.validate_in_fit(trainer, module, run.val_loaders)
@@ -308,7 +313,7 @@ def _close_epoch(trainer: Trainer, module: Module, run: setup.FitRun) -> None:
     _step_schedulers(trainer, module, "epoch")
     progress.end_epoch()
     metrics.samples = 0
-    if trainer.check_val_every_n_epoch is not None:
+    if trainer.arguments.check_val_every_n_epoch is not None:
         progress.validations = 0
     trainer.agree_to_stop()
 

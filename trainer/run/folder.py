@@ -212,15 +212,6 @@ def conclude(folder: Path, error: BaseException) -> None:
             _write_json(folder / "summary.json", summary | {"exit": _reason(error)})
 
 
-def described(value: Any) -> Any:
-    """An argument as what it says in a file."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return [described(item) for item in value]
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
 def _reason(error: BaseException | None) -> str:
     if error is None:
         return "finished"

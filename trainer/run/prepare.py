@@ -260,13 +260,13 @@ def _early_exit(trainer: Trainer, error: BaseException) -> RuntimeError | None:
 
 def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
     """Place the model, build loaders and optimizers, restore what is to be resumed. Every rank calls it."""
-    strategy = trainer.strategy
+    strategy, arguments = trainer.strategy, trainer.arguments
     seed = trainer.run_seed
     checkpoint = trainer.resumed
     if checkpoint is not None:
         seed = trainer.run_seed = checkpoint.state["seed"]
 
-    overfit = trainer.overfit_batches
+    overfit = arguments.overfit_batches
     source = combined(sources.get(module, "train"))
     if source is None:
         raise ValueError(
@@ -277,7 +277,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
         seed=derive(seed, "train"),
         shuffle=False if overfit else None,
         accumulate=trainer.accumulate_grad_batches,
-        split=trainer.split_batches,
+        split=arguments.split_batches,
     )
     trainer.train_dataloader = train_loader
     if checkpoint is not None:
@@ -289,7 +289,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
             safe_print(done, file=sys.stderr)
     total = _length(train_loader)
     limit = limit_of(
-        overfit or trainer.limit_train_batches, total, "overfit_batches" if overfit else "limit_train_batches"
+        overfit or arguments.limit_train_batches, total, "overfit_batches" if overfit else "limit_train_batches"
     )
     num_batches = total if limit is None else limit if total is None else min(limit, total)
     if num_batches == 0:
@@ -297,7 +297,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
     trainer.num_training_batches = math.inf if num_batches is None else num_batches
     has_step = overrides(module, "validation_step", Module)
     val_sources = (
-        (source if overfit else sources.get(module, "val")) if has_step and trainer.limit_val_batches != 0 else None
+        (source if overfit else sources.get(module, "val")) if has_step and arguments.limit_val_batches != 0 else None
     )
     val_loaders = evaluation_loaders(trainer, val_sources, "val", overfit)
     trainer.val_dataloaders = val_loaders
@@ -361,7 +361,6 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
         child.training = False
 
     strategy.adopt_changes(trainer.placed)  # what configure_optimizers and on_load_checkpoint did
-
     hooks, parameters = trainer.hooks, None
     if len(named) > 1 and module.automatic_optimization:
         parameters = {
@@ -376,7 +375,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
         num_batches=num_batches,
         val_loaders=val_loaders,
         val_every=_validation_interval(trainer, num_batches) if val_loaders else None,
-        check_val_every_n_epoch=trainer.check_val_every_n_epoch or 1,
+        check_val_every_n_epoch=arguments.check_val_every_n_epoch or 1,
         optimizers=named,
         training_step=training_step,
         transfer=strategy.to_device if transfer is None else lambda batch: transfer(batch, 0),
@@ -395,22 +394,23 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
 
 def evaluation_loaders(trainer: Trainer, sources: Any, kind: str, overfit: float | int = 0) -> list[ShardedLoader]:
     """The sharded loaders of an evaluation, in order; sets the Trainer's number of batches of each."""
+    arguments = trainer.arguments
     loaders = loaders_of(sources)
     shuffle = False if overfit else None
     sharded = [
         _shared_out(trainer, loader, derive(trainer.run_seed, kind, i), shuffle) for i, loader in enumerate(loaders)
     ]
     limits = {
-        "val": trainer.limit_val_batches,
-        "test": trainer.limit_test_batches,
-        "predict": trainer.fast_dev_run or None,
+        "val": arguments.limit_val_batches,
+        "test": arguments.limit_test_batches,
+        "predict": arguments.fast_dev_run or None,
     }
     wanted = overfit or limits[kind]
     name = "overfit_batches" if overfit else f"limit_{kind}_batches"
     trainer.evaluation_limits[kind] = [limit_of(wanted, _length(loader), name) for loader in sharded]
     size = trainer.strategy.data_size
     for i, (loader, limit) in enumerate(zip(sharded, trainer.evaluation_limits[kind], strict=True)):
-        if trainer.split_batches and not loader.splits and limit is not None and size > 1 and kind != "predict":
+        if arguments.split_batches and not loader.splits and limit is not None and size > 1 and kind != "predict":
             if limit % size:
                 raise ValueError(
                     f"{name}={wanted} is {limit} batches in all with split_batches=True, but those of loader {i} cannot be cut and "
@@ -426,7 +426,7 @@ def evaluation_loaders(trainer: Trainer, sources: Any, kind: str, overfit: float
 
 def _shared_out(trainer: Trainer, loader: Any, seed: int, shuffle: bool | None) -> ShardedLoader:
     """A loader to evaluate; with `split_batches` its batches are cut over ranks where they can be, as in training."""
-    if trainer.split_batches and trainer.strategy.data_size > 1:
+    if trainer.arguments.split_batches and trainer.strategy.data_size > 1:
         with suppress(ValueError):  # its batches are not ours to cut
             return trainer.strategy.shard_loader(loader, seed=seed, shuffle=shuffle, split=True)
     return trainer.strategy.shard_loader(loader, seed=seed, shuffle=shuffle)
@@ -469,11 +469,11 @@ def limit_of(wanted: float | int | None, total: int | None, name: str) -> int | 
 
 
 def _validation_interval(trainer: Trainer, num_batches: int | None) -> int | None:
-    wanted = trainer.val_check_interval
+    wanted = trainer.arguments.val_check_interval
     if wanted is None or (isinstance(wanted, float) and wanted == 1.0):
         return None
     if isinstance(wanted, int):
-        if trainer.check_val_every_n_epoch is not None and num_batches is not None and wanted > num_batches:
+        if trainer.arguments.check_val_every_n_epoch is not None and num_batches is not None and wanted > num_batches:
             raise ValueError(
                 f"val_check_interval={wanted} is more than the {num_batches} batches of an epoch; "
                 "lower it, or set check_val_every_n_epoch=None to count across epochs"
@@ -487,7 +487,7 @@ def _validation_interval(trainer: Trainer, num_batches: int | None) -> int | Non
 
 
 def _clip(trainer: Trainer, module: Module) -> Callable[[Optimizer], Any] | None:
-    value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    value, algorithm = trainer.arguments.gradient_clip_val, trainer.arguments.gradient_clip_algorithm
     if overrides(module, "configure_gradient_clipping", Module):
         return functools.partial(
             module.configure_gradient_clipping, gradient_clip_val=value, gradient_clip_algorithm=algorithm

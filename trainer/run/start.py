@@ -89,7 +89,7 @@ def carried_out(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _default_place(trainer: Trainer) -> Path:
-    return Path(trainer.default_root_dir) / type(trainer._module).__name__
+    return Path(trainer.arguments.default_root_dir) / type(trainer._module).__name__
 
 
 def place_of(trainer: Trainer, logger: Logger) -> tuple[Path, str | int | None]:

@@ -167,10 +167,9 @@ def test_what_is_in_a_run_folder() -> None:
     trainer.fit(net(width=12), loader(20))
     folder = Path("runs/Net/version_0")
     config = json.loads((folder / "config.yaml").read_text())
-    assert (
-        config["trainer"]["gradient_clip_val"] == 1.0
-        and config["trainer"]["callbacks"] == "lockstep.callbacks.model_checkpoint.ModelCheckpoint"
-    )
+    assert config["trainer"]["gradient_clip_val"] == 1.0 and config["trainer"]["callbacks"] == [
+        "lockstep.callbacks.model_checkpoint.ModelCheckpoint"
+    ]
     assert config["hyperparameters"]["width"] == 12 and config["module"] == "tests.trainer.toy.Net"
     versions = json.loads((folder / "versions.json").read_text())
     assert versions["torch"].startswith("2.") and versions["python"].count(".") == 2 and "lockstep-trainer" in versions

@@ -315,7 +315,12 @@ def test_each_byte_is_checked_once_when_a_run_is_resumed(
     resume()
     checked = (tmp_path / "checked").read_text().splitlines()
     assert checked == [str(saved)] and (tmp_path / "read_on_ranks").read_text() == "0"
-    newest = Path(quiet(enable_checkpointing=True, **options).default_root_dir) / "Net" / "version_0" / "checkpoints"
+    newest = (
+        Path(quiet(enable_checkpointing=True, **options).arguments.default_root_dir)
+        / "Net"
+        / "version_0"
+        / "checkpoints"
+    )
     for weights_file in newest.glob("*/model.safetensors"):
         content = bytearray(weights_file.read_bytes())
         content[-1] ^= 1

@@ -1,0 +1,280 @@
+"""The Trainer's arguments: one frozen record that checks itself."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from lockstep import callbacks as own
+from lockstep.callbacks.base import Callback, Logger
+from lockstep.strategies.base import Strategy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerArguments:
+    """What `Trainer(...)` takes.
+
+    Where the work runs
+        `strategy`: "auto", "single", "ddp", or a Strategy object with options.
+        `devices`: devices (ranks) on this node, or "auto".
+        `accelerator`: "auto", "cpu" or "gpu".
+        `num_nodes`: nodes; more than one needs a launcher such as torchrun.
+        `precision`: "32-true", "tf32-true", "64-true", "bf16-mixed", "bf16-true" or "16-mixed".
+    How long
+        `max_epochs`, `max_steps` (optimizer steps), `max_time` ("DD:HH:MM:SS" or timedelta): whichever comes
+        first, -1 or None for no limit; at least one is needed to fit. `min_epochs`: `should_stop` has no effect before.
+    The step
+        `accumulate_grad_batches`: micro-batches of each rank in one optimizer step.
+        `split_batches`: the loader's batch size is the global batch of a step, split over ranks and micro-batches.
+        `gradient_clip_val`, `gradient_clip_algorithm`: "norm" (of the global gradient) or "value".
+    Validation and limits
+        `val_check_interval`: batches (int) or fraction of an epoch (float) between validations.
+        `check_val_every_n_epoch`: epochs between validations; None counts `val_check_interval` across epochs.
+        `num_sanity_val_steps`: validation batches before training; -1 all, 0 none.
+        `limit_train_batches`, `limit_val_batches`, `limit_test_batches`: batches of each rank (int) or fraction (float).
+        `overfit_batches`: train and validate on these first training batches, in order.
+        `fast_dev_run`: one batch (or as many as given) of everything, nothing written.
+    What is seen and kept
+        `callbacks`: Callback objects. `logger`: True (TensorBoard), False, a Logger or a list of them.
+        `log_every_n_steps`: optimizer steps between logged values.
+        `enable_progress_bar`, `enable_checkpointing` (adds a ModelCheckpoint unless one is given).
+        `default_root_dir`: folder of runs; a run lies in `<default_root_dir>/<name>/version_<N>`.
+    Reproducibility
+        `seed`: seeds every random stream when a run begins; None uses the streams of the process as they are.
+        `deterministic`: only deterministic algorithms of torch.
+    Speed
+        `compile`: True, or a dict of arguments of torch.compile, compiles the module's repeated blocks, or its submodules
+            if it has none. Numbers are those of the plain module up to rounding, checkpoints are the same.
+        `profiler`: "simple" prints where the time went, "torch" writes a trace of some steps (`lockstep.callbacks.Profiler`).
+    When something fails
+        `max_restarts`: how often `fit` restarts ranks that died, from the newest checkpoint of the run. Above 0
+            even a single rank gets a process of its own, so that the caller survives it.
+    """
+
+    strategy: str | Strategy = "auto"
+    devices: int | str = "auto"
+    accelerator: str = "auto"
+    num_nodes: int = 1
+    precision: str | int = "32-true"
+    max_epochs: int | None = None
+    max_steps: int | None = None
+    max_time: str | timedelta | dict[str, float] | None = None
+    min_epochs: int | None = None
+    accumulate_grad_batches: int = 1
+    split_batches: bool = False
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str = "norm"
+    val_check_interval: int | float | None = None
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int = 2
+    limit_train_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
+    limit_test_batches: int | float | None = None
+    overfit_batches: int | float = 0
+    fast_dev_run: int | bool = False
+    callbacks: Sequence[Callback] | Callback | None = None
+    logger: bool | Logger | Sequence[Logger] = True
+    log_every_n_steps: int = 50
+    enable_progress_bar: bool = True
+    enable_checkpointing: bool = True
+    default_root_dir: str | Path = "runs"
+    seed: int | None = None
+    deterministic: bool = False
+    compile: bool | dict[str, Any] = False
+    profiler: str | None = None
+    max_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError or TypeError for a value that no run can have; -1 steps or epochs become None, no limit."""
+        for name in ("max_epochs", "max_steps"):
+            if getattr(self, name) == -1:
+                object.__setattr__(self, name, None)
+        for name, least in _LEAST.items():
+            _check_at_least(name, getattr(self, name), least)
+        for name in _BATCHES:
+            _check_batches(name, getattr(self, name))
+        self._check_validation_and_clipping()
+        if self.max_epochs is not None and self.min_epochs is not None and self.min_epochs > self.max_epochs:
+            raise ValueError(f"min_epochs={self.min_epochs} is more than max_epochs={self.max_epochs}; lower it")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be in [0, 2**63), but seed={self.seed}")
+        given = [self.callbacks] if isinstance(self.callbacks, Callback) else list(self.callbacks or [])
+        wrong = next((item for item in given if not isinstance(item, Callback)), None)
+        if wrong is not None:
+            raise TypeError(
+                f"callbacks must be Callback objects, but one is {wrong!r}; subclass lockstep.callbacks.Callback"
+            )
+        object.__setattr__(self, "callbacks", given)
+        object.__setattr__(self, "default_root_dir", os.path.expanduser(self.default_root_dir))
+
+    def _check_validation_and_clipping(self) -> None:
+        if self.limit_train_batches == 0 or self.val_check_interval == 0:
+            raise ValueError(
+                "limit_train_batches and val_check_interval must be above 0; to turn validation off set limit_val_batches=0"
+            )
+        if self.check_val_every_n_epoch is None and not isinstance(self.val_check_interval, int):
+            raise ValueError(
+                "check_val_every_n_epoch=None counts batches across epochs, so val_check_interval must be a whole number, "
+                f"but it is {self.val_check_interval!r}"
+            )
+        if self.gradient_clip_algorithm not in ("norm", "value"):
+            raise ValueError(
+                "gradient_clip_algorithm must be 'norm' or 'value', "
+                f"but gradient_clip_algorithm={self.gradient_clip_algorithm!r}"
+            )
+        if self.gradient_clip_val is not None and self.gradient_clip_val <= 0:
+            raise ValueError(
+                "gradient_clip_val must be above 0, or None for no clipping, "
+                f"but gradient_clip_val={self.gradient_clip_val}"
+            )
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What a strategy is built from, besides its name."""
+        return {
+            "devices": self.devices,
+            "accelerator": self.accelerator,
+            "num_nodes": self.num_nodes,
+            "precision": str(self.precision),
+        }
+
+    def effective(self) -> TrainerArguments:
+        """The arguments that hold: under `fast_dev_run` a few batches of everything and nothing written."""
+        if not self.fast_dev_run:
+            return self
+        batches = int(self.fast_dev_run)
+        return replace(
+            self,
+            fast_dev_run=batches,
+            limit_train_batches=batches,
+            limit_val_batches=batches,
+            limit_test_batches=batches,
+            max_epochs=1,
+            min_epochs=None if self.min_epochs is None else min(self.min_epochs, 1),
+            max_steps=None,
+            val_check_interval=None,
+            check_val_every_n_epoch=1,
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+            logger=False,
+            enable_checkpointing=False,
+            callbacks=[item for item in self.callbacks if not isinstance(item, (Logger, own.ModelCheckpoint))],  # type: ignore[union-attr]
+        )
+
+    def described(self) -> dict[str, Any]:
+        """The arguments as they are written into the run's folder."""
+        return {field.name: _described(getattr(self, field.name)) for field in fields(self)}
+
+    def all_callbacks(self) -> list[Callback]:
+        """The run's callbacks in the order in which they are called: loggers first, ModelCheckpoint last."""
+        given = list(self.callbacks)  # type: ignore[arg-type]
+        savers = [item for item in given if isinstance(item, own.ModelCheckpoint)]
+        if savers and not self.enable_checkpointing:
+            raise ValueError(
+                "enable_checkpointing=False contradicts a ModelCheckpoint among the callbacks; drop one of them"
+            )
+        if self.enable_checkpointing and not savers:
+            savers = [own.ModelCheckpoint()]
+        rest = [item for item in given if not isinstance(item, (Logger, own.ModelCheckpoint))]
+        if self.max_time is not None:
+            rest.append(own.Timer(duration=self.max_time))
+        if self.profiler is not None:
+            rest.append(own.Profiler(self.profiler))
+        for kind in (own.ModelSummary, own.ProgressBar) if self.enable_progress_bar else ():
+            if not any(isinstance(item, kind) for item in rest):
+                rest.append(kind())
+        return [*self._loggers(given), *rest, *savers]
+
+    def _loggers(self, given: list[Callback]) -> list[Callback]:
+        loggers: list[Callback] = [item for item in given if isinstance(item, Logger)]
+        if self.logger is True:
+            if not loggers:
+                loggers = [own.TensorBoardLogger()]
+        elif isinstance(self.logger, Logger):
+            loggers.append(self.logger)
+        elif self.logger:
+            loggers.extend(self.logger)
+        wrong = next((item for item in loggers if not isinstance(item, Logger)), None)
+        if wrong is not None:
+            raise TypeError(f"logger must be True, False, a Logger or a list of them, but one is {wrong!r}")
+        return loggers
+
+
+_LEAST = {
+    "max_epochs": 1,
+    "max_steps": 1,
+    "accumulate_grad_batches": 1,
+    "log_every_n_steps": 1,
+    "check_val_every_n_epoch": 1,
+    "num_nodes": 1,
+    "min_epochs": 0,
+    "fast_dev_run": 0,
+    "max_restarts": 0,
+    "num_sanity_val_steps": -1,
+}
+_BATCHES = (
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "overfit_batches",
+    "val_check_interval",
+)
+
+
+def takes_arguments(
+    record: Callable[P, R],
+) -> Callable[[Callable[[S, R], None]], Callable[Concatenate[S, P], None]]:
+    """Decorate an `__init__` that takes a record: it is called with the record's arguments and has their signature."""
+
+    def decorate(init: Callable[[S, R], None]) -> Callable[Concatenate[S, P], None]:
+        parameters = inspect.signature(record).parameters
+
+        def __init__(self: S, *args: P.args, **kwargs: P.kwargs) -> None:
+            for name in kwargs:
+                if name not in parameters:
+                    near = difflib.get_close_matches(name, parameters, 1)
+                    owner = init.__qualname__.split(".")[0]
+                    raise TypeError(
+                        f"{owner} has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+                    )
+            init(self, record(*args, **kwargs))
+
+        own_self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        __init__.__signature__ = inspect.Signature([own_self, *parameters.values()], return_annotation=None)  # type: ignore[attr-defined]
+        __init__.__qualname__, __init__.__doc__ = init.__qualname__, init.__doc__
+        return __init__
+
+    return decorate
+
+
+def _check_at_least(name: str, value: Any, least: int) -> None:
+    if name == "fast_dev_run":
+        value = int(value)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ValueError(f"{name} must be a whole number of at least {least}, but {name}={value!r}")
+
+
+def _check_batches(name: str, value: Any) -> None:
+    if value is None:
+        return
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or value < 0 or (isinstance(value, float) and value > 1.0):
+        raise ValueError(f"{name} must be a whole number of batches or a fraction in [0.0, 1.0], but {name}={value!r}")
+
+
+def _described(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_described(item) for item in value]
+    return f"{type(value).__module__}.{type(value).__qualname__}"
