@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu check format lint types bench clean
+.PHONY: help demo test test-slow test-gpu check format lint types words bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -22,10 +22,11 @@ test-slow: .venv/.installed ## Run the tests that take too long for every day
 test-gpu: $(if $(PYTEST),,.venv/.installed) ## Run the tests that need a GPU, and say what they covered
 	OMP_NUM_THREADS=1 $(or $(PYTEST),$(BIN)/pytest) -m "gpu and not slow"
 
-check: .venv/.installed ## Check format, lint and types, changing nothing
+check: .venv/.installed ## Check format, lint, types and words, changing nothing
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(BIN)/python .ci/words.py
 
 format: .venv/.installed ## Format the code
 	$(BIN)/ruff check --select I --fix --quiet
@@ -36,6 +37,9 @@ lint: .venv/.installed ## Look for mistakes
 
 types: .venv/.installed ## Check types
 	$(BIN)/mypy
+
+words: .venv/.installed ## Find banned phrases and long lines
+	$(BIN)/python .ci/words.py
 
 bench: .venv/.installed-bench ## Measure against a hand-written loop and against peers (one part: .venv/bin/python -m benchmarks.NAME)
 	@set -e; mkdir -p build/bench; for file in benchmarks/[a-z]*.py; do name=$$(basename "$$file" .py); echo "---- $$name"; \
