@@ -244,7 +244,7 @@ class GradientPenalty(Plain):
 
 @habit
 class Counter(Plain):
-    """A counter of its own in training_step that weighs the loss."""
+    """A counter in training_step that weights the loss."""
 
     calls = 0
 
@@ -365,7 +365,7 @@ class ScaledOutputs(Plain):
 
 @habit
 class Backward(Plain):
-    """A backward of its own in training_step."""
+    """A call of backward in training_step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -438,7 +438,7 @@ class SeveralOptimizers(Plain):
 
 @habit
 class OwnSchedule(Plain):
-    """A learning rate set by hand in a hook."""
+    """A learning rate set in a hook."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         for group in self.optimizers().param_groups:
@@ -461,7 +461,7 @@ class OverNorm(torch.optim.Optimizer):
 
 @habit
 class CoupledOptimizer(Plain):
-    """An optimizer of its own that divides by the norm of all gradients."""
+    """A custom optimizer that divides by the norm of all gradients."""
 
     def configure_optimizers(self) -> Any:
         return OverNorm(self.parameters())
@@ -469,7 +469,7 @@ class CoupledOptimizer(Plain):
 
 @habit
 class WholeMatrices(Plain):
-    """An optimizer that looks at whole matrices (Adafactor)."""
+    """An optimizer that needs whole matrices (Adafactor)."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adafactor(self.parameters(), lr=0.02)
@@ -477,7 +477,7 @@ class WholeMatrices(Plain):
 
 @habit
 class Searching(Plain):
-    """An optimizer that evaluates its step anew (LBFGS)."""
+    """An optimizer that calls its closure repeatedly (LBFGS)."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)

@@ -135,7 +135,7 @@ def results(strategy: str, devices: int, names: list[str]) -> dict[str, Result]:
 APART = {
     "sparse mixture of experts",
     "a layer that is never used",
-    "A counter of its own in training_step that weighs the loss",
+    "A counter in training_step that weights the loss",
     "Values collected in training_step whose mean a hook logs",
 }
 """Cases in which an error comes up on one rank, and ends the others."""
