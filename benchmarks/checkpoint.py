@@ -65,7 +65,7 @@ class Measure(Callback):
         self.num_bytes = 0
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        state = trainer.strategy.state_dict(trainer.placed, trainer.named_optimizers)
+        state = trainer.strategy.state_dict(trainer.wrapped, trainer.named_optimizers)
         tensors = [shard.tensor for shard in state.tensors.values()]
         self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         trainer.save_checkpoint(self.folder / "old")

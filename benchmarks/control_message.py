@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks._rounds import machine, told, write_json
 from lockstep import Module, Trainer
-from lockstep.strategies.base import Agreement, Note
-from lockstep.strategies.sync.step_agreement import Control
+from lockstep.strategies.base import StepResult, StepVote
+from lockstep.strategies.sync.step_agreement import StepAgreement
 
 TURN = 20
 WARMUP_STEPS = 2 * TURN
@@ -36,14 +36,14 @@ WARMUP_STEPS = 2 * TURN
 class Silent:
     """Agrees with everybody without asking: all ranks of this bench have losses of all their samples."""
 
-    def send(self, note: Note, samples: int, count: float, finite: bool, total: float = math.nan) -> None:
-        self.agreement = Agreement(samples, int(note.stop), None, None)  # every loss counts its samples
+    def send(self, vote: StepVote, samples: int, count: float, finite: bool, total: float = math.nan) -> None:
+        self.result = StepResult(samples, int(vote.stop), None, None)  # every loss counts its samples
 
-    def prepare(self, note: Note, samples: int) -> Callable[[float, bool, float], None]:
-        return lambda count, finite, total: self.send(note, samples, count, finite, total)
+    def prepare(self, vote: StepVote, samples: int) -> Callable[[float, bool, float], None]:
+        return lambda count, finite, total: self.send(vote, samples, count, finite, total)
 
-    def receive(self) -> Agreement:
-        return self.agreement
+    def receive(self) -> StepResult:
+        return self.result
 
     def first_rank(self, says_so: bool) -> int | None:
         return 0 if says_so else None
@@ -65,12 +65,12 @@ class Timed(Module):
 
     def on_train_start(self) -> None:
         strategy: Any = self.trainer.strategy
-        assert isinstance(strategy._control, Control)
-        self.controls = (Silent(), strategy._control)
+        assert isinstance(strategy._agreement, StepAgreement)
+        self.controls = (Silent(), strategy._agreement)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx % TURN == 0:
-            self.trainer.strategy._control = self.controls[is_with(batch_idx // TURN)]  # type: ignore[attr-defined]
+            self.trainer.strategy._agreement = self.controls[is_with(batch_idx // TURN)]  # type: ignore[attr-defined]
             self.times.append((time.perf_counter(), time.process_time()))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ class Timed(Module):
 
     def on_train_end(self) -> None:
         self.times.append((time.perf_counter(), time.process_time()))
-        self.trainer.strategy._control = self.controls[1]  # type: ignore[attr-defined]
+        self.trainer.strategy._agreement = self.controls[1]  # type: ignore[attr-defined]
         if self.global_rank == 0:
             Path("times.json").write_text(json.dumps(self.times))
 

@@ -6,7 +6,7 @@ The model is that of examples/gpt.py under AdamW in float32, driven by a hand-wr
 floating point tensor that a rank holds between a backward and the optimizer's step. `other` is what the engine keeps
 besides (DeepSpeed: a second copy of a rank's part of the parameters, and a bucket). Numbers are those of the rank that
 holds most. The last columns are how far resident memory rose above where it stood before the model was made, in MiB:
-at most until it was placed, and at most in the steps; they include activations and what engines hold for a moment.
+at most until it was wrapped, and at most in the steps; they include activations and what engines hold for a moment.
 Expect three minutes.
 """
 
@@ -135,23 +135,23 @@ def train(strategy: Strategy, width: int, depth: int) -> list[list[int]]:
     try:
         before, resident = live_bytes(), reset_peak()
         model = Model(width, depth)
-        placed = strategy.place(model)
+        wrapped = strategy.setup_module(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         loader = strategy.shard_loader(DataLoader(tokens, BATCH), seed=0, split=True)  # type: ignore[arg-type]
-        optimizers = strategy.attach(placed, {"main": optimizer})
+        optimizers = strategy.setup_optimizers(wrapped, {"main": optimizer})
         placing = memory("VmHWM") - resident
         reset_peak()
         parameters = gradients = total = 0
         for window in loader.windows(0):
-            strategy.forward_backward(placed, model.step, window)
+            strategy.forward_backward(wrapped, model.step, window)
             for micro_batch in window.micro_batches:
                 micro_batch.output = None
             parameters = bytes_of(
                 [getattr(p, "ds_tensor", p) for p in model.parameters()]
             )  # ZeRO-3 leaves an empty tensor where a parameter was
-            gradients = bytes_of(strategy._gradients(placed))  # type: ignore[attr-defined]  # the one name that all engines have for them
+            gradients = bytes_of(strategy._gradients(wrapped))  # type: ignore[attr-defined]  # the one name that all engines have for them
             total = live_bytes() - before
-            strategy.optimizer_step(placed, optimizers["main"])
+            strategy.optimizer_step(wrapped, optimizers["main"])
             optimizers["main"].zero_grad()
         optimizer_bytes = bytes_of(
             [

@@ -64,14 +64,14 @@ def measure(strategy: Pipeline, num_parts: int, seconds: float) -> float:
         model = nn.ModuleDict(
             {"net": nn.Sequential(*[Layer(seconds / strategy.schedule.stages_per_rank) for _ in range(num_stages)])}
         )
-        placed = strategy.place(model)
-        strategy.attach(placed, {"main": torch.optim.SGD(model.parameters(), lr=0.1)})
+        wrapped = strategy.setup_module(model)
+        strategy.setup_optimizers(wrapped, {"main": torch.optim.SGD(model.parameters(), lr=0.1)})
         times = []
         for _ in range(WARMUP + STEPS):
             window = Window([MicroBatch(torch.zeros(num_parts, 64), num_parts)], num_parts)
             strategy.barrier()
             started = time.perf_counter()
-            strategy.forward_backward(placed, lambda batch, _: model["net"](batch).mean(), window)
+            strategy.forward_backward(wrapped, lambda batch, _: model["net"](batch).mean(), window)
             strategy.barrier()
             times.append(time.perf_counter() - started)
         return min(times[WARMUP:])

@@ -63,7 +63,7 @@ def measure(on: bool, width: int, depth: int, steps: int) -> tuple[int, float]:
     strategy.configure(accelerator="cpu")
     strategy.setup()
     try:
-        placed = strategy.place(gpt)
+        wrapped = strategy.setup_module(gpt)
         # What enters a recomputed block is kept beside the graph.
         hooks = [
             block.register_forward_pre_hook(
@@ -71,7 +71,7 @@ def measure(on: bool, width: int, depth: int, steps: int) -> tuple[int, float]:
             )
             for block in gpt.blocks
         ]
-        strategy.forward_backward(placed, noted, Window([MicroBatch(tokens, BATCH)], BATCH))
+        strategy.forward_backward(wrapped, noted, Window([MicroBatch(tokens, BATCH)], BATCH))
         for hook in hooks:
             hook.remove()
         for parameter in gpt.parameters():
@@ -80,7 +80,7 @@ def measure(on: bool, width: int, depth: int, steps: int) -> tuple[int, float]:
         for _ in range(steps):
             gpt.zero_grad()
             started = time.perf_counter()
-            strategy.forward_backward(placed, step, Window([MicroBatch(tokens, BATCH)], BATCH))
+            strategy.forward_backward(wrapped, step, Window([MicroBatch(tokens, BATCH)], BATCH))
             times.append(time.perf_counter() - started)
         return sum(kept.values()), min(times)
     finally:

@@ -119,12 +119,12 @@ def verbs(num_steps: int) -> Clock:
     model, clock, strategy = build(), Clock(num_steps, WARMUP_STEPS), SingleDevice()
     strategy.configure(accelerator="cpu")
     strategy.setup()
-    placed = strategy.place(model)
-    optimizer = strategy.attach(placed, {"main": torch.optim.SGD(model.parameters(), lr=0.01)})["main"]
+    wrapped = strategy.setup_module(model)
+    optimizer = strategy.setup_optimizers(wrapped, {"main": torch.optim.SGD(model.parameters(), lr=0.01)})["main"]
     for step, window in enumerate(strategy.shard_loader(loader(num_steps), seed=0).windows(0)):
         clock.tick(step)
-        strategy.forward_backward(placed, lambda batch, _: F.cross_entropy(model(batch[0]), batch[1]), window)
-        strategy.optimizer_step(placed, optimizer)
+        strategy.forward_backward(wrapped, lambda batch, _: F.cross_entropy(model(batch[0]), batch[1]), window)
+        strategy.optimizer_step(wrapped, optimizer)
         optimizer.zero_grad()
     strategy.teardown()
     return clock

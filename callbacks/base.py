@@ -11,7 +11,7 @@ out of `fit` as itself.
 The loop, with every hook in its place:
 
     setup(stage)                                    # "fit", "validate", "test" or "predict"
-    on_fit_start                                    # model placed, optimizers built, checkpoint loaded
+    on_fit_start                                    # model wrapped, optimizers built, checkpoint loaded
     on_sanity_check_start; <validation>; on_sanity_check_end
     on_train_start
     for epoch in epochs:

@@ -11,6 +11,7 @@ from lockstep.strategies.model_parallel import ModelParallel
 from lockstep.strategies.pipeline.strategy import Pipeline
 from lockstep.strategies.registry import build
 from lockstep.strategies.single import SingleDevice
+from lockstep.strategies.spmd import SPMDStrategy
 
 __all__ = [
     "DDP",
@@ -21,6 +22,7 @@ __all__ = [
     "MeshParallel",
     "ModelParallel",
     "Pipeline",
+    "SPMDStrategy",
     "SingleDevice",
     "Strategy",
     "TensorParallel",

@@ -2,25 +2,25 @@
 
 A strategy works on plain `nn.Module`s, optimizers, loaders and callables, so a hand-written loop can
 drive it (`tests/strategies/test_contract.py` does). It holds no trainer, user module or optimizer:
-`place` returns the module to hand back to the other verbs, and everything else is an argument.
+`setup_module` returns the module to hand back to the other verbs, and everything else is an argument.
 
 The life of a strategy, in order:
 
     strategy.configure(devices, accelerator, num_nodes, precision)   # may refuse; nothing has started
     if strategy.starts_ranks: return strategy.launch(fn, *args)      # fn runs on every rank, from here
     strategy.setup()                                                 # facts become valid
-    placed = strategy.place(model)                                   # move, wrap or shard
-    optimizers = strategy.attach(placed, optimizers)                 # built on the placed parameters
-    strategy.load_state_dict(placed, optimizers, reader)             # optional
+    wrapped = strategy.setup_module(model)                                   # move, wrap or shard
+    optimizers = strategy.setup_optimizers(wrapped, optimizers)                 # built on the wrapped parameters
+    strategy.load_state_dict(wrapped, optimizers, reader)             # optional
     loader = strategy.shard_loader(loader, seed=0)
     for window in loader.windows(epoch=0):
-        strategy.forward_backward(placed, step_fn, window)
-        strategy.clip_gradients(placed, optimizer, 1.0)               # optional, as is: with strategy.whole(placed): ...
-        strategy.optimizer_step(placed, optimizer)
+        strategy.forward_backward(wrapped, step_fn, window)
+        strategy.clip_gradients(wrapped, optimizer, 1.0)               # optional, as is: with strategy.whole(wrapped): ...
+        strategy.optimizer_step(wrapped, optimizer)
         optimizer.zero_grad()
-        strategy.adopt_changes(placed)                               # after own code that freezes layers or adds hooks
-    strategy.state_dict(placed, optimizers)
-    strategy.release(placed)                                         # the model is the caller's again
+        strategy.adopt_changes(wrapped)                               # after own code that freezes layers or adds hooks
+    strategy.state_dict(wrapped, optimizers)
+    strategy.teardown_module(wrapped)                                         # the model is the caller's again
     strategy.teardown()
 """
 
@@ -57,7 +57,7 @@ class Loss(NamedTuple):
     """How many terms were summed (tokens, pixels, samples): at least zero."""
 
 
-class Note(NamedTuple):
+class StepVote(NamedTuple):
     """What one rank tells the others in the control message of a step."""
 
     stop: int = 0
@@ -68,13 +68,13 @@ class Note(NamedTuple):
     """Returns these names, for the message where ranks' hashes differ."""
 
 
-class Agreement(NamedTuple):
+class StepResult(NamedTuple):
     """What all ranks know after `forward_backward`, equal on every rank."""
 
     count: float  # type: ignore[assignment]  # hides tuple.count
     """Σ of what the losses counted over ranks and micro-batches; 0 means that there is no gradient."""
     stop: int
-    """The largest `Note.stop` of all ranks."""
+    """The largest `StepVote.stop` of all ranks."""
     non_finite: str | None
     """What was NaN or infinite: the loss of the first such rank, or a gradient by its parameter's name; None if nothing was.
     Such a window leaves no gradient."""
@@ -106,15 +106,15 @@ class Strategy(ABC):
     """Index of this rank among those that see different samples; ranks that share samples share it."""
     data_size: int
     """Number of different shares that the global batch is cut into."""
-    builds: bool
-    """False where this rank is to build modules on the meta device, as their values come from another rank in `place`."""
+    builds_on_meta: bool
+    """True if this rank builds modules on the meta device, as their values come from another rank in `setup_module`."""
     dynamic_shapes: bool
-    """False where torch.compile needs a graph for each shape, as one for all of them fails on what `place` makes of a model."""
-    keeps_layout: bool
-    """False where `place` lays parameters out in memory anew, so that a layout of the user's is lost."""
-    reports: bool
+    """False where torch.compile needs a graph for each shape, as one for all of them fails on what `setup_module` makes of a model."""
+    preserves_memory_format: bool
+    """False where `setup_module` lays parameters out in memory anew, so that a layout of the user's is lost."""
+    is_reporting_rank: bool
     """Of the ranks that share samples exactly one is True: what it logs and predicts stands for all of them."""
-    steps_whole: bool
+    runs_step_once: bool
     """True where each rank runs the user's step once for a micro-batch, False where in parts, some more than once or at the same time."""
 
     # ---- 1. processes and devices ----------------------------------------------------------------
@@ -147,32 +147,32 @@ class Strategy(ABC):
         """Leave the process group. Idempotent, safe after a failed `setup`, calls no collective."""
 
     @abstractmethod
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup_module(self, model: nn.Module) -> nn.Module:
         """Move, wrap or shard `model` in place; return the module that the other verbs take.
 
         Call it before optimizers exist: parameters may be replaced. The caller keeps using `model`.
         """
 
-    def release(self, placed: nn.Module) -> None:  # noqa: B027 - a strategy that only moves the model has nothing to undo
-        """Undo `place`: the caller's module is plain again and holds the trained weights, whole.
+    def teardown_module(self, wrapped: nn.Module) -> None:  # noqa: B027 - a strategy that only moves the model has nothing to undo
+        """Undo `setup_module`: the caller's module is plain again and holds the trained weights, whole.
 
         Needs the memory of the whole model where parameters were cut over ranks; ranks that `launch` started,
         but for rank 0, may leave their modules as they are.
         """
 
-    def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
-        """Take the optimizers that were built on the placed parameters; return those to step."""
+    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+        """Take the optimizers that were built on the wrapped parameters; return those to step."""
         return optimizers
 
-    def adopt_changes(self, placed: nn.Module) -> None:  # noqa: B027 - one process notices by itself
-        """Take over what user code has changed in the model since it was placed; call it after such code, on every rank.
+    def adopt_changes(self, wrapped: nn.Module) -> None:  # noqa: B027 - one process notices by itself
+        """Take over what user code has changed in the model since it was wrapped; call it after such code, on every rank.
 
         That is `requires_grad` of parameters and gradient hooks registered on them. Raises RuntimeError for what this
         strategy cannot take over, such as parameters added during a run, by name. Costs a few hundred nanoseconds a parameter.
         """
 
     @contextmanager
-    def whole(self, placed: nn.Module) -> Iterator[None]:
+    def whole(self, wrapped: nn.Module) -> Iterator[None]:
         """While it lasts every parameter of the caller's model is whole on every rank, a plain tensor with its whole `.grad`.
 
         `state_dict()` is complete too. What was changed within, alike on all ranks, holds afterwards. Every rank calls it,
@@ -192,18 +192,18 @@ class Strategy(ABC):
     @abstractmethod
     def forward_backward(
         self,
-        placed: nn.Module,
+        wrapped: nn.Module,
         step_fn: Callable[[Any, int], Any],
         window: Window,
         *,
         micro_batches: Any = None,
         automatic: bool = True,
         parameters: Mapping[str, Sequence[nn.Parameter]] | None = None,
-        note: Callable[[], Note] | None = None,
+        vote: Callable[[], StepVote] | None = None,
         part: Callable[[int], AbstractContextManager[Any]] | None = None,
         before_backward: Callable[[Tensor], None] | None = None,
         after_backward: Callable[[], None] | None = None,
-    ) -> Agreement:
+    ) -> StepResult:
         """Compute the gradient of one optimizer step and leave it in `.grad`, equal on all replicas.
 
         `step_fn(batch, batch_idx)` returns the mean loss of a micro-batch, `Loss`, a dict with
@@ -217,7 +217,7 @@ class Strategy(ABC):
         where given, in any thread; the caller weighs by it what the step logs. What it logs within `part(0)`
         does not count: the step runs on these samples a second time, or on another rank.
 
-        `note` is read after the last forward; all notes are exchanged beside the last backward.
+        `vote` is read after the last forward; all votes are exchanged beside the last backward.
         Raises RuntimeError where ranks disagree on the step, on the collectives issued so far or on
         the names logged, naming the rank, before any parameter changes.
         """
@@ -225,7 +225,7 @@ class Strategy(ABC):
     @abstractmethod
     def evaluate(
         self,
-        placed: nn.Module,
+        wrapped: nn.Module,
         step_fn: Callable[..., Any],
         micro_batch: MicroBatch,
         *args: Any,
@@ -237,7 +237,7 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def backward(self, placed: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
+    def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
         """Manual optimization: accumulate the gradient of `loss` times `weight` on this rank only.
 
         `clip_gradients` and `optimizer_step` bring the ranks together.
@@ -245,7 +245,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def clip_gradients(
-        self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
         """Clip what `optimizer` will apply, by the 2-norm of the global gradient or by element ("value").
 
@@ -253,7 +253,9 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def optimizer_step(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+    def optimizer_step(
+        self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+    ) -> bool:
         """Step `optimizer`; False where loss scaling skipped the step, on all ranks alike."""
 
     @abstractmethod
@@ -289,11 +291,11 @@ class Strategy(ABC):
     # ---- 4. checkpointing ------------------------------------------------------------------------
 
     @abstractmethod
-    def state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> State:
+    def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
         """This rank's pieces of model and optimizer state under canonical names with global shapes."""
 
     @abstractmethod
-    def load_state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
         """Take over what any strategy saved on any number of ranks. Raises KeyError or ValueError by name."""
 
 
@@ -317,4 +319,4 @@ def split_loss(output: Any, num_samples: int) -> tuple[Tensor | None, float, int
     )
 
 
-__all__ = ["Agreement", "Loss", "Note", "Precision", "Strategy", "split_loss"]
+__all__ = ["Loss", "Precision", "StepResult", "StepVote", "Strategy", "split_loss"]

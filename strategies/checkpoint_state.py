@@ -28,27 +28,31 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One rectangular piece of a global tensor."""
+class TensorShard:
+    """A rectangular part of a global tensor."""
 
     tensor: Tensor
-    """The piece, detached."""
+    """The part that this rank holds, detached."""
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Where the piece begins in the global tensor, one number a dimension."""
+    """Where it begins in the global tensor, one number a dimension."""
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> Shard:
+    def whole(cls, tensor: Tensor) -> TensorShard:
         if hasattr(tensor, "full_tensor"):  # cut over ranks, all of which are here
             tensor = tensor.full_tensor()
         return cls(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
+
+
+LocalShard = Callable[[Tensor], TensorShard | None]
+"""What this rank writes of a tensor, None where another rank writes it."""
 
 
 @dataclass
 class State:
     """What one rank contributes to a checkpoint."""
 
-    tensors: dict[str, Shard] = field(default_factory=dict)
+    tensors: dict[str, TensorShard] = field(default_factory=dict)
     """The pieces that this rank writes; over all ranks each element of each name exactly once."""
     meta: dict[str, Any] = field(default_factory=dict)
     """JSON data, equal on all ranks (param groups, scaler)."""
@@ -70,26 +74,24 @@ class Reader(Protocol):
         """The whole tensor, or the rectangle of `shape` that begins at `offsets`, on CPU."""
 
 
-def pack(
-    value: Any, name: str, tensors: dict[str, Shard], piece: Callable[[Tensor], Shard | None] = Shard.whole
-) -> Any:
+def pack(value: Any, name: str, tensors: dict[str, TensorShard], shard: LocalShard = TensorShard.whole) -> Any:
     """Turn a nested structure into JSON data, moving its tensors into `tensors` under `name`.
 
     Tuples, paths, arrays of numpy and dicts with keys that are not strings are kept as what they are. A number
     of numpy and a member of an Enum that is a str or an int too become the plain number or string. Everything
-    else that JSON does not know raises TypeError with its key path. `piece` is what this rank writes of a
+    else that JSON does not know raises TypeError with its key path. `shard` is what this rank writes of a
     tensor, None where another rank writes it.
     """
     if isinstance(value, np.generic):
         value = value.item()  # a float64 of numpy is a float of Python as well, yet not of that very type
     if isinstance(value, Tensor):
-        mine = piece(value)
+        mine = shard(value)
         if mine is not None:
             tensors[name] = mine
         return {"$tensor": name}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         native = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
-        return {"$array": pack(torch.from_numpy(native), name, tensors, piece)}
+        return {"$array": pack(torch.from_numpy(native), name, tensors, shard)}
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, (str, int, float)):  # of a class of its own, such as a member of an Enum
@@ -97,15 +99,15 @@ def pack(
     if isinstance(value, PurePath):
         return {"$path": os.fspath(value)}
     if isinstance(value, (list, tuple)):
-        items = [pack(item, f"{name}.{i}", tensors, piece) for i, item in enumerate(value)]
+        items = [pack(item, f"{name}.{i}", tensors, shard) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, dict):
         if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: pack(item, f"{name}.{key}", tensors, piece) for key, item in value.items()}
+            return {key: pack(item, f"{name}.{key}", tensors, shard) for key, item in value.items()}
         pairs = enumerate(value.items())
         return {
             "$items": [
-                [pack(key, f"{name}.{i}.key", tensors, piece), pack(item, f"{name}.{i}", tensors, piece)]
+                [pack(key, f"{name}.{i}.key", tensors, shard), pack(item, f"{name}.{i}", tensors, shard)]
                 for i, (key, item) in pairs
             ]
         }
@@ -133,12 +135,10 @@ def unpack(value: Any, read: Callable[[str], Tensor]) -> Any:
     return {key: unpack(item, read) for key, item in value.items()}
 
 
-def gather_state(
-    model: nn.Module, optimizers: dict[str, Optimizer], piece: Callable[[Tensor], Shard | None] = Shard.whole
-) -> State:
-    """The state of a model and its optimizers; `piece` is what this rank writes of a tensor, None where another rank does."""
+def gather_state(model: nn.Module, optimizers: dict[str, Optimizer], shard: LocalShard = TensorShard.whole) -> State:
+    """The state of a model and its optimizers; `shard` is what this rank writes of a tensor, None where another rank does."""
     state = State()
-    values = {name: pack(value, f"model/{name}", state.tensors, piece) for name, value in model.state_dict().items()}
+    values = {name: pack(value, f"model/{name}", state.tensors, shard) for name, value in model.state_dict().items()}
     state.meta["model"] = {
         name: None if value == {"$tensor": f"model/{name}"} else value for name, value in values.items()
     }
@@ -153,13 +153,13 @@ def gather_state(
                     {k: v if k != "params" else [order[i] for i in v] for k, v in group.items()},
                     f"optimizer/{key}/group{i}",
                     state.tensors,
-                    piece,
+                    shard,
                 )
                 for i, group in enumerate(saved["param_groups"])
             ],
             "state": {
                 order[i]: {
-                    k: pack(v, f"optimizer/{key}/{order[i]}/{k}", state.tensors, piece) for k, v in entry.items()
+                    k: pack(v, f"optimizer/{key}/{order[i]}/{k}", state.tensors, shard) for k, v in entry.items()
                 }
                 for i, entry in saved["state"].items()
             },
@@ -321,7 +321,7 @@ def is_alike(saved: Any, now: Any) -> bool:
 
 @dataclass
 class Whole:
-    """A state in memory, each tensor in one piece on the CPU; a `Reader`."""
+    """A state in memory, each tensor whole on the CPU; a `Reader`."""
 
     tensors: dict[str, Tensor]
     meta: dict[str, Any]
@@ -342,8 +342,8 @@ class Whole:
 def gather_whole(strategy: Strategy, state: State, keep: bool = True) -> Whole:
     """Put the pieces of all ranks together, on each rank with `keep`; others get no tensors. Every rank calls it.
 
-    `gather_whole(strategy, strategy.state_dict(placed, {}))` are the weights of any strategy;
-    `strategy.load_state_dict(placed, {}, whole)` puts such weights back. Moves each byte of the state to every
+    `gather_whole(strategy, strategy.state_dict(wrapped, {}))` are the weights of any strategy;
+    `strategy.load_state_dict(wrapped, {}, whole)` puts such weights back. Moves each byte of the state to every
     rank once and needs the memory of the largest rank's pieces beside the result.
     """
     whole = Whole({}, state.meta)

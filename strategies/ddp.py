@@ -16,19 +16,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import Agreement, Loss
+from lockstep.strategies.base import Loss, StepResult
 from lockstep.strategies.checkpoint_state import Reader, State
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.process_group import plain_group
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.modules.meta import materialise
-from lockstep.strategies.modules.side_effect_free import traceless
+from lockstep.strategies.modules.meta import materialize
+from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.modules.step_state import numbers, refuse_changed_numbers
-from lockstep.strategies.spmd import EagerStrategy, resolve_accelerator, shortened
+from lockstep.strategies.spmd import SPMDStrategy, resolve_accelerator, shortened
 from lockstep.strategies.sync.buffers import share_buffers
 
 
-class DDP(EagerStrategy):
+class DDP(SPMDStrategy):
     """Data parallelism: each rank holds the whole model and sees its share of the global batch.
 
     Gradients are averaged by torch's DDP while the last backward of a window runs; the backwards before
@@ -85,102 +85,104 @@ class DDP(EagerStrategy):
                 "sync_batchnorm=True needs CUDA devices: torch's SyncBatchNorm does not run on CPU; leave it out"
             )
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup_module(self, model: nn.Module) -> nn.Module:
         self._first_window = True
         if self.sync_batchnorm:
             self._converted = convert_batchnorm(model)
-        model = super().place(materialise(model)).to(self.device)
+        model = super().setup_module(materialize(model)).to(self.device)
         return Replica(model, self._options) if self._in_group else model
 
-    def release(self, placed: nn.Module) -> None:
-        super().release(placed)
-        if isinstance(placed, Replica):
-            placed.unwrap()
+    def teardown_module(self, wrapped: nn.Module) -> None:
+        super().teardown_module(wrapped)
+        if isinstance(wrapped, Replica):
+            wrapped.unwrap()
         revert_batchnorm(self._converted)
         self._converted = []
 
     def forward_backward(
-        self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any
-    ) -> Agreement:
-        if isinstance(placed, Replica):
-            placed.begin_window()
+        self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any
+    ) -> StepResult:
+        if isinstance(wrapped, Replica):
+            wrapped.begin_window()
             self._stale_buffers = self._shares_buffers
         self._part = options.get("part")
-        agreement = super().forward_backward(placed, step_fn, window, **options)
+        result = super().forward_backward(wrapped, step_fn, window, **options)
         self._first_window = False
-        return agreement
+        return result
 
     def evaluate(
-        self, placed: nn.Module, step_fn: Callable[..., Any], micro_batch: MicroBatch, *args: Any, **options: Any
+        self, wrapped: nn.Module, step_fn: Callable[..., Any], micro_batch: MicroBatch, *args: Any, **options: Any
     ) -> Any:
         if self._stale_buffers:  # DDP shares them at the beginning of a step, so the last step left each rank its own
-            share_buffers(placed.modules())
+            share_buffers(wrapped.modules())
             self._stale_buffers = False
-        return super().evaluate(placed, step_fn, micro_batch, *args, **options)
+        return super().evaluate(wrapped, step_fn, micro_batch, *args, **options)
 
-    def state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> State:
-        state = super().state_dict(placed, optimizers)
-        if isinstance(placed, Replica):
-            state.meta["bucket_order"] = placed.bucket_order()
+    def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
+        state = super().state_dict(wrapped, optimizers)
+        if isinstance(wrapped, Replica):
+            state.meta["bucket_order"] = wrapped.bucket_order()
         return state
 
-    def load_state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        super().load_state_dict(placed, optimizers, state)
+    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+        super().load_state_dict(wrapped, optimizers, state)
         order = state.meta.get("bucket_order")
-        if optimizers and isinstance(placed, Replica) and isinstance(order, list):
-            placed.lay_out(order)
+        if optimizers and isinstance(wrapped, Replica) and isinstance(order, list):
+            wrapped.lay_out(order)
 
-    def _runner(self, placed: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
-        return functools.partial(placed, step_fn) if isinstance(placed, Replica) else super()._runner(placed, step_fn)
+    def _runner(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
+        return (
+            functools.partial(wrapped, step_fn) if isinstance(wrapped, Replica) else super()._runner(wrapped, step_fn)
+        )
 
-    def _padding(self, placed: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    def _padding(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         """The step without effect, for the collectives that it calls, and a loss of zero."""
-        if not isinstance(placed, Replica):
-            return super()._padding(placed, step_fn)
-        model, stand_in = placed.model, functools.partial(placed, None)
+        if not isinstance(wrapped, Replica):
+            return super()._padding(wrapped, step_fn)
+        model, stand_in = wrapped.model, functools.partial(wrapped, None)
 
         def without_weight(batch: Any, batch_idx: int) -> Any:
             if batch is None:  # a dataset that shards itself had nothing for this rank
                 return stand_in(batch, batch_idx)
             before = numbers(model)
-            with traceless(model), nullcontext() if self._part is None else self._part(0):
+            with side_effect_free(model), nullcontext() if self._part is None else self._part(0):
                 step_fn(batch, batch_idx)
                 refuse_changed_numbers(model, before)
             return stand_in(batch, batch_idx)
 
         return without_weight
 
-    def _sync_gradients(self, placed: nn.Module, on: bool) -> None:
-        if isinstance(placed, Replica) and placed.ddp is not None:
+    def _sync_gradients(self, wrapped: nn.Module, on: bool) -> None:
+        if isinstance(wrapped, Replica) and wrapped.ddp is not None:
             # What DDP.no_sync does. With static_graph the whole first window must be exchanged: torch records
             # the graph in it and asserts otherwise.
-            placed.ddp.require_backward_grad_sync = on or (self._first_window and self._options["static_graph"])
+            wrapped.ddp.require_backward_grad_sync = on or (self._first_window and self._options["static_graph"])
 
-    def _after_backwards(self, placed: nn.Module) -> None:
-        if isinstance(placed, Replica):
-            placed.check_reduced()
+    def _after_backwards(self, wrapped: nn.Module) -> None:
+        if isinstance(wrapped, Replica):
+            wrapped.check_reduced()
 
     def _concluded(
-        self, placed: nn.Module, agreement: Agreement, after_backward: Callable[[], None] | None = None
-    ) -> Agreement:
+        self, wrapped: nn.Module, result: StepResult, after_backward: Callable[[], None] | None = None
+    ) -> StepResult:
         changed = self._changes.trainability() if self._changes is not None else []
         if changed:
             raise RuntimeError(
                 f"requires_grad was changed within a step ({shortened(changed)}), after DDP had begun to reduce the gradients of "
                 "the others; change it in a hook such as on_train_batch_start"
             )
-        control = self._control
-        asks = isinstance(placed, Replica) and placed.used is not None
-        if asks and control is not None and control.first_rank(placed.stood_in) is not None:  # type: ignore[arg-type]
-            placed.drop_unused()  # type: ignore[operator]
-        return super()._concluded(placed, agreement, after_backward)
+        control = self._agreement
+        asks = isinstance(wrapped, Replica) and wrapped.used is not None
+        if asks and control is not None and control.first_rank(wrapped.stood_in) is not None:  # type: ignore[arg-type]
+            wrapped.drop_unused()  # type: ignore[operator]
+        return super()._concluded(wrapped, result, after_backward)
 
-    def _user_model(self, placed: nn.Module) -> nn.Module:
-        return placed.model if isinstance(placed, Replica) else placed
+    def _user_model(self, wrapped: nn.Module) -> nn.Module:
+        return wrapped.model if isinstance(wrapped, Replica) else wrapped
 
-    def _trainability_changed(self, placed: nn.Module, names: list[str]) -> None:
-        if isinstance(placed, Replica):
-            placed.wrap(init_sync=False)
+    def _trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
+        if isinstance(wrapped, Replica):
+            wrapped.wrap(init_sync=False)
             self._first_window = True
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import replicate
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lockstep.strategies.base import Agreement, Note, split_loss
+from lockstep.strategies.base import StepResult, StepVote, split_loss
 from lockstep.strategies.data.sample_axis import SampleCutter
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.dp_replicas import (
@@ -30,10 +30,10 @@ from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, refuse_max_norm, remarked
 from lockstep.strategies.modules.rng import kept_streams
 from lockstep.strategies.pipeline.microbatches import merged
-from lockstep.strategies.spmd import EagerStrategy, detach, move, weighted_losses
+from lockstep.strategies.spmd import SPMDStrategy, detach, move, weighted_losses
 
 
-class DataParallel(EagerStrategy):
+class DataParallel(SPMDStrategy):
     """Each micro-batch is cut into one slice a device, and the step runs on all slices at once, in threads.
 
     Replicas are made anew for each micro-batch, on several GPUs those of `torch.nn.parallel.replicate`. Prefer `ddp`: it
@@ -60,7 +60,7 @@ class DataParallel(EagerStrategy):
     def setup(self) -> None:
         super().setup()
         self.device = torch.device(self._accelerator, 0) if self._accelerator == "cuda" else self.device
-        self.steps_whole = False
+        self.runs_step_once = False
         self._cutter = None
         self._draws = True  # until the first window has shown that it does not
         self._threads = ThreadPoolExecutor(self._num_devices, thread_name_prefix="replica")
@@ -71,9 +71,9 @@ class DataParallel(EagerStrategy):
             self._threads = None
         super().teardown()
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup_module(self, model: nn.Module) -> nn.Module:
         refuse_max_norm(model, self._num_devices, type(self).__name__)
-        return super().place(model).to(self.device)
+        return super().setup_module(model).to(self.device)
 
     def shard_loader(
         self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False
@@ -84,38 +84,38 @@ class DataParallel(EagerStrategy):
         return super().shard_loader(loader, seed=seed, shuffle=shuffle, accumulate=accumulate, split=split)
 
     def forward_backward(
-        self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any
-    ) -> Agreement:
+        self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any
+    ) -> StepResult:
         if self._num_devices == 1:
-            return super().forward_backward(placed, step_fn, window, **options)
+            return super().forward_backward(wrapped, step_fn, window, **options)
         if not options.pop("automatic", True) or options.pop("parameters", None):
             raise ValueError(
                 "strategy 'dp' needs automatic optimization with one optimizer; use strategy='ddp' for others"
             )
-        return self._in_slices(placed, step_fn, window, **options)
+        return self._in_slices(wrapped, step_fn, window, **options)
 
     def _in_slices(
         self,
-        placed: nn.Module,
+        wrapped: nn.Module,
         step_fn: Callable[[Any, int], Any],
         window: Window,
         *,
         micro_batches: Iterable[MicroBatch] | None = None,
-        note: Callable[[], Note] | None = None,
+        vote: Callable[[], StepVote] | None = None,
         part: Callable[[int], AbstractContextManager[Any]] | None = None,
         before_backward: Callable[[Tensor], None] | None = None,
         after_backward: Callable[[], None] | None = None,
-    ) -> Agreement:
+    ) -> StepResult:
         if self._scaler_used:
             self._update_scaler()
-        check_hooks(placed)
+        check_hooks(wrapped)
         self._cutter = self._cutter or SampleCutter()
         random_state = torch.get_rng_state() if self._draws else None
         count, weighted, last = 0.0, 0.0, len(window.micro_batches) - 1
         for number, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
             slices = self._cutter.cut(micro_batch.batch, micro_batch.num_samples, self._num_devices)
-            replicas = self._replicas(placed, len(slices))
-            steps = [step_fn, *(rebind(step_fn, placed, other) for other in replicas[1:])]
+            replicas = self._replicas(wrapped, len(slices))
+            steps = [step_fn, *(rebind(step_fn, wrapped, other) for other in replicas[1:])]
             contexts = [nullcontext() if part is None else part(n) for _, n in slices]
 
             def forward(
@@ -136,7 +136,7 @@ class DataParallel(EagerStrategy):
                 return output
 
             outputs = self._run(forward, len(slices))
-            join_state(placed, replicas[1:])
+            join_state(wrapped, replicas[1:])
             whole = merged(
                 [(move(output, self.device, None), n) for output, (_, n) in zip(outputs, slices, strict=True)]
             )
@@ -153,7 +153,7 @@ class DataParallel(EagerStrategy):
                 (losses[i] if self.precision.scaler is None else self.precision.scaler.scale(losses[i])).backward()
 
             self._run(backward, len(losses))
-            self._join(placed, replicas)
+            self._join(wrapped, replicas)
             micro_batch.output = detach(whole)
             if losses and after_backward is not None and number < last:
                 after_backward()
@@ -161,15 +161,17 @@ class DataParallel(EagerStrategy):
             self._draws = not torch.equal(random_state, torch.get_rng_state())
         finite = math.isfinite(weighted)
         loss = weighted * window.num_samples / count if count and self.device.type == "cpu" else None
-        agreement = Agreement(
+        result = StepResult(
             count,
-            note().stop if note else 0,
+            vote().stop if vote else 0,
             None if finite or self.precision.scaler is not None else "the loss of rank 0",
             loss,
         )
         if count and count != window.num_samples:
-            torch._foreach_mul_([p.grad for p in placed.parameters() if p.grad is not None], window.num_samples / count)
-        return self._concluded(placed, agreement, after_backward) if count else agreement
+            torch._foreach_mul_(
+                [p.grad for p in wrapped.parameters() if p.grad is not None], window.num_samples / count
+            )
+        return self._concluded(wrapped, result, after_backward) if count else result
 
     def _run(self, work: Callable[[int], Any], count: int) -> list[Any]:
         """`work` for each slice, in threads."""

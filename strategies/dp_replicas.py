@@ -233,5 +233,5 @@ def rebind(step_fn: Callable[..., Any], model: nn.Module, replica: nn.Module) ->
     if hasattr(step_fn, "rebind"):  # an adapter around a method
         return step_fn.rebind(lambda method: rebind(method, model, replica))
     if getattr(step_fn, "__self__", None) is not model:
-        raise TypeError("strategy 'dp' needs a step that is a method of the module that it placed")
+        raise TypeError("strategy 'dp' needs a step that is a method of the module that it wrapped")
     return step_fn.__func__.__get__(replica)  # type: ignore[attr-defined]

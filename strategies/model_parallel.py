@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.spmd import EagerStrategy, move
+from lockstep.strategies.spmd import SPMDStrategy, move
 
 
-class ModelParallel(EagerStrategy):
+class ModelParallel(SPMDStrategy):
     """The model's layers lie on `devices` devices of one process, in order, and a batch passes through them.
 
     One device works at a time, so this makes room, not speed; `pipeline` keeps all devices busy.
@@ -35,18 +35,18 @@ class ModelParallel(EagerStrategy):
         super().__init__(activation_checkpointing=activation_checkpointing)
         self._given = None if device_map is None else dict(device_map)
         self.device_map: dict[str, int] = {}
-        """Where each submodule lies, by its name; valid after `place`."""
+        """Where each submodule lies, by its name; valid after `setup_module`."""
         self._hooks: list[Any] = []
 
     def setup(self) -> None:
         super().setup()
         self.device = self._device(0)
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup_module(self, model: nn.Module) -> nn.Module:
         count = self._num_devices
         self.device_map = balanced(model, count) if self._given is None else self._checked(model, self._given)
         self._check_shared(model)
-        model = super().place(model)
+        model = super().setup_module(model)
         for name, index in self.device_map.items():
             layer = model.get_submodule(name)
             layer.to(self._device(index))
@@ -62,10 +62,10 @@ class ModelParallel(EagerStrategy):
             self._hooks.append(child.register_forward_hook(home.outputs))
         return model
 
-    def release(self, placed: nn.Module) -> None:
+    def teardown_module(self, wrapped: nn.Module) -> None:
         self._remove_hooks()
-        super().release(placed)
-        placed.to("cpu")  # whole, where its layers find each other's outputs
+        super().teardown_module(wrapped)
+        wrapped.to("cpu")  # whole, where its layers find each other's outputs
 
     def teardown(self) -> None:
         self._remove_hooks()  # those of a run that failed

@@ -1,6 +1,6 @@
 """What the strategies share in which every rank runs the user's step itself and autograd walks back through it.
 
-A strategy of this kind says how it places a model (`place`) and, where ranks see different samples, how
+A strategy of this kind says how it places a model (`setup_module`) and, where ranks see different samples, how
 their gradients meet; the weights of the mean, clipping, stepping, collectives and state are here.
 """
 
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import Agreement, Loss, Note, Strategy, split_loss
-from lockstep.strategies.checkpoint_state import Reader, Shard, State, gather_state, restore_state
+from lockstep.strategies.base import Loss, StepResult, StepVote, Strategy, split_loss
+from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, gather_state, restore_state
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.launch import environment, watchdog
 from lockstep.strategies.launch import fault_injection as faults
@@ -42,14 +42,14 @@ from lockstep.strategies.modules.model_changes import (
 )
 from lockstep.strategies.modules.parameter_hooks import ParameterHooks
 from lockstep.strategies.precision import Precision, dtype_of
-from lockstep.strategies.sync.step_agreement import Control
+from lockstep.strategies.sync.step_agreement import StepAgreement
 
 T = TypeVar("T")
 
 _GRADIENT, _EXISTS = operator.attrgetter("grad"), functools.partial(operator.is_not, None)
 
 
-class EagerStrategy(Strategy):
+class SPMDStrategy(Strategy):
     """Base of the strategies whose ranks run the user's step in eager mode.
 
     `activation_checkpointing`: True computes what lies within a block again in the backward, in place of keeping it,
@@ -62,7 +62,7 @@ class EagerStrategy(Strategy):
     """True where even one rank needs a process group, as the engine asks for one."""
     max_devices: int | None = None
     """The most devices that the strategy can use on a node, or None for all."""
-    dynamic_shapes = keeps_layout = True
+    dynamic_shapes = preserves_memory_format = True
     cuts_gradients = False
     """True where ranks hold different parts of the gradient, so that one cannot see whether all of it is finite."""
     sees_whole_gradients = False
@@ -87,7 +87,7 @@ class EagerStrategy(Strategy):
         self._copies: torch.cuda.Stream | None = (
             None  # on which batches come to a GPU, beside what that still computes of the step before
         )
-        self._control: Control | None = None
+        self._agreement: StepAgreement | None = None
         self._parameter_hooks = ParameterHooks()
         self._changes: ModelChanges | None = None
         self._trained: set[str] = set()
@@ -150,11 +150,11 @@ class EagerStrategy(Strategy):
         self.rank, self.local_rank, self.world_size = (
             (world.rank, world.local_rank, world.world_size) if world else (0, 0, 1)
         )
-        self.data_rank, self.data_size, self.reports, self.builds, self.steps_whole = (
+        self.data_rank, self.data_size, self.is_reporting_rank, self.builds_on_meta, self.runs_step_once = (
             self.rank,
             self.world_size,
             True,
-            True,
+            False,
             True,
         )
         self.device = (
@@ -180,7 +180,7 @@ class EagerStrategy(Strategy):
                 self._end_watchdog = processes.guard(self.rank)
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             processes.init_process_group(world, backend, self.timeout_s, self.device)
-            self._control = Control(self.rank, self.world_size, self.timeout_s)
+            self._agreement = StepAgreement(self.rank, self.world_size, self.timeout_s)
 
     def teardown(self) -> None:
         if not self._ready:
@@ -190,9 +190,9 @@ class EagerStrategy(Strategy):
         self._end_watchdog()
         self._end_watchdog = _nothing
         self._ready = self._in_group = False
-        if self._control is not None:
-            self._control.close()
-        self._control = None
+        if self._agreement is not None:
+            self._agreement.close()
+        self._agreement = None
         self._scaler_used = self._looks = self._steps_on_host = False
         self._unscaled.clear()
         self._local, self._reduced = set(), set()
@@ -204,7 +204,7 @@ class EagerStrategy(Strategy):
         processes.destroy_process_group()
 
     @abstractmethod
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup_module(self, model: nn.Module) -> nn.Module:
         """What all strategies do to a model: its dtype and its recomputed blocks. One of them calls this and places what it returns."""
         keep(model)  # a run that failed may have left some
         refuse_max_norm(model, self.data_size, type(self).__name__)
@@ -215,15 +215,15 @@ class EagerStrategy(Strategy):
             recompute(model, self.activation_checkpointing)  # type: ignore[arg-type]
         return self.precision.convert(model)
 
-    def release(self, placed: nn.Module) -> None:
-        model = self._user_model(placed)
+    def teardown_module(self, wrapped: nn.Module) -> None:
+        model = self._user_model(wrapped)
         keep(model)
         self._parameter_hooks.put_back(model.named_parameters())
 
-    def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
-        if self.activation_checkpointing is not False and not any(map(is_recomputed, placed.modules())):
+    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+        if self.activation_checkpointing is not False and not any(map(is_recomputed, wrapped.modules())):
             raise RuntimeError(
-                f"activation_checkpointing has no effect, as {type(self).__name__}.place does not place what super().place(model) returns"
+                f"activation_checkpointing has no effect, as {type(self).__name__}.setup_module does not place what super().setup_module(model) returns"
             )
         if self.precision.scaler is not None:
             for optimizer in optimizers.values():
@@ -234,25 +234,25 @@ class EagerStrategy(Strategy):
                 parameters = (p for group in optimizer.param_groups for p in group["params"])
                 self._steps_on_host |= any(p.device.type == "cpu" for p in parameters)
         # Walking through the modules in each step would cost more than the check of the gradients.
-        self._watched = list(placed.parameters())
-        self._watch_changes(placed)
+        self._watched = list(wrapped.parameters())
+        self._watch_changes(wrapped)
         return optimizers
 
-    def _watch_changes(self, placed: nn.Module) -> None:
+    def _watch_changes(self, wrapped: nn.Module) -> None:
         """From here on `adopt_changes` takes over what user code changes."""
         if self._changes is not None:
             self._changes.close()
-        self._changes = ModelChanges(self._user_model(placed), self._trained)
-        self.adopt_changes(placed)
+        self._changes = ModelChanges(self._user_model(wrapped), self._trained)
+        self.adopt_changes(wrapped)
 
-    def adopt_changes(self, placed: nn.Module) -> None:
+    def adopt_changes(self, wrapped: nn.Module) -> None:
         if self._changes is None:
             return
         self._refuse_added(self._changes.added())
         self._parameter_hooks.take(self._changes.parameters.items())
         changed = self._changes.trainability()
         if changed:
-            self._trainability_changed(placed, changed)
+            self._trainability_changed(wrapped, changed)
 
     def to_device(self, batch: Any) -> Any:
         dtype = self.precision.dtype
@@ -265,18 +265,18 @@ class EagerStrategy(Strategy):
 
     def forward_backward(
         self,
-        placed: nn.Module,
+        wrapped: nn.Module,
         step_fn: Callable[[Any, int], Any],
         window: Window,
         *,
         micro_batches: Iterable[MicroBatch] | None = None,
         automatic: bool = True,
         parameters: Mapping[str, Sequence[nn.Parameter]] | None = None,
-        note: Callable[[], Note] | None = None,
+        vote: Callable[[], StepVote] | None = None,
         part: Callable[[int], AbstractContextManager[Any]] | None = None,
         before_backward: Callable[[Tensor], None] | None = None,
         after_backward: Callable[[], None] | None = None,
-    ) -> Agreement:
+    ) -> StepResult:
         if self._scaler_used:
             self._update_scaler()
         self._looks = not automatic
@@ -286,14 +286,14 @@ class EagerStrategy(Strategy):
         alone = last == 0 and self.data_size == 1
         scale = 1 / window.num_samples  # summed over data ranks, so that hooks see the gradients of one process
         autocast, on_cpu = self.precision.autocast_dtype, self._on_cpu
-        run = self._runner(placed, step_fn) if automatic else step_fn
+        run = self._runner(wrapped, step_fn) if automatic else step_fn
         exchanges, scaler = self._in_group, self.precision.scaler
         count: Any = 0.0  # a tensor if losses count on an accelerator
-        weighted, told, counting, send = 0.0, Note(), None, None
+        weighted, told, counting, send = 0.0, StepVote(), None, None
         for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
             if exchanges:
-                self._sync_gradients(placed, i == last)
-            call = run if micro_batch.num_samples or not automatic else self._padding(placed, step_fn)
+                self._sync_gradients(wrapped, i == last)
+            call = run if micro_batch.num_samples or not automatic else self._padding(wrapped, step_fn)
             marks = gradient_marks(self._watched) if automatic and not alone else None
             if autocast is None:
                 output = call(micro_batch.batch, micro_batch.batch_idx)
@@ -301,7 +301,7 @@ class EagerStrategy(Strategy):
                 with torch.autocast(self.device.type, dtype=autocast):
                     output = call(micro_batch.batch, micro_batch.batch_idx)
             if marks is not None and marks != gradient_marks(self._watched):
-                raise own_backward(remarked(self._user_model(placed).named_parameters(), marks))
+                raise own_backward(remarked(self._user_model(wrapped).named_parameters(), marks))
             losses, counted = (
                 weighted_losses(output, micro_batch.num_samples, None if alone else scale, parameters, on_cpu)
                 if automatic
@@ -312,9 +312,9 @@ class EagerStrategy(Strategy):
                 weighted += value.item() if on_cpu else math.nan  # no host sync on an accelerator
             micro_batch.output = output.detach() if isinstance(output, Tensor) else detach(output)
             if i == last:
-                told = note() if note else told
-                if self._control is not None:
-                    send = self._control.prepare(told, window.num_samples)
+                told = vote() if vote else told
+                if self._agreement is not None:
+                    send = self._agreement.prepare(told, window.num_samples)
                 if isinstance(count, Tensor):
                     counting = finite.to_host(count)
                 elif send is not None:
@@ -336,22 +336,22 @@ class EagerStrategy(Strategy):
         if automatic and exchanges:
             if self._changes is not None and self._changes.pending:
                 self._refuse_added(self._changes.added())
-            self._after_backwards(placed)
-        if self._control is None:
+            self._after_backwards(wrapped)
+        if self._agreement is None:
             bad = on_cpu and not math.isfinite(weighted)
             loss = weighted if alone else weighted / scale / count if count else None
-            agreement = Agreement(count, told.stop, "the loss of rank 0" if bad else None, loss if on_cpu else None)
+            result = StepResult(count, told.stop, "the loss of rank 0" if bad else None, loss if on_cpu else None)
         else:
-            agreement = self._control.receive()
-        if automatic and not alone and agreement.count and agreement.count != window.num_samples:
-            torch._foreach_mul_(self._gradients(placed), window.num_samples / agreement.count)
+            result = self._agreement.receive()
+        if automatic and not alone and result.count and result.count != window.num_samples:
+            torch._foreach_mul_(self._gradients(wrapped), window.num_samples / result.count)
         if scaler is not None:
-            agreement = agreement._replace(non_finite=None)  # the scaler skips such a step
-        return self._concluded(placed, agreement, after_backward) if automatic and agreement.count else agreement
+            result = result._replace(non_finite=None)  # the scaler skips such a step
+        return self._concluded(wrapped, result, after_backward) if automatic and result.count else result
 
     def evaluate(
         self,
-        placed: nn.Module,
+        wrapped: nn.Module,
         step_fn: Callable[..., Any],
         micro_batch: MicroBatch,
         *args: Any,
@@ -364,7 +364,7 @@ class EagerStrategy(Strategy):
         with self.precision.autocast(self.device):
             return step_fn(micro_batch.batch, *args)
 
-    def backward(self, placed: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
+    def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
         if self._scaler_used:
             self._update_scaler()
         loss = loss if weight == 1.0 else loss * weight
@@ -372,9 +372,9 @@ class EagerStrategy(Strategy):
         (loss if self.precision.scaler is None else self.precision.scaler.scale(loss)).backward()
 
     def clip_gradients(
-        self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
-        self._complete_local_gradients(placed, optimizer)
+        self._complete_local_gradients(wrapped, optimizer)
         if self.precision.scaler is not None:
             self._unscale(optimizer)
         parameters = self._in_model_order(optimizer)
@@ -383,20 +383,22 @@ class EagerStrategy(Strategy):
         torch.nn.utils.clip_grad_value_(parameters, value)
         return None
 
-    def optimizer_step(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+    def optimizer_step(
+        self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+    ) -> bool:
         if self._local:
-            self._complete_local_gradients(placed, optimizer)
+            self._complete_local_gradients(wrapped, optimizer)
         if self._looks:
             self._look_at(optimizer)
-        elif self._control is not None and self._on_cpu:
-            self._control.check()  # what hooks have called since the gradients were final
+        elif self._agreement is not None and self._on_cpu:
+            self._agreement.check()  # what hooks have called since the gradients were final
         if not self._on_cpu:
             allow_sparse(optimizer)
         if self._left_out is not None and not self._may_step(optimizer):
             return False
         if self.precision.scaler is None:
             optimizer.step() if closure is None else optimizer.step(
-                functools.partial(self._completed, placed, optimizer, closure)
+                functools.partial(self._completed, wrapped, optimizer, closure)
             )
             return True
         if closure is not None:
@@ -467,41 +469,41 @@ class EagerStrategy(Strategy):
 
     # ---- 4. checkpointing ------------------------------------------------------------------------
 
-    def state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> State:
-        state = gather_state(self._user_model(placed), optimizers, self._piece)
+    def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
+        state = gather_state(self._user_model(wrapped), optimizers, self._piece)
         if self.precision.scaler is not None:
             if self._scaler_used:
                 self._update_scaler()
             state.meta["scaler"] = self.precision.scaler.state_dict()
         return state
 
-    def load_state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        restore_state(self._user_model(placed), optimizers, state, self._take)
+    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+        restore_state(self._user_model(wrapped), optimizers, state, self._take)
         if self.precision.scaler is not None and "scaler" in state.meta:
             self.precision.scaler.load_state_dict(state.meta["scaler"])
 
     # ---- what a strategy of this kind may say differently ------------------------------------------
 
-    def _runner(self, placed: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
+    def _runner(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
         """What to call for a forward; `step_fn` None stands for a micro-batch of padding."""
         return step_fn or _no_output
 
-    def _padding(self, placed: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    def _padding(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         """What to call for a micro-batch of padding: it must return no loss, or one that counts nothing."""
-        return self._runner(placed, None)
+        return self._runner(wrapped, None)
 
-    def _gradients(self, placed: nn.Module) -> list[Tensor]:
+    def _gradients(self, wrapped: nn.Module) -> list[Tensor]:
         """What a window has left for the optimizer on this rank, to be scaled in place."""
-        return [p.grad for p in placed.parameters() if p.grad is not None]
+        return [p.grad for p in wrapped.parameters() if p.grad is not None]
 
-    def _drop_gradients(self, placed: nn.Module) -> None:
+    def _drop_gradients(self, wrapped: nn.Module) -> None:
         """Leave the optimizer nothing of this window."""
-        for parameter in placed.parameters():
+        for parameter in wrapped.parameters():
             parameter.grad = None
 
     def _concluded(
-        self, placed: nn.Module, agreement: Agreement, after_backward: Callable[[], None] | None = None
-    ) -> Agreement:
+        self, wrapped: nn.Module, result: StepResult, after_backward: Callable[[], None] | None = None
+    ) -> StepResult:
         """What `forward_backward` returns once gradients are reduced: runs users' hooks and checks that all is finite.
 
         `after_backward` is called here for the last backward, with the gradient that the optimizer gets. On an
@@ -510,16 +512,16 @@ class EagerStrategy(Strategy):
         if self._changes is not None and self._changes.pending:
             self._refuse_added(self._changes.added())
         if self._parameter_hooks.taken:
-            self._run_parameter_hooks(placed)
+            self._run_parameter_hooks(wrapped)
         if after_backward is not None:
             after_backward()
         if self.precision.scaler is not None:
-            return agreement
-        if agreement.non_finite is None:
+            return result
+        if result.non_finite is None:
             gradients = (
-                self._gradients(placed)
+                self._gradients(wrapped)
                 if self.cuts_gradients
-                else [*filter(_EXISTS, map(_GRADIENT, self._watched or placed.parameters()))]
+                else [*filter(_EXISTS, map(_GRADIENT, self._watched or wrapped.parameters()))]
             )
             found = self._found
             try:  # GradScaler's pass with a scale of one: changes no bit of what is finite
@@ -533,33 +535,33 @@ class EagerStrategy(Strategy):
                     found,
                     torch.zeros_like(found),
                 )  # the copy to the host and the optimizer read it later
-                return agreement._replace(later=finite.later(found))
+                return result._replace(later=finite.later(found))
             bad = bool(found)
-            first = self._control.first_rank(bad) if self._control is not None else 0 if bad else None
-            return agreement if first is None else self._left(placed, agreement, first)
-        self._drop_gradients(placed)
-        return agreement
+            first = self._agreement.first_rank(bad) if self._agreement is not None else 0 if bad else None
+            return result if first is None else self._left(wrapped, result, first)
+        self._drop_gradients(wrapped)
+        return result
 
-    def _left(self, placed: nn.Module, agreement: Agreement, first: int) -> Agreement:
-        """`agreement` on a window whose gradient is not finite, on rank `first` before others. Every rank calls it."""
+    def _left(self, wrapped: nn.Module, result: StepResult, first: int) -> StepResult:
+        """`result` on a window whose gradient is not finite, on rank `first` before others. Every rank calls it."""
         self._found.zero_()
-        name = finite.name(self._user_model(placed)) if self.rank == first else None
-        self._drop_gradients(placed)
-        return agreement._replace(non_finite=self.broadcast(name, first))
+        name = finite.name(self._user_model(wrapped)) if self.rank == first else None
+        self._drop_gradients(wrapped)
+        return result._replace(non_finite=self.broadcast(name, first))
 
-    def _sync_gradients(self, placed: nn.Module, on: bool) -> None:
+    def _sync_gradients(self, wrapped: nn.Module, on: bool) -> None:
         """Whether the next forward and backward exchange gradients."""
 
-    def _after_backwards(self, placed: nn.Module) -> None:
+    def _after_backwards(self, wrapped: nn.Module) -> None:
         """Called after the last backward of a window, before this rank waits for others."""
 
-    def _user_model(self, placed: nn.Module) -> nn.Module:
-        """The module that `place` was given."""
-        return placed
+    def _user_model(self, wrapped: nn.Module) -> nn.Module:
+        """The module that `setup_module` was given."""
+        return wrapped
 
-    def _piece(self, tensor: Tensor) -> Shard | None:
+    def _piece(self, tensor: Tensor) -> TensorShard | None:
         """What this rank writes of a tensor of the state, None where another rank writes it."""
-        return Shard.whole(tensor) if self.rank == 0 else None
+        return TensorShard.whole(tensor) if self.rank == 0 else None
 
     def _take(self, reader: Reader, name: str, like: Tensor | None) -> Tensor:
         """Read a saved tensor, laid out as `like` is here."""
@@ -570,7 +572,7 @@ class EagerStrategy(Strategy):
     def _send(self, send: Callable[[float, bool, float], None], count: float, total: float) -> None:
         """Tell the other ranks what this one has computed; the sum of its losses is not known on accelerators."""
         finite = not self._on_cpu or math.isfinite(total)
-        send(*((count, finite, total) if self.reports else (0.0, finite, 0.0)))
+        send(*((count, finite, total) if self.is_reporting_rank else (0.0, finite, 0.0)))
 
     def _look_at(self, optimizer: Optimizer) -> None:
         """Manual optimization: raise FloatingPointError, on all ranks alike, for a gradient that is not finite."""
@@ -578,8 +580,8 @@ class EagerStrategy(Strategy):
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         bad = bool(finite.found(gradients, self.device))  # a host synchronisation on accelerators
-        if self._control is not None:
-            bad = self._control.first_rank(bad) is not None
+        if self._agreement is not None:
+            bad = self._agreement.first_rank(bad) is not None
         if bad:
             raise FloatingPointError(
                 f"a gradient that {type(optimizer).__name__} is to apply is NaN or infinite; no parameter was changed by it. "
@@ -593,10 +595,10 @@ class EagerStrategy(Strategy):
             return True
         return not bool(self._left_out)
 
-    def _completed(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    def _completed(self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Call `closure`, which may have run a backward on this rank only."""
         loss = closure()
-        self._complete_local_gradients(placed, optimizer)
+        self._complete_local_gradients(wrapped, optimizer)
         return loss
 
     def _begin_local_gradients(self) -> None:
@@ -609,7 +611,7 @@ class EagerStrategy(Strategy):
         self._reduced.clear()
         self._local.update(map(id, self._watched))
 
-    def _complete_local_gradients(self, placed: nn.Module, optimizer: Optimizer) -> None:
+    def _complete_local_gradients(self, wrapped: nn.Module, optimizer: Optimizer) -> None:
         """Manual optimization: sum over data ranks what backwards have added since the last time, and run users' hooks."""
         if not self._local:
             return
@@ -619,39 +621,41 @@ class EagerStrategy(Strategy):
         self._local.difference_update(map(id, mine))
         self._reduced.update(map(id, mine))
         if self._in_group:
-            self._sum_gradients(placed, [p for p in mine if p.requires_grad])
+            self._sum_gradients(wrapped, [p for p in mine if p.requires_grad])
         if self._parameter_hooks.taken:
-            self._run_parameter_hooks(placed, set(map(id, mine)))
+            self._run_parameter_hooks(wrapped, set(map(id, mine)))
 
     def _share_again(self, parameter: nn.Parameter) -> None:
         """Make of a gradient that is equal on all data ranks parts that add up to it."""
         parameter.grad.div_(self.data_size)  # type: ignore[union-attr]
 
     @torch.no_grad()
-    def _sum_gradients(self, placed: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    def _sum_gradients(self, wrapped: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         """Sum the gradients of these parameters over data ranks; one that no rank has stays None."""
         sum_gradients(parameters)
 
-    def _run_parameter_hooks(self, placed: nn.Module, only: set[int] | None = None) -> None:
+    def _run_parameter_hooks(self, wrapped: nn.Module, only: set[int] | None = None) -> None:
         known = (
-            self._changes.parameters if self._changes is not None else dict(self._user_model(placed).named_parameters())
+            self._changes.parameters
+            if self._changes is not None
+            else dict(self._user_model(wrapped).named_parameters())
         )
         self._parameter_hooks.run(
             [(name, p) for name, p in known.items() if only is None or id(p) in only],
-            functools.partial(self._gradient_of, placed),
-            functools.partial(self._put_gradient, placed),
+            functools.partial(self._gradient_of, wrapped),
+            functools.partial(self._put_gradient, wrapped),
         )
 
-    def _gradient_of(self, placed: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+    def _gradient_of(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
         """The whole gradient of a parameter, a plain tensor; ranks that share the parameter call it in the same order."""
         return parameter.grad
 
-    def _put_gradient(self, placed: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _put_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Let `gradient`, whole and equal on the ranks that share the parameter, be what the optimizer gets."""
         parameter.grad = gradient
 
-    def _trainability_changed(self, placed: nn.Module, names: list[str]) -> None:
-        """`requires_grad` of these parameters has changed since the last call, or since they were placed."""
+    def _trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
+        """`requires_grad` of these parameters has changed since the last call, or since they were wrapped."""
 
     def _refuse_added(self, names: list[str]) -> None:
         """Raise RuntimeError for parameters that came during the run and would not be trained as on one process."""

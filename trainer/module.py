@@ -236,7 +236,7 @@ class Module(HyperParameters, nn.Module):
         optimizer = getattr(optimizer, "optimizer", optimizer)
         trainer = self._running()
         return trainer.strategy.clip_gradients(
-            trainer.placed, optimizer, gradient_clip_val, gradient_clip_algorithm or "norm"
+            trainer.wrapped, optimizer, gradient_clip_val, gradient_clip_algorithm or "norm"
         )
 
     def grad_norm(self) -> Tensor:
@@ -245,7 +245,7 @@ class Module(HyperParameters, nn.Module):
         Call it in `on_before_optimizer_step` or, in manual optimization, before `step`. The same under every strategy.
         """
         trainer = self._running()
-        norms = [trainer.strategy.clip_gradients(trainer.placed, item, math.inf) for item in trainer.optimizers]
+        norms = [trainer.strategy.clip_gradients(trainer.wrapped, item, math.inf) for item in trainer.optimizers]
         return torch.stack([norm for norm in norms if norm is not None]).square().sum().sqrt()
 
     def toggle_optimizer(self, optimizer: Any) -> None:
@@ -288,7 +288,7 @@ class Module(HyperParameters, nn.Module):
         apart ("pipeline", "dp").
         """
         trainer = self._running()
-        if trainer.metrics.in_batch and not trainer.strategy.steps_whole:
+        if trainer.metrics.in_batch and not trainer.strategy.runs_step_once:
             raise RuntimeError(
                 f"random_stream({name!r}) was called in a step, but {type(trainer.strategy).__name__} runs the parts of a step apart; "
                 "draw from torch's own stream there, which begins alike for each part on all ranks"

@@ -116,7 +116,7 @@ class Trainer:
         self.batch_share = 1.0
         self.run_seed = 0
         self.streams: dict[str, torch.Generator] = {}
-        self.placed: Any = None
+        self.wrapped: Any = None
         self.resumed: Checkpoint | None = None
         self.hooks: Hooks
         """What is overridden; set while a run is on."""
@@ -265,11 +265,11 @@ class Trainer:
         `module.state_dict()`. Each change must be the same on all ranks; it holds afterwards. Needs the memory of the whole
         model. Raises RuntimeError within a step, and where `module` is not the module that runs.
         """
-        if module is not self._module or self.placed is None:
+        if module is not self._module or self.wrapped is None:
             raise RuntimeError(
                 "whole() was called outside of a run, or with another module; give it the module in a hook"
             )
-        return self.strategy.whole(self.placed)
+        return self.strategy.whole(self.wrapped)
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on rank 0, above the progress bar."""
@@ -465,7 +465,7 @@ class Trainer:
         """`Module.manual_backward`."""
         for hook in self.hooks.on_before_backward:
             hook(loss)
-        self.strategy.backward(self.placed, loss, self.batch_share)
+        self.strategy.backward(self.wrapped, loss, self.batch_share)
         for hook in self.hooks.on_after_backward:
             hook()
 
@@ -474,7 +474,7 @@ class Trainer:
 
         Raises what `interrupted` returns where a rank got a signal, or has failed in a save beside the training.
         """
-        stop = loop.note(self).stop
+        stop = loop.vote(self).stop
         stop = stop if self.world_size == 1 else int(self.strategy.all_reduce(torch.tensor(stop), "max"))
         if stop > 1:
             raise self.interrupted()
@@ -662,7 +662,7 @@ class Trainer:
     def __getstate__(self) -> dict[str, Any]:
         """What travels to the ranks: the arguments and results, not what belongs to a running fit."""
         empty: dict[str, Any] = dict.fromkeys(
-            ("placed", "resumed", "saving", "_module", "datamodule", "train_dataloader")
+            ("wrapped", "resumed", "saving", "_module", "datamodule", "train_dataloader")
         )
         empty |= {
             "streams": {},

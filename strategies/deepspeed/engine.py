@@ -24,7 +24,7 @@ from lockstep.strategies.base import Loss, split_loss
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.deepspeed.access import Access
 from lockstep.strategies.modules.model_changes import own_backward
-from lockstep.strategies.modules.side_effect_free import traceless
+from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.modules.step_state import numbers, refuse_changed_numbers
 from lockstep.strategies.sync.call_order import END_FORWARD, GATHER, REDUCE, CallOrder
 
@@ -524,7 +524,7 @@ def _take_changes(high: Tensor, low: Tensor) -> None:
 @contextlib.contextmanager
 def no_trace(model: nn.Module, part: Part | None) -> Iterator[None]:
     """Run a step whose logged values, counters and random numbers do not count."""
-    with traceless(model), contextlib.nullcontext() if part is None else part(0):
+    with side_effect_free(model), contextlib.nullcontext() if part is None else part(0):
         yield
 
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import Agreement
+from lockstep.strategies.base import StepResult
 from lockstep.strategies.checkpoint_state import (
     HOW,
     Reader,
-    Shard,
     State,
+    TensorShard,
     check_names,
     check_optimizers,
     check_shape,
@@ -38,7 +38,7 @@ from lockstep.strategies.deepspeed.engine import Part, ZeroStep, no_trace
 from lockstep.strategies.launch import environment
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.optimizer_probe import probe
-from lockstep.strategies.spmd import EagerStrategy, shortened
+from lockstep.strategies.spmd import SPMDStrategy, shortened
 from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
 
@@ -46,7 +46,7 @@ PRECISIONS = ("32-true", "tf32-true", "bf16-mixed", "bf16-true")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-class DeepSpeed(EagerStrategy):
+class DeepSpeed(SPMDStrategy):
     """Data parallelism whose ranks each keep a part of what DDP keeps whole, on DeepSpeed's engine.
 
     The engine steps the one optimizer that `configure_optimizers` returns, which must treat each element by
@@ -65,7 +65,7 @@ class DeepSpeed(EagerStrategy):
     """
 
     cuts_gradients = needs_group = True
-    keeps_layout = False
+    preserves_memory_format = False
 
     def __init__(
         self,
@@ -136,21 +136,21 @@ class DeepSpeed(EagerStrategy):
         ):  # the next engine of this process must not find groups that are gone
             sys.modules["deepspeed.utils.groups"]._release_process_group_references()
 
-    def place(self, model: nn.Module) -> nn.Module:
-        return ZeroStep(super().place(model).to(self.device))
+    def setup_module(self, model: nn.Module) -> nn.Module:
+        return ZeroStep(super().setup_module(model).to(self.device))
 
-    def release(self, placed: nn.Module) -> None:
-        if isinstance(placed, ZeroStep) and placed.engine is not None:
+    def teardown_module(self, wrapped: nn.Module) -> None:
+        if isinstance(wrapped, ZeroStep) and wrapped.engine is not None:
             world = environment.detect()
             keeps = self.rank == 0 or (
                 world is not None and world.launcher != "lockstep"
             )  # else this process ends with the run
-            placed.release(keeps)
-        super().release(placed)
+            wrapped.release(keeps)
+        super().teardown_module(wrapped)
 
-    def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         """Build the engine: from here on parameters, gradients and optimizer state are cut."""
-        assert isinstance(placed, ZeroStep)
+        assert isinstance(wrapped, ZeroStep)
         if len(optimizers) != 1:
             raise ValueError(
                 f"DeepSpeed's engine steps one optimizer, but configure_optimizers returned {len(optimizers)} ({', '.join(optimizers)}); "
@@ -160,14 +160,14 @@ class DeepSpeed(EagerStrategy):
         config = copy.deepcopy(self._config)
         if not config.get("zero_allow_untested_optimizer"):
             self._check_optimizer(optimizer)
-        scalar = next((name for name, p in placed.model.named_parameters() if not p.dim()), None)
+        scalar = next((name for name, p in wrapped.model.named_parameters() if not p.dim()), None)
         if scalar is not None:
             raise ValueError(
                 f"DeepSpeed cannot send a parameter without dimensions, which {scalar} is; give it the shape (1,)"
             )
-        self._check_dtypes(placed.model)
-        names = parameter_names(placed.model)
-        placed.groups = [[names_of(p, names, key) for p in group["params"]] for group in optimizer.param_groups]
+        self._check_dtypes(wrapped.model)
+        names = parameter_names(wrapped.model)
+        wrapped.groups = [[names_of(p, names, key) for p in group["params"]] for group in optimizer.param_groups]
         trained = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
         if [] in trained:
             raise ValueError(
@@ -190,20 +190,20 @@ class DeepSpeed(EagerStrategy):
         ):  # elements beside those that a rank keeps
             if not {name, name.removeprefix("stage3_")} & set(config["zero_optimization"]):
                 config["zero_optimization"][name] = at_once
-        self._detach = placed.detach
-        self._watch_changes(placed)
+        self._detach = wrapped.detach
+        self._watch_changes(wrapped)
         device_index = self.local_rank if self.device.index is None else self.device.index
-        placed.attach(optimizer, config, [p for group in trained for p in group], self.device, device_index)
-        if placed.stage > 1:
-            self._order = placed.call_order = CallOrder(
+        wrapped.attach(optimizer, config, [p for group in trained for p in group], self.device, device_index)
+        if wrapped.stage > 1:
+            self._order = wrapped.call_order = CallOrder(
                 self.rank,
                 self.world_size,
                 self.timeout_s,
-                placed.name_of,
-                f"ZeRO-{placed.stage}",
+                wrapped.name_of,
+                f"ZeRO-{wrapped.stage}",
                 "use strategy='ddp' or 'deepspeed_stage_1'",
             )
-        self._buffered = [module for module in placed.modules() if module._buffers]
+        self._buffered = [module for module in wrapped.modules() if module._buffers]
         optimizer.register_step_pre_hook(self._only_through_the_engine)
         return optimizers
 
@@ -211,59 +211,59 @@ class DeepSpeed(EagerStrategy):
 
     def forward_backward(
         self,
-        placed: nn.Module,
+        wrapped: nn.Module,
         step_fn: Callable[[Any, int], Any],
         window: Window,
         *,
         micro_batches: Iterable[MicroBatch] | None = None,
         automatic: bool = True,
         **options: Any,
-    ) -> Agreement:
-        assert isinstance(placed, ZeroStep)
+    ) -> StepResult:
+        assert isinstance(wrapped, ZeroStep)
         if not automatic:
             raise ValueError(
                 "DeepSpeed's engine decides when gradients meet, so it cannot optimize manually; set automatic_optimization = True, or use strategy='ddp'"
             )
-        placed.begin_window(options.get("part"))
-        options |= self._around_backward(placed, options.get("before_backward"), options.get("after_backward"))
+        wrapped.begin_window(options.get("part"))
+        options |= self._around_backward(wrapped, options.get("before_backward"), options.get("after_backward"))
         try:
-            agreement = super().forward_backward(
-                placed, step_fn, window, micro_batches=placed.each(window, micro_batches), **options
+            result = super().forward_backward(
+                wrapped, step_fn, window, micro_batches=wrapped.each(window, micro_batches), **options
             )
         finally:
-            placed.access.is_users = True
+            wrapped.access.is_users = True
         self._clipped = False
         if self._shares_buffers:
             share_buffers(self._buffered)
-        if not agreement.count:
-            placed.forget_gradients()
-        return agreement
+        if not result.count:
+            wrapped.forget_gradients()
+        return result
 
     def evaluate(
         self,
-        placed: nn.Module,
+        wrapped: nn.Module,
         step_fn: Callable[..., Any],
         micro_batch: MicroBatch,
         *args: Any,
         part: Part | None = None,
     ) -> Any:
-        assert isinstance(placed, ZeroStep)
-        if placed.engine is None or placed.stage < 3:
-            return super().evaluate(placed, step_fn, micro_batch, *args, part=part)
+        assert isinstance(wrapped, ZeroStep)
+        if wrapped.engine is None or wrapped.stage < 3:
+            return super().evaluate(wrapped, step_fn, micro_batch, *args, part=part)
         with self.precision.autocast(self.device):
             if micro_batch.num_samples:
-                return placed.evaluate(functools.partial(step_fn, micro_batch.batch, *args))
-            with no_trace(placed.model, part):  # padding runs too, as parameters are gathered on the way
-                placed.evaluate(functools.partial(step_fn, micro_batch.batch, *args))
+                return wrapped.evaluate(functools.partial(step_fn, micro_batch.batch, *args))
+            with no_trace(wrapped.model, part):  # padding runs too, as parameters are gathered on the way
+                wrapped.evaluate(functools.partial(step_fn, micro_batch.batch, *args))
             return None
 
-    def backward(self, placed: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
+    def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
         raise RuntimeError(
             "DeepSpeed's engine decides when gradients meet, so there is no manual backward; return the loss from training_step, or use strategy='ddp'"
         )
 
     def clip_gradients(
-        self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
         if self._given_clip is not None and (value, algorithm) != (self._given_clip, "norm"):
             raise ValueError(
@@ -271,7 +271,7 @@ class DeepSpeed(EagerStrategy):
                 f"and gradient_clip_algorithm={algorithm!r}; drop one of them"
             )
         self._clipped = True
-        gradients = self._gradients(placed)
+        gradients = self._gradients(wrapped)
         if algorithm != "norm":
             torch._foreach_clamp_min_(gradients, -value)
             torch._foreach_clamp_max_(gradients, value)
@@ -280,27 +280,29 @@ class DeepSpeed(EagerStrategy):
         torch._foreach_mul_(gradients, (value / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].dtype))
         return norm.float()
 
-    def optimizer_step(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        assert isinstance(placed, ZeroStep)
+    def optimizer_step(
+        self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+    ) -> bool:
+        assert isinstance(wrapped, ZeroStep)
         if closure is not None:
             raise ValueError(
                 f"DeepSpeed's engine steps without a closure, which {type(optimizer).__name__} needs; use strategy='ddp'"
             )
         if self._given_clip is not None and not self._clipped:
-            self.clip_gradients(placed, optimizer, self._given_clip)
+            self.clip_gradients(wrapped, optimizer, self._given_clip)
         if self._left_out is not None and bool(
             self._left_out
         ):  # a host synchronisation: the engine cannot leave out a step on the device
-            placed.forget_gradients()
+            wrapped.forget_gradients()
             return False
-        placed.adopt_weights()
+        wrapped.adopt_weights()
         self._steps = True
         try:
-            with placed.access.of_engine():
-                placed.engine.step()
+            with wrapped.access.of_engine():
+                wrapped.engine.step()
         finally:
-            self._steps = placed.has_gradients = False
-        return placed.engine.was_step_applied()
+            self._steps = wrapped.has_gradients = False
+        return wrapped.engine.was_step_applied()
 
     # ---- 3. sampler seeding ----------------------------------------------------------------------
 
@@ -315,23 +317,23 @@ class DeepSpeed(EagerStrategy):
 
     # ---- 4. checkpointing ------------------------------------------------------------------------
 
-    def state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> State:
+    def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
         """Each rank contributes its rows of every tensor; the tensors are gathered one at a time."""
-        assert isinstance(placed, ZeroStep)
-        if placed.engine is None:
-            return super().state_dict(placed, optimizers)
-        placed.adopt_weights()
+        assert isinstance(wrapped, ZeroStep)
+        if wrapped.engine is None:
+            return super().state_dict(wrapped, optimizers)
+        wrapped.adopt_weights()
         state, shared = State(), State()  # `shared`: what all ranks hold alike, rank 0 writes
         model: dict[str, Any] = {}
-        for name, value in placed.model.state_dict(keep_vars=True).items():
-            if placed.cuts(value):
-                self._contribute(state, f"model/{name}", placed.whole(value))
-            packed = None if placed.cuts(value) else pack(value, f"model/{name}", shared.tensors)
+        for name, value in wrapped.model.state_dict(keep_vars=True).items():
+            if wrapped.cuts(value):
+                self._contribute(state, f"model/{name}", wrapped.whole(value))
+            packed = None if wrapped.cuts(value) else pack(value, f"model/{name}", shared.tensors)
             model[name] = None if isinstance(value, Tensor) else packed
         state.meta = {
             "model": model,
             "optimizers": {
-                key: self._optimizer_state(placed, optimizer, key, state, shared)
+                key: self._optimizer_state(wrapped, optimizer, key, state, shared)
                 for key, optimizer in optimizers.items()
             },
         }
@@ -339,56 +341,56 @@ class DeepSpeed(EagerStrategy):
             state.tensors.update(shared.tensors)
         return state
 
-    def load_state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
         """Each rank reads its own pieces only."""
-        assert isinstance(placed, ZeroStep)
-        if placed.engine is None:
-            return super().load_state_dict(placed, optimizers, state)
-        own = placed.model.state_dict(keep_vars=True)
+        assert isinstance(wrapped, ZeroStep)
+        if wrapped.engine is None:
+            return super().load_state_dict(wrapped, optimizers, state)
+        own = wrapped.model.state_dict(keep_vars=True)
         check_names(own, state)
         extra = {}
         with torch.no_grad():
             for name, value in own.items():
                 if isinstance(value, Tensor):
-                    check_shape(name, placed.shape(value), state)
-                    placed.fill(value, functools.partial(_read_range, state, f"model/{name}", placed.shape(value)))
+                    check_shape(name, wrapped.shape(value), state)
+                    wrapped.fill(value, functools.partial(_read_range, state, f"model/{name}", wrapped.shape(value)))
                 else:
                     extra[name] = unpack(state.meta["model"][name], state.read)
             if extra:
-                placed.model.load_state_dict(extra, strict=False)
+                wrapped.model.load_state_dict(extra, strict=False)
             if optimizers:
                 ((key, optimizer),) = optimizers.items()
                 check_optimizers(optimizers, state)
-                for group, saved in zip(optimizer.param_groups, saved_groups(state, key, placed.groups), strict=True):
+                for group, saved in zip(optimizer.param_groups, saved_groups(state, key, wrapped.groups), strict=True):
                     group.update({name: value for name, value in saved.items() if name not in ("params", *HOW)})
-                self._load_optimizer(placed, optimizer, key, state)
-            placed.refresh()
+                self._load_optimizer(wrapped, optimizer, key, state)
+            wrapped.refresh()
 
     # ---- what the base class asks ------------------------------------------------------------------
 
-    def _runner(self, placed: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
-        assert isinstance(placed, ZeroStep) and step_fn is not None
-        return functools.partial(placed.step, step_fn)
+    def _runner(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
+        assert isinstance(wrapped, ZeroStep) and step_fn is not None
+        return functools.partial(wrapped.step, step_fn)
 
-    def _padding(self, placed: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-        assert isinstance(placed, ZeroStep)
-        return functools.partial(placed.weightless_step, step_fn)
+    def _padding(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+        assert isinstance(wrapped, ZeroStep)
+        return functools.partial(wrapped.weightless_step, step_fn)
 
-    def _gradients(self, placed: nn.Module) -> list[Tensor]:
-        assert isinstance(placed, ZeroStep)
-        return placed.gradients()
+    def _gradients(self, wrapped: nn.Module) -> list[Tensor]:
+        assert isinstance(wrapped, ZeroStep)
+        return wrapped.gradients()
 
-    def _after_backwards(self, placed: nn.Module) -> None:
-        assert isinstance(placed, ZeroStep)
-        placed.access.is_users = placed.access.hides_gradients = True
+    def _after_backwards(self, wrapped: nn.Module) -> None:
+        assert isinstance(wrapped, ZeroStep)
+        wrapped.access.is_users = wrapped.access.hides_gradients = True
         if self._order is not None:
             self._order.note(END_BACKWARD)
 
     def _concluded(
-        self, placed: nn.Module, agreement: Agreement, after_backward: Callable[[], None] | None = None
-    ) -> Agreement:
-        assert isinstance(placed, ZeroStep)
-        self._check_used(placed)
+        self, wrapped: nn.Module, result: StepResult, after_backward: Callable[[], None] | None = None
+    ) -> StepResult:
+        assert isinstance(wrapped, ZeroStep)
+        self._check_used(wrapped)
         changed = self._changes.trainability() if self._changes is not None else []
         if changed:
             raise RuntimeError(
@@ -396,13 +398,13 @@ class DeepSpeed(EagerStrategy):
                 "parameters that are trained when the run begins; use strategy='ddp' or 'fsdp'"
             )
         if self.data_size > 1:
-            torch._foreach_mul_(self._gradients(placed), self.data_size)  # the engine averages over ranks
-        placed.has_gradients = True
-        return super()._concluded(placed, agreement, after_backward)
+            torch._foreach_mul_(self._gradients(wrapped), self.data_size)  # the engine averages over ranks
+        wrapped.has_gradients = True
+        return super()._concluded(wrapped, result, after_backward)
 
-    def _trainability_changed(self, placed: nn.Module, names: list[str]) -> None:
-        assert isinstance(placed, ZeroStep)
-        if placed.engine is None:
+    def _trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
+        assert isinstance(wrapped, ZeroStep)
+        if wrapped.engine is None:
             return
         raise RuntimeError(
             f"requires_grad of {shortened(names)} changed during the run, but ZeRO cuts what is trained when it starts; freeze "
@@ -410,74 +412,74 @@ class DeepSpeed(EagerStrategy):
         )
 
     @contextmanager
-    def whole(self, placed: nn.Module) -> Iterator[None]:
-        assert isinstance(placed, ZeroStep)
-        if placed.engine is None:
+    def whole(self, wrapped: nn.Module) -> Iterator[None]:
+        assert isinstance(wrapped, ZeroStep)
+        if wrapped.engine is None:
             yield
             return
-        with placed.unsharded():
+        with wrapped.unsharded():
             yield
 
-    def _gradient_of(self, placed: nn.Module, parameter: nn.Parameter) -> Tensor | None:
-        assert isinstance(placed, ZeroStep)
-        return placed.gradient(parameter) if parameter.requires_grad else None
+    def _gradient_of(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+        assert isinstance(wrapped, ZeroStep)
+        return wrapped.gradient(parameter) if parameter.requires_grad else None
 
-    def _put_gradient(self, placed: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
-        assert isinstance(placed, ZeroStep)
-        placed.set_gradient(parameter, gradient)
+    def _put_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
+        assert isinstance(wrapped, ZeroStep)
+        wrapped.set_gradient(parameter, gradient)
 
-    def _left(self, placed: nn.Module, agreement: Agreement, first: int) -> Agreement:
-        assert isinstance(placed, ZeroStep)
-        with placed.access.of_engine():
-            return super()._left(placed, agreement, first)
+    def _left(self, wrapped: nn.Module, result: StepResult, first: int) -> StepResult:
+        assert isinstance(wrapped, ZeroStep)
+        with wrapped.access.of_engine():
+            return super()._left(wrapped, result, first)
 
-    def _drop_gradients(self, placed: nn.Module) -> None:
-        assert isinstance(placed, ZeroStep)
-        placed.forget_gradients()
+    def _drop_gradients(self, wrapped: nn.Module) -> None:
+        assert isinstance(wrapped, ZeroStep)
+        wrapped.forget_gradients()
 
-    def _user_model(self, placed: nn.Module) -> nn.Module:
-        assert isinstance(placed, ZeroStep)
-        return placed.model
+    def _user_model(self, wrapped: nn.Module) -> nn.Module:
+        assert isinstance(wrapped, ZeroStep)
+        return wrapped.model
 
     # ---- helpers -----------------------------------------------------------------------------------
 
     def _around_backward(
-        self, placed: ZeroStep, before: Callable[[Tensor], None] | None, after: Callable[[], None] | None
+        self, wrapped: ZeroStep, before: Callable[[Tensor], None] | None, after: Callable[[], None] | None
     ) -> dict[str, Callable[..., None]]:
         """The user's hooks around a backward, which is the engine's time to read parameters."""
 
         def before_backward(loss: Tensor) -> None:
             if before is not None:
                 before(loss)
-            placed.access.is_users = False
+            wrapped.access.is_users = False
 
         def after_backward() -> None:
-            placed.access.is_users = placed.access.hides_gradients = True
+            wrapped.access.is_users = wrapped.access.hides_gradients = True
             if after is not None:
                 after()
 
         return {"before_backward": before_backward, "after_backward": after_backward}
 
-    def _check_used(self, placed: ZeroStep) -> None:
+    def _check_used(self, wrapped: ZeroStep) -> None:
         """Raise RuntimeError for parameters that no rank used in this window: the engine would step them all the same.
 
         And where ranks used them in different orders, by which they exchange tensors. Every rank calls it.
         """
-        unused = placed.unused()
-        if self._control is not None:
-            said = self._control.gather(placed.order() * 2 + bool(unused))
+        unused = wrapped.unused()
+        if self._agreement is not None:
+            said = self._agreement.gather(wrapped.order() * 2 + bool(unused))
             if any(number // 2 != said[0] // 2 for number in said):
                 raise RuntimeError(
-                    f"ranks used the layers of {type(placed.model).__name__} in different orders or numbers, by which ZeRO-{placed.stage} "
-                    f"exchanges {'parameters and ' if placed.stage == 3 else ''}gradients, so those are wrong now; use the same layers "
+                    f"ranks used the layers of {type(wrapped.model).__name__} in different orders or numbers, by which ZeRO-{wrapped.stage} "
+                    f"exchanges {'parameters and ' if wrapped.stage == 3 else ''}gradients, so those are wrong now; use the same layers "
                     "for the samples of every rank, or strategy='ddp' or 'deepspeed_stage_1'"
                 )
             if any(number % 2 for number in said):
-                used = torch.ones(len(placed.trained), device=self.device)
+                used = torch.ones(len(wrapped.trained), device=self.device)
                 used[unused] = 0
                 unused = (self.all_reduce(used, "max") == 0).nonzero()[:, 0].tolist()
         if unused:
-            names = placed.names(unused)
+            names = wrapped.names(unused)
             raise RuntimeError(
                 f"these parameters got no gradient in a step, but ZeRO steps them with the others: {shortened(names)}; "
                 "use them in each step, freeze them before fit (requires_grad=False), or use strategy='ddp' or 'fsdp'"
@@ -541,26 +543,26 @@ class DeepSpeed(EagerStrategy):
         first, last = self.rank * rows // self.world_size, (self.rank + 1) * rows // self.world_size
         if first < last:
             mine = whole[first:last] if rows > 1 else whole
-            state.tensors[name] = Shard(
+            state.tensors[name] = TensorShard(
                 mine.detach().to("cpu", copy=True), shape, (first, *[0] * len(shape))[: len(shape)]
             )
 
     def _optimizer_state(
-        self, placed: ZeroStep, optimizer: Optimizer, key: str, state: State, shared: State
+        self, wrapped: ZeroStep, optimizer: Optimizer, key: str, state: State, shared: State
     ) -> dict[str, Any]:
         """Cut the flat tensors of the optimizer at parameters; returns the JSON part."""
         entries: dict[str, Any] = {}
-        for name, parameter in placed.named_trained():
-            for k, v in optimizer.state.get(placed.flat(parameter), {}).items():
+        for name, parameter in wrapped.named_trained():
+            for k, v in optimizer.state.get(wrapped.flat(parameter), {}).items():
                 full = f"optimizer/{key}/{name}/{k}"
                 if isinstance(v, Tensor) and v.dim():
-                    self._contribute(state, full, placed.whole(parameter, v))
+                    self._contribute(state, full, wrapped.whole(parameter, v))
                     v = {"$tensor": full}
                 else:
                     v = pack(v, full, shared.tensors)
                 entries.setdefault(name, {})[k] = v
         groups = [
-            {**group, "params": names} for group, names in zip(optimizer.param_groups, placed.groups, strict=True)
+            {**group, "params": names} for group, names in zip(optimizer.param_groups, wrapped.groups, strict=True)
         ]
         return {
             "param_groups": [
@@ -569,25 +571,25 @@ class DeepSpeed(EagerStrategy):
             "state": entries,
         }
 
-    def _load_optimizer(self, placed: ZeroStep, optimizer: Optimizer, key: str, state: Reader) -> None:
+    def _load_optimizer(self, wrapped: ZeroStep, optimizer: Optimizer, key: str, state: Reader) -> None:
         """Put saved optimizer state, a tensor a parameter, into the flat tensors that the engine steps."""
         saved = state.meta["optimizers"][key]["state"]
         if not saved:
             return
         optimizer.state.clear()
-        for name, parameter in placed.named_trained():
+        for name, parameter in wrapped.named_trained():
             if name not in saved:
                 raise ValueError(
                     f"the checkpoint holds optimizer state, but none of {name}, and ZeRO steps all parameters together; use the strategy that saved it"
                 )
-            shape, flat = placed.shape(parameter), placed.flat(parameter)
+            shape, flat = wrapped.shape(parameter), wrapped.flat(parameter)
             entry = optimizer.state[flat]
             for k, v in saved[name].items():
                 full = f"optimizer/{key}/{name}/{k}"
                 if isinstance(v, dict) and "$tensor" in v and k != "step" and tuple(state.shape(full)) == shape:
                     if k not in entry:
                         entry[k] = torch.zeros_like(flat)
-                    placed.fill(parameter, functools.partial(_read_range, state, full, shape), entry[k])
+                    wrapped.fill(parameter, functools.partial(_read_range, state, full, shape), entry[k])
                     continue
                 value = unpack(v, state.read)
                 if isinstance(value, Tensor) and (

@@ -151,7 +151,7 @@ class FaultPlan:
 plan: FaultPlan | None = None
 """The plan that is on in this process, mostly None."""
 beat: Callable[[], None] | None = None
-"""Called by `fault`: a sign of life from what takes long, such as a large save. `strategies/launch/worker.py` sets it."""
+"""Called by `fault`: a heartbeat from what takes long, such as a large save. `strategies/launch/worker.py` sets it."""
 
 
 def fault(point: str) -> None:

@@ -157,7 +157,7 @@ class _Ranks:
         self.watchdog = watchdog.Watchdog()
         self.terminate_at = self.kill_at = math.inf  # time.monotonic()
         for rank in self.running:
-            Path(folder, f"{rank}.board").write_bytes(watchdog.BOARD.pack(0, -1, 0, b""))
+            Path(folder, f"{rank}.heartbeat").write_bytes(watchdog.FORMAT.pack(0, -1, 0, b""))
             for name in ("fatal", "stacks"):
                 Path(folder, f"{rank}.{name}").touch()
         pairs = [socket.socketpair() for _ in range(1 + num_ranks)]
@@ -308,12 +308,12 @@ class _Ranks:
             self._end_in(_SETTLE_S)
 
     def _wait_for_the_living(self, now: float, grace_s: float) -> None:
-        """Put off the kill after a signal while a rank gives signs of life: it ends a validation or writes a checkpoint."""
+        """Put off the kill after a signal while a rank sends heartbeats: it ends a validation or writes a checkpoint."""
         if now < self.kill_at or self.failures or self.sent or len(self.requests) >= 3:
             return
-        boards = [watchdog.read(self.folder / f"{rank}.board") for rank in self.running]
-        signs = [sign.time_ns / 1e9 for sign in boards if sign.step is not None]
-        self.kill_at = max([self.kill_at, *(sign + grace_s for sign in signs)])
+        heartbeats = [watchdog.read(self.folder / f"{rank}.heartbeat") for rank in self.running]
+        times = [heartbeat.time_ns / 1e9 for heartbeat in heartbeats if heartbeat.step is not None]
+        self.kill_at = max([self.kill_at, *(time_s + grace_s for time_s in times)])
 
     def _continue_server(self, now: float) -> None:
         """Let the server run where something has stopped it: without it no signal reaches a rank, and no end of a rank the launcher."""
@@ -332,22 +332,22 @@ class _Ranks:
             self.server.process.send_signal(signal.SIGCONT)
 
     def _place(self, rank: int) -> tuple[int | None, str]:
-        sign = watchdog.read(self.folder / f"{rank}.board")
-        return sign.step, sign.phase
+        heartbeat = watchdog.read(self.folder / f"{rank}.heartbeat")
+        return heartbeat.step, heartbeat.phase
 
     def _look_for_hangs(self, grace_s: float) -> None:
-        """Where no rank has given a sign of life for too long, the one that hangs has failed."""
-        boards = {rank: self.folder / f"{rank}.board" for rank in self.running}
-        if self.failures or not self.watchdog.stalled(boards.values()):
+        """Where no rank has sent a heartbeat for too long, the one that hangs has failed."""
+        files = {rank: self.folder / f"{rank}.heartbeat" for rank in self.running}
+        if self.failures or not self.watchdog.stalled(files.values()):
             return
-        reports = watchdog.examine(boards, {rank: self.folder / f"{rank}.stacks" for rank in boards})
+        reports = watchdog.examine(files, {rank: self.folder / f"{rank}.stacks" for rank in files})
         if not reports:
             return
         first, *others = reports
         text = first.text(18) + "".join(f"\nbeside it {report.text(10)}" for report in others[:1])
         hint = f"the run was ended; where it is only slow, set {watchdog.VARIABLE} to more seconds"
         message = f"{first.headline(self.watchdog.limit_s)}; {hint}"
-        self._note(Failure(first.rank, time.monotonic(), first.sign.step, first.sign.phase, message, text), grace_s)
+        self._note(Failure(first.rank, time.monotonic(), first.last.step, first.last.phase, message, text), grace_s)
 
     def _note(self, failure: Failure, grace_s: float) -> None:
         now = time.monotonic()

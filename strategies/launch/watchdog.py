@@ -1,10 +1,10 @@
 """A run that stands still is found from outside of the ranks, where neither the GIL nor SIGSTOP can keep the watcher from it.
 
-Each rank keeps a board in shared memory: its process, step and phase, and when it last said so (`set_phase` in
-`strategies/launch/worker.py`). A watcher looks at the boards: the launcher for the ranks that it started, a small process beside each rank
+Each rank keeps a heartbeat file in shared memory: its process, step and phase, and when it last said so (`set_phase` in
+`strategies/launch/worker.py`). A watcher looks at the heartbeat files: the launcher for the ranks that it started, a small process beside each rank
 that torchrun, Slurm or MPI started, for which this file is also a program (`python watchdog.py`), so it imports no torch.
 
-In steps time without a sign counts. Set-up has no steps, so there a rank is also taken to live while it computes, unless that is a
+In steps time without a heartbeat counts. Set-up has no steps, so there a rank is also taken to live while it computes, unless that is a
 collective that looks for the other ranks without a pause, and while it is in `prepare_data`, the place of downloads; after the last
 step nothing counts.
 """
@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 VARIABLE = "LOCKSTEP_WATCHDOG_S"
-"""The environment variable with the seconds without a sign of life after which a run is ended; 0 for never."""
+"""The environment variable with the seconds without a heartbeat after which a run is ended; 0 for never."""
 DEFAULT_S = 300.0
 
-BOARD = struct.Struct("qqq120s")
-"""Process id, global_step or -1, time.monotonic_ns() of the last sign, phase."""
+FORMAT = struct.Struct("qqq120s")
+"""Process id, global_step or -1, time.monotonic_ns() of the last heartbeat, phase."""
 STACKS = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 """Asks a rank for the stacks of its threads: a signal that no program uses."""
 
@@ -49,8 +49,8 @@ _PATIENCE_S = 10.0
 """A rank that only waits for others is ended this much later, so that the one that hangs is reported first."""
 
 
-class Sign(NamedTuple):
-    """What is on a rank's board."""
+class Heartbeat(NamedTuple):
+    """What a rank said last: its heartbeat file."""
 
     pid: int
     step: int | None
@@ -72,23 +72,23 @@ def limit_s() -> float:
     return seconds or float("inf")
 
 
-def write(board: mmap.mmap, step: int | None, phase: str) -> None:
+def write(file: mmap.mmap, step: int | None, phase: str) -> None:
     """Say what this process does."""
-    BOARD.pack_into(board, 0, os.getpid(), -1 if step is None else step, time.monotonic_ns(), phase.encode()[:120])
+    FORMAT.pack_into(file, 0, os.getpid(), -1 if step is None else step, time.monotonic_ns(), phase.encode()[:120])
 
 
-def beat(board: mmap.mmap) -> None:
+def beat(file: mmap.mmap) -> None:
     """Say that this process lives, in the middle of a phase; any thread calls it."""
-    struct.pack_into("q", board, _TIME, time.monotonic_ns())
+    struct.pack_into("q", file, _TIME, time.monotonic_ns())
 
 
 _TIME = struct.calcsize("qq")
 
 
-def read(path: Path | str) -> Sign:
+def read(path: Path | str) -> Heartbeat:
     """What a rank said last, also of one that is gone."""
-    pid, step, time_ns, phase = BOARD.unpack(Path(path).read_bytes())
-    return Sign(pid, None if step < 0 else step, time_ns, phase.rstrip(b"\0").decode(errors="replace"))
+    pid, step, time_ns, phase = FORMAT.unpack(Path(path).read_bytes())
+    return Heartbeat(pid, None if step < 0 else step, time_ns, phase.rstrip(b"\0").decode(errors="replace"))
 
 
 def where(rank: int, step: int | None, phase: str) -> str:
@@ -106,8 +106,8 @@ class Watchdog:
         self._used: dict[int, float] = {}
         self._set_up: dict[int, tuple[int, int, bool]] = {}
 
-    def stalled(self, boards: Iterable[Path | str]) -> bool:
-        """Whether none of these ranks has given a sign within the limit."""
+    def stalled(self, files: Iterable[Path | str]) -> bool:
+        """Whether none of these ranks has sent a heartbeat within the limit."""
         now = time.monotonic_ns()
         elapsed_s = (now - self._looked) / 1e9
         if elapsed_s < self.interval_s:
@@ -115,34 +115,34 @@ class Watchdog:
         if elapsed_s > self.interval_s + 5:
             self._begin = now  # this process stood still itself, as a suspended job does: begin to count again
         self._looked = now
-        silent = [self._is_silent(board, read(board), now, elapsed_s) for board in boards]
+        silent = [self._is_silent(file, read(file), now, elapsed_s) for file in files]
         return bool(silent) and all(silent)
 
-    def _is_silent(self, board: Path | str, sign: Sign, now: int, elapsed_s: float) -> bool:
-        if sign.step is None:
-            if sign.phase not in (STARTING, SETTING_UP):
+    def _is_silent(self, file: Path | str, heartbeat: Heartbeat, now: int, elapsed_s: float) -> bool:
+        if heartbeat.step is None:
+            if heartbeat.phase not in (STARTING, SETTING_UP):
                 return False
-            used, before = _cpu_s(sign.pid), self._used.get(sign.pid, 0.0)
-            self._used[sign.pid] = used
-            if used - before > _COMPUTES * elapsed_s and not self._spins(board, sign.pid, now):
-                _beat_for(board)
+            used, before = _cpu_s(heartbeat.pid), self._used.get(heartbeat.pid, 0.0)
+            self._used[heartbeat.pid] = used
+            if used - before > _COMPUTES * elapsed_s and not self._spins(file, heartbeat.pid, now):
+                _beat_for(file)
                 return False
-        return now - max(sign.time_ns, self._begin) > self.limit_s * 1e9
+        return now - max(heartbeat.time_ns, self._begin) > self.limit_s * 1e9
 
-    def _spins(self, board: Path | str, pid: int, now: int) -> bool:
+    def _spins(self, file: Path | str, pid: int, now: int) -> bool:
         """Whether a rank that computes in a long set-up only waits for the others: NCCL looks for them without a pause."""
         limit_ns = self.limit_s * 1e9
         since, asked, spins = self._set_up.get(pid, (now, now, False))
         if now - since > 2 * limit_ns and now - asked > limit_ns / 4:  # seldom, as it costs a signal and half a second
-            reports = examine({0: board}, {0: Path(board).with_suffix(".stacks")})
+            reports = examine({0: file}, {0: Path(file).with_suffix(".stacks")})
             asked, spins = now, bool(reports) and reports[0].waits
         self._set_up[pid] = since, asked, spins
         return spins
 
 
-def _beat_for(board: Path | str) -> None:
-    """A sign in the name of a rank, for every watcher that reads its board."""
-    with open(board, "r+b", buffering=0) as file:
+def _beat_for(path: Path | str) -> None:
+    """A heartbeat in the name of a rank, for every watcher that reads its file."""
+    with open(path, "r+b", buffering=0) as file:
         os.pwrite(file.fileno(), struct.pack("q", time.monotonic_ns()), _TIME)
 
 
@@ -167,7 +167,7 @@ class Report(NamedTuple):
     """What a rank does that stands still."""
 
     rank: int
-    sign: Sign
+    last: Heartbeat
     state: str
     """In words, from the kernel."""
     stacks: str
@@ -176,7 +176,7 @@ class Report(NamedTuple):
     @property
     def order(self) -> tuple[int, int]:
         """The rank that hangs has the lowest: one that is stopped, else one that does not wait for others, else the first to fall silent."""
-        return 0 if self.state.startswith("stopped") else 2 if self.waits else 1, self.sign.time_ns
+        return 0 if self.state.startswith("stopped") else 2 if self.waits else 1, self.last.time_ns
 
     @property
     def waits(self) -> bool:
@@ -187,11 +187,11 @@ class Report(NamedTuple):
         return bool(frames and _WAITS.search(frames[0])) or self.state in ("gone", "dead")
 
     def headline(self, limit_s: float) -> str:
-        place = where(self.rank, self.sign.step, self.sign.phase).partition(", ")[2]
-        return f"rank {self.rank} hangs ({place}): no sign of life for {limit_s:g} s, and it is {self.state}"
+        place = where(self.rank, self.last.step, self.last.phase).partition(", ")[2]
+        return f"rank {self.rank} hangs ({place}): no heartbeat for {limit_s:g} s, and it is {self.state}"
 
     def text(self, num_lines: int) -> str:
-        lines = [f"{where(self.rank, self.sign.step, self.sign.phase)}: {self.state}", *self.stacks.splitlines()]
+        lines = [f"{where(self.rank, self.last.step, self.last.phase)}: {self.state}", *self.stacks.splitlines()]
         return "\n".join(
             lines
             if len(lines) <= num_lines
@@ -199,24 +199,24 @@ class Report(NamedTuple):
         )
 
 
-def examine(boards: Mapping[int, Path | str], answers: Mapping[int, Path | str]) -> list[Report]:
+def examine(files: Mapping[int, Path | str], answers: Mapping[int, Path | str]) -> list[Report]:
     """What each of the ranks that stand still does; the one that hangs comes first. `answers`: the files that stacks are written to.
 
-    Empty where one is in `prepare_data`, which counts as its sign then.
+    Empty where one is in `prepare_data`, which counts as its heartbeat then.
     """
-    signs = {rank: read(board) for rank, board in boards.items()}
-    ends = {rank: os.path.getsize(answers[rank]) for rank in boards}  # of what they have answered before
-    asked = {rank: _ask(sign.pid) for rank, sign in signs.items()}
+    heartbeats = {rank: read(file) for rank, file in files.items()}
+    ends = {rank: os.path.getsize(answers[rank]) for rank in files}  # of what they have answered before
+    asked = {rank: _ask(heartbeat.pid) for rank, heartbeat in heartbeats.items()}
     if any(asked.values()):
         time.sleep(0.3)  # the handlers are C and write at once; a process in the kernel answers later or never
     reports, preparing = [], []
-    for rank, sign in signs.items():
+    for rank, heartbeat in heartbeats.items():
         answer = Path(answers[rank]).read_bytes()[ends[rank] :].decode(errors="replace") if asked[rank] else ""
         if _PREPARES.search(answer):
-            preparing.append(boards[rank])
-        reports.append(Report(rank, sign, _state(sign.pid), _main_first(answer)))
-    for board in preparing:
-        _beat_for(board)
+            preparing.append(files[rank])
+        reports.append(Report(rank, heartbeat, _state(heartbeat.pid), _main_first(answer)))
+    for file in preparing:
+        _beat_for(file)
     return [] if preparing else sorted(reports, key=lambda report: report.order)
 
 
@@ -286,10 +286,10 @@ def _ident(thread: str) -> str:
 # ---- beside a rank that another launcher started ---------------------------------------------------------
 
 
-class Beside:
+class Sidecar:
     """A watcher beside this process, one of `num_local` ranks of this machine that one launcher started.
 
-    The watchers read the boards of all these ranks, which they find by `job`, a name that only they know.
+    The watchers read the heartbeat files of all these ranks, which they find by `job`, a name that only they know.
     """
 
     def __init__(self, rank: int, job: str, num_local: int, num_nodes: int) -> None:
@@ -301,9 +301,9 @@ class Beside:
         _remove_dead(shared)
         self.files = [
             os.open(self.path.with_suffix(suffix), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            for suffix in (".board", ".stacks")
+            for suffix in (".heartbeat", ".stacks")
         ]
-        os.truncate(self.files[0], BOARD.size)
+        os.truncate(self.files[0], FORMAT.size)
         fcntl.lockf(self.files[0], fcntl.LOCK_EX)  # its holder is the process on it, alive
         command = [
             sys.executable,
@@ -329,9 +329,9 @@ class Beside:
 
 
 def private_folder() -> Path:
-    """The folder in which the ranks of this user on this machine find each other's boards: nobody else may write or look there.
+    """The folder in which the ranks of this user on this machine find each other's files: nobody else may write or look there.
 
-    Raises RuntimeError where another user has taken its name, for the boards tell whom to kill.
+    Raises RuntimeError where another user has taken its name, for the heartbeat files tell whom to kill.
     """
     folder = Path("/dev/shm" if os.path.isdir("/dev/shm") else "/tmp", f"lockstep-{os.getuid()}")
     with suppress(FileExistsError):
@@ -352,14 +352,14 @@ def _is_ours(file: int) -> bool:
 
 
 def _remove(path: Path) -> None:
-    for suffix in (".board", ".stacks"):
+    for suffix in (".heartbeat", ".stacks"):
         with suppress(OSError):
             path.with_suffix(suffix).unlink()
 
 
 def _remove_dead(folder: Path) -> None:
     """What ranks have left that were killed together with their watchers."""
-    for path in folder.glob("*.board"):
+    for path in folder.glob("*.heartbeat"):
         with suppress(OSError), open(path, "rb", buffering=0) as file:
             if (
                 holder(file.fileno()) is None and time.time() - path.stat().st_mtime > 60
@@ -375,9 +375,9 @@ def holder(file: int) -> int | None:
 
 
 def _living(folder: Path, job: str) -> dict[int, Path]:
-    """The boards of a job's ranks that run."""
+    """The files of a job's ranks that run."""
     found = {}
-    for path in folder.glob(f"{job}-*.board"):
+    for path in folder.glob(f"{job}-*.heartbeat"):
         with suppress(OSError), open(path, "rb", buffering=0) as file:
             if _is_ours(file.fileno()) and holder(file.fileno()) == read(path).pid:
                 found[int(path.stem.rpartition("-")[2])] = path
@@ -401,29 +401,29 @@ def main(folder: Path, name: str, num_local: int, num_nodes: int) -> None:
     act_at, has_waited = 0.0, False
     while os.getppid() == parent:
         time.sleep(watchdog.interval_s)
-        boards = _living(folder, job)
+        files = _living(folder, job)
         try:
-            stalled = watchdog.stalled(boards.values())
+            stalled = watchdog.stalled(files.values())
         except FileNotFoundError:  # a fellow has ended since
             continue
         if not stalled:
             act_at, has_waited = 0.0, False
             continue
-        leads, now = rank == min(boards), time.monotonic()
+        leads, now = rank == min(files), time.monotonic()
         act_at = act_at or (now if leads else now + elsewhere_s + 3 * _PATIENCE_S)
         if now < act_at:
             continue
-        watched = boards if leads else {rank: folder / f"{name}.board"}
-        reports = examine(watched, {rank: board.with_suffix(".stacks") for rank, board in watched.items()})
+        watched = files if leads else {rank: folder / f"{name}.heartbeat"}
+        reports = examine(watched, {rank: file.with_suffix(".stacks") for rank, file in watched.items()})
         if not reports:
             continue
-        num_missing = num_local - len(boards)
+        num_missing = num_local - len(files)
         if leads and reports[0].waits and not has_waited and (elsewhere_s or num_missing):
             act_at, has_waited = now + (elsewhere_s or _PATIENCE_S), True
             continue
         with suppress(OSError, ValueError):  # a terminal that is gone must not keep the hang alive
             print(_told(reports, watchdog.limit_s, num_missing, num_local), file=sys.stderr, flush=True)
-        _kill(reports[0].sign.pid)
+        _kill(reports[0].last.pid)
         if reports[0].rank == rank:
             break
         act_at = now + 3 * _PATIENCE_S

@@ -47,7 +47,7 @@ _MAX_LINE_LENGTH = 1000
 # ---- what this process is doing ------------------------------------------------------------------------
 
 _phase: tuple[int | None, str] = (None, "")
-_board: mmap.mmap | None = None  # the same where the launcher can read it after this process was killed
+_heartbeat: mmap.mmap | None = None  # the same where the launcher can read it after this process was killed
 
 
 def set_phase(step: int | None, phase: str) -> None:
@@ -57,8 +57,8 @@ def set_phase(step: int | None, phase: str) -> None:
     """
     global _phase
     _phase = step, phase
-    if _board is not None:
-        watchdog.write(_board, step, phase)
+    if _heartbeat is not None:
+        watchdog.write(_heartbeat, step, phase)
     if faults.plan is not None:
         faults.plan.enter(step, phase)
 
@@ -68,21 +68,21 @@ def current_phase() -> tuple[int | None, str]:
     return _phase
 
 
-def _forget_board() -> None:
+def _forget_heartbeat() -> None:
     """In a process that a rank forked: what it does is not what the rank does."""
-    global _board
-    _board = faults.beat = None
+    global _heartbeat
+    _heartbeat = faults.beat = None
 
 
-os.register_at_fork(after_in_child=_forget_board)
+os.register_at_fork(after_in_child=_forget_heartbeat)
 
 
-def open_board(board: int, answers: Any, phase: str) -> None:
-    """Show what this process does in the file `board`, and write stacks to the file `answers` when a watchdog asks."""
-    global _board
-    _board = mmap.mmap(board, watchdog.BOARD.size)
+def open_heartbeat(file: int, answers: Any, phase: str) -> None:
+    """Show what this process does in `file` (a descriptor), and write stacks to the file `answers` when a watchdog asks."""
+    global _heartbeat
+    _heartbeat = mmap.mmap(file, watchdog.FORMAT.size)
     set_phase(None, phase)
-    faults.beat = functools.partial(watchdog.beat, _board)
+    faults.beat = functools.partial(watchdog.beat, _heartbeat)
     faulthandler.register(watchdog.STACKS, answers, all_threads=True)
 
 
@@ -92,15 +92,15 @@ def guard(rank: int) -> Callable[[], None]:
         return lambda: None
     world = environment.detect()
     assert world is not None
-    beside = watchdog.Beside(rank, _job(world), world.local_world_size, world.num_nodes)
-    board, answers = beside.files
-    open_board(board, answers, watchdog.SETTING_UP)
+    sidecar = watchdog.Sidecar(rank, _job(world), world.local_world_size, world.num_nodes)
+    file, answers = sidecar.files
+    open_heartbeat(file, answers, watchdog.SETTING_UP)
 
     def end() -> None:
-        global _board
-        _board = faults.beat = None
+        global _heartbeat
+        _heartbeat = faults.beat = None
         faulthandler.unregister(watchdog.STACKS)
-        beside.end()
+        sidecar.end()
 
     return end
 
@@ -232,8 +232,8 @@ def run(rank: int, num_ranks: int, folder: str, program_fd: int, work_fd: int, c
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # for what it starts
     os.environ.update(LOCKSTEP_LAUNCHER="lockstep", LOCKSTEP_INIT_METHOD=f"file://{folder}/store")
     answers, fatal = (open(Path(folder, f"{rank}.{name}"), "w") for name in ("stacks", "fatal"))  # noqa: SIM115  # for the life of the process
-    with open(Path(folder, f"{rank}.board"), "r+b") as file:
-        open_board(file.fileno(), answers, watchdog.STARTING)
+    with open(Path(folder, f"{rank}.heartbeat"), "r+b") as file:
+        open_heartbeat(file.fileno(), answers, watchdog.STARTING)
     faulthandler.enable(fatal, all_threads=False)
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -377,7 +377,7 @@ __all__ = [
     "ends_well",
     "guard",
     "library_state",
-    "open_board",
+    "open_heartbeat",
     "program_state",
     "run",
     "set_phase",

@@ -30,19 +30,19 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.strategies.mesh import mixed_tensors
 from lockstep.strategies.mesh.options import Options
-from lockstep.strategies.mesh.styles import Sequence
+from lockstep.strategies.mesh.styles import SequenceSharding
 from lockstep.strategies.mesh.tensor_layout import Plan, apply_plan, make_plan, watch_hooks
 from lockstep.strategies.mesh.unsharded_writes import UnshardedWrites
 from lockstep.strategies.modules.activation_checkpointing import is_recomputed
 from lockstep.strategies.modules.blocks import find_blocks
 from lockstep.strategies.modules.forwards import within_compiled
-from lockstep.strategies.modules.meta import materialise as materialise
+from lockstep.strategies.modules.meta import materialize as materialize
 from lockstep.strategies.sync.call_order import END_FORWARD, GATHER, REDUCE, CallOrder
 
 
 def apply_axes(
     model: nn.Module, mesh: DeviceMesh, options: Options, compute_dtype: torch.dtype | None = None
-) -> Placed:
+) -> MeshModel:
     """Distribute `model` over `mesh`, in place; return what brackets its steps. Every rank of the mesh calls it.
 
     `mesh` has the axes ddp, fsdp and tensor or some of them, in this order. `compute_dtype` is what parameters
@@ -51,7 +51,7 @@ def apply_axes(
     layer, parameter or option that does not fit.
     """
     names = tuple(mesh.mesh_dim_names or ())
-    placed = Placed(model, True if options.reshard_after_forward is None else options.reshard_after_forward)
+    wrapped = MeshModel(model, True if options.reshard_after_forward is None else options.reshard_after_forward)
     device = (
         torch.device("cuda", torch.cuda.current_device())
         if mesh.device_type == "cuda"
@@ -65,35 +65,36 @@ def apply_axes(
     plan: Plan | None = None
     if "tensor" in names:
         plan = make_plan(model, blocks, mesh["tensor"].size(), options)
-    units = [*blocks.values(), placed]
+    units = [*blocks.values(), wrapped]
     for name, unit in zip([*blocks, ""], units, strict=True):
         filler.fill(unit)
         if plan is not None:
-            apply_plan(model if unit is placed else unit, name, mesh["tensor"], plan)
-        if data and (unit is placed or name in gathered):
-            _shard(placed, unit, mesh[data] if len(data) > 1 else mesh[data[0]], "fsdp" in data, options, compute_dtype)
+            apply_plan(model if unit is wrapped else unit, name, mesh["tensor"], plan)
+        if data and (unit is wrapped or name in gathered):
+            data_mesh = mesh[data] if len(data) > 1 else mesh[data[0]]
+            _shard(wrapped, unit, data_mesh, "fsdp" in data, options, compute_dtype)
     if plan is not None and plan.sequence is not None:
         plan.sequence.watch(mesh["tensor"])
-        placed.sequence = plan.sequence
+        wrapped.sequence = plan.sequence
         for module in model.modules():
             if is_recomputed(module):
                 module.recompute_sequence = plan.sequence  # type: ignore[assignment]
     if data:
-        placed.names = [*gathered]
-        placed.lend(gathered)
+        wrapped.names = [*gathered]
+        wrapped.lend(gathered)
         if options.find_unused_parameters:
-            placed.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
-            placed.watch_used()
+            wrapped.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+            wrapped.watch_used()
         with torch.no_grad():
-            placed(lambda: None)  # torch finds the root by the first forward
-        placed.close()
+            wrapped(lambda: None)  # torch finds the root by the first forward
+        wrapped.close()
     if plan is not None:
-        placed.watched_hooks = watch_hooks(model, plan)
-    placed.structure.seal()
-    return placed
+        wrapped.watched_hooks = watch_hooks(model, plan)
+    wrapped.structure.seal()
+    return wrapped
 
 
-class Placed(nn.Module):
+class MeshModel(nn.Module):
     """A distributed model as the strategy drives it: what runs in its forward finds every parameter whole.
 
     That is the user's step, which may call any submodule and use any parameter that no block holds. The
@@ -111,7 +112,7 @@ class Placed(nn.Module):
         """Parameters that the units leave whole; their gradients are averaged over data ranks by hand."""
         self.watched_hooks: list[tuple[nn.Module, str, Any]] = []
         """Modules that take no hooks, with the attribute and what it held before."""
-        self.sequence: Sequence | None = None
+        self.sequence: SequenceSharding | None = None
         """Where activations are cut along the sequence, if they are."""
         self.depth = 0
         """How many brackets are open."""
@@ -313,7 +314,7 @@ class Placed(nn.Module):
 
 
 class Structure:
-    """What a module tree was before it was placed, to put it back: classes, hooks and attributes, not values."""
+    """What a module tree was before it was wrapped, to put it back: classes, hooks and attributes, not values."""
 
     def __init__(self, model: nn.Module) -> None:
         self._before = {module: (type(module), _attributes(module)) for module in model.modules()}
@@ -402,7 +403,7 @@ class Filler:
 
 
 def _shard(
-    placed: Placed,
+    wrapped: MeshModel,
     unit: nn.Module,
     mesh: DeviceMesh,
     sharded: bool,
@@ -415,17 +416,17 @@ def _shard(
         for p in module._parameters.values()
         if p is not None and (p.dim() == 0 or (compute_dtype and _is_norm(module)))
     }
-    known = {id(p) for p in placed.unsharded}
-    placed.unsharded += [p for p in unit.parameters() if p in whole and id(p) not in known]
+    known = {id(p) for p in wrapped.unsharded}
+    wrapped.unsharded += [p for p in unit.parameters() if p in whole and id(p) not in known]
     mixed = MixedPrecisionPolicy()
     if compute_dtype is not None:
         mixed = MixedPrecisionPolicy(
-            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=unit is not placed
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=unit is not wrapped
         )
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.cpu_offload else OffloadPolicy()
-    ignored = set(placed.unsharded)
+    ignored = set(wrapped.unsharded)
     if sharded:
-        reshard = None if unit is placed else options.reshard_after_forward
+        reshard = None if unit is wrapped else options.reshard_after_forward
         fully_shard(
             unit,
             mesh=mesh,
@@ -442,9 +443,9 @@ def _shard(
         (_AllGather(), engine.set_custom_all_gather, GATHER),
         (_ReduceScatter(), engine.set_custom_reduce_scatter, REDUCE),
     ):
-        comm.before = functools.partial(placed.note, kind, -1 if unit is placed else len(placed.units))
+        comm.before = functools.partial(wrapped.note, kind, -1 if unit is wrapped else len(wrapped.units))
         use(comm)
-    placed.units.append(unit)
+    wrapped.units.append(unit)
 
 
 class _AllGather(DefaultAllGather):
@@ -481,8 +482,8 @@ def _is_norm(module: nn.Module) -> bool:
 class _Lender:
     """Makes a unit's parameters whole while a layer runs that was called without the unit."""
 
-    def __init__(self, placed: Placed, unit: Any, own: set[int]) -> None:
-        self._placed, self._unit = placed, unit
+    def __init__(self, wrapped: MeshModel, unit: Any, own: set[int]) -> None:
+        self._wrapped, self._unit = wrapped, unit
         self._lent: list[nn.Module] = []
         self._places = [
             (module._parameters, name, p)
@@ -502,9 +503,9 @@ class _Lender:
         if parameters[name] is cut:
             self._unit.unshard()
             self._lent.append(module)
-        elif self._placed.depth and self._unit in self._placed.reused:
+        elif self._wrapped.depth and self._unit in self._wrapped.reused:
             self._lent.append(module)
-        elif self._placed.manual:
+        elif self._wrapped.manual:
             for parameters, name, cut in self._places:
                 if parameters[name].requires_grad != cut.requires_grad:
                     parameters[name].requires_grad_(cut.requires_grad)
@@ -512,12 +513,12 @@ class _Lender:
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._lent and self._lent[-1] is module:
             self._lent.pop()
-            if not self._placed.depth:  # within a step, and where a backward computes again, the backward frees it
+            if not self._wrapped.depth:  # within a step, and where a backward computes again, the backward frees it
                 if torch._C._current_graph_task_id() == -1:
-                    self._placed.close()
+                    self._wrapped.close()
             elif torch.is_grad_enabled():
-                self._placed._reuse(self._unit, output)
-                self._placed._watch(output)
+                self._wrapped._reuse(self._unit, output)
+                self._wrapped._watch(output)
 
 
 def _with_gradient(output: Any) -> list[Tensor]:
@@ -535,7 +536,9 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     }
 
 
-warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w*Placed\) returned a view", category=UserWarning)
+warnings.filterwarnings(
+    "ignore", message=r"FSDP2-wrapped module \(\w*MeshModel\) returned a view", category=UserWarning
+)
 logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
     lambda record: not re.search(r"\d sequential all_\w+ operations", record.getMessage())
 )  # of tensors sharded over two axes, made whole where somebody looks at them

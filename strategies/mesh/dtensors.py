@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from lockstep.strategies.checkpoint_state import Reader, Shard, Whole
+from lockstep.strategies.checkpoint_state import Reader, TensorShard, Whole
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -21,14 +21,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def piece(tensor: Tensor, coordinate: Mapping[str, int]) -> Shard | None:
+def piece(tensor: Tensor, coordinate: Mapping[str, int]) -> TensorShard | None:
     """What this rank writes of a tensor, or None where another rank writes it.
 
     `coordinate` is this rank's place on every axis. Of the ranks that hold the same elements, the one at
     place 0 of the axes over which they are repeated writes them.
     """
     if not isinstance(tensor, DTensor):
-        return None if any(coordinate.values()) else Shard.whole(tensor)
+        return None if any(coordinate.values()) else TensorShard.whole(tensor)
     mesh = tensor.device_mesh
     split = {
         name
@@ -43,7 +43,7 @@ def piece(tensor: Tensor, coordinate: Mapping[str, int]) -> Shard | None:
         raise RuntimeError(
             f"a shard has the shape {list(mine.shape)}, but its placement {tensor.placements} says {list(shape)}"
         )
-    return Shard(mine, tuple(tensor.shape), tuple(offsets)) if mine.numel() or not tensor.numel() else None
+    return TensorShard(mine, tuple(tensor.shape), tuple(offsets)) if mine.numel() or not tensor.numel() else None
 
 
 def take(reader: Reader, name: str, like: Tensor | None) -> Tensor:

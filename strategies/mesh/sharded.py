@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import Agreement, Loss, split_loss
-from lockstep.strategies.checkpoint_state import Reader, Shard, State, gather_whole
+from lockstep.strategies.base import Loss, StepResult, split_loss
+from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, gather_whole
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch import environment
 from lockstep.strategies.mesh.mesh import resolve
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.modules.meta import materialise
+from lockstep.strategies.modules.meta import materialize
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
-from lockstep.strategies.modules.side_effect_free import traceless
+from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.modules.step_state import numbers, refuse_changed_numbers
-from lockstep.strategies.spmd import EagerStrategy, presence, shortened
+from lockstep.strategies.spmd import SPMDStrategy, presence, shortened
 from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
 from lockstep.strategies.sync.host_all_gather import open_exchange
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # (strategies/mesh/axes.py, plan.py, dtensors.py) are imported where ranks are set up.
 
 
-class ShardedStrategy(EagerStrategy):
+class ShardedStrategy(SPMDStrategy):
     """Base of FSDP, TensorParallel and Mesh: ranks in a mesh with some of the axes ddp, fsdp and tensor.
 
     Each forward is a collective, so ranks without samples run the step too, on a batch of padding with weight
@@ -79,7 +79,7 @@ class ShardedStrategy(EagerStrategy):
         sizes = resolve(self._axes, world.world_size if world is not None else self._num_devices)
         several = max(sizes.values()) > 1
         self._sizes = {name: size for name, size in sizes.items() if size > 1 or (self._keeps_mesh and not several)}
-        self.keeps_layout = not self._sizes
+        self.preserves_memory_format = not self._sizes
         self.dynamic_shapes = (
             "tensor" not in self._sizes
         )  # on torch 2.13 a size that is a symbol refers to itself where a DTensor is cut
@@ -93,11 +93,11 @@ class ShardedStrategy(EagerStrategy):
         from lockstep.strategies.mesh import dtensors
 
         self._mesh = init_device_mesh(self.device.type, tuple(self._sizes.values()), mesh_dim_names=tuple(self._sizes))
-        self.builds = self.rank == 0
+        self.builds_on_meta = self.rank != 0
         if "ddp" in self._sizes or "fsdp" in self._sizes:
             self._steps = Steps(self.rank, self.world_size, self.timeout_s)
         tensor = self._sizes.get("tensor", 1)
-        self.data_rank, self.data_size, self.reports = (
+        self.data_rank, self.data_size, self.is_reporting_rank = (
             self.rank // tensor,
             self.world_size // tensor,
             self.rank % tensor == 0,
@@ -114,10 +114,10 @@ class ShardedStrategy(EagerStrategy):
         self._mesh = self._steps = self._order = None
         self._named = self._buffered = None
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup_module(self, model: nn.Module) -> nn.Module:
         if self.rank == 0:
-            materialise(model)
-        model = super().place(model)
+            materialize(model)
+        model = super().setup_module(model)
         if self._mesh is None:
             return model.to(self.device)
         compute_dtype = (
@@ -125,63 +125,63 @@ class ShardedStrategy(EagerStrategy):
         )
         from lockstep.strategies.mesh.axes import apply_axes
 
-        placed = apply_axes(model, self._mesh, self.options, compute_dtype)
-        if placed.units:
-            self._order = placed.order = CallOrder(
+        wrapped = apply_axes(model, self._mesh, self.options, compute_dtype)
+        if wrapped.units:
+            self._order = wrapped.order = CallOrder(
                 self.rank,
                 self.world_size,
                 self.timeout_s,
-                placed.names.__getitem__,
+                wrapped.names.__getitem__,
                 type(self).__name__,
                 "give find_unused_parameters=True and leave wrap='auto', which exchanges all of the model at once",
             )
         self._share_noise()
-        return placed
+        return wrapped
 
-    def release(self, placed: nn.Module) -> None:
+    def teardown_module(self, wrapped: nn.Module) -> None:
         if self._mesh is not None:
-            placed.close()  # type: ignore[operator]
+            wrapped.close()  # type: ignore[operator]
             world = environment.detect()
             keeps = self.rank == 0 or (
                 world is not None and world.launcher != "lockstep"
             )  # else this process ends with the run
-            pieces = {name: self._piece(parameter) for name, parameter in self._user_model(placed).named_parameters()}
+            pieces = {name: self._piece(parameter) for name, parameter in self._user_model(wrapped).named_parameters()}
             whole = gather_whole(
                 self, State({name: piece for name, piece in pieces.items() if piece is not None}), keep=keeps
             )
             if keeps:
-                placed.restore(whole.tensors)  # type: ignore[operator]
-        super().release(placed)
+                wrapped.restore(whole.tensors)  # type: ignore[operator]
+        super().teardown_module(wrapped)
 
-    def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         for optimizer in optimizers.values():
             if self._mesh is not None and isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Rprop)):
                 raise ValueError(
                     f"{type(optimizer).__name__} does not step parameters that are cut over ranks; use another optimizer, or strategy='ddp'"
                 )
-        attached = super().attach(placed, optimizers)
+        attached = super().setup_optimizers(wrapped, optimizers)
         self._named, self._buffered = (
-            self._cut_by_name(placed),
-            [module for module in placed.modules() if module._buffers],
+            self._cut_by_name(wrapped),
+            [module for module in wrapped.modules() if module._buffers],
         )
         return attached
 
     @contextmanager
-    def whole(self, placed: nn.Module) -> Iterator[None]:
+    def whole(self, wrapped: nn.Module) -> Iterator[None]:
         if self._mesh is None or self._is_whole:
             yield
             return
-        if self._in_step or placed.depth:
+        if self._in_step or wrapped.depth:
             raise RuntimeError(
                 f"whole() was called within a step, where {type(self).__name__} has not reduced the gradients yet; "
                 "call it in on_after_backward, on_before_optimizer_step or later"
             )
         from lockstep.strategies.mesh.whole_model import whole_model
 
-        placed.close()  # type: ignore[operator]
+        wrapped.close()  # type: ignore[operator]
         self._is_whole = True
         try:
-            with whole_model(self._user_model(placed), type(self).__name__):
+            with whole_model(self._user_model(wrapped), type(self).__name__):
                 yield
         finally:
             self._is_whole = False
@@ -189,10 +189,10 @@ class ShardedStrategy(EagerStrategy):
     # ---- 2. gradient sync ------------------------------------------------------------------------
 
     def forward_backward(
-        self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any
-    ) -> Agreement:
+        self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any
+    ) -> StepResult:
         if self._mesh is None:
-            return super().forward_backward(placed, step_fn, window, **options)
+            return super().forward_backward(wrapped, step_fn, window, **options)
         from lockstep.strategies.mesh.mixed_tensors import explained
 
         parameters, automatic = options.get("parameters"), options.get("automatic", True)
@@ -200,64 +200,64 @@ class ShardedStrategy(EagerStrategy):
         self._sync_each = self.options.sync_every_micro_batch or bool(parameters)
         if parameters:
             step_fn, changed = _one_optimizer_each(
-                placed, step_fn, parameters, options.get("before_backward"), options.get("after_backward")
+                wrapped, step_fn, parameters, options.get("before_backward"), options.get("after_backward")
             )
             options |= changed
         self._in_step, self._micro_batches = True, 0
         try:
-            bracket = nullcontext() if automatic else placed.open()  # type: ignore[operator]
+            bracket = nullcontext() if automatic else wrapped.open()  # type: ignore[operator]
             with explained("training_step"), self._losses(), bracket:
-                agreement = super().forward_backward(placed, step_fn, window, **options)
+                result = super().forward_backward(wrapped, step_fn, window, **options)
         finally:
             self._in_step = False
-            placed.close()  # type: ignore[operator]
+            wrapped.close()  # type: ignore[operator]
         if self.options.broadcast_buffers:
-            share_buffers(placed.modules() if self._buffered is None else self._buffered)
-        return agreement
+            share_buffers(wrapped.modules() if self._buffered is None else self._buffered)
+        return result
 
     def evaluate(
         self,
-        placed: nn.Module,
+        wrapped: nn.Module,
         step_fn: Callable[..., Any],
         micro_batch: MicroBatch,
         *args: Any,
         part: Callable[[int], AbstractContextManager[Any]] | None = None,
     ) -> Any:
         if self._mesh is None:
-            return super().evaluate(placed, step_fn, micro_batch, *args, part=part)
+            return super().evaluate(wrapped, step_fn, micro_batch, *args, part=part)
         try:
             with self.precision.autocast(self.device):
                 if micro_batch.num_samples:
-                    return placed.run(step_fn, micro_batch.batch, *args)  # type: ignore[operator]
-                with traceless(self._user_model(placed)), nullcontext() if part is None else part(0):
-                    placed.run(step_fn, micro_batch.batch, *args)  # type: ignore[operator]
+                    return wrapped.run(step_fn, micro_batch.batch, *args)  # type: ignore[operator]
+                with side_effect_free(self._user_model(wrapped)), nullcontext() if part is None else part(0):
+                    wrapped.run(step_fn, micro_batch.batch, *args)  # type: ignore[operator]
                 return None
         finally:
-            placed.close()  # type: ignore[operator]
+            wrapped.close()  # type: ignore[operator]
 
-    def backward(self, placed: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
+    def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
         if self._mesh is None:
-            return super().backward(placed, loss, weight)
+            return super().backward(wrapped, loss, weight)
         if self._scaler_used:
             self._update_scaler()
         loss = loss if weight == 1.0 else loss * weight
         loss = loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
-        placed.synchronize(True)  # type: ignore[operator]
+        wrapped.synchronize(True)  # type: ignore[operator]
         self._begin_local_gradients()
-        placed(lambda: loss).backward()  # through the root, which frees and exchanges once the walk is over
-        self._after_backwards(placed)
-        self._check_used(placed)
-        if placed.depth:
-            placed.gather()  # type: ignore[operator]
+        wrapped(lambda: loss).backward()  # through the root, which frees and exchanges once the walk is over
+        self._after_backwards(wrapped)
+        self._check_used(wrapped)
+        if wrapped.depth:
+            wrapped.gather()  # type: ignore[operator]
 
     def clip_gradients(
-        self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
         if self._mesh is None:
-            return super().clip_gradients(placed, optimizer, value, algorithm)
+            return super().clip_gradients(wrapped, optimizer, value, algorithm)
         from lockstep.strategies.mesh import dtensors
 
-        self._complete_local_gradients(placed, optimizer)
+        self._complete_local_gradients(wrapped, optimizer)
         if self.precision.scaler is not None:
             self._unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -267,54 +267,56 @@ class ShardedStrategy(EagerStrategy):
             else dtensors.clip_by_value(parameters, value)
         )
 
-    def optimizer_step(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+    def optimizer_step(
+        self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+    ) -> bool:
         if self._mesh is None:
-            return super().optimizer_step(placed, optimizer, closure)
+            return super().optimizer_step(wrapped, optimizer, closure)
         from lockstep.strategies.mesh import dtensors
         from lockstep.strategies.mesh.mixed_tensors import explained
 
-        placed.close()  # type: ignore[operator]
+        wrapped.close()  # type: ignore[operator]
         with explained(type(optimizer).__name__), dtensors.groups_by_mesh(optimizer):
-            stepped = super().optimizer_step(placed, optimizer, closure)
-        if placed.depth:
-            placed.gather()  # type: ignore[operator]
+            stepped = super().optimizer_step(wrapped, optimizer, closure)
+        if wrapped.depth:
+            wrapped.gather()  # type: ignore[operator]
         return stepped
 
     # ---- 4. checkpointing ------------------------------------------------------------------------
 
-    def state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> State:
+    def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
         if self._mesh is not None:
-            placed.close()  # type: ignore[operator]
-        return super().state_dict(placed, optimizers)
+            wrapped.close()  # type: ignore[operator]
+        return super().state_dict(wrapped, optimizers)
 
-    def load_state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
         if self._mesh is not None:
-            placed.close()  # type: ignore[operator]
-        super().load_state_dict(placed, optimizers, state)
+            wrapped.close()  # type: ignore[operator]
+        super().load_state_dict(wrapped, optimizers, state)
 
-    # ---- what EagerStrategy asks -------------------------------------------------------------------
+    # ---- what SPMDStrategy asks -------------------------------------------------------------------
 
-    def _after_backwards(self, placed: nn.Module) -> None:
+    def _after_backwards(self, wrapped: nn.Module) -> None:
         if self._order is not None:
             self._order.note(END_BACKWARD)
 
     def _concluded(
-        self, placed: nn.Module, agreement: Agreement, after_backward: Callable[[], None] | None = None
-    ) -> Agreement:
+        self, wrapped: nn.Module, result: StepResult, after_backward: Callable[[], None] | None = None
+    ) -> StepResult:
         if self._mesh is not None:
             from lockstep.strategies.mesh import dtensors
 
-            placed.close()  # type: ignore[operator]
-            self._check_used(placed)
-            dtensors.settle(self._watched or placed.parameters())
-            self._sum([p for p in placed.unsharded if p.requires_grad])  # type: ignore[union-attr]
+            wrapped.close()  # type: ignore[operator]
+            self._check_used(wrapped)
+            dtensors.settle(self._watched or wrapped.parameters())
+            self._sum([p for p in wrapped.unsharded if p.requires_grad])  # type: ignore[union-attr]
             self._in_step = False
-        return super()._concluded(placed, agreement, after_backward)
+        return super()._concluded(wrapped, result, after_backward)
 
-    def _runner(self, placed: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
+    def _runner(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
         if self._mesh is None:
-            return super()._runner(placed, step_fn)
-        run: Callable[..., Any] = placed.run  # type: ignore[assignment]
+            return super()._runner(wrapped, step_fn)
+        run: Callable[..., Any] = wrapped.run  # type: ignore[assignment]
         step = step_fn if step_fn is None else functools.partial(self._checked_step, step_fn)
         return functools.partial(run, step) if self._steps is None else self._steps.told(run, step)
 
@@ -338,12 +340,12 @@ class ShardedStrategy(EagerStrategy):
             raise own_backward(remarked(before, marks))
         return output
 
-    def _padding(self, placed: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    def _padding(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         def without_weight(batch: Any, batch_idx: int) -> Any:
-            with traceless(self._user_model(placed)), nullcontext() if self._part is None else self._part(0):
-                before = numbers(self._user_model(placed))
-                output = placed.run(step_fn, batch, batch_idx)  # type: ignore[operator]
-                refuse_changed_numbers(self._user_model(placed), before)
+            with side_effect_free(self._user_model(wrapped)), nullcontext() if self._part is None else self._part(0):
+                before = numbers(self._user_model(wrapped))
+                output = wrapped.run(step_fn, batch, batch_idx)  # type: ignore[operator]
+                refuse_changed_numbers(self._user_model(wrapped), before)
             if (
                 isinstance(output, Mapping) and "loss" not in output
             ):  # a loss for each optimizer, weighted by no samples
@@ -352,49 +354,49 @@ class ShardedStrategy(EagerStrategy):
             return None if value is None else Loss(value * 0, 0)
 
         if self._mesh is None:
-            return super()._padding(placed, step_fn)
+            return super()._padding(wrapped, step_fn)
         return without_weight if self._steps is None else self._steps.told(without_weight)
 
-    def _gradients(self, placed: nn.Module) -> list[Tensor]:
+    def _gradients(self, wrapped: nn.Module) -> list[Tensor]:
         from lockstep.strategies.mesh import dtensors
 
         with torch.no_grad():  # else torch makes a view that can be walked back through
             return [
                 dtensors.local(gradient)
-                for p in self._watched or placed.parameters()
+                for p in self._watched or wrapped.parameters()
                 if (gradient := p.grad) is not None
             ]
 
-    def _sync_gradients(self, placed: nn.Module, on: bool) -> None:
+    def _sync_gradients(self, wrapped: nn.Module, on: bool) -> None:
         self._micro_batches += 1
         if self._mesh is not None:
-            placed.synchronizes = on or self._sync_each  # type: ignore[assignment]
+            wrapped.synchronizes = on or self._sync_each  # type: ignore[assignment]
 
     @torch.no_grad()
-    def _sum_gradients(self, placed: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    def _sum_gradients(self, wrapped: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         if self._mesh is None:
-            return super()._sum_gradients(placed, parameters)
+            return super()._sum_gradients(wrapped, parameters)
         from lockstep.strategies.mesh import dtensors
 
         dtensors.settle(parameters)
         self._sum([p for p in parameters if not self._is_sharded(p)])
 
-    def _gradient_of(self, placed: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+    def _gradient_of(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
         if self._mesh is None:
-            return super()._gradient_of(placed, parameter)
+            return super()._gradient_of(wrapped, parameter)
         from lockstep.strategies.mesh.whole_model import gradient_of
 
         return gradient_of(parameter)
 
-    def _put_gradient(self, placed: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _put_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
         if self._mesh is None:
-            return super()._put_gradient(placed, parameter, gradient)
+            return super()._put_gradient(wrapped, parameter, gradient)
         from lockstep.strategies.mesh.whole_model import put_gradient
 
         put_gradient(parameter, gradient)
 
-    def _trainability_changed(self, placed: nn.Module, names: list[str]) -> None:
-        if self._in_step and self._micro_batches and self._mesh is not None and placed.units:
+    def _trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
+        if self._in_step and self._micro_batches and self._mesh is not None and wrapped.units:
             raise RuntimeError(
                 f"requires_grad of {shortened(names)} changed between the micro-batches of an accumulation window, whose gradients "
                 f"{type(self).__name__} reduces as one; change it before the first of them (on_train_epoch_start, or on_train_batch_end "
@@ -405,10 +407,10 @@ class ShardedStrategy(EagerStrategy):
         if not self._is_sharded(parameter):
             super()._share_again(parameter)
 
-    def _user_model(self, placed: nn.Module) -> nn.Module:
-        return placed if self._mesh is None else placed.model  # type: ignore[return-value]
+    def _user_model(self, wrapped: nn.Module) -> nn.Module:
+        return wrapped if self._mesh is None else wrapped.model  # type: ignore[return-value]
 
-    def _piece(self, tensor: Tensor) -> Shard | None:
+    def _piece(self, tensor: Tensor) -> TensorShard | None:
         if self._mesh is None:
             return super()._piece(tensor)
         from lockstep.strategies.mesh import dtensors
@@ -443,25 +445,25 @@ class ShardedStrategy(EagerStrategy):
         with loss_parallel(), PlainLoss():
             yield
 
-    def _check_used(self, placed: nn.Module) -> None:
+    def _check_used(self, wrapped: nn.Module) -> None:
         """Raise RuntimeError where the ranks gave gradients to different parameters: torch has averaged one with another."""
         if self._steps is None:
             return
-        cut = self._cut_by_name(placed) if self._named is None else self._named
+        cut = self._cut_by_name(wrapped) if self._named is None else self._named
         allowed, order = self.options.find_unused_parameters, 0 if self._order is None else self._order.take()
-        used: set[int] = placed.used  # type: ignore[assignment]
+        used: set[int] = wrapped.used  # type: ignore[assignment]
         mask = bytes(id(p) in used if allowed else p.grad is not None for _, p in cut)
         used.clear()
-        changed: dict[int, int] = placed.writes.take()  # type: ignore[operator, assignment, call-arg]
+        changed: dict[int, int] = wrapped.writes.take()  # type: ignore[operator, assignment, call-arg]
         number = zlib.crc32(mask, order) + (1 << 32 if changed else 0)
-        if self._control.is_equal(number):  # type: ignore[union-attr]
+        if self._agreement.is_equal(number):  # type: ignore[union-attr]
             if changed:
                 self._compare_writes(cut, changed)
             if allowed:
                 _drop_unused(cut, mask)
             return
         self._compare_writes(cut, changed)
-        if not self._control.is_equal(zlib.crc32(mask)):  # type: ignore[union-attr]
+        if not self._agreement.is_equal(zlib.crc32(mask)):  # type: ignore[union-attr]
             masks = self.all_gather(torch.tensor([*mask]))
             if not allowed:
                 self._refuse_unused(cut, masks)
@@ -469,7 +471,7 @@ class ShardedStrategy(EagerStrategy):
         if allowed:
             _drop_unused(cut, mask)
         if self._order is not None:
-            self._order.check(self._control.gather(order))  # type: ignore[union-attr]
+            self._order.check(self._agreement.gather(order))  # type: ignore[union-attr]
 
     def _refuse_unused(self, cut: list[tuple[str, nn.Parameter]], masks: Tensor) -> NoReturn:
         names = [name for i, (name, _) in enumerate(cut) if len({int(mask[i]) for mask in masks}) > 1]
@@ -494,10 +496,10 @@ class ShardedStrategy(EagerStrategy):
                     "(weights, global_step), or use a registered buffer"
                 )
 
-    def _cut_by_name(self, placed: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    def _cut_by_name(self, wrapped: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """The parameters whose gradients torch brings together."""
-        whole = set(map(id, getattr(placed, "unsharded", ())))
-        return [(name, p) for name, p in self._user_model(placed).named_parameters() if id(p) not in whole]
+        whole = set(map(id, getattr(wrapped, "unsharded", ())))
+        return [(name, p) for name, p in self._user_model(wrapped).named_parameters() if id(p) not in whole]
 
     @torch.no_grad()
     def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -574,7 +576,7 @@ class Steps:
 
 
 def _one_optimizer_each(
-    placed: nn.Module,
+    wrapped: nn.Module,
     step_fn: Callable[[Any, int], Any],
     parameters: Mapping[str, Sequence[nn.Parameter]],
     before: Callable[[Tensor], None] | None,
@@ -585,7 +587,7 @@ def _one_optimizer_each(
     Autograd could be told which parameters to reach, but the graph holds the gathered ones.
     """
     own = [set(map(id, group)) for group in parameters.values()]
-    everything = list(placed.parameters())
+    everything = list(wrapped.parameters())
     index, each, kept = 0, False, []
 
     def step(batch: Any, batch_idx: int) -> Any:

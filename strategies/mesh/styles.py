@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
-class Sequence:
+class SequenceSharding:
     """Sequence parallelism: from the first of a row of blocks to the last, each rank holds its share of dimension 1.
 
     Layers cut by columns gather the sequence, layers cut by rows hand their sums out along it, and what works on
@@ -33,7 +33,9 @@ class Sequence:
         self._rows, self._size = rows, size
 
     @classmethod
-    def of(cls, model: nn.Module, blocks: Mapping[str, nn.Module], styles: dict[str, Any], size: int) -> Sequence:
+    def of(
+        cls, model: nn.Module, blocks: Mapping[str, nn.Module], styles: dict[str, Any], size: int
+    ) -> SequenceSharding:
         """Find the rows of blocks and add their normalisation layers to `styles`. Raises ValueError naming what does not fit."""
         if not blocks:
             raise ValueError(
@@ -118,7 +120,7 @@ class Column(ColwiseParallel):
     In what is compiled each does so by itself: a graph does not tell whether the tensor was changed in between.
     """
 
-    def __init__(self, sequence: Sequence | None, within: nn.Sequential | None = None) -> None:
+    def __init__(self, sequence: SequenceSharding | None, within: nn.Sequential | None = None) -> None:
         super().__init__()
         self.sequence, self._within = sequence, within
         self._given: tuple[Tensor, int] | None = None
@@ -154,7 +156,7 @@ class Column(ColwiseParallel):
 class Row(RowwiseParallel):
     """Cut by inputs, of which it gets this rank's or, if the layer is called by itself, all."""
 
-    def __init__(self, sequence: Sequence | None) -> None:
+    def __init__(self, sequence: SequenceSharding | None) -> None:
         super().__init__()
         self.sequence = sequence
 
@@ -175,7 +177,7 @@ class Row(RowwiseParallel):
 class Position(ParallelStyle):
     """A layer that works on each position alone: whole parameters, whose gradients are summed over the shares of the sequence."""
 
-    def __init__(self, sequence: Sequence | None) -> None:
+    def __init__(self, sequence: SequenceSharding | None) -> None:
         super().__init__()
         self.sequence = sequence
 
@@ -202,7 +204,7 @@ class Classes(ColwiseParallel):
         return outputs.redistribute(placements=[Replicate()]).to_local()
 
 
-STYLES: dict[str, Callable[[Sequence | None], ParallelStyle]] = {
+STYLES: dict[str, Callable[[SequenceSharding | None], ParallelStyle]] = {
     "column": Column,
     "row": Row,
     "gather": lambda _: ColwiseParallel(output_layouts=Replicate()),

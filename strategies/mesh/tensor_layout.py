@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils._pytree import tree_leaves
 
 from lockstep.strategies.mesh.options import Options
-from lockstep.strategies.mesh.styles import STYLES, Column, Sequence, differentiable_twice, writable
+from lockstep.strategies.mesh.styles import STYLES, Column, SequenceSharding, differentiable_twice, writable
 from lockstep.strategies.modules.blocks import shared
 from lockstep.strategies.modules.forwards import within_compiled
-from lockstep.strategies.modules.side_effect_free import traceless
+from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.spmd import shortened
 
 ATTENTION = (
@@ -83,7 +83,7 @@ class Plan:
     styles: dict[str, str | ParallelStyle] = field(default_factory=dict)
     is_given: bool = False
     """Whether the user has given the styles."""
-    sequence: Sequence | None = None
+    sequence: SequenceSharding | None = None
     checked: dict[str, list[str]] = field(default_factory=dict)
     """Modules that must compute the same with these layers cut as whole: the automatic plan knows names, not code."""
     heads: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def make_plan(model: nn.Module, blocks: Mapping[str, nn.Module], size: int, opti
     _check_sizes(model, size, plan)
     _refuse_altered(model, plan, blocks if options.sequence_parallel else ())
     if options.sequence_parallel:
-        plan.sequence = Sequence.of(model, blocks, plan.styles, size)
+        plan.sequence = SequenceSharding.of(model, blocks, plan.styles, size)
     return plan
 
 
@@ -505,7 +505,7 @@ def _computed(module: nn.Module) -> Tensor | None:
         first.weight
     )
     modes = [(child, child.training) for child in module.modules()]
-    with traceless(module), torch.compiler.set_stance("force_eager"):
+    with side_effect_free(module), torch.compiler.set_stance("force_eager"):
         try:
             module.eval()
             output = module(x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 
-def materialise(model: nn.Module) -> nn.Module:
+def materialize(model: nn.Module) -> nn.Module:
     """Give what is on the meta device the values that its layers' `reset_parameters` draws, in the order of the layers.
 
     Those of a model that was built in memory, where building it drew nothing else. Returns `model`. Raises

@@ -12,14 +12,14 @@ from torch.nn.modules.module import (
 
 
 class ModelChanges:
-    """Watches one placed model until it is closed. Costs nothing in a step."""
+    """Watches one wrapped model until it is closed. Costs nothing in a step."""
 
     def __init__(self, model: nn.Module, trained: Collection[str]) -> None:
-        """`trained`: names of the parameters that were trainable when the model was placed."""
+        """`trained`: names of the parameters that were trainable when the model was wrapped."""
         self.model = model
         self._modules = {id(module) for module in model.modules()}
         self.parameters = dict(model.named_parameters())
-        """The placed parameters by name."""
+        """The wrapped parameters by name."""
         self._flags = [name in trained for name in self.parameters]
         self.pending = False
         """Whether a parameter or module was registered in the model since the last call of `added`."""
@@ -34,7 +34,7 @@ class ModelChanges:
         self._hooks = []
 
     def added(self) -> list[str]:
-        """The names of parameters that the model has now and had not when it was placed."""
+        """The names of parameters that the model has now and had not when it was wrapped."""
         if not self.pending:
             return []
         self.pending = False

@@ -14,7 +14,7 @@ from lockstep.strategies.modules.step_state import OF_ZERO
 
 
 @contextmanager
-def traceless(model: nn.Module) -> Iterator[None]:
+def side_effect_free(model: nn.Module) -> Iterator[None]:
     """Put back, at the end, the buffers and attributes of every submodule and torch's random state.
 
     Counters, lists of outputs, statistics of BatchNorm and the sums of torchmetrics objects are then what they

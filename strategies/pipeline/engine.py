@@ -34,26 +34,26 @@ class Engine:
     """A schedule of torch's, built for one shape and number of parts."""
 
     def __init__(
-        self, placed: Staged, layout: Layout, schedule: Schedule, num_parts: int, precision: Precision
+        self, wrapped: Staged, layout: Layout, schedule: Schedule, num_parts: int, precision: Precision
     ) -> None:
-        self._placed, self._layout, self._precision, self._num_parts = placed, layout, precision, num_parts
+        self._wrapped, self._layout, self._precision, self._num_parts = wrapped, layout, precision, num_parts
         self._loss_shape = (torch.empty((), device="meta", requires_grad=True),)
-        kind = OpenStage if placed.shards is None else WindowStage
+        kind = OpenStage if wrapped.shards is None else WindowStage
         self.stages: list[OpenStage] = [
             kind(
-                placed.stages[stage],
+                wrapped.stages[stage],
                 stage,
-                placed.num_stages,
-                placed.device,
+                wrapped.num_stages,
+                wrapped.device,
                 input_args=layout.messages[stage - 1].tensors if stage else (),
-                output_args=layout.messages[stage].tensors if stage < placed.num_stages - 1 else self._loss_shape,
-                group=placed.group,
+                output_args=layout.messages[stage].tensors if stage < wrapped.num_stages - 1 else self._loss_shape,
+                group=wrapped.group,
             )
-            for stage in placed.here
+            for stage in wrapped.here
         ]
-        self._is_last = placed.here[-1] == placed.num_stages - 1
+        self._is_last = wrapped.here[-1] == wrapped.num_stages - 1
         self._schedule = schedule.build(self.stages, num_parts, self._loss)
-        self._own = {name: p for name, p in placed.model.named_parameters() if is_here(p)}
+        self._own = {name: p for name, p in wrapped.model.named_parameters() if is_here(p)}
         self._feed: Feed | None = None
         self._passes: Counter[int] = Counter()
         self._error: Exception | None = None
@@ -61,9 +61,9 @@ class Engine:
     def run(self, feed: Feed) -> None:
         """Forward and backward of all parts; gradients are added to those of the parameters."""
         self._feed, self._error = feed, None
-        for stage, held in zip(self.stages, self._placed.stages.values(), strict=True):
+        for stage, held in zip(self.stages, self._wrapped.stages.values(), strict=True):
             held.run = functools.partial(self._forward, stage)
-            if self._placed.splits_backward:
+            if self._wrapped.splits_backward:
                 stage.hooked = any(m._backward_hooks or m._backward_pre_hooks for m in held.modules())
                 stage.unsplit.clear()
         self._passes.clear()
@@ -85,16 +85,16 @@ class Engine:
 
     def _forward(self, open_stage: OpenStage, stage: int, received: tuple[Tensor, ...]) -> Any:
         """Every stage takes the parts in order."""
-        feed, placed, index = self._feed, self._placed, self._passes[stage]
+        feed, wrapped, index = self._feed, self._wrapped, self._passes[stage]
         self._passes[stage] += 1
-        last = stage == placed.num_stages - 1
+        last = stage == wrapped.num_stages - 1
         assert feed is not None
         step = self._checked_step if last else feed.step
         try:
-            with self._precision.autocast(placed.device), feed.counted(feed.parts[index].num_samples if last else 0):
+            with self._precision.autocast(wrapped.device), feed.counted(feed.parts[index].num_samples if last else 0):
                 arrive = functools.partial(open_stage.arrive, index)
-                with open_stage.noting_hooks(index) if placed.splits_backward else nullcontext():
-                    output, sent = placed.run_stage(
+                with open_stage.noting_hooks(index) if wrapped.splits_backward else nullcontext():
+                    output, sent = wrapped.run_stage(
                         stage, received, arrive, self._layout, mix(feed.noise, index), functools.partial(step, index)
                     )
                 arrive()  # where the step has not come to a layer of this stage
@@ -103,13 +103,13 @@ class Engine:
             return (
                 sent
                 if sent is not None
-                else tuple(_nothing(t, received, placed.device) for t in self._layout.messages[stage].tensors)
+                else tuple(_nothing(t, received, wrapped.device) for t in self._layout.messages[stage].tensors)
             )
         except Exception as error:
             if "appears to not have been used in the graph" in str(error):
                 new = RuntimeError(
                     f"training_step asks for a gradient by torch.autograd.grad, but on the last stage of a pipeline the graph begins with "
-                    f"what the stage before has sent, so inputs and weights of earlier stages have none in {placed.name}; use strategy='ddp' or 'fsdp'"
+                    f"what the stage before has sent, so inputs and weights of earlier stages have none in {wrapped.name}; use strategy='ddp' or 'fsdp'"
                 )
                 new.__cause__ = error
                 error = new
@@ -134,11 +134,11 @@ class Engine:
         feed.tally.count += count
         feed.tally.outputs.append((detach(output), num_samples))
         if not losses:
-            return _nothing(self._loss_shape[0], received, self._placed.device)
+            return _nothing(self._loss_shape[0], received, self._wrapped.device)
         ((loss, _, returned),) = losses
         feed.tally.total += loss.item() if loss.device.type == "cpu" else math.nan
         if feed.before_backward is not None:
-            with nullcontext() if self._placed.state is None else self._placed.state.before_backward():
+            with nullcontext() if self._wrapped.state is None else self._wrapped.state.before_backward():
                 feed.before_backward(returned)
         return loss.reshape(()).clone()  # no view: torch detaches it in place
 

@@ -111,7 +111,7 @@ class _Lost(NamedTuple):
 
 
 class Staged(nn.Module):
-    """The user's model, of which this rank holds some stages: what `Pipeline.place` returns.
+    """The user's model, of which this rank holds some stages: what `Pipeline.setup_module` returns.
 
     `stage_of` is the stage of each layer, `rank_of` the rank (in the pipeline's group) of each stage. In the place of
     what other ranks hold the model has `Absent` tensors; this module's own `parameters()` are those of this rank.

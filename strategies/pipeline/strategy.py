@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import Agreement, Note
+from lockstep.strategies.base import StepResult, StepVote
 from lockstep.strategies.checkpoint_state import (
     Reader,
-    Shard,
     State,
+    TensorShard,
     gather_state,
     gather_whole,
     names_of,
@@ -40,7 +40,7 @@ from lockstep.strategies.pipeline.microbatches import Feed, Tally, merged, runs
 from lockstep.strategies.pipeline.optimizers import hide, show, shown
 from lockstep.strategies.pipeline.schedules import schedule as find_schedule
 from lockstep.strategies.pipeline.staged_module import Staged
-from lockstep.strategies.spmd import EagerStrategy, shortened, sum_gradients
+from lockstep.strategies.spmd import SPMDStrategy, shortened, sum_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.pipeline.engine import Engine
 
 
-class Pipeline(EagerStrategy):
+class Pipeline(SPMDStrategy):
     """Pipeline parallelism: each rank holds some layers, and parts of a micro-batch follow each other through them.
 
     One module holds every trainable parameter and is called once a step. `training_step` stays as it is: it runs
@@ -106,7 +106,7 @@ class Pipeline(EagerStrategy):
         self.module, self.split, self.sample = module, split, sample
         self.timeout_s = timeout_s
         self._axes = {"pipeline": None} if mesh is None else parse(mesh)
-        self.keeps_layout = "fsdp" not in self._axes
+        self.preserves_memory_format = "fsdp" not in self._axes
         if "pipeline" not in self._axes or set(self._axes) - {"pipeline", "ddp", "fsdp"}:
             raise ValueError(
                 f"the mesh of a pipeline has the axes pipeline, ddp and fsdp, but mesh={mesh!r}; name pipeline, and leave tensor out"
@@ -162,8 +162,8 @@ class Pipeline(EagerStrategy):
         self._stage_rank, self.data_rank = divmod(
             self.rank, self.data_size
         )  # neighbours share layers and differ in samples
-        self.reports = self.schedule.rank_of(self.num_stage_ranks)[-1] == self._stage_rank
-        self.steps_whole = False
+        self.is_reporting_rank = self.schedule.rank_of(self.num_stage_ranks)[-1] == self._stage_rank
+        self.runs_step_once = False
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         for first in range(self.data_size):  # every rank takes part in making every group
             group = dist.new_group(list(range(first, self.world_size, self.data_size)), backend=backend)
@@ -183,12 +183,12 @@ class Pipeline(EagerStrategy):
         self._optimizers.clear()
         self._engines, self._group, self._data_group, self._mesh = {}, None, None, None
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup_module(self, model: nn.Module) -> nn.Module:
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-            from lockstep.strategies.mesh.axes import materialise  # a second to import
+            from lockstep.strategies.mesh.axes import materialize  # a second to import
 
-            materialise(model)
-        model = super().place(model)
+            materialize(model)
+        model = super().setup_module(model)
         if not self._in_group:
             return model.to(self.device)
         if not _started_by_us():  # each rank has drawn initial weights of its own
@@ -223,75 +223,75 @@ class Pipeline(EagerStrategy):
         self._steps_seen = 0
         return staged
 
-    def release(self, placed: nn.Module) -> None:
-        if isinstance(placed, Staged):
+    def teardown_module(self, wrapped: nn.Module) -> None:
+        if isinstance(wrapped, Staged):
             keeps = self.rank == 0 or not _started_by_us()  # else this process ends with the run
-            whole = gather_whole(self, self.state_dict(placed, {}), keep=keeps)
+            whole = gather_whole(self, self.state_dict(wrapped, {}), keep=keeps)
             if keeps:
-                placed.restore({name.removeprefix("model/"): tensor for name, tensor in whole.tensors.items()})
-        super().release(placed)
+                wrapped.restore({name.removeprefix("model/"): tensor for name, tensor in whole.tensors.items()})
+        super().teardown_module(wrapped)
 
-    def attach(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         """Take optimizers that hold the model's parameters; each steps those of this rank.
 
         Their groups go on listing all, so that hooks find none missing without a word.
         """
-        if isinstance(placed, Staged):
+        if isinstance(wrapped, Staged):
             for key, optimizer in optimizers.items():
-                self._check_optimizer(placed, key, optimizer)
+                self._check_optimizer(wrapped, key, optimizer)
                 self._optimizers.add(optimizer)
                 show(optimizer)
-        optimizers = super().attach(placed, optimizers)
-        for optimizer in optimizers.values() if isinstance(placed, Staged) else ():
+        optimizers = super().setup_optimizers(wrapped, optimizers)
+        for optimizer in optimizers.values() if isinstance(wrapped, Staged) else ():
             hide(optimizer)
         return optimizers
 
     # ---- 2. gradient sync ------------------------------------------------------------------------
 
     def forward_backward(
-        self, placed: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any
-    ) -> Agreement:
-        if not isinstance(placed, Staged):
-            return super().forward_backward(placed, step_fn, window, **options)
-        return self._by_schedule(placed, step_fn, window, **options)
+        self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any
+    ) -> StepResult:
+        if not isinstance(wrapped, Staged):
+            return super().forward_backward(wrapped, step_fn, window, **options)
+        return self._by_schedule(wrapped, step_fn, window, **options)
 
     def _by_schedule(
         self,
-        placed: Staged,
+        wrapped: Staged,
         step_fn: Callable[[Any, int], Any],
         window: Window,
         *,
         micro_batches: Iterable[MicroBatch] | None = None,
         automatic: bool = True,
         parameters: Mapping[str, Sequence[nn.Parameter]] | None = None,
-        note: Callable[[], Note] | None = None,
+        vote: Callable[[], StepVote] | None = None,
         part: Callable[[int], AbstractContextManager[Any]] | None = None,
         before_backward: Callable[[Tensor], None] | None = None,
         after_backward: Callable[[], None] | None = None,
-    ) -> Agreement:
+    ) -> StepResult:
         if not automatic:
             raise ValueError(
                 "a pipeline walks back by its schedule, so it needs automatic optimization; remove automatic_optimization = False, or use another strategy"
             )
-        if placed.shards is not None:
-            placed.shards.gather()
+        if wrapped.shards is not None:
+            wrapped.shards.gather()
         self._steps_seen += 1
         last = len(window.micro_batches) - 1
         tally = Tally()
 
         def send() -> None:
-            told = note() if note else Note()
+            told = vote() if vote else StepVote()
             finite = self.device.type != "cpu" or math.isfinite(tally.total)
             total = tally.total * window.num_samples
-            said = told if self.reports else told._replace(keys=0)
-            self._control.send(said, window.num_samples, tally.count, finite, total)  # type: ignore[union-attr]
+            said = told if self.is_reporting_rank else told._replace(keys=0)
+            self._agreement.send(said, window.num_samples, tally.count, finite, total)  # type: ignore[union-attr]
 
         for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
             feeds = runs(micro_batch, self.num_parts)
             tally.outputs = []
-            assert placed.state is not None
+            assert wrapped.state is not None
             num_parts = sum(map(len, feeds))
-            with kept_streams(), placed.state.micro_batch(num_parts), self._within_step():
+            with kept_streams(), wrapped.state.micro_batch(num_parts), self._within_step():
                 for k, run in enumerate(feeds):
                     feed = Feed(
                         step_fn=step_fn,
@@ -306,7 +306,7 @@ class Pipeline(EagerStrategy):
                         tally=tally,
                     )
                     with self._named_errors():
-                        engine = self._engine(placed, feed)
+                        engine = self._engine(wrapped, feed)
                         if engine is not None:
                             engine.run(feed)
                     if engine is None and feed.before_last_backward is not None:
@@ -314,65 +314,65 @@ class Pipeline(EagerStrategy):
             if not feeds and self.data_size > 1:
                 with (
                     kept_streams(),
-                    placed.state.padding(),
+                    wrapped.state.padding(),
                     self.precision.autocast(self.device),
                     nullcontext() if part is None else part(0),
                 ):
-                    placed.layout_of(partial(step_fn, micro_batch.batch, micro_batch.batch_idx))
+                    wrapped.layout_of(partial(step_fn, micro_batch.batch, micro_batch.batch_idx))
             if i == last and not feeds:
                 send()
             if feeds and after_backward is not None and i < last:
                 after_backward()
-            micro_batch.output = merged(tally.outputs) if self.reports else None
-        agreement = self._control.receive()  # type: ignore[union-attr]
-        if agreement.count and self._data_group is not None:
-            self._sum(placed)
-        elif placed.shards is not None:
-            placed.shards.scatter()
-        if agreement.count and agreement.count != window.num_samples:
-            torch._foreach_mul_(self._gradients(placed), window.num_samples / agreement.count)
-        if agreement.count:
-            return self._concluded(placed, agreement, after_backward)
-        self._drop_gradients(placed)  # zeros that went through the stages
-        return agreement
+            micro_batch.output = merged(tally.outputs) if self.is_reporting_rank else None
+        result = self._agreement.receive()  # type: ignore[union-attr]
+        if result.count and self._data_group is not None:
+            self._sum(wrapped)
+        elif wrapped.shards is not None:
+            wrapped.shards.scatter()
+        if result.count and result.count != window.num_samples:
+            torch._foreach_mul_(self._gradients(wrapped), window.num_samples / result.count)
+        if result.count:
+            return self._concluded(wrapped, result, after_backward)
+        self._drop_gradients(wrapped)  # zeros that went through the stages
+        return result
 
     def evaluate(
         self,
-        placed: nn.Module,
+        wrapped: nn.Module,
         step_fn: Callable[..., Any],
         micro_batch: MicroBatch,
         *args: Any,
         part: Callable[[int], AbstractContextManager[Any]] | None = None,
     ) -> Any:
-        if not isinstance(placed, Staged):
-            return super().evaluate(placed, step_fn, micro_batch, *args, part=part)
+        if not isinstance(wrapped, Staged):
+            return super().evaluate(wrapped, step_fn, micro_batch, *args, part=part)
         if not micro_batch.num_samples:
-            with placed.gathered():  # with the ranks that run the step
+            with wrapped.gathered():  # with the ranks that run the step
                 return None
         noise = mix(self._seed or 0, self.data_rank, *(arg for arg in args if isinstance(arg, int)))
-        counts = nullcontext() if self.reports or part is None else part(0)
-        with kept_streams(), counts, self.precision.autocast(self.device), placed.gathered():
+        counts = nullcontext() if self.is_reporting_rank or part is None else part(0)
+        with kept_streams(), counts, self.precision.autocast(self.device), wrapped.gathered():
             seed_streams(noise)  # the step begins alike on all ranks
-            return placed.run_evaluation(noise, lambda: step_fn(micro_batch.batch, *args))
+            return wrapped.run_evaluation(noise, lambda: step_fn(micro_batch.batch, *args))
 
-    def backward(self, placed: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
-        if isinstance(placed, Staged):
+    def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
+        if isinstance(wrapped, Staged):
             raise ValueError(
                 "a pipeline walks back by its schedule, so it needs automatic optimization; remove automatic_optimization = False, or use another strategy"
             )
-        super().backward(placed, loss, weight)
+        super().backward(wrapped, loss, weight)
 
     def clip_gradients(
-        self, placed: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
-        if algorithm != "norm" or not isinstance(placed, Staged):
+        if algorithm != "norm" or not isinstance(wrapped, Staged):
             with _own_parameters(optimizer):
-                return super().clip_gradients(placed, optimizer, value, algorithm)
+                return super().clip_gradients(wrapped, optimizer, value, algorithm)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if is_here(p)]
         gradients = [p.grad for p in parameters if p.grad is not None]
         cut_over_ranks = [gradient for gradient in gradients if hasattr(gradient, "device_mesh")]
         squares = self._squares([gradient for gradient in gradients if not hasattr(gradient, "device_mesh")])
-        if placed.shards is not None:
+        if wrapped.shards is not None:
             cut_squares = self._squares([_local(gradient) for gradient in cut_over_ranks])
             dist.all_reduce(cut_squares, group=self._mesh.get_group("fsdp"))  # type: ignore[union-attr]
             squares += cut_squares
@@ -384,30 +384,32 @@ class Pipeline(EagerStrategy):
             )
         return norm
 
-    def optimizer_step(self, placed: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        if not isinstance(placed, Staged):
-            return super().optimizer_step(placed, optimizer, closure)
+    def optimizer_step(
+        self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+    ) -> bool:
+        if not isinstance(wrapped, Staged):
+            return super().optimizer_step(wrapped, optimizer, closure)
         with shown(optimizer), _own_parameters(optimizer):
             if self._mesh is None:
-                return super().optimizer_step(placed, optimizer, closure)
+                return super().optimizer_step(wrapped, optimizer, closure)
             from lockstep.strategies.mesh import dtensors
 
             with dtensors.groups_by_mesh(optimizer):
-                return super().optimizer_step(placed, optimizer, closure)
+                return super().optimizer_step(wrapped, optimizer, closure)
 
     @contextmanager
-    def whole(self, placed: nn.Module) -> Iterator[None]:
-        if not isinstance(placed, Staged):
-            with super().whole(placed):
+    def whole(self, wrapped: nn.Module) -> Iterator[None]:
+        if not isinstance(wrapped, Staged):
+            with super().whole(wrapped):
                 yield
             return
-        if self._in_step or (placed.shards is not None and placed.shards.gathered):
+        if self._in_step or (wrapped.shards is not None and wrapped.shards.gathered):
             raise RuntimeError(
                 "whole() was called within a step, which a pipeline's ranks do not run alike; call it in a hook"
             )
         from lockstep.strategies.pipeline.whole_model import whole
 
-        with whole(placed, self._group, self._optimizers):
+        with whole(wrapped, self._group, self._optimizers):
             yield
 
     # ---- 3. sampler seeding ----------------------------------------------------------------------
@@ -421,12 +423,12 @@ class Pipeline(EagerStrategy):
 
     # ---- 4. checkpointing ------------------------------------------------------------------------
 
-    def state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer]) -> State:
-        if not isinstance(placed, Staged):
-            return super().state_dict(placed, optimizers)
+    def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
+        if not isinstance(wrapped, Staged):
+            return super().state_dict(wrapped, optimizers)
         with shown(*optimizers.values()):
-            state = gather_state(placed.model, optimizers, self._piece)
-        own = {name: value for name, value in state.meta["model"].items() if placed.is_here(name)}
+            state = gather_state(wrapped.model, optimizers, self._piece)
+        own = {name: value for name, value in state.meta["model"].items() if wrapped.is_here(name)}
         foreign = {f"model/{name}" for name in state.meta["model"].keys() - own}
         groups = {
             name for name in state.tensors if name.startswith("optimizer/") and name.count("/") == 2
@@ -445,18 +447,18 @@ class Pipeline(EagerStrategy):
         state.meta["pipeline"] = {"steps_seen": self._steps_seen}
         return state
 
-    def load_state_dict(self, placed: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        with shown(*optimizers.values()) if isinstance(placed, Staged) else nullcontext():
-            super().load_state_dict(placed, optimizers, state)
+    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+        with shown(*optimizers.values()) if isinstance(wrapped, Staged) else nullcontext():
+            super().load_state_dict(wrapped, optimizers, state)
         self._steps_seen = state.meta.get("pipeline", {}).get("steps_seen", 0)
 
-    # ---- what EagerStrategy asks -------------------------------------------------------------------
+    # ---- what SPMDStrategy asks -------------------------------------------------------------------
 
-    def _piece(self, tensor: Tensor) -> Shard | None:
+    def _piece(self, tensor: Tensor) -> TensorShard | None:
         if not is_here(tensor):
             return None
         if self._mesh is None:
-            return Shard.whole(tensor) if self.data_rank == 0 else None
+            return TensorShard.whole(tensor) if self.data_rank == 0 else None
         from lockstep.strategies.mesh import dtensors
 
         place = dict(zip(self._mesh.mesh_dim_names or (), self._mesh.get_coordinate() or (), strict=True))
@@ -469,29 +471,29 @@ class Pipeline(EagerStrategy):
 
         return dtensors.take(reader, name, like)
 
-    def _gradients(self, placed: nn.Module) -> list[Tensor]:
-        return [_local(gradient) for p in self._watched or placed.parameters() if (gradient := p.grad) is not None]
+    def _gradients(self, wrapped: nn.Module) -> list[Tensor]:
+        return [_local(gradient) for p in self._watched or wrapped.parameters() if (gradient := p.grad) is not None]
 
-    def _gradient_of(self, placed: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+    def _gradient_of(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
         if not is_here(parameter) or parameter.grad is None:
             return None
         gradient: Any = parameter.grad
         return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
-    def _put_gradient(self, placed: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _put_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
         if hasattr(parameter, "device_mesh"):
             from lockstep.strategies.pipeline.sharded_stages import shard_like
 
             gradient = shard_like(gradient, parameter)
         parameter.grad = gradient
 
-    def _trainability_changed(self, placed: nn.Module, names: list[str]) -> None:
-        if isinstance(placed, Staged):  # what travels between stages has a gradient or not
-            placed.forget_layouts()
+    def _trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
+        if isinstance(wrapped, Staged):  # what travels between stages has a gradient or not
+            wrapped.forget_layouts()
             self._engines.clear()
 
-    def _user_model(self, placed: nn.Module) -> nn.Module:
-        return placed.model if isinstance(placed, Staged) else placed
+    def _user_model(self, wrapped: nn.Module) -> nn.Module:
+        return wrapped.model if isinstance(wrapped, Staged) else wrapped
 
     # ---- helpers -----------------------------------------------------------------------------------
 
@@ -503,7 +505,7 @@ class Pipeline(EagerStrategy):
         finally:
             self._in_step = False
 
-    def _check_optimizer(self, placed: Staged, key: str, optimizer: Optimizer) -> None:
+    def _check_optimizer(self, wrapped: Staged, key: str, optimizer: Optimizer) -> None:
         """Raise ValueError, on all ranks alike, for an optimizer that would step other numbers on one rank's parameters."""
         called, found = f"optimizer {key!r} ({type(optimizer).__name__})", probe(optimizer)
         cuts = self._mesh is not None
@@ -521,9 +523,9 @@ class Pipeline(EagerStrategy):
                     f"{called} has a step hook, which would see one rank's parameters only; "
                     "remove the hook and override on_before_optimizer_step or on_train_batch_end"
                 )
-        names = parameter_names(placed.model)
+        names = parameter_names(wrapped.model)
         for i, group in enumerate(optimizer.param_groups if found.needs_all_groups else ()):
-            ranks = {placed.rank_of_name(names_of(p, names, key)) for p in group["params"]}
+            ranks = {wrapped.rank_of_name(names_of(p, names, key)) for p in group["params"]}
             if len(ranks) < self.num_stage_ranks:
                 raise ValueError(
                     f"{called} fails on a parameter group without parameters ({found.needs_all_groups}), "
@@ -534,10 +536,10 @@ class Pipeline(EagerStrategy):
         """Sum of the squares of all elements."""
         return torch.nn.utils.get_total_norm(gradients).to(self.device).double().square().reshape(())
 
-    def _sum(self, placed: Staged) -> None:
+    def _sum(self, wrapped: Staged) -> None:
         """Sum the gradients of the pipelines, and give the statistics of the first to the others. What none of them has stays None."""
-        shards = placed.shards
-        trained = [p for p in placed.parameters() if p.requires_grad]
+        shards = wrapped.shards
+        trained = [p for p in wrapped.parameters() if p.requires_grad]
         if shards is not None:
             apart = {id(p) for p in shards.whole}
             sharded = [p for p in trained if id(p) not in apart]
@@ -547,13 +549,13 @@ class Pipeline(EagerStrategy):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             shards.exchange()
-            sharded = [p for p in placed.parameters() if p.requires_grad and id(p) not in apart]  # shards again
+            sharded = [p for p in wrapped.parameters() if p.requires_grad and id(p) not in apart]  # shards again
             for parameter, used in zip(sharded, have.tolist(), strict=True):
                 if not used:
                     parameter.grad = None
             trained = [p for p in trained if id(p) in apart]
         sum_gradients(trained, self._data_group)
-        for buffer in placed.statistics:
+        for buffer in wrapped.statistics:
             dist.broadcast(buffer, group=self._data_group, group_src=0)
 
     @contextmanager
@@ -586,7 +588,7 @@ class Pipeline(EagerStrategy):
                 ) from error
             raise
 
-    def _engine(self, placed: Staged, feed: Feed) -> Engine | None:
+    def _engine(self, wrapped: Staged, feed: Feed) -> Engine | None:
         """The schedule for parts of this shape: built when a shape is new, kept for the last two. None if the step returns None for each."""
         from lockstep.strategies.pipeline.engine import Engine  # torch.distributed.pipelining takes a second to import
 
@@ -595,12 +597,12 @@ class Pipeline(EagerStrategy):
         if engine is None:
             with self.precision.autocast(self.device), feed.counted(0):
                 layout = next(
-                    filter(None, (placed.layout_of(partial(feed.step, i)) for i in range(len(feed.parts)))), None
+                    filter(None, (wrapped.layout_of(partial(feed.step, i)) for i in range(len(feed.parts)))), None
                 )
             if layout is None:
                 return None
             fitting = self.schedule.fitting(self.num_stage_ranks, len(feed.parts))
-            engine = Engine(placed, layout, fitting, len(feed.parts), self.precision)
+            engine = Engine(wrapped, layout, fitting, len(feed.parts), self.precision)
         self._engines[key] = engine
         while len(self._engines) > 2:  # each has buffers for what it receives
             self._engines.pop(next(iter(self._engines)))

@@ -16,18 +16,18 @@ from lockstep.strategies.pipeline.staged_module import Staged
 
 
 @contextmanager
-def whole(placed: Staged, group: dist.ProcessGroup | None, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+def whole(wrapped: Staged, group: dist.ProcessGroup | None, optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """While it lasts modules and optimizers of every rank hold plain tensors in the place of what is absent or sharded.
 
     What the rank that holds a parameter has changed in its value, gradient or `requires_grad` holds afterwards.
     Costs a broadcast of each tensor and gradient, and the memory of the whole model.
     """
-    if placed.is_whole:
+    if wrapped.is_whole:
         yield
         return
-    model = placed.model
-    staged = placed.staged()
-    have = torch.tensor([is_here(t) and t.grad is not None for _, t, _ in staged], dtype=torch.int8).to(placed.device)
+    model = wrapped.model
+    staged = wrapped.staged()
+    have = torch.tensor([is_here(t) and t.grad is not None for _, t, _ in staged], dtype=torch.int8).to(wrapped.device)
     dist.all_reduce(have, dist.ReduceOp.MAX, group=group)
     made: dict[int, tuple[Tensor, Tensor]] = {}
     """By `id` of what it stands for: that, and the whole tensor."""
@@ -43,12 +43,12 @@ def whole(placed: Staged, group: dist.ProcessGroup | None, optimizers: Iterable[
             value.grad = gradient
         made[id(tensor)] = tensor, value
     _exchange(model, optimizers, {key: value for key, (_, value) in made.items()})
-    hooks = [] if placed.shards is None else take_hooks(model)
-    placed.is_whole = True
+    hooks = [] if wrapped.shards is None else take_hooks(model)
+    wrapped.is_whole = True
     try:
         yield
     finally:
-        placed.is_whole = False
+        wrapped.is_whole = False
         for held, theirs in hooks:
             held.update(theirs)
         _exchange(model, optimizers, {id(value): tensor for tensor, value in made.values()})

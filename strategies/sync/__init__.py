@@ -1,1 +1,1 @@
-"""What ranks tell each other beside gradients: step agreement, host all-gather, collective fingerprint."""
+"""What ranks tell each other beside gradients: step result, host all-gather, collective fingerprint."""

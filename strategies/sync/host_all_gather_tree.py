@@ -132,7 +132,7 @@ class Worker:
         self._tasks: queue.SimpleQueue[tuple[Callable[..., Any], tuple[float, ...]] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._given = self._done = 0
-        self._result: tuple[float, ...] = ()
+        self._agreement: tuple[float, ...] = ()
         self._ended: int | None = None
         self._thread = threading.Thread(target=self._run, name="lockstep exchange", daemon=True)
         self._thread.start()
@@ -146,7 +146,7 @@ class Worker:
         with self._changed:
             self._changed.wait_for(lambda: self._done == self._given or self._ended is not None, timeout_s)
             if self._done == self._given:
-                return self._result
+                return self._agreement
         if self._ended is not None:
             raise RuntimeError(f"rank {self._ended} has ended: see its own error")
         raise RuntimeError(
@@ -169,7 +169,7 @@ class Worker:
                     self._changed.notify_all()
                 return
             with self._changed:
-                self._result, self._done = result, self._done + 1
+                self._agreement, self._done = result, self._done + 1
                 self._changed.notify_all()
 
 

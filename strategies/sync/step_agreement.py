@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lockstep.strategies.base import Agreement, Note
+from lockstep.strategies.base import StepResult, StepVote
 from lockstep.strategies.launch import fault_injection as faults
 from lockstep.strategies.sync.collective_fingerprint import Calls
 from lockstep.strategies.sync.host_all_gather import Reduced, open_exchange
@@ -57,7 +57,7 @@ _NUMBERS = _EQUAL["step"], _EQUAL["samples"], _EQUAL["collectives"]
 """What is compared as it is, where the others are hashes."""
 
 
-class Control:
+class StepAgreement:
     """One rank's end of the control messages. All ranks construct it, and send and receive once a step."""
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
@@ -74,14 +74,14 @@ class Control:
         self._messages.close()
         self._answers.close()
 
-    def send(self, note: Note, samples: int, count: float, finite: bool, total: float = math.nan) -> None:
+    def send(self, vote: StepVote, samples: int, count: float, finite: bool, total: float = math.nan) -> None:
         """Start the exchange."""
-        self.prepare(note, samples)(count, finite, total)
+        self.prepare(vote, samples)(count, finite, total)
 
-    def prepare(self, note: Note, samples: int) -> Callable[[float, bool, float], None]:
+    def prepare(self, vote: StepVote, samples: int) -> Callable[[float, bool, float], None]:
         """`send` in two: this says what was called until now; what it returns takes the rest, and starts the exchange."""
-        self._names = note.names
-        said = self._step, samples, self._num_calls(), self._calls.hash, note.keys, note.stop
+        self._names = vote.names
+        said = self._step, samples, self._num_calls(), self._calls.hash, vote.keys, vote.stop
         self._sent = self._calls.latest
         self._calls.clear()
 
@@ -91,7 +91,7 @@ class Control:
 
         return post
 
-    def receive(self) -> Agreement:
+    def receive(self) -> StepResult:
         """Wait for the others' messages. Raises RuntimeError where they contradict ours."""
         if faults.plan is not None:
             faults.fault("collective")
@@ -103,7 +103,7 @@ class Control:
         self._step += 1
         bad = None if first_bad == math.inf else f"the loss of rank {first_bad:.0f}"
         count, loss = total[_COUNT], total[_TOTAL]
-        return Agreement(count, int(highest[_STOP]), bad, None if math.isnan(loss) or not count else loss / count)
+        return StepResult(count, int(highest[_STOP]), bad, None if math.isnan(loss) or not count else loss / count)
 
     def first_rank(self, says_so: bool) -> int | None:
         """The first rank that says so, or None. Waits for every rank; raises RuntimeError where their collectives differ by now."""

@@ -19,7 +19,7 @@ from lockstep import Trainer
 from lockstep.callbacks import Callback, CSVLogger, TensorBoardLogger
 from lockstep.callbacks import model_checkpoint as module
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
-from lockstep.strategies.checkpoint_state import Shard
+from lockstep.strategies.checkpoint_state import TensorShard
 from lockstep.strategies.ddp import DDP
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError, is_checkpoint, save
 from tests.trainer.toy import Net, loader, net, quiet
@@ -65,7 +65,7 @@ class Run:
     ) -> None:
         assert wait
         self.events.append(f"save {os.path.basename(path)}")
-        tensors = {"model/step": Shard.whole(torch.tensor(self.global_step))}
+        tensors = {"model/step": TensorShard.whole(torch.tensor(self.global_step))}
         state = {"progress": {"global_step": self.global_step}, "callback": self.callback.state_dict()}
         s = self.strategy
         save(

@@ -88,10 +88,10 @@ def test_strategies_on_two_devices(example: list[str], strategies: list[str], tm
 class Wrong(DDP):
     """One gradient of all is off by a billionth, which AdamW would not show in the weights."""
 
-    def forward_backward(self, placed: Any, *args: Any, **options: Any) -> Any:
-        agreement = super().forward_backward(placed, *args, **options)
-        next(iter(placed.parameters())).grad *= 1 + 1e-9
-        return agreement
+    def forward_backward(self, wrapped: Any, *args: Any, **options: Any) -> Any:
+        result = super().forward_backward(wrapped, *args, **options)
+        next(iter(wrapped.parameters())).grad *= 1 + 1e-9
+        return result
 
 
 def test_a_strategy_that_is_off_by_a_billionth_is_found(

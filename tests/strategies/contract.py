@@ -128,11 +128,11 @@ def on_rank(strategy: Strategy, plan: Plan, folder: str) -> dict[str, Any]:
     model = build()  # before set-up, as a user's module is: in torch's default dtype
     strategy.setup()
     try:
-        placed = strategy.place(model)
+        wrapped = strategy.setup_module(model)
         optimizer = getattr(torch.optim, plan.optimizer)(model.parameters(), lr=0.02)
-        optimizers = strategy.attach(placed, {"main": optimizer})
+        optimizers = strategy.setup_optimizers(wrapped, {"main": optimizer})
         if plan.start_from is not None:
-            strategy.load_state_dict(placed, optimizers, Checkpoint.open(plan.start_from))
+            strategy.load_state_dict(wrapped, optimizers, Checkpoint.open(plan.start_from))
         optimizer = optimizers["main"]
         loader = strategy.shard_loader(
             DataLoader(dataset(plan.num_samples), plan.global_batch),
@@ -148,12 +148,12 @@ def on_rank(strategy: Strategy, plan: Plan, folder: str) -> dict[str, Any]:
                 for micro_batch in window.micro_batches:
                     micro_batch.batch, micro_batch.batch_idx = strategy.to_device(micro_batch.batch), done
                     done += 1
-                agreement = strategy.forward_backward(placed, getattr(model, plan.step), window)
-                counts.append(agreement.count)
+                result = strategy.forward_backward(wrapped, getattr(model, plan.step), window)
+                counts.append(result.count)
                 if plan.clip is not None:
-                    norm = strategy.clip_gradients(placed, optimizer, plan.clip, plan.clip_algorithm)
+                    norm = strategy.clip_gradients(wrapped, optimizer, plan.clip, plan.clip_algorithm)
                     norms += [] if norm is None else [float(norm)]
-                strategy.optimizer_step(placed, optimizer)
+                strategy.optimizer_step(wrapped, optimizer)
                 optimizer.zero_grad()
 
         outputs = []
@@ -164,10 +164,10 @@ def on_rank(strategy: Strategy, plan: Plan, folder: str) -> dict[str, Any]:
             ).windows(0):
                 (micro_batch,) = window.micro_batches
                 micro_batch.batch = strategy.to_device(micro_batch.batch)
-                output = strategy.evaluate(placed, model.predict, micro_batch, 0)
+                output = strategy.evaluate(wrapped, model.predict, micro_batch, 0)
                 sums = torch.zeros(4, dtype=torch.float64) if output is None else output.double().sum(0)
-                outputs.append(strategy.all_reduce(sums if strategy.reports else sums * 0).tolist())
-        state = strategy.state_dict(placed, optimizers)
+                outputs.append(strategy.all_reduce(sums if strategy.is_reporting_rank else sums * 0).tolist())
+        state = strategy.state_dict(wrapped, optimizers)
         checkpoint.save(
             folder,
             rank=strategy.rank,

@@ -20,16 +20,16 @@ from tests.trainer.toy import distance, equal, loader, net, quiet, weights
 
 ENGINES: dict[str, tuple[Callable[[], Strategy], str]] = {
     "ddp": (DDP, "Replica"),
-    "fsdp": (FSDP, "Placed"),
-    "tensor": (TensorParallel, "Placed"),
-    "ddp=1,fsdp=1,tensor=1": (lambda: MeshParallel("ddp=1,fsdp=1,tensor=1"), "Placed"),
+    "fsdp": (FSDP, "MeshModel"),
+    "tensor": (TensorParallel, "MeshModel"),
+    "ddp=1,fsdp=1,tensor=1": (lambda: MeshParallel("ddp=1,fsdp=1,tensor=1"), "MeshModel"),
     "pipeline 1f1b": (Pipeline, "Staged"),
     "pipeline zbv": (lambda: Pipeline(schedule="zbv", num_micro_batches=2), "Staged"),
     "fsdp=1,pipeline=1": (lambda: Pipeline(mesh="fsdp=1,pipeline=1", num_micro_batches=3), "Staged"),
     "deepspeed 2": (DeepSpeed, "ZeroStep"),
     "deepspeed 3": (lambda: DeepSpeed(stage=3), "ZeroStep"),
 }
-"""How to build each strategy, and the class of what its `place` returns."""
+"""How to build each strategy, and the class of what its `setup_module` returns."""
 
 PLANS = {
     "clip norm": Plan(clip=0.1, accumulate=2),
@@ -68,13 +68,13 @@ class Engine(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self.group = dist.is_initialized() and dist.get_world_size()
-        self.placed = type(trainer.placed).__name__
+        self.wrapped = type(trainer.wrapped).__name__
         self.kinds = {type(p).__name__ for p in module.parameters()}
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_trainer_computes_by_the_engine_what_one_process_computes(name: str) -> None:
-    make, placed = ENGINES[name]
+    make, wrapped = ENGINES[name]
     precision = "64-true" if computes_in_double(name) else "32-true"
     options: dict[str, Any] = {
         "precision": precision,
@@ -91,8 +91,8 @@ def test_the_trainer_computes_by_the_engine_what_one_process_computes(name: str)
     expected = quiet(strategy=SingleDevice(), **options)
     expected.fit(alone, loader(n=44, shuffle=True), loader(n=20))
     bound = 1e-12 if computes_in_double(name) else 1e-5
-    assert engine.group == 1 and engine.placed.endswith(placed)
-    if placed == "Placed":
+    assert engine.group == 1 and engine.wrapped.endswith(wrapped)
+    if wrapped == "MeshModel":
         assert "DTensor" in engine.kinds
     assert distance(weights(module), weights(alone)) < bound
     assert run.global_step == expected.global_step == 6

@@ -56,7 +56,7 @@ def test_activations_are_brought_to_each_layer_and_back(monkeypatch: pytest.Monk
     strategy.configure(devices=2, accelerator="cpu")
     strategy.setup()
     model = net()
-    strategy.place(model)
+    strategy.setup_module(model)
     model(torch.zeros(2, 8))
     strategy.teardown()
     assert [device.index for device in sent] == [0, 0, 1, 1, 0], (

@@ -86,16 +86,16 @@ def gradients(strategy: Strategy, example: dict[str, Any]) -> list[list[Tensor]]
     """Those of each window of an epoch; every rank calls it."""
     torch.manual_seed(0)
     model = Step().double()
-    placed = strategy.place(model)
+    wrapped = strategy.setup_module(model)
     loader = strategy.shard_loader(loader_of(example), seed=3, accumulate=example["accumulate"], split=example["split"])
     found = []
     for window in windows_of(example, loader):
-        strategy.forward_backward(placed, getattr(model, example["step"]), window)
+        strategy.forward_backward(wrapped, getattr(model, example["step"]), window)
         mine = [parameter.grad for parameter in model.parameters()]
         found.append([grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone() for grad in mine])  # type: ignore[union-attr]
         for parameter in model.parameters():
             parameter.grad = None
-    strategy.release(placed)
+    strategy.teardown_module(wrapped)
     return found
 
 

@@ -20,7 +20,7 @@ THIRD_PARTY = '''
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lockstep.strategies.spmd import EagerStrategy
+from lockstep.strategies.spmd import SPMDStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -39,20 +39,20 @@ class Step(torch.nn.Module):
         return step_fn(batch, batch_idx)
 
 
-class Wide(EagerStrategy):
-    def place(self, model):
-        placed = DistributedDataParallel(Step(super().place(model)))
-        placed.register_comm_hook(None, wide)
-        return placed
+class Wide(SPMDStrategy):
+    def setup_module(self, model):
+        wrapped = DistributedDataParallel(Step(super().setup_module(model)))
+        wrapped.register_comm_hook(None, wide)
+        return wrapped
 
-    def _runner(self, placed, step_fn):
-        return lambda batch, batch_idx: placed(step_fn, batch, batch_idx)
+    def _runner(self, wrapped, step_fn):
+        return lambda batch, batch_idx: wrapped(step_fn, batch, batch_idx)
 
-    def _sync_gradients(self, placed, on):
-        placed.require_backward_grad_sync = on
+    def _sync_gradients(self, wrapped, on):
+        wrapped.require_backward_grad_sync = on
 
-    def _user_model(self, placed):
-        return placed.module.model
+    def _user_model(self, wrapped):
+        return wrapped.module.model
 '''
 
 

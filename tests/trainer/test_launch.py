@@ -311,5 +311,5 @@ def test_what_belongs_to_a_running_fit_does_not_travel_to_the_ranks() -> None:
     run.saving = threading.Lock()  # type: ignore[assignment]  # as unfit for a journey as the thread of a save
     sent = run.__getstate__()
     assert sent.keys() == vars(run).keys() - {"hooks", "metrics"}
-    running = ("placed", "resumed", "saving", "_module", "datamodule", "train_dataloader", "_folder")
+    running = ("wrapped", "resumed", "saving", "_module", "datamodule", "train_dataloader", "_folder")
     assert [sent[name] for name in running] == [None] * len(running)

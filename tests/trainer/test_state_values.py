@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep import Module
 from lockstep.callbacks import Callback, CSVLogger, ModelCheckpoint, TensorBoardLogger
-from lockstep.strategies.checkpoint_state import Shard, pack, unpack
+from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
 
@@ -125,7 +125,7 @@ def test_a_rate_of_numpy_is_saved_and_resumed_to_the_bit(tmp_path: Path, strateg
     ],
 )
 def test_packing_is_undone(value: Any) -> None:
-    tensors: dict[str, Shard] = {}
+    tensors: dict[str, TensorShard] = {}
     back = unpack(pack(value, "x", tensors), lambda name: tensors[name].tensor)
     if isinstance(value, np.ndarray):
         assert back.shape == value.shape and back.dtype == value.dtype.newbyteorder("=") and np.array_equal(back, value)

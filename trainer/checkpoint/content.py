@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.strategies.checkpoint_state import Shard
+from lockstep.strategies.checkpoint_state import TensorShard
 from lockstep.trainer.checkpoint.manifest import CheckpointError, name_fault
 from lockstep.trainer.checkpoint.safetensors_file import CODES
 
@@ -18,7 +18,7 @@ _MAX_INT_BITS = 4096
 """Python refuses to parse integers of more than 4300 digits."""
 
 
-def check_tensor(path: Path, name: str, shard: Shard) -> None:
+def check_tensor(path: Path, name: str, shard: TensorShard) -> None:
     """Raise CheckpointError for a name, dtype, layout or piece that cannot be stored."""
     fault = name_fault(name)
     if fault:
@@ -85,7 +85,7 @@ def check_json(path: Path, where: str, value: Any, depth: int = 0) -> None:
         )
 
 
-def check_finite(path: Path, tensors: Mapping[str, Shard], finite: Container[str], whose: str) -> None:
+def check_finite(path: Path, tensors: Mapping[str, TensorShard], finite: Container[str], whose: str) -> None:
     """Raise FloatingPointError for a NaN or an infinity where only finite numbers may be.
 
     A sum is finite only if all are; one that is not may have overflowed, so that tensor is looked at again.

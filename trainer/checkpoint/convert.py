@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lockstep.strategies.checkpoint_state import Shard, pack, unpack
+from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.trainer.checkpoint import safetensors_file
 from lockstep.trainer.checkpoint.manifest import reason
 from lockstep.trainer.checkpoint.safetensors_file import PAIRS
@@ -120,7 +120,7 @@ def import_weights(
 
 
 def _write(found: Weights, source: Path, target: Path) -> None:
-    tensors: dict[str, Shard] = {}
+    tensors: dict[str, TensorShard] = {}
     model: dict[str, Any] = {}
     try:
         for name, value in found.values.items():

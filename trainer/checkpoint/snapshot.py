@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.callbacks._support.printing import safe_print
 from lockstep.callbacks.base import Logger
-from lockstep.strategies.checkpoint_state import Shard, is_alike, pack, restore_model, unpack
+from lockstep.strategies.checkpoint_state import TensorShard, is_alike, pack, restore_model, unpack
 from lockstep.trainer.checkpoint import schema as checkpoint_schema
 from lockstep.trainer.checkpoint import store as files
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
@@ -46,9 +46,9 @@ def save(
 ) -> files.Saving | None:
     """Write a checkpoint of the run at `path`; without `wait` return once it is copied. Every rank calls it, at the same place."""
     strategy = trainer.strategy
-    gathered = strategy.state_dict(trainer.placed, trainer.named_optimizers)
+    gathered = strategy.state_dict(trainer.wrapped, trainer.named_optimizers)
     tensors, mine = gathered.tensors, strategy.rank == 0
-    kept: dict[str, Shard] = tensors if mine else {}  # what all ranks hold alike, rank 0 writes
+    kept: dict[str, TensorShard] = tensors if mine else {}  # what all ranks hold alike, rank 0 writes
     extra: dict[str, Any] = {}
     for hook in trainer.hooks.on_save_checkpoint:
         hook(extra)
@@ -78,7 +78,7 @@ def save(
         rank_state = {
             "data_rank": strategy.data_rank,
             "data_size": strategy.data_size,
-            "reports": strategy.reports,
+            "reports": strategy.is_reporting_rank,
             "trainability": {
                 name: trained
                 for name, trained in resume_checks.trainability(module).items()
@@ -141,7 +141,7 @@ def restore(trainer: Trainer, module: Module, checkpoint: Checkpoint) -> None:
         if checkpoint.world_size == strategy.world_size and _place(mine) == (
             strategy.data_rank,
             strategy.data_size,
-            strategy.reports,
+            strategy.is_reporting_rank,
         ):
             trainer.train_dataloader.load_state_dict(unpack(mine["loader"], read))
             trainer.metrics.load_state_dict(mine["sums"])
@@ -168,7 +168,7 @@ def rewind(trainer: Trainer, module: Module, path: str | Path) -> None:
 def load_extra(trainer: Trainer, checkpoint: Checkpoint, *, callbacks: bool = True) -> None:
     """Call the `on_load_checkpoint` hooks of the module, which may build layers in it, and with `callbacks` of these.
 
-    Every rank calls it before the model is placed: weights, buffers and the state of optimizers are loaded afterwards.
+    Every rank calls it before the model is wrapped: weights, buffers and the state of optimizers are loaded afterwards.
     """
     module = trainer._module
     if not callbacks:
@@ -202,19 +202,19 @@ def restore_trainability(trainer: Trainer, module: Module, checkpoint: Checkpoin
             changed |= (checkpoint.rank_state(rank) or {}).get("trainability", {})
     if changed:
         resume_checks.restore_trainability(module, changed)
-        trainer.strategy.adopt_changes(trainer.placed)
+        trainer.strategy.adopt_changes(trainer.wrapped)
 
 
 def restore_weights(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Load the weights alone into the placed model. Every rank calls it."""
+    """Load the weights alone into the wrapped model. Every rank calls it."""
     with refused(checkpoint.path):
-        trainer.strategy.load_state_dict(trainer.placed, {}, checkpoint)
+        trainer.strategy.load_state_dict(trainer.wrapped, {}, checkpoint)
 
 
 def _restore_training(trainer: Trainer, checkpoint: Checkpoint) -> None:
     state, read = checkpoint.state, checkpoint.read
     with refused(checkpoint.path):
-        trainer.strategy.load_state_dict(trainer.placed, trainer.named_optimizers, checkpoint)
+        trainer.strategy.load_state_dict(trainer.wrapped, trainer.named_optimizers, checkpoint)
         if len(state["schedulers"]) != len(trainer.lr_scheduler_configs):
             raise ValueError(
                 f"it holds {len(state['schedulers'])} schedulers, but this run has {len(trainer.lr_scheduler_configs)}"
@@ -247,7 +247,7 @@ def _say_what_is_dropped(trainer: Trainer, checkpoint: Checkpoint) -> None:
         )
 
 
-def _callback_states(trainer: Trainer, kept: dict[str, Shard]) -> dict[str, Any]:
+def _callback_states(trainer: Trainer, kept: dict[str, TensorShard]) -> dict[str, Any]:
     states = {}
     for callback in trainer.callbacks:
         key = callback.state_key

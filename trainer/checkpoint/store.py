@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.strategies.checkpoint_state import Shard
+from lockstep.strategies.checkpoint_state import TensorShard
 from lockstep.trainer.checkpoint.directory import LEFTOVER, abandoned, folders, remove, sync
 from lockstep.trainer.checkpoint.manifest import MANIFEST, CheckpointError, reason
 from lockstep.trainer.checkpoint.reader import Checkpoint, is_checkpoint, read_manifest
@@ -37,7 +37,7 @@ def save(
     *,
     rank: int,
     world_size: int,
-    tensors: Mapping[str, Shard],
+    tensors: Mapping[str, TensorShard],
     state: Mapping[str, Any],
     rank_state: Mapping[str, Any] | None = None,
     barrier: Callable[[], object] | None = None,
@@ -90,7 +90,7 @@ def begin(
     *,
     rank: int,
     world_size: int,
-    tensors: Mapping[str, Shard],
+    tensors: Mapping[str, TensorShard],
     state: Mapping[str, Any],
     rank_state: Mapping[str, Any] | None = None,
     broadcast: Callable[[Any], Any] | None = None,

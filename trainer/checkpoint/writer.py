@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.strategies.checkpoint_state import Shard
+from lockstep.strategies.checkpoint_state import TensorShard
 from lockstep.strategies.launch.fault_injection import fault
 from lockstep.trainer.checkpoint import safetensors_file
 from lockstep.trainer.checkpoint.checksum import crc32
@@ -73,14 +73,14 @@ class Saving:
         self._total_bytes = 0
         self._written_bytes = 0
         self._locks: list[int] = []
-        self._tensors: Mapping[str, Shard] = {}
+        self._tensors: Mapping[str, TensorShard] = {}
         self._part: dict[str, Any] = {}
 
     # ---- the stages ----------------------------------------------------------------------------------
 
     def open(
         self,
-        tensors: Mapping[str, Shard],
+        tensors: Mapping[str, TensorShard],
         state: Mapping[str, Any],
         rank_state: Mapping[str, Any] | None,
         broadcast: Callable[[Any], Any] | None,
@@ -101,7 +101,7 @@ class Saving:
             self._rank_state = None if rank_state is None else self._encode(_rank_file(self.rank), rank_state)
             self._global_step = _global_step(state)
             self._tensors = (
-                {name: Shard(_host_copy(s.tensor), s.global_shape, s.offsets) for name, s in tensors.items()}
+                {name: TensorShard(_host_copy(s.tensor), s.global_shape, s.offsets) for name, s in tensors.items()}
                 if copy
                 else tensors
             )
@@ -220,7 +220,7 @@ class Saving:
     # ---- the work of a stage -----------------------------------------------------------------------------
 
     def _check(
-        self, tensors: Mapping[str, Shard], state: Mapping[str, Any], rank_state: Mapping[str, Any] | None
+        self, tensors: Mapping[str, TensorShard], state: Mapping[str, Any], rank_state: Mapping[str, Any] | None
     ) -> None:
         """Refuse what cannot be stored. Touches no file."""
         for path in (self.final, *self._also):

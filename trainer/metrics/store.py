@@ -277,7 +277,7 @@ class MetricStore:
         shared = sorted((e for e in self.entries.values() if not e.rank_zero_only), key=lambda e: e.name)
         local = [e for e in self.entries.values() if e.rank_zero_only]
         mine = self._pack(shared)
-        if not strategy.reports:  # another rank stands for the same samples
+        if not strategy.is_reporting_rank:  # another rank stands for the same samples
             mine = torch.tensor([x for e in shared for x in (e.start, 0.0, 0.0)], dtype=torch.float64)
         rows = [mine.tolist()] if strategy.world_size == 1 or not shared else strategy.all_gather(mine).tolist()
         shown: dict[str, float] = {}
@@ -316,7 +316,7 @@ class MetricStore:
             if reductions != self._reductions:  # the sums began anew
                 number = count = 0.0
             self._read[reader, entry.name] = self._reductions, entry.number, entry.count
-            if strategy.reports:
+            if strategy.is_reporting_rank:
                 mine = [entry.number - number, entry.count - count]
         if not wanted:
             return None
@@ -361,7 +361,8 @@ class MetricStore:
 
         A rank without a sample, or that does not report, takes the others' names.
         """
-        gathered = strategy.all_gather(torch.tensor([self.keys_hash, self.samples, int(strategy.reports)])).tolist()
+        own = torch.tensor([self.keys_hash, self.samples, int(strategy.is_reporting_rank)])
+        gathered = strategy.all_gather(own).tolist()
         seen = [number if reports else 0 for _, number, reports in gathered]
         speakers = [rank for rank, number in enumerate(seen) if number]
         speakers = speakers or [rank for rank, row in enumerate(gathered) if row[2]]
@@ -378,7 +379,7 @@ class MetricStore:
                     entry.by_hand = by_hand
                     if metric is not None:
                         entry.metric = self.module.get_submodule(metric)  # type: ignore[union-attr]
-            if not strategy.reports:
+            if not strategy.is_reporting_rank:
                 self.entries = {n: entry for n, entry in self.entries.items() if n in names or entry.rank_zero_only}
             elif unknown := [entry.name for entry in self._shared() if entry.name not in names]:
                 raise RuntimeError(

@@ -63,7 +63,13 @@ class Gather:
         data = (
             tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
         )  # one element may have any stride
-        header = [int(strategy.reports), DTYPES.index(tensor.dtype), data.numel(), tensor.dim(), *tensor.shape]
+        header = [
+            int(strategy.is_reporting_rank),
+            DTYPES.index(tensor.dtype),
+            data.numel(),
+            tensor.dim(),
+            *tensor.shape,
+        ]
         headers = strategy.all_gather(torch.tensor(header + [0] * (MAX_DIMS + 4 - len(header)))).tolist()
         longest = -(-max(row[2] for row in headers) // 16) * 16  # so that every row is aligned for its dtype
         rows: Any = strategy.all_gather(nn.functional.pad(data, (0, longest - data.numel()))) if longest else []

@@ -39,7 +39,7 @@ def run(trainer: Trainer, module: Module, sources: Sources, stage: str) -> Any:
     loaders = setup.evaluation_loaders(trainer, source, kind)
     if trainer.resumed is not None:
         load_extra(trainer, trainer.resumed, callbacks=False)
-    trainer.placed = trainer.strategy.place(module)
+    trainer.wrapped = trainer.strategy.setup_module(module)
     if trainer.resumed is not None:
         restore_weights(trainer, trainer.resumed)
     outputs = evaluate(trainer, module, loaders, stage)
@@ -126,7 +126,7 @@ def evaluate(trainer: Trainer, module: Module, loaders: list[ShardedLoader], sta
                 for hook in batch_start if real else ():
                     hook(batch, batch_idx, index)
                 output = strategy.evaluate(
-                    trainer.placed,
+                    trainer.wrapped,
                     step,
                     micro_batch,
                     *((batch_idx, index) if several else (batch_idx,)),
@@ -182,7 +182,7 @@ def in_dataset_order(trainer: Trainer, outputs: list[Any]) -> list[Any]:
     strategy = trainer.strategy
     if strategy.world_size == 1:
         return outputs
-    outputs = outputs if strategy.reports else []
+    outputs = outputs if strategy.is_reporting_rank else []
     places = strategy.all_gather(torch.tensor(strategy.data_rank)).tolist()
     pieces: dict[str, Any] = {}
     try:

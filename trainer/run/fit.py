@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import Loss, Note
+from lockstep.strategies.base import Loss, StepVote
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.launcher import set_phase
 from lockstep.trainer.run import evaluate as evaluation
@@ -34,15 +34,20 @@ SAVE_FAILED = 1000
 def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
     """Train `module`; every rank calls it, in its own process."""
     run = setup.fit(trainer, module, sources)
-    strategy, placed, progress, hooks, metrics = (
+    strategy, wrapped, progress, hooks, metrics = (
         trainer.strategy,
-        trainer.placed,
+        trainer.wrapped,
         trainer.progress,
         trainer.hooks,
         trainer.metrics,
     )
     optimizers, schedulers = list(run.optimizers.values()), trainer.lr_scheduler_configs
-    clip, log_every, guards, noted = run.clip, trainer.arguments.log_every_n_steps, run.guards, partial(note, trainer)
+    clip, log_every, guards, vote_now = (
+        run.clip,
+        trainer.arguments.log_every_n_steps,
+        run.guards,
+        partial(vote, trainer),
+    )
 
     for hook in hooks.on_fit_start:
         hook()
@@ -80,28 +85,26 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             set_phase(progress.global_step, "training step")
             if guards.remembers:
                 guards.remember()
-            agreement = strategy.forward_backward(
-                placed,
+            result = strategy.forward_backward(
+                wrapped,
                 run.training_step,
                 window,
                 micro_batches=_prepared(trainer, run, window),
                 automatic=module.automatic_optimization,
                 parameters=run.parameters,
-                note=noted,
+                vote=vote_now,
                 part=metrics.part,
                 before_backward=run.before_backward,
                 after_backward=run.after_backward,
             )
             if window.micro_batches[-1].is_ambiguous:
                 _check_weight(trainer, window, window.micro_batches[-1])
-            left_out = (agreement.non_finite is not None or agreement.later is not None) and guards.passes_over(
-                agreement
-            )
-            trainer.last_loss = agreement.loss
+            left_out = (result.non_finite is not None or result.later is not None) and guards.passes_over(result)
+            trainer.last_loss = result.loss
             windows_seen += 1
-            learned = learned or agreement.count > 0
+            learned = learned or result.count > 0
             stepped = trainer.manually_stepped
-            if module.automatic_optimization and agreement.count and not left_out:
+            if module.automatic_optimization and result.count and not left_out:
                 set_phase(progress.global_step, "optimizer step")
                 moving = guards.watches and guards.before_step(optimizers)
                 for optimizer, handle in zip(optimizers, trainer.user_optimizers, strict=True):
@@ -111,7 +114,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                         clip(optimizer)
                     if run.own_step is None:
                         refuse = handle.hooks.pop(id(handle))  # as `handle.take`, which would be one frame more
-                        stepped |= strategy.optimizer_step(placed, optimizer)
+                        stepped |= strategy.optimizer_step(wrapped, optimizer)
                         handle.hooks[id(handle)] = refuse
                     else:
                         stepped |= run.own_step(optimizer, window)
@@ -144,12 +147,12 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                 guards.compare_replicas()
             metrics.in_batch, metrics.weight = False, 1.0
             done = trainer.max_steps is not None and progress.global_step >= trainer.max_steps
-            if agreement.stop > 1 and not done:  # a signal's number, or a save beside the training that failed
+            if result.stop > 1 and not done:  # a signal's number, or a save beside the training that failed
                 raise trainer.interrupted()
             if run.val_every is not None and _validation_is_due(run, trainer):
                 _validate(trainer, module, run)
                 stop = trainer.agree_to_stop()
-            stop = stop or bool(agreement.stop) or done
+            stop = stop or bool(result.stop) or done
 
         resumed_at_its_end = 0 < batches_before == progress.batches_seen
         if progress.global_step == steps_before and trainer.max_epochs is None and not stop and not resumed_at_its_end:
@@ -178,13 +181,13 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
         hook()
 
 
-def note(trainer: Trainer) -> Note:
+def vote(trainer: Trainer) -> StepVote:
     """What this rank tells the others in a step."""
     if trainer.saving is not None and trainer.saving.failure is not None:
-        return Note(SAVE_FAILED, trainer.metrics.keys_hash)
+        return StepVote(SAVE_FAILED, trainer.metrics.keys_hash)
     wanted = trainer.should_stop and trainer.progress.current_epoch >= (trainer.arguments.min_epochs or 0)
     metrics = trainer.metrics
-    return Note(trainer.signals.number or int(wanted), metrics.keys_hash, metrics.names)
+    return StepVote(trainer.signals.number or int(wanted), metrics.keys_hash, metrics.names)
 
 
 def _finished(trainer: Trainer) -> bool:

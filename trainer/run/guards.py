@@ -16,7 +16,7 @@ from lockstep.strategies.modules.absent import is_here
 from lockstep.trainer.checkpoint import snapshot
 
 if TYPE_CHECKING:
-    from lockstep.strategies.base import Agreement
+    from lockstep.strategies.base import StepResult
     from lockstep.trainer.module import Module
     from lockstep.trainer.trainer import Trainer
 
@@ -46,19 +46,19 @@ class Guards:
         self._left_out = False
         self._logged = self.trainer.metrics.mark()
 
-    def passes_over(self, agreement: Agreement) -> bool:
+    def passes_over(self, result: StepResult) -> bool:
         """Whether the step of this window is left out, as something in it is not finite; the same on every rank.
 
         Raises FloatingPointError where the run is not to go on.
         """
         if (
-            agreement.later is not None and not self.remembers
+            result.later is not None and not self.remembers
         ):  # read once the next step is under way, so that the host does not wait
-            bad, self._later = self._later() if self._later is not None else None, agreement.later
+            bad, self._later = self._later() if self._later is not None else None, result.later
             if bad is not None:
                 raise self._error(bad, self.trainer.global_step - 1)
             return False
-        bad = agreement.non_finite if agreement.later is None else agreement.later()
+        bad = result.non_finite if result.later is None else result.later()
         if bad is None:
             return False
         options, trainer, step = self.options, self.trainer, self.trainer.global_step
@@ -184,7 +184,7 @@ def _not_finite(module: Module, optimizers: Sequence[Optimizer]) -> str | None:
 
 
 def check_ownership(module: Module, optimizers: Mapping[str, Optimizer]) -> None:
-    """Raise ValueError unless the optimizers hold the trainable parameters of the placed module, all of them and no others."""
+    """Raise ValueError unless the optimizers hold the trainable parameters of the wrapped module, all of them and no others."""
     names = {id(p): name for name, p in module.named_parameters()}
     owned: set[int] = set()
     for key, optimizer in optimizers.items():

@@ -85,8 +85,8 @@ def _is_users(hook: Callable) -> bool:
 
 
 def _adopt_changes(trainer: Trainer, *_: Any) -> None:
-    if trainer.placed is not None:
-        trainer.strategy.adopt_changes(trainer.placed)
+    if trainer.wrapped is not None:
+        trainer.strategy.adopt_changes(trainer.wrapped)
 
 
 def check_names(owner: Any, base: type) -> None:

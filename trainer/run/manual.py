@@ -28,7 +28,7 @@ class ManualOptimizer:
             hook(self.optimizer)
         if closure is not None and trainer.world_size > 1:
             closure = self._agreed(closure)
-        if trainer.strategy.optimizer_step(trainer.placed, self.optimizer, closure):
+        if trainer.strategy.optimizer_step(trainer.wrapped, self.optimizer, closure):
             trainer.manually_stepped = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -93,7 +93,7 @@ class AutomaticOptimizer:
         """Step by the strategy; whether it did."""
         self.hooks.pop(id(self))
         try:
-            return self._trainer.strategy.optimizer_step(self._trainer.placed, self.optimizer, closure)
+            return self._trainer.strategy.optimizer_step(self._trainer.wrapped, self.optimizer, closure)
         finally:
             self.hooks[id(self)] = self.refuse
 

@@ -158,7 +158,7 @@ def _life(trainer: Trainer, module: Module, sources: Sources, stage: str, ckpt_p
         trainer.strategy.barrier()
         for owner in owners:
             owner.setup(stage)
-        with nullcontext() if trainer.strategy.builds else torch.device("meta"):
+        with torch.device("meta") if trainer.strategy.builds_on_meta else nullcontext():
             module.configure_model()
         attach(module, trainer)  # with what was built just now
         if trainer.compile is not None:
@@ -179,7 +179,7 @@ def _life(trainer: Trainer, module: Module, sources: Sources, stage: str, ckpt_p
                 trainer.guarded(callback, callback.teardown, trainer, module, stage)
             else:
                 callback.teardown(trainer, module, stage)
-        trainer.strategy.release(trainer.placed)
+        trainer.strategy.teardown_module(trainer.wrapped)
         if trainer.signals.number:
             raise trainer.signals.error()
         trainer.end_run("success")
@@ -311,7 +311,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
     if checkpoint is not None:
         snapshot.load_extra(trainer, checkpoint)
     trainer.trainable_at_start = resume_checks.trainability(module)
-    trainer.placed = strategy.place(module)
+    trainer.wrapped = strategy.setup_module(module)
     named, schedulers = configured.parse(module.configure_optimizers())
     if module.automatic_optimization and not named:
         raise ValueError(
@@ -342,7 +342,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
                 f"{type(named[name]).__name__} needs a closure and moves parameters within its step, and {type(strategy).__name__} cuts "
                 "these over ranks, where its norms would be those of pieces; use strategy='ddp', or another optimizer"
             )
-    named = strategy.attach(trainer.placed, named)
+    named = strategy.setup_optimizers(trainer.wrapped, named)
     trainer.named_optimizers, trainer.lr_scheduler_configs = named, schedulers
     trainer.user_optimizers = [
         (AutomaticOptimizer if module.automatic_optimization else ManualOptimizer)(optimizer, trainer)
@@ -360,7 +360,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
     for child in frozen:  # by the user, in a module that trains
         child.training = False
 
-    strategy.adopt_changes(trainer.placed)  # what configure_optimizers and on_load_checkpoint did
+    strategy.adopt_changes(trainer.wrapped)  # what configure_optimizers and on_load_checkpoint did
     hooks, parameters = trainer.hooks, None
     if len(named) > 1 and module.automatic_optimization:
         parameters = {
@@ -494,8 +494,8 @@ def _clip(trainer: Trainer, module: Module) -> Callable[[Optimizer], Any] | None
         )
     if value is None:
         return None
-    strategy, placed = trainer.strategy, trainer.placed
-    return lambda optimizer: strategy.clip_gradients(placed, optimizer, value, algorithm)
+    strategy, wrapped = trainer.strategy, trainer.wrapped
+    return lambda optimizer: strategy.clip_gradients(wrapped, optimizer, value, algorithm)
 
 
 def _own_step(
@@ -557,7 +557,7 @@ def window_loss(trainer: Trainer, window: Window, training_step: Callable, name:
         try:
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
-            trainer.strategy.forward_backward(trainer.placed, training_step, window)
+            trainer.strategy.forward_backward(trainer.wrapped, training_step, window)
         finally:
             trainer.metrics, trainer.metrics.weight = logged, logged_weight
     total = torch.zeros((), dtype=torch.float64)

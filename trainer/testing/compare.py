@@ -46,7 +46,7 @@ def record(
     folder: str | Path,
     step: int,
     strategy: Strategy,
-    placed: Any,
+    wrapped: Any,
     optimizers: dict[str, Optimizer],
     loss: float | None,
     norms: Sequence[float] = (),
@@ -59,7 +59,7 @@ def record(
         world_size=strategy.world_size,
         tensors={
             name: shard
-            for name, shard in strategy.state_dict(placed, optimizers).tensors.items()
+            for name, shard in strategy.state_dict(wrapped, optimizers).tensors.items()
             if name.startswith("model/")
         },
         state={"progress": {"global_step": step}, "loss": loss, "norms": list(norms), "metrics": dict(metrics or {})},
@@ -76,7 +76,7 @@ class Recorder(Callback):
         self._norms: list[float] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
-        norm = trainer.strategy.clip_gradients(trainer.placed, optimizer, math.inf)
+        norm = trainer.strategy.clip_gradients(trainer.wrapped, optimizer, math.inf)
         self._norms.append(math.nan if norm is None else float(norm))
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -87,7 +87,7 @@ class Recorder(Callback):
             self.folder,
             trainer.global_step,
             trainer.strategy,
-            trainer.placed,
+            trainer.wrapped,
             trainer.named_optimizers,
             trainer.last_loss,
             self._norms,

@@ -60,7 +60,7 @@ def test_a_rank_that_hangs_is_named_with_step_phase_and_stacks(
     phase = {"forward": "training step", "next_batch": "loading data"}[point]
     assert (error.rank, error.step, error.phase) == (1, 3, phase)
     assert re.match(
-        rf"rank 1 hangs \(step 3, in {phase}\): no sign of life for 1.5 s, and it is {state}; the run was ended",
+        rf"rank 1 hangs \(step 3, in {phase}\): no heartbeat for 1.5 s, and it is {state}; the run was ended",
         str(error),
     ), error
     first, _, beside = text.partition("beside it rank 0")
@@ -74,7 +74,7 @@ def test_a_run_that_hung_is_started_again(monkeypatch: pytest.MonkeyPatch, capfd
     trainer.fit(net(), loader(64))
     assert trainer.global_step == 4
     assert (
-        "rank 0 hangs (step 3, in training step): no sign of life for 1.5 s, and it is stopped by a signal (SIGSTOP): restart 1 of 1"
+        "rank 0 hangs (step 3, in training step): no heartbeat for 1.5 s, and it is stopped by a signal (SIGSTOP): restart 1 of 1"
         in capfd.readouterr().err
     )
 
@@ -111,7 +111,7 @@ def test_a_rank_that_hangs_while_it_is_set_up(monkeypatch: pytest.MonkeyPatch, w
         model.__class__ = type(
             "Blocks", (Net,), {where: lambda self, stage=None: time.sleep(600) if self.global_rank == 1 else loader(64)}
         )
-    with pytest.raises(RankFailure, match=r"rank 1 hangs \(in setting up\): no sign of life for 1.5 s") as caught:
+    with pytest.raises(RankFailure, match=r"rank 1 hangs \(in setting up\): no heartbeat for 1.5 s") as caught:
         quiet(strategy="ddp", devices=2).fit(model, None if where == "train_dataloader" else loader(64))
     assert (caught.value.rank, caught.value.step, caught.value.phase) == (1, None, "setting up")
     text, _, beside = str(caught.value.__cause__).partition("beside it rank 0, in setting up")
@@ -142,7 +142,7 @@ def test_a_rank_whose_import_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     )
     (tmp_path / "blocking.py").write_text(blocks + waits)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RankFailure, match=r"rank 1 hangs \(in starting\): no sign of life") as caught:
+    with pytest.raises(RankFailure, match=r"rank 1 hangs \(in starting\): no heartbeat") as caught:
         launch(importlib.import_module("blocking").work, (), 2)
     assert "blocking.py" in str(caught.value.__cause__)
 
@@ -225,7 +225,7 @@ def test_beside_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch, repo_root: Pa
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert re.search(
-        r"^rank 1 hangs \(step 3, in training step\): no sign of life for 1.5 s", done.stderr, re.MULTILINE
+        r"^rank 1 hangs \(step 3, in training step\): no heartbeat for 1.5 s", done.stderr, re.MULTILINE
     ), done.stderr
     assert "fault_injection.py" in done.stderr and "rank 0 hangs" not in done.stderr
 
@@ -259,9 +259,9 @@ def test_under_torchrun_a_rank_waits_for_one_that_works_and_workers_end_with_one
         command, env={**os.environ, "PYTHONPATH": str(repo_root)}, capture_output=True, text=True, timeout=110
     )
     assert done.returncode != 0, "and the pipes are closed: no worker holds them"
-    assert re.search(
-        r"^rank 1 hangs \(step 4, in loading data\): no sign of life for 1.5 s", done.stderr, re.MULTILINE
-    ), done.stderr
+    assert re.search(r"^rank 1 hangs \(step 4, in loading data\): no heartbeat for 1.5 s", done.stderr, re.MULTILINE), (
+        done.stderr
+    )
     assert "in __getitem__" in done.stderr and "rank 0 hangs" not in done.stderr
 
 
@@ -297,25 +297,25 @@ def test_boards_lie_where_no_other_user_can_write() -> None:
 
 def test_a_board_that_others_may_write_is_nobodys(tmp_path: Path) -> None:
     """Its process id would be believed, and the process killed."""
-    board = tmp_path / "job-1.board"
-    board.write_bytes(watchdog.BOARD.pack(0, 3, time.monotonic_ns(), b"training step"))
+    file = tmp_path / "job-1.heartbeat"
+    file.write_bytes(watchdog.FORMAT.pack(0, 3, time.monotonic_ns(), b"training step"))
     holds = subprocess.Popen(
         [
             sys.executable,
             "-c",
             "import fcntl, os, struct, sys, time; file = open(sys.argv[1], 'r+b', buffering=0); "
             "fcntl.lockf(file, fcntl.LOCK_EX); file.write(struct.pack('q', os.getpid())); print(flush=True); time.sleep(60)",
-            board,
+            file,
         ],
         stdout=subprocess.PIPE,
     )
     with holds:
         assert holds.stdout is not None
         holds.stdout.readline()
-        board.chmod(0o666)
+        file.chmod(0o666)
         assert watchdog._living(tmp_path, "job") == {}
-        board.chmod(0o600)
-        assert watchdog._living(tmp_path, "job") == {1: board}
+        file.chmod(0o600)
+        assert watchdog._living(tmp_path, "job") == {1: file}
         holds.kill()
 
 

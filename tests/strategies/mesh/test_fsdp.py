@@ -18,7 +18,7 @@ from lockstep.strategies import DDP, FSDP, SingleDevice, Strategy
 from lockstep.strategies.checkpoint_state import gather_whole
 from lockstep.strategies.mesh.dtensors import cut_like
 from lockstep.strategies.modules.blocks import find_blocks
-from lockstep.strategies.modules.side_effect_free import traceless
+from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.trainer.checkpoint.store import Checkpoint
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
@@ -182,12 +182,12 @@ def held(strategy: Strategy, folder: str) -> dict[str, int]:
     model = nn.Sequential(*[contract.Block(32, 128) for _ in range(4)])
     strategy.setup()
     try:
-        placed = strategy.place(model)
+        wrapped = strategy.setup_module(model)
         optimizer = torch.optim.AdamW(model.parameters())
         loader = strategy.shard_loader(DataLoader(torch.randn(8, 32), 8), seed=0, split=True)
         (window,) = loader.windows(0)
-        strategy.forward_backward(placed, lambda batch, _: model(batch).square().mean(), window)
-        strategy.optimizer_step(placed, strategy.attach(placed, {"main": optimizer})["main"])
+        strategy.forward_backward(wrapped, lambda batch, _: model(batch).square().mean(), window)
+        strategy.optimizer_step(wrapped, strategy.setup_optimizers(wrapped, {"main": optimizer})["main"])
         kept = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values()) if t.dim()]
         mine = sum(
             local.numel() * local.element_size()
@@ -315,11 +315,11 @@ class Averaged(Odd):
         with torch.no_grad():
             for mean, parameter in zip(self.average, self.parameters(), strict=True):
                 parameter.copy_(mean)
-        strategy, placed = self.trainer.strategy, self.trainer.placed
-        whole = gather_whole(strategy, strategy.state_dict(placed, {}))
+        strategy, wrapped = self.trainer.strategy, self.trainer.wrapped
+        whole = gather_whole(strategy, strategy.state_dict(wrapped, {}))
         assert whole.tensors["model/core.blocks.0.up.weight"].shape == (16, 8)
         whole.tensors["model/bias"] += 1.0
-        strategy.load_state_dict(placed, {}, whole)
+        strategy.load_state_dict(wrapped, {}, whole)
 
 
 def test_callbacks_read_and_write_whole_weights() -> None:
@@ -497,7 +497,7 @@ def test_optimizers_that_cannot_step_shards_are_named(tmp_path: Path) -> None:
         contract.run(FSDP(), 2, Plan(optimizer="Rprop"), tmp_path)
 
 
-def test_a_traceless_step_leaves_nothing() -> None:
+def test_a_side_effect_free_step_leaves_nothing() -> None:
     class Leaves(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -514,7 +514,7 @@ def test_a_traceless_step_leaves_nothing() -> None:
 
     module = Leaves()
     random, before = torch.get_rng_state(), {name: value.clone() for name, value in module.state_dict().items()}
-    with traceless(module):
+    with side_effect_free(module):
         module(torch.randn(4, 2))
     assert (module.count, len(module.seen), float(module.seen[0]), module.table) == (0, 1, 0.0, {"a": [1]})
     assert not hasattr(module, "late") and torch.equal(torch.get_rng_state(), random)

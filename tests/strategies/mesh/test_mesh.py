@@ -95,7 +95,7 @@ def places(strategy: Strategy) -> list[list[int]]:
     strategy.setup()
     try:
         return strategy.all_gather(
-            torch.tensor([strategy.data_rank, strategy.data_size, int(strategy.reports)])
+            torch.tensor([strategy.data_rank, strategy.data_size, int(strategy.is_reporting_rank)])
         ).tolist()
     finally:
         strategy.teardown()

@@ -29,7 +29,7 @@ from lockstep.strategies import (
 )
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.modules.activation_checkpointing import is_recomputed, keep, recompute
-from lockstep.strategies.spmd import EagerStrategy
+from lockstep.strategies.spmd import SPMDStrategy
 from tests.strategies import contract
 from tests.strategies.contract import Plan, saved_weights
 
@@ -140,11 +140,11 @@ def test_numbers_stay_and_blocks_run_twice(name: str, tmp_path: Path) -> None:
 
 
 def step(strategy: Strategy, model: nn.Module, batch: Any) -> tuple[nn.Module, int]:
-    """One step; returns what was placed, and the bytes of the tensors that its forward has kept for the backward."""
+    """One step; returns what was wrapped, and the bytes of the tensors that its forward has kept for the backward."""
     strategy.configure(accelerator="cpu")
     strategy.setup()
-    placed = strategy.place(model)
-    strategy.attach(placed, {"main": torch.optim.SGD(model.parameters(), 0.1)})
+    wrapped = strategy.setup_module(model)
+    strategy.setup_optimizers(wrapped, {"main": torch.optim.SGD(model.parameters(), 0.1)})
     parameters = {p.data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -162,8 +162,8 @@ def step(strategy: Strategy, model: nn.Module, batch: Any) -> tuple[nn.Module, i
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             return model(batch).square().mean()
 
-    strategy.forward_backward(placed, training_step, Window([MicroBatch(batch, len(batch))], len(batch)))
-    return placed, sum(kept.values())
+    strategy.forward_backward(wrapped, training_step, Window([MicroBatch(batch, len(batch))], len(batch)))
+    return wrapped, sum(kept.values())
 
 
 def test_less_is_kept_between_forward_and_backward() -> None:
@@ -174,8 +174,8 @@ def test_less_is_kept_between_forward_and_backward() -> None:
         strategy = SingleDevice(**options)
         model = nn.Sequential(*[Block(hidden=64) for _ in range(6)])
         try:
-            placed, kept = step(strategy, model, x)
-            strategy.release(placed)
+            wrapped, kept = step(strategy, model, x)
+            strategy.teardown_module(wrapped)
         finally:
             strategy.teardown()
         return kept
@@ -189,22 +189,22 @@ def test_release_leaves_the_callers_classes_and_a_failed_run_is_no_obstacle() ->
     strategy = SingleDevice(activation_checkpointing=True)
     strategy.configure(accelerator="cpu")
     strategy.setup()
-    placed = strategy.place(model)
+    wrapped = strategy.setup_module(model)
     assert all(is_recomputed(block) for block in model) and [type(block).__name__ for block in model] == ["Block"] * 2
     again = SingleDevice(activation_checkpointing=True)  # as after a run that failed before it released the model
     again.configure(accelerator="cpu")
     again.setup()
-    placed = again.place(model)
+    wrapped = again.setup_module(model)
     before = model[0].counted.calls
     model(torch.randn(4, 8)).sum().backward()
     assert model[0].counted.calls == before + 2, "recomputed once, not once for each run"
-    again.release(placed)
+    again.teardown_module(wrapped)
     assert [type(block) for block in model] == [Block, Block] and not any("forward" in vars(block) for block in model)
     plain = SingleDevice()
     recompute(model, "auto")
     plain.configure(accelerator="cpu")
     plain.setup()
-    assert not any(map(is_recomputed, plain.place(model).modules()))
+    assert not any(map(is_recomputed, plain.setup_module(model).modules()))
     for each in (strategy, again, plain):
         each.teardown()
 
@@ -281,30 +281,31 @@ def test_blocks_that_share_parameters_are_recomputed_too() -> None:
     assert all(map(is_recomputed, model))
 
 
-class Careless(EagerStrategy):
+class Careless(SPMDStrategy):
     single_process = True
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup_module(self, model: nn.Module) -> nn.Module:
         return model
 
 
-class Careful(EagerStrategy):
+class Careful(SPMDStrategy):
     single_process = True
 
-    def place(self, model: nn.Module) -> nn.Module:
-        return super().place(model)
+    def setup_module(self, model: nn.Module) -> nn.Module:
+        return super().setup_module(model)
 
 
 def test_a_strategy_of_ones_own_gets_it_from_the_base() -> None:
     model = nn.Sequential(*[Block() for _ in range(2)])
     careful = Careful(activation_checkpointing=Block)
-    placed, _ = step(careful, model, torch.randn(8, 8))
+    wrapped, _ = step(careful, model, torch.randn(8, 8))
     assert model[0].counted.calls == 2
-    careful.release(placed)
+    careful.teardown_module(wrapped)
     careful.teardown()
     careless = Careless(activation_checkpointing=Block)
     with pytest.raises(
-        RuntimeError, match=r"no effect, as Careless.place does not place what super\(\).place\(model\) returns"
+        RuntimeError,
+        match=r"no effect, as Careless.setup_module does not place what super\(\).setup_module\(model\) returns",
     ):
         step(careless, model, torch.randn(8, 8))
     careless.teardown()
@@ -313,7 +314,7 @@ def test_a_strategy_of_ones_own_gets_it_from_the_base() -> None:
 def place(strategy: Strategy, model: nn.Module) -> None:
     strategy.setup()
     try:
-        strategy.place(model)
+        strategy.setup_module(model)
     finally:
         strategy.teardown()
 

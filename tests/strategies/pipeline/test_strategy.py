@@ -97,7 +97,7 @@ class Model(Module):
         self.calls += 1
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert (outputs is None) == (not self.trainer.strategy.reports)
+        assert (outputs is None) == (not self.trainer.strategy.is_reporting_rank)
         if outputs is not None:
             assert outputs["logits"].shape == (len(batch["tokens"]), LENGTH, TOKENS) and outputs["loss"].dim() == 0
         self.log("hook", float(batch_idx))
@@ -350,10 +350,10 @@ def dropped(rank_count: int) -> list[list[bool]]:
             layer.register_forward_hook(
                 lambda _, args, output: seen.append(output == 0) if type(output) is torch.Tensor else None
             )
-        placed = strategy.place(holder)
-        strategy.attach(placed, {"main": torch.optim.SGD(holder.parameters(), lr=0.1)})
+        wrapped = strategy.setup_module(holder)
+        strategy.setup_optimizers(wrapped, {"main": torch.optim.SGD(holder.parameters(), lr=0.1)})
         window = next(strategy.shard_loader(DataLoader(torch.ones(2, 64), 2), seed=5).windows(0))
-        strategy.forward_backward(placed, lambda batch, _: model(batch).mean(), window)
+        strategy.forward_backward(wrapped, lambda batch, _: model(batch).mean(), window)
         assert len(seen) == 2
         return strategy.all_gather(torch.stack(seen)).flatten(0, 2).tolist()
     finally:
@@ -395,11 +395,11 @@ def began(num_ranks: int) -> float:
     strategy.setup()
     try:
         model = nn.ModuleDict({"net": Noting()})
-        placed = strategy.place(model)
-        strategy.attach(placed, {"main": torch.optim.SGD(model.parameters(), lr=0.1)})
+        wrapped = strategy.setup_module(model)
+        strategy.setup_optimizers(wrapped, {"main": torch.optim.SGD(model.parameters(), lr=0.1)})
         for window in strategy.shard_loader(DataLoader(torch.ones(4, 4), 2), seed=5).windows(0):
             BEGAN.clear()
-            strategy.forward_backward(placed, lambda batch, _: model["net"](batch).mean(), window)
+            strategy.forward_backward(wrapped, lambda batch, _: model["net"](batch).mean(), window)
         first, second = strategy.all_gather(torch.tensor(BEGAN[0], dtype=torch.float64)).tolist()
         return second - first
     finally:
@@ -544,12 +544,12 @@ def refused(hows: list[str]) -> dict[str, str]:
         strategy.setup()
         module = Wrong(how)
         try:
-            placed = strategy.place(module)
-            strategy.attach(placed, {"main": module.configure_optimizers()})
+            wrapped = strategy.setup_module(module)
+            strategy.setup_optimizers(wrapped, {"main": module.configure_optimizers()})
             batch = [object()] if how == "batch" else torch.ones(4, 8)
             window = next(strategy.shard_loader([(batch,)], seed=0).windows(0))
             window.micro_batches[0].num_samples = window.num_samples = 4
-            strategy.forward_backward(placed, module.training_step, window, automatic=how != "manual")
+            strategy.forward_backward(wrapped, module.training_step, window, automatic=how != "manual")
         except Exception as error:
             found[how] = f"{type(error).__name__}: {error}"
         finally:
@@ -653,16 +653,16 @@ def held(options: dict[str, Any]) -> list[list[float]]:
     strategy.setup()
     try:
         model = contract.build()
-        placed = strategy.place(model)
-        (optimizer,) = strategy.attach(placed, {"main": torch.optim.AdamW(model.parameters())}).values()
+        wrapped = strategy.setup_module(model)
+        (optimizer,) = strategy.setup_optimizers(wrapped, {"main": torch.optim.AdamW(model.parameters())}).values()
         for window in list(strategy.shard_loader(DataLoader(contract.dataset(32), 16), seed=0).windows(0)):
-            strategy.forward_backward(placed, model.step, window)
-            strategy.optimizer_step(placed, optimizer)
-        parameters = sum(p.numel() for p in placed.parameters())
-        gradients = sum(p.grad.numel() for p in placed.parameters() if p.grad is not None)
+            strategy.forward_backward(wrapped, model.step, window)
+            strategy.optimizer_step(wrapped, optimizer)
+        parameters = sum(p.numel() for p in wrapped.parameters())
+        gradients = sum(p.grad.numel() for p in wrapped.parameters() if p.grad is not None)
         entries = optimizer.state.held.values()  # type: ignore[attr-defined]
         state = sum(value.numel() for entry in entries for value in entry.values() if value.dim())
-        (layout,) = placed._layouts.values()  # type: ignore[union-attr,operator]
+        (layout,) = wrapped._layouts.values()  # type: ignore[union-attr,operator]
         sent = sum(message.num_bytes for message in layout.messages) * strategy.num_parts
         return strategy.all_gather(torch.tensor([parameters, gradients, state, sent])).tolist()
     finally:

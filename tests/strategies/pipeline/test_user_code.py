@@ -82,7 +82,7 @@ def attached(mesh: str | None, cases: dict[str, Callable[[nn.Module], Optimizer]
         strategy.setup()
         model = nn.ModuleDict({"net": layers()})
         try:
-            strategy.attach(strategy.place(model), {"main": make(model)})
+            strategy.setup_optimizers(strategy.setup_module(model), {"main": make(model)})
             found[name] = ""
         except (ValueError, RuntimeError) as error:
             found[name] = str(error)
@@ -213,7 +213,7 @@ def told(uses: dict[str, Callable[[nn.Module], Any]]) -> dict[str, list[str]]:
     found = {}
     try:
         model = nn.ModuleDict({"net": layers()})
-        strategy.place(model)
+        strategy.setup_module(model)
         for name, use in uses.items():
             try:
                 use(model)

@@ -30,11 +30,11 @@ def differ(strategy: Strategy) -> bool:
     strategy.configure(devices=2, accelerator="cpu")
     strategy.setup()
     try:
-        placed = strategy.place(model)
-        optimizers = strategy.attach(placed, {"main": torch.optim.SGD(model.parameters(), lr=0.1)})
+        wrapped = strategy.setup_module(model)
+        optimizers = strategy.setup_optimizers(wrapped, {"main": torch.optim.SGD(model.parameters(), lr=0.1)})
         window = next(iter(strategy.shard_loader(DataLoader(dataset(16), 8), seed=0).windows(0)))
-        strategy.forward_backward(placed, model.step, window)
-        strategy.optimizer_step(placed, optimizers["main"])
+        strategy.forward_backward(wrapped, model.step, window)
+        strategy.optimizer_step(wrapped, optimizers["main"])
         seen = strategy.all_gather(model.net[1].running_mean)
         return not torch.equal(seen[0], seen[1])
     finally:
@@ -65,10 +65,10 @@ def test_a_model_without_buffers_broadcasts_none(monkeypatch: pytest.MonkeyPatch
     strategy.configure(devices=1, accelerator="cpu")
     strategy.setup()
     try:
-        placed = strategy.place(model)
-        strategy.attach(placed, {"main": torch.optim.SGD(model.parameters(), lr=0.1)})
+        wrapped = strategy.setup_module(model)
+        strategy.setup_optimizers(wrapped, {"main": torch.optim.SGD(model.parameters(), lr=0.1)})
         window = next(iter(strategy.shard_loader(DataLoader(dataset(8), 8), seed=0).windows(0)))
-        strategy.forward_backward(placed, lambda batch, batch_idx: model(batch[0]).square().mean(), window)
+        strategy.forward_backward(wrapped, lambda batch, batch_idx: model(batch[0]).square().mean(), window)
     finally:
         strategy.teardown()
     assert told == [[]]

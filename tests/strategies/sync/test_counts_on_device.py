@@ -68,7 +68,7 @@ def test_the_count_is_read_once_and_after_the_backward() -> None:
     strategy.configure(devices=1, accelerator="cpu")
     strategy.setup()
     try:
-        model = strategy.place(nn.Linear(6, 4))
+        model = strategy.setup_module(nn.Linear(6, 4))
         model.weight.register_hook(lambda gradient: events.append("backward"))
         loader = strategy.shard_loader(DataLoader(contract.dataset(12), 4), seed=0, accumulate=3)
         (window,) = loader.windows(0)
@@ -78,10 +78,10 @@ def test_the_count_is_read_once_and_after_the_backward() -> None:
             return Loss((model(batch[0])[:, 0] * weight).sum(), weight.sum())
 
         with HostReads(events):
-            agreement = strategy.forward_backward(model, step, window)
+            result = strategy.forward_backward(model, step, window)
         before_the_end = events[: len(events) - events[::-1].index("backward")]
         assert "read" not in before_the_end and events.count("read") == 1
-        assert agreement.count == float((contract.dataset(12).tensors[0][:, 0] > 0).sum())
+        assert result.count == float((contract.dataset(12).tensors[0][:, 0] > 0).sum())
     finally:
         strategy.teardown()
 

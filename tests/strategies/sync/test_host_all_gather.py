@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lockstep.strategies.base import Note
+from lockstep.strategies.base import StepVote
 from lockstep.strategies.launch import environment
 from lockstep.strategies.launch import launcher as processes
 from lockstep.strategies.sync import host_all_gather as exchange
 from lockstep.strategies.sync import host_all_gather_tree as exchange_tree
-from lockstep.strategies.sync.step_agreement import Control
+from lockstep.strategies.sync.step_agreement import StepAgreement
 
 
 def joined(work: Any, num_ranks: int, tree: bool = False, timeout_s: float = 30.0) -> Any:
@@ -206,10 +206,10 @@ def test_who_does_not_know_the_secret_is_not_let_in() -> None:
         assert exchange_tree._greeted(ours, b"y" * 32) == -1
 
 
-def say(control: Control, rank: int, **changed: Any) -> Any:
+def say(control: StepAgreement, rank: int, **changed: Any) -> Any:
     """One round of control messages; `changed` is what this rank says otherwise."""
-    note = Note(stop=changed.get("stop", 0), keys=changed.get("keys", 77))
-    control.send(note, changed.get("samples", 20), 4.0 + rank, changed.get("finite", True), 2.0)
+    vote = StepVote(stop=changed.get("stop", 0), keys=changed.get("keys", 77))
+    control.send(vote, changed.get("samples", 20), 4.0 + rank, changed.get("finite", True), 2.0)
     return control.receive()
 
 
@@ -218,10 +218,10 @@ def test_the_odd_rank_is_named(tree: bool) -> None:
     """Over a tree too, on which the numbers of each rank travel only after the ranks have found that they disagree."""
 
     def work(_: exchange.Exchange, rank: int) -> None:
-        control = Control(rank, 4, 20.0)
+        control = StepAgreement(rank, 4, 20.0)
         try:
-            agreement = say(control, rank, keys=0 if rank == 2 else 77, stop=15 * (rank == 1))
-            assert (agreement.count, agreement.stop, agreement.non_finite, agreement.loss) == (22.0, 15, None, 8 / 22)
+            result = say(control, rank, keys=0 if rank == 2 else 77, stop=15 * (rank == 1))
+            assert (result.count, result.stop, result.non_finite, result.loss) == (22.0, 15, None, 8 / 22)
             assert say(control, rank, finite=rank < 2).non_finite == "the loss of rank 2"
             assert control.first_rank(rank >= 1) == 1 and control.first_rank(False) is None
             assert control.is_equal(5) and not control.is_equal(rank)

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from lockstep.callbacks import Callback, EarlyStopping, LRWarmup
-from lockstep.strategies.checkpoint_state import Shard
+from lockstep.strategies.checkpoint_state import TensorShard
 from lockstep.trainer.checkpoint import checksum as crc
 from lockstep.trainer.checkpoint import manifest as checkpoint_format
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError, is_checkpoint
@@ -42,7 +42,10 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def arguments(rank: int) -> dict[str, Any]:
         tensors = {"model/w": pieces[rank], "optimizer/adam/w/exp_avg": pieces[1 - rank]}
         if rank == 0:
-            tensors |= {"model/b": Shard.whole(torch.arange(5)), "extra/flag": Shard.whole(torch.tensor(True))}
+            tensors |= {
+                "model/b": TensorShard.whole(torch.arange(5)),
+                "extra/flag": TensorShard.whole(torch.tensor(True)),
+            }
         state = {"progress": {"global_step": 3}, "strategy": {"lr": 0.1}, "history": [1.5, math.inf, "x"]}
         return {"tensors": tensors, "state": state, "rank_state": {"rng": [rank, 2**31]}}
 

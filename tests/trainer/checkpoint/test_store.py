@@ -22,7 +22,7 @@ import torch.distributed.tensor
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lockstep.strategies.checkpoint_state import Shard
+from lockstep.strategies.checkpoint_state import TensorShard
 from lockstep.trainer.checkpoint import directory as checkpoint_folder
 from lockstep.trainer.checkpoint import safetensors_file
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError, clean, is_checkpoint, newest, remove, save
@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def save_alone(path: Path, tensors: dict[str, Tensor] | None = None, state: Any = None, rank_state: Any = None) -> Path:
-    shards = {name: Shard.whole(tensor) for name, tensor in (tensors or {}).items()}
+    shards = {name: TensorShard.whole(tensor) for name, tensor in (tensors or {}).items()}
     return save(path, rank=0, world_size=1, tensors=shards, state={} if state is None else state, rank_state=rank_state)
 
 
@@ -75,9 +75,9 @@ def on_ranks(world_size: int, path: Path, arguments: Callable[[int], dict[str, A
     return results
 
 
-def cut(tensor: Tensor, splits: tuple[int, ...]) -> list[Shard]:
+def cut(tensor: Tensor, splits: tuple[int, ...]) -> list[TensorShard]:
     """Cut into a grid of `splits` pieces a dimension, as evenly as ceil division does: the last may be empty."""
-    pieces = [Shard.whole(tensor)]
+    pieces = [TensorShard.whole(tensor)]
     for dim, parts in enumerate(splits):
         size = -(-tensor.shape[dim] // parts)
         finer = []
@@ -86,7 +86,7 @@ def cut(tensor: Tensor, splits: tuple[int, ...]) -> list[Shard]:
                 start = min(part * size, tensor.shape[dim])
                 stop = min(start + size, tensor.shape[dim])
                 offsets = (*piece.offsets[:dim], start, *piece.offsets[dim + 1 :])
-                finer.append(Shard(piece.tensor.narrow(dim, start, stop - start), tuple(tensor.shape), offsets))
+                finer.append(TensorShard(piece.tensor.narrow(dim, start, stop - start), tuple(tensor.shape), offsets))
         pieces = finer
     return pieces
 
@@ -229,9 +229,9 @@ def test_any_layout_is_read_in_any_other(tmp_path: Path, splits: tuple[int, int]
     scalar, empty = torch.tensor(7), torch.empty(0, 3)
 
     def arguments(rank: int) -> dict[str, Any]:
-        own = {"model/w": pieces[rank], "model/empty": Shard.whole(empty)}
+        own = {"model/w": pieces[rank], "model/empty": TensorShard.whole(empty)}
         return {
-            "tensors": {**own, "optimizer/adam/w/step": Shard.whole(scalar)} if rank == 0 else own,
+            "tensors": {**own, "optimizer/adam/w/step": TensorShard.whole(scalar)} if rank == 0 else own,
             "rank_state": {"rank": rank},
         }
 
@@ -281,20 +281,22 @@ def test_read_refuses_a_rectangle_outside_and_an_unknown_name(tmp_path: Path) ->
 
 
 def whole_twice(rank: int) -> dict[str, Any]:
-    return {"tensors": {"model/w": Shard.whole(torch.zeros(4))}}
+    return {"tensors": {"model/w": TensorShard.whole(torch.zeros(4))}}
 
 
 def half_missing(rank: int) -> dict[str, Any]:
-    return {"tensors": {"model/w": Shard(torch.zeros(1), (4,), (rank,))}}
+    return {"tensors": {"model/w": TensorShard(torch.zeros(1), (4,), (rank,))}}
 
 
 def empty_everywhere(rank: int) -> dict[str, Any]:
-    return {"tensors": {"model/w": Shard(torch.zeros(0), (4,), (0,))}}
+    return {"tensors": {"model/w": TensorShard(torch.zeros(0), (4,), (0,))}}
 
 
 def two_dtypes(rank: int) -> dict[str, Any]:
     return {
-        "tensors": {"model/w": Shard(torch.zeros(2, dtype=(torch.float32, torch.float16)[rank]), (4,), (2 * rank,))}
+        "tensors": {
+            "model/w": TensorShard(torch.zeros(2, dtype=(torch.float32, torch.float16)[rank]), (4,), (2 * rank,))
+        }
     }
 
 
@@ -338,7 +340,7 @@ def test_an_unforeseen_error_comes_out_as_itself_and_the_others_learn_of_it(tmp_
 
     def arguments(rank: int) -> dict[str, Any]:
         tensor = torch.zeros(1).as_subclass(Lost) if rank == culprit else torch.zeros(1)
-        return {"tensors": {"model/w": Shard(tensor, (2,), (rank,))}}
+        return {"tensors": {"model/w": TensorShard(tensor, (2,), (rank,))}}
 
     results = on_ranks(2, tmp_path / "a", arguments)
     assert isinstance(results[culprit], MemoryError)
@@ -413,9 +415,9 @@ def test_numbers_that_must_be_finite(tmp_path: Path, dtype: torch.dtype) -> None
     save(
         tmp_path / "a",
         tensors={
-            "model/w": Shard.whole(finite),
-            "model/free": Shard.whole(spoilt),
-            "model/number": Shard.whole(torch.tensor(1)),
+            "model/w": TensorShard.whole(finite),
+            "model/free": TensorShard.whole(spoilt),
+            "model/number": TensorShard.whole(torch.tensor(1)),
         },
         **options,
     )
@@ -423,7 +425,7 @@ def test_numbers_that_must_be_finite(tmp_path: Path, dtype: torch.dtype) -> None
         FloatingPointError,
         match="cannot save the checkpoint .*/a: model/w holds NaN or infinite values on rank 0 in step 0",
     ):
-        save(tmp_path / "a", tensors={"model/w": Shard.whole(spoilt)}, **options)
+        save(tmp_path / "a", tensors={"model/w": TensorShard.whole(spoilt)}, **options)
     assert Checkpoint.open(tmp_path / "a").names() == ["model/free", "model/number", "model/w"]
     assert os.listdir(tmp_path) == ["a"]
 
@@ -438,15 +440,15 @@ def test_tensor_names_that_do_not_match_the_pattern_are_refused(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("shard", "message"),
     [
-        (Shard.whole(torch.zeros(2, 2).to_sparse()), "layout torch.sparse_coo"),
-        (Shard.whole(torch.zeros(2, device="meta")), "device meta"),
-        (Shard.whole(torch.zeros(2, dtype=torch.bits8)), "<dtype torch.bits8>"),
-        (Shard(torch.zeros(3), (4,), (2,)), "does not lie in the global shape"),
-        (Shard(torch.zeros(3), (4, 4), (0,)), "does not lie in the global shape"),
-        (Shard(torch.zeros(3), (4,), (-1,)), "does not lie in the global shape"),
+        (TensorShard.whole(torch.zeros(2, 2).to_sparse()), "layout torch.sparse_coo"),
+        (TensorShard.whole(torch.zeros(2, device="meta")), "device meta"),
+        (TensorShard.whole(torch.zeros(2, dtype=torch.bits8)), "<dtype torch.bits8>"),
+        (TensorShard(torch.zeros(3), (4,), (2,)), "does not lie in the global shape"),
+        (TensorShard(torch.zeros(3), (4, 4), (0,)), "does not lie in the global shape"),
+        (TensorShard(torch.zeros(3), (4,), (-1,)), "does not lie in the global shape"),
     ],
 )
-def test_tensors_that_cannot_be_stored_are_refused_by_name(tmp_path: Path, shard: Shard, message: str) -> None:
+def test_tensors_that_cannot_be_stored_are_refused_by_name(tmp_path: Path, shard: TensorShard, message: str) -> None:
     with pytest.raises(CheckpointError, match=f"model/w: .*{message}"):
         save(tmp_path / "a", rank=0, world_size=1, tensors={"model/w": shard}, state={})
     assert not os.listdir(tmp_path)
@@ -459,7 +461,7 @@ def test_a_distributed_tensor_is_refused(tmp_path: Path) -> None:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         tensor = torch.distributed.tensor.distribute_tensor(torch.zeros(4), mesh, [torch.distributed.tensor.Shard(0)])
         with pytest.raises(CheckpointError, match="model/w: <type DTensor"):
-            save(tmp_path / "a", rank=0, world_size=1, tensors={"model/w": Shard(tensor, (4,), (0,))}, state={})
+            save(tmp_path / "a", rank=0, world_size=1, tensors={"model/w": TensorShard(tensor, (4,), (0,))}, state={})
     finally:
         torch.distributed.destroy_process_group()
 
@@ -508,7 +510,7 @@ def test_one_save_under_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
         monkeypatch.setattr(os, "link", link)
     for step in (1, 2):
-        tensors = {"model/w": Shard.whole(torch.full((3_000_000,), float(step)))}
+        tensors = {"model/w": TensorShard.whole(torch.full((3_000_000,), float(step)))}
         state = {"progress": {"global_step": step}}
         save(
             tmp_path / f"step={step}",
@@ -624,7 +626,7 @@ def test_clean_leaves_living_writers_and_strangers_alone(tmp_path: Path) -> None
                 found.append(clean(tmp_path))
                 return torch.ones(1)
 
-        return {"tensors": {"model/w": Shard(torch.zeros(1).as_subclass(Slow), (1,), (0,))} if rank == 0 else {}}
+        return {"tensors": {"model/w": TensorShard(torch.zeros(1).as_subclass(Slow), (1,), (0,))} if rank == 0 else {}}
 
     assert on_ranks(2, tmp_path / "a", arguments) == [tmp_path / "a"] * 2
     assert found == [[tmp_path / ".a.tmp-00000000"]]
@@ -638,14 +640,14 @@ COMMON = """
 import os, random, signal, sys, time, warnings
 from pathlib import Path
 import torch
-from lockstep.strategies.checkpoint_state import Shard
+from lockstep.strategies.checkpoint_state import TensorShard
 from lockstep.trainer.checkpoint import store as checkpoint, directory as checkpoint_folder
 from lockstep.trainer.checkpoint.store import Checkpoint
 
 root = Path(sys.argv[1])
 
 def write(path, step, size=64, **more):
-    tensors = {f"{group}/weight": Shard.whole(torch.full((size,), float(step))) for group in ("model", "optimizer")}
+    tensors = {f"{group}/weight": TensorShard.whole(torch.full((size,), float(step))) for group in ("model", "optimizer")}
     checkpoint.save(path, rank=0, world_size=1, tensors=tensors, state={"progress": {"global_step": step}}, rank_state={"step": step}, **more)
 
 def step_of(path):
@@ -750,7 +752,7 @@ def train(step, writer):
         step += 1
         path = root / ("last" if step % 2 else f"step={step}")  # every second one replaces
         old = [name for name in root.glob("step=*") if int(name.name[5:]) < step - 2]
-        tensors = {f"{group}/weight": Shard.whole(torch.full((100_000,), float(step))) for group in ("model", "optimizer")}
+        tensors = {f"{group}/weight": TensorShard.whole(torch.full((100_000,), float(step))) for group in ("model", "optimizer")}
         options = dict(rank=0, world_size=1, tensors=tensors, state={"progress": {"global_step": step}}, rank_state={"step": step}, outdated=old)
         if not beside:
             checkpoint.save(path, **options)
@@ -820,8 +822,8 @@ def train(strategy, folder, beside):
     folder = Path(folder)
     strategy.setup()
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 3))
-    placed = strategy.place(model)
-    optimizers = strategy.attach(placed, {"main": torch.optim.AdamW(model.parameters())})
+    wrapped = strategy.setup_module(model)
+    optimizers = strategy.setup_optimizers(wrapped, {"main": torch.optim.AdamW(model.parameters())})
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizers["main"].step()
@@ -835,7 +837,7 @@ def train(strategy, folder, beside):
             for parameter in model.parameters():
                 parameter.fill_(float(step))
                 optimizers["main"].state[parameter]["exp_avg"].fill_(float(step))
-        state = strategy.state_dict(placed, optimizers)
+        state = strategy.state_dict(wrapped, optimizers)
         options = dict(
             rank=strategy.rank,
             world_size=strategy.world_size,
@@ -941,7 +943,7 @@ def sync(path, step, **more):
     write(path, step, **more)
 
 def beside(path, step, size=64, **more):
-    tensors = {f"{group}/weight": Shard.whole(torch.full((size,), float(step))) for group in ("model", "optimizer")}
+    tensors = {f"{group}/weight": TensorShard.whole(torch.full((size,), float(step))) for group in ("model", "optimizer")}
     state = {"progress": {"global_step": step}}
     checkpoint.begin(path, rank=0, world_size=1, tensors=tensors, state=state, rank_state={"step": step}, **more).finish(None, None)
 
@@ -1000,7 +1002,7 @@ def refused(call):
     raise AssertionError("a full disk was not noticed")
 
 print(refused(lambda: write(path, 2, 1_000_000)))
-large = {"model/w": Shard.whole(torch.zeros(1_000_000))}
+large = {"model/w": TensorShard.whole(torch.zeros(1_000_000))}
 refused(lambda: checkpoint.begin(path, rank=0, world_size=1, tensors=large, state={}).finish(None, None))
 
 barrier, slot, errors = threading.Barrier(2, timeout=20), [None], [None, None]
@@ -1014,7 +1016,7 @@ def rank(number):
         time.sleep(0.3 * number)  # rank 0 has written its few bytes before rank 1 fills the disk
         return received
     try:
-        shard = Shard(torch.zeros(1_000_000 if number else 1), (1_000_001,), (number,))
+        shard = TensorShard(torch.zeros(1_000_000 if number else 1), (1_000_001,), (number,))
         checkpoint.save(path, rank=number, world_size=2, tensors={"model/w": shard}, state={}, barrier=barrier.wait, broadcast=broadcast)
     except checkpoint.CheckpointError as error:
         errors[number] = error

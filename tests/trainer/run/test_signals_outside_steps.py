@@ -24,7 +24,7 @@ AT_THE_END = ("on_train_end", "on_fit_end", "teardown")
 
 
 class Phases(Net):
-    """Sends itself `number` at `place`, on `rank`, once."""
+    """Sends itself `number` at `setup_module`, on `rank`, once."""
 
     place, number, rank, sent = "", signal.SIGTERM, 0, False
 

@@ -37,11 +37,11 @@ pytest_plugins = ["lockstep.trainer.testing.plugin"]
 class Wrong(DDP):
     """Sums gradients where it should average them: what a mistaken strategy does."""
 
-    def forward_backward(self, placed: Any, *args: Any, **options: Any) -> Any:
-        agreement = super().forward_backward(placed, *args, **options)
-        for parameter in placed.parameters():
+    def forward_backward(self, wrapped: Any, *args: Any, **options: Any) -> Any:
+        result = super().forward_backward(wrapped, *args, **options)
+        for parameter in wrapped.parameters():
             parameter.grad *= self.data_size
-        return agreement
+        return result
 
 
 def make_net() -> Net:
@@ -155,15 +155,15 @@ def test_a_loop_without_trainer_can_be_recorded(tmp_path: Path) -> None:
     strategy.setup()
     try:
         model = net()
-        placed = strategy.place(model)
-        optimizers = strategy.attach(placed, {"main": model.configure_optimizers()})
+        wrapped = strategy.setup_module(model)
+        optimizers = strategy.setup_optimizers(wrapped, {"main": model.configure_optimizers()})
         for step, (x, y) in enumerate(loader(40), start=1):
             loss = F.cross_entropy(model(x), y)
             loss.backward()
             norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
             optimizers["main"].step()
             optimizers["main"].zero_grad()
-            record(tmp_path / "loop", step, strategy, placed, optimizers, loss.item(), [norm.item()])
+            record(tmp_path / "loop", step, strategy, wrapped, optimizers, loss.item(), [norm.item()])
     finally:
         strategy.teardown()
     found = differences(tmp_path / "loop", tmp_path / "trainer", 0.0, ignore="")
@@ -181,7 +181,7 @@ def write(
         model = nn.Linear(1, 1)
         nn.init.constant_(model.weight, weight)
         nn.init.zeros_(model.bias)
-        record(folder, 1, strategy, strategy.place(model), {}, loss, norms, metrics)
+        record(folder, 1, strategy, strategy.setup_module(model), {}, loss, norms, metrics)
     finally:
         strategy.teardown()
     return folder
