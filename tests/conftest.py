@@ -8,6 +8,7 @@ import signal
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its threads: ranks share the machine's few cores
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,33 @@ LAUNCHER_PREFIXES = (
 torch.set_num_threads(1)
 settings.load_profile("ci")  # the same examples every time, and no deadline: the cores are shared
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(REPO_ROOT / ".pytest_cache" / "hypothesis"))
+
+
+KINDS = {"ranks", "faults", "docs"}
+"""Markers of tests that may start processes; every other test is marked `unit`."""
+_starts: list[str] | None = None
+"""What the running test has done that started a process; None between tests."""
+
+
+def _audit(event: str, args: tuple[object, ...]) -> None:
+    if _starts is not None and event in ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"):
+        _starts.append(event)
+
+
+sys.addaudithook(_audit)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    global _starts
+    _starts = []
+    try:
+        return (yield)
+    finally:
+        if _starts and (file := os.environ.get("LOCKSTEP_TEST_STARTS")):
+            with open(file, "a") as out:
+                out.write(f"{item.nodeid}\n")
+        _starts = None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

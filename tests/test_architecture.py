@@ -238,6 +238,65 @@ def test_package_roots_only_re_export() -> None:
             assert docstring or names or isinstance(node, ast.Import | ast.ImportFrom), f"{path}: {ast.unparse(node)}"
 
 
+PRIVATE = {
+    "dist.group.WORLD._get_sequence_number_for_group",
+    "nn.Module._apply",
+    "nn.modules.batchnorm._BatchNorm",
+    "nn.modules.batchnorm._NormBase",
+    "nn.modules.dropout._DropoutNd",
+    "subprocess._args_from_interpreter_flags",
+    "torch._C.DisableTorchFunctionSubclass",
+    "torch._C._current_graph_task_id",
+    "torch._C._disabled_torch_function_impl",
+    "torch._amp_foreach_non_finite_check_and_unscale_",
+    "torch._foreach_clamp_max_",
+    "torch._foreach_clamp_min_",
+    "torch._foreach_mul_",
+    "torch._subclasses.fake_tensor.DataDependentOutputException",
+    "torch._subclasses.fake_tensor.DynamicOutputShapeException",
+    "torch._subclasses.fake_tensor.FakeCopyMode",
+    "torch._subclasses.fake_tensor.FakeTensor",
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch.distributed._composable.replicate_with_fsdp.replicate",
+    "torch.distributed._composable_state._module_state_mapping",
+    "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather",
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultReduceScatter",
+    "torch.distributed.pipelining._schedule_visualizer.get_schedule_ops",
+    "torch.distributed.pipelining.schedules._Action",
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+    "torch.ops.aten._local_scalar_dense.default",
+    "torch.storage._new_dtypes",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._pytree.tree_any",
+    "torch.utils._pytree.tree_flatten",
+    "torch.utils._pytree.tree_leaves",
+    "torch.utils._pytree.tree_map_only",
+    "torch.utils._pytree.tree_unflatten",
+    "torch.utils.data._utils.worker",
+}
+"""What we use of other packages though its name says that it is theirs; may only shrink."""
+
+
+def test_private_names_of_other_packages_are_listed() -> None:
+    used = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Attribute):
+                names = [ast.unparse(node)]
+            used |= {
+                name
+                for name in names
+                if name.split(".")[0] in ("torch", "dist", "nn", "deepspeed", "subprocess", "multiprocessing")
+                and any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+            }
+    used = {name for name in used if not any(other.startswith(f"{name}.") for other in used)}
+    assert used == PRIVATE
+
+
 MAX_FILES = 15  # in a folder
 MAX_LINES = 400  # in a file; those that are longer may only shrink
 LONGER = {

@@ -23,6 +23,7 @@ from tests.conftest import REPO_ROOT
 from tests.faults.outcome import outcome
 
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "pipeline": 2, "tensor": 2}
+DAILY = ("single", "ddp", "fsdp")
 POINTS = ("next_batch", "forward", "backward", "before_step", "after_step", "callback", "teardown")
 SAVE_POINTS = ("save.snapshot", "save.open", "save.write", "save.fsync", "save.manifest", "save.rename")
 
@@ -194,7 +195,9 @@ def survive(nursery: subprocess.Popen, tmp_path: Path, strategy: str, kills: int
     return total
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [*DAILY, *(pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES if name not in DAILY)]
+)
 def test_five_kills(nursery: subprocess.Popen, tmp_path: Path, strategy: str) -> None:
     assert survive(nursery, tmp_path, strategy, kills=5, steps=12, seeds=1) >= 4, (
         "a kill may fall into a moment without ranks"

@@ -26,6 +26,7 @@ from lockstep.trainer.checkpoint.store import Checkpoint, newest
 from tests.conftest import REPO_ROOT
 
 STRATEGIES = ("single", "ddp", "fsdp", "pipeline")
+DAILY = ("single", "ddp")
 TARGETS = ("launcher", "rank", "group", "all")
 CODES = {signal.SIGTERM: (143, -signal.SIGTERM), signal.SIGINT: (130, -signal.SIGINT)}
 """As the program's own code, or where it had no handler yet or any more, which a shell shows as the same number."""
@@ -150,7 +151,9 @@ def barrage(nursery: Nursery, folder: Path, strategy: str, count: int, workers: 
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [*DAILY, *(pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES if name not in DAILY)]
+)
 def test_three_signals(nursery: Nursery, tmp_path: Path, strategy: str) -> None:
     met = barrage(nursery, tmp_path, strategy, 3, (2,) if strategy in ("single", "ddp") else (0,))
     assert met.total() == 3

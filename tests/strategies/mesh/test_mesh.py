@@ -107,6 +107,7 @@ def test_ranks_are_numbered_with_tensor_innermost() -> None:
     assert strategy.launch(places, strategy) == [[0, 2, 1], [0, 2, 0], [1, 2, 1], [1, 2, 0]]
 
 
+@pytest.mark.slow
 def test_three_axes_on_eight_ranks(tmp_path: Path) -> None:
     """ddp × fsdp × tensor, saved there, and gone on with on one process and under another mesh."""
     half = Plan(epochs=1, accumulate=2, clip=0.1)
@@ -127,7 +128,8 @@ def test_three_axes_on_eight_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "mesh", ["ddp=2,tensor=2", "fsdp=2,tensor=2", pytest.param("ddp=2,fsdp=2", marks=pytest.mark.slow)]
+    "mesh",
+    ["fsdp=2,tensor=2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("ddp=2,tensor=2", "ddp=2,fsdp=2"))],
 )
 def test_an_odd_module_trains_as_on_one_process(mesh: str) -> None:
     one, cut = seeded(Odd, bypass="tensor" not in mesh), seeded(Odd, bypass="tensor" not in mesh)

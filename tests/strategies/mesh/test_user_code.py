@@ -44,7 +44,7 @@ class Perceptron(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-STRATEGIES = [("fsdp", 2), ("tensor", 2), ("fsdp=2,tensor=2", 4)]
+STRATEGIES = [("fsdp", 2), ("tensor", 2), pytest.param("fsdp=2,tensor=2", 4, marks=pytest.mark.slow)]
 
 
 def fit_each(strategy: Any, makes: list[Callable[[], Module]], n: int, options: dict[str, Any]) -> list[list[Tensor]]:
@@ -107,7 +107,7 @@ class InBuffer(Annealed):
 
 
 @pytest.mark.parametrize(("make", "name"), [(Annealed, "calls"), (InDict, r"state\['beta'\]")])
-@pytest.mark.parametrize(("strategy", "devices"), [("fsdp", 2), ("fsdp=2,tensor=2", 4)])
+@pytest.mark.parametrize(("strategy", "devices"), [STRATEGIES[0], STRATEGIES[2]])
 def test_a_count_of_steps_is_refused_where_a_rank_has_no_samples(
     make: Callable[[], Module], name: str, strategy: str, devices: int
 ) -> None:
@@ -175,7 +175,7 @@ class PenalizedGathered(Penalized):
         (TensorParallel(sequence_parallel=True), 2, [PenalizedBlocks]),
         ("fsdp", 2, [Penalized, PenalizedBlocks]),
         (FSDP(activation_checkpointing=True, reshard_after_forward=False), 2, [PenalizedBlocks]),
-        ("fsdp=2,tensor=2", 4, [Penalized, PenalizedBlocks]),
+        pytest.param("fsdp=2,tensor=2", 4, [Penalized, PenalizedBlocks], marks=pytest.mark.slow),
     ],
 )
 def test_gradients_of_gradients_are_exact(strategy: Any, devices: int, makes: list[Callable[[], Module]]) -> None:
@@ -225,7 +225,7 @@ class CheckpointedByHand(Blocks):
     [
         ("fsdp", 2, [Twice, LayerFirst, GradientBetween, CheckpointedByHand]),
         ("tensor", 2, [Twice, CheckpointedByHand]),
-        ("fsdp=2,tensor=2", 4, [Twice, CheckpointedByHand]),
+        pytest.param("fsdp=2,tensor=2", 4, [Twice, CheckpointedByHand], marks=pytest.mark.slow),
     ],
 )
 def test_a_step_may_call_blocks_in_any_way(strategy: Any, devices: int, makes: list[Callable[[], Module]]) -> None:
@@ -557,9 +557,9 @@ class CountedRate(Perceptron):
         return CountsInGroups(self.parameters())
 
 
-def test_what_an_optimizer_keeps_in_its_groups_survives_the_step() -> None:
-    exact("tensor", 2, CountedRate)
-    exact("fsdp=2,tensor=2", 4, CountedRate)
+@pytest.mark.parametrize(("strategy", "devices"), STRATEGIES[1:])
+def test_what_an_optimizer_keeps_in_its_groups_survives_the_step(strategy: str, devices: int) -> None:
+    exact(strategy, devices, CountedRate)
 
 
 class PenalizedWeights(Perceptron):
@@ -679,7 +679,12 @@ class OnlyValidates(Experts):
         (ManyExperts, "fsdp", r"uses experts\.1 on rank 1, is done with its forward on rank 0|is done .* uses experts"),
         (OtherOrder, "fsdp", r"uses experts\.\d on rank \d, uses experts\.\d on rank \d"),
         (OnlyValidates, "fsdp", r"uses experts\.\d on rank \d, uses experts\.\d on rank \d"),
-        (ManyExperts, "ddp=2,tensor=2", r"reduces gradients of experts\.1 \(\d+ elements\)"),
+        pytest.param(
+            ManyExperts,
+            "ddp=2,tensor=2",
+            r"reduces gradients of experts\.1 \(\d+ elements\)",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_layers_that_ranks_use_differently_are_named(make: Callable[[], Module], strategy: str, message: str) -> None:
