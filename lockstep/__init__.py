@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 _collects = gc.isenabled()
 gc.disable()
 try:
+    from lockstep.callbacks._support.printing import set_up_logging
     from lockstep.strategies.base import Loss
     from lockstep.strategies.data.combined import CombinedLoader
     from lockstep.strategies.launch.launcher import RankFailure
@@ -21,6 +22,8 @@ try:
 finally:
     if _collects:
         gc.enable()
+
+set_up_logging()
 
 __all__ = [
     "CheckpointError",

@@ -273,7 +273,6 @@ PRIVATE = {
     "torch.utils._pytree.tree_leaves",
     "torch.utils._pytree.tree_map_only",
     "torch.utils._pytree.tree_unflatten",
-    "torch.utils.data._utils.worker",
 }
 """What we use of other packages though its name says that it is theirs; may only shrink."""
 

@@ -1,12 +1,30 @@
-"""Printing that ends no training: a closed terminal, `| head` and a full disk cost the text, never the run."""
+"""Printing and logging that end no training: a closed terminal, `| head` and a full disk cost the text, never the run."""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import logging
 import os
 import sys
 from typing import Any
+
+
+class StderrHandler(logging.Handler):
+    """Writes records to what `sys.stderr` is when they come."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        safe_print(self.format(record), file=sys.stderr)
+
+
+def set_up_logging() -> None:
+    """Give the logger "lockstep" its handler and level, unless the program has set them."""
+    logger = logging.getLogger("lockstep")
+    if not logger.handlers:
+        logger.addHandler(StderrHandler())
+        logger.propagate = False  # the root logger's handlers would write everything twice
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
 
 
 def safe_print(*values: Any, file: Any = None, flush: bool = True, **options: Any) -> None:

@@ -10,6 +10,7 @@ A rank never imports the user's `__main__`: what is defined there arrives by val
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import pickle
@@ -41,6 +42,7 @@ from lockstep.strategies.launch.worker import (
 )
 
 T = TypeVar("T")
+_log = logging.getLogger("lockstep")
 
 _SETTLE_S = (
     0.2  # after a failure: others that failed at the same moment may still report, and the earliest is the one to name
@@ -288,7 +290,7 @@ class _Ranks:
         failure = Failure(rank, time.monotonic(), step, phase, "", exitcode=exitcode)
         if -exitcode in self.sent and len(self.requests) >= 3:
             name = _name(self.passed_on[0])
-            print(f"rank {rank} was killed at the third signal, {name}, before it had stopped{place}", file=sys.stderr)
+            _log.warning("rank %d was killed at the third signal, %s, before it had stopped%s", rank, name, place)
             failure.stop, failure.error = True, dumps(_stop(self.passed_on[0]))
         elif -exitcode in self.sent:
             failure.message = (
@@ -328,7 +330,7 @@ class _Ranks:
                 f"{who} is stopped and does not continue at SIGCONT, so its ranks were ended: start again"
             )
         if now - self.stopped_since > _STOPPED_S:
-            print(f"{who} was stopped by a signal (SIGSTOP), and is continued", file=sys.stderr, flush=True)
+            _log.warning("%s was stopped by a signal (SIGSTOP), and is continued", who)
             self.server.process.send_signal(signal.SIGCONT)
 
     def _place(self, rank: int) -> tuple[int | None, str]:

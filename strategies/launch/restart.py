@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
+import logging
 from collections.abc import Callable
 from typing import TypeVar
 
 from lockstep.strategies.launch.launcher import RankFailure, place_of
 
 T = TypeVar("T")
+_log = logging.getLogger("lockstep")
 
 
 def keep_going(attempt: Callable[[int], T], max_restarts: int, *, name: Callable[[int], str]) -> T:
@@ -47,12 +47,7 @@ def keep_going(attempt: Callable[[int], T], max_restarts: int, *, name: Callable
                 if isinstance(error, RankFailure)
                 else f"{type(error).__name__} {at}: {error}".splitlines()[0]
             )
-            with contextlib.suppress(OSError, ValueError):  # a terminal that is gone must not end the run
-                print(
-                    f"{what}: restart {restart + 1} of {max_restarts} from {name(restart + 1)}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            _log.warning("%s: restart %d of %d from %s", what, restart + 1, max_restarts, name(restart + 1))
     raise AssertionError("unreachable")
 
 
@@ -60,7 +55,7 @@ def _add_note(error: BaseException, note: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(note)
     else:  # Python 3.10
-        print(note, file=sys.stderr, flush=True)
+        _log.error(note)
 
 
 __all__ = ["keep_going"]

@@ -8,6 +8,7 @@ import functools
 import gc
 import hashlib
 import importlib
+import logging
 import math
 import mmap
 import multiprocessing
@@ -124,6 +125,7 @@ def program_state() -> dict[str, Any]:
         "path": [entry for entry in sys.path if isinstance(entry, str)],
         "argv": list(sys.argv),
         "temporary": tempfile.gettempdir(),
+        "log_level": logging.getLogger("lockstep").level,
         "start_method": multiprocessing.get_start_method(allow_none=True),
     }
 
@@ -171,6 +173,7 @@ def _take_over_program(state: dict[str, Any]) -> None:
     importlib.invalidate_caches()  # folders may have changed since the server looked
     sys.argv[:] = state["argv"]
     tempfile.tempdir = state["temporary"]
+    logging.getLogger("lockstep").setLevel(state["log_level"])
     if state["start_method"] is not None:
         multiprocessing.set_start_method(state["start_method"], force=True)
 
