@@ -37,7 +37,7 @@ COPY, RAW, SAVE, UNCHECKED, BESIDE = (
     "raw write and fsync",
     "save",
     "save, no checksums",
-    "save beside the training",
+    "asynchronous save",
 )
 CHUNK_BYTES = 4 << 20
 
@@ -74,7 +74,7 @@ class Measure(Callback):
             RAW: partial(write, tensors, self.folder / "new"),
             SAVE: partial(trainer.save_checkpoint, self.folder / "new"),
             UNCHECKED: partial(unchecked, partial(trainer.save_checkpoint, self.folder / "new")),
-            "save in an older one's place": partial(trainer.save_checkpoint, self.folder / "old"),
+            "save that replaces an older one": partial(trainer.save_checkpoint, self.folder / "old"),
             BESIDE: partial(trainer.save_checkpoint, self.folder / "new", wait=False),
         }
         self.times = take_turns(

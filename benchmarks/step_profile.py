@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OWN = tuple(f"{ROOT / 'lockstep' / package}/" for package in ("trainer", "strategies", "callbacks"))
 REST, WITHOUT_DATA, SMALL = (
     "torch, the model, the loop by hand",
-    "torch: tensors without data",
+    "torch: fake tensors",
     "files below half a percent",
 )
 LEAST = 0.005

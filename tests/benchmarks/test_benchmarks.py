@@ -144,7 +144,7 @@ def test_checkpoint(run: Run, tmp_path: Path) -> None:
         "raw write and fsync",
         "save",
         "save, no checksums",
-        "save beside the training",
+        "asynchronous save",
     } <= set(results)
     sane(results, "ms", output, 2, least=0.001, most=1e5)
     assert all(0 < row["blocked_ms"] <= row["median_ms"] for row in results.values())
