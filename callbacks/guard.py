@@ -53,16 +53,16 @@ class Guard(Callback):
         self.non_finite = non_finite
         self.max_in_a_row = max_in_a_row
         self.check_replicas_every_n_steps = check_replicas_every_n_steps
-        self.left_out = 0
+        self.skipped_steps = 0
         """Windows left out so far."""
         self.in_a_row = 0
         """Windows left out since the last optimizer step."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"left_out": self.left_out, "in_a_row": self.in_a_row}
+        return {"skipped_steps": self.skipped_steps, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.left_out, self.in_a_row = state_dict["left_out"], state_dict["in_a_row"]
+        self.skipped_steps, self.in_a_row = state_dict["skipped_steps"], state_dict["in_a_row"]
 
 
 def check_replicas(trainer: Trainer, module: Module) -> bool:

@@ -36,7 +36,7 @@ class Weights:
     hyperparameters: dict[str, Any] = field(default_factory=dict)
     global_step: int = 0
     current_epoch: int = 0
-    left_out: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
     """Names of what was not taken."""
 
 
@@ -193,7 +193,7 @@ def _read_pickle(source: Path) -> Weights:
         if isinstance(name, str) and (isinstance(value, Tensor) or _fits(value)):
             found.values[name] = value.detach() if isinstance(value, Tensor) else value
         else:
-            found.left_out.append(f"{nested or 'state dict'}: {name}")
+            found.skipped.append(f"{nested or 'state dict'}: {name}")
     if nested is None:
         return found
     hyperparameters = loaded.get("hyper_parameters")
@@ -201,11 +201,11 @@ def _read_pickle(source: Path) -> Weights:
         if isinstance(name, str) and _fits(value):
             found.hyperparameters[name] = value
         else:
-            found.left_out.append(f"hyper_parameters: {name}")
+            found.skipped.append(f"hyper_parameters: {name}")
     found.global_step = _count(loaded.get("global_step"))
     found.current_epoch = _count(loaded.get("epoch", loaded.get("current_epoch")))
     known = {nested, "hyper_parameters", "global_step", "epoch", "current_epoch"}
-    found.left_out += [str(name) for name in loaded if name not in known]
+    found.skipped += [str(name) for name in loaded if name not in known]
     return found
 
 

@@ -52,8 +52,8 @@ def main(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = arg
         print(
             f"{given.target.absolute()}: {len(weights.values)} tensors, step {weights.global_step}, {len(weights.hyperparameters)} hyperparameters"
         )
-        if weights.left_out:
-            print(f"left out: {', '.join(weights.left_out)}", file=sys.stderr)
+        if weights.skipped:
+            print(f"skipped: {', '.join(weights.skipped)}", file=sys.stderr)
     return 0
 
 

@@ -99,12 +99,12 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             )
             if window.micro_batches[-1].is_ambiguous:
                 _check_weight(trainer, window, window.micro_batches[-1])
-            left_out = (result.non_finite is not None or result.later is not None) and guards.passes_over(result)
+            skipped = (result.non_finite is not None or result.later is not None) and guards.skips(result)
             trainer.last_loss = result.loss
             windows_seen += 1
             learned = learned or result.count > 0
             stepped = trainer.manually_stepped
-            if module.automatic_optimization and result.count and not left_out:
+            if module.automatic_optimization and result.count and not skipped:
                 set_phase(progress.global_step, "optimizer step")
                 moving = guards.watches and guards.before_step(optimizers)
                 for optimizer, handle in zip(optimizers, trainer.user_optimizers, strict=True):

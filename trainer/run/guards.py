@@ -36,20 +36,20 @@ class Guards:
         """Whether no step has been seen yet to move a parameter."""
         self._logged: list[Any] = []
         self._before: list[int] | None = None
-        self._warned = self._left_out = False
+        self._warned = self._skipped = False
         self._later: Callable[[], str | None] | None = None
 
     def remember(self) -> None:
         """Before a window: note what has been logged so far."""
-        if not self._left_out:
+        if not self._skipped:
             self.options.in_a_row = 0
-        self._left_out = False
+        self._skipped = False
         self._logged = self.trainer.metrics.mark()
 
-    def passes_over(self, result: StepResult) -> bool:
-        """Whether the step of this window is left out, as something in it is not finite; the same on every rank.
+    def skips(self, result: StepResult) -> bool:
+        """Whether to skip the step of this window because something in it is not finite; the same on every rank.
 
-        Raises FloatingPointError where the run is not to go on.
+        Raises FloatingPointError if the run must end.
         """
         if (
             result.later is not None and not self.remembers
@@ -66,7 +66,7 @@ class Guards:
             raise self._error(bad, step)
         trainer.metrics.back_to(self._logged)
         if options.non_finite == "roll_back":
-            left_out, in_a_row = options.left_out, options.in_a_row
+            skipped, in_a_row = options.skipped_steps, options.in_a_row
             path = trainer.newest_checkpoint()
             if path is None:
                 error = self._error(bad, step)
@@ -75,14 +75,14 @@ class Guards:
                 )
                 raise error
             snapshot.rewind(trainer, self.module, path)
-            options.left_out, options.in_a_row = left_out, in_a_row
-        self._left_out = True
-        options.left_out += 1
+            options.skipped_steps, options.in_a_row = skipped, in_a_row
+        self._skipped = True
+        options.skipped_steps += 1
         options.in_a_row += 1
         if trainer.is_global_zero:
             then = f"; back to step {trainer.global_step}" if options.non_finite == "roll_back" else ""
             safe_print(
-                f"{bad} is NaN or infinite in step {step} of epoch {trainer.current_epoch}: this window is left out{then} "
+                f"{bad} is NaN or infinite in step {step} of epoch {trainer.current_epoch}: this step is skipped{then} "
                 f"({options.in_a_row} in a row, at most {options.max_in_a_row})",
                 file=sys.stderr,
             )

@@ -145,7 +145,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_on_all_ranks_with_parameters
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in STRATEGIES]
 )
-def test_a_window_that_is_not_finite_can_be_left_out(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_window_that_is_not_finite_can_be_skipped(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     make, devices = STRATEGIES[name]
     precision = "32-true" if "deepspeed" in name else "64-true"
     guard = Guard(non_finite="skip", check_replicas_every_n_steps=2)
@@ -153,14 +153,14 @@ def test_a_window_that_is_not_finite_can_be_left_out(name: str, capfd: pytest.Ca
     module = Brittle()
     run.fit(module, marked_data(3, 4))
     assert (
-        "is NaN or infinite in step 3 of epoch 0: this window is left out (2 in a row, at most 10)"
+        "is NaN or infinite in step 3 of epoch 0: this step is skipped (2 in a row, at most 10)"
         in capfd.readouterr().err
     )
     expected, losses = by_hand({3, 4}, precision)
     exact = precision == "64-true"
     assert far(module, expected) < (1e-11 if exact else 1e-5)
     assert run.global_step == NUM_WINDOWS - 2
-    assert guard.left_out == 2
+    assert guard.skipped_steps == 2
     assert guard.in_a_row == 0
     assert float(run.callback_metrics["loss"]) == pytest.approx(sum(losses) / len(losses), rel=1e-12 if exact else 1e-5)
 
@@ -186,7 +186,7 @@ def test_a_run_can_go_back_to_its_newest_checkpoint(
     assert far(module, expected) < 1e-11
     assert far(module, by_hand({3}, "64-true")[0]) > 1e-4  # it is not the run that left the window out
     assert run.global_step == 2 + 3
-    assert guard.left_out == 1
+    assert guard.skipped_steps == 1
 
 
 def test_going_back_needs_a_checkpoint() -> None:
@@ -200,7 +200,7 @@ def test_too_many_windows_in_a_row_end_the_run() -> None:
         quiet(callbacks=[guard]).fit(Brittle(), marked_data(1, 2, 3))
     guard = Guard(non_finite="skip", max_in_a_row=2)
     quiet(callbacks=[guard]).fit(Brittle(), marked_data(1, 2, 4, 5))
-    assert guard.left_out == 4
+    assert guard.skipped_steps == 4
 
 
 class ByHand(Brittle):
@@ -229,7 +229,7 @@ def test_manual_optimization_is_guarded_too(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [True, False])
-def test_on_a_gpu_a_bad_step_is_left_out_and_reported_one_step_later(fused: bool) -> None:
+def test_on_a_gpu_a_bad_step_is_skipped_and_reported_one_step_later(fused: bool) -> None:
     class OnGpu(Brittle):
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=0.02, fused=fused)
@@ -383,9 +383,9 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
 
 def test_the_guard_survives_a_restart() -> None:
     guard, other = Guard(), Guard()
-    guard.left_out, guard.in_a_row = 3, 1
+    guard.skipped_steps, guard.in_a_row = 3, 1
     other.load_state_dict(guard.state_dict())
-    assert (other.left_out, other.in_a_row) == (3, 1)
+    assert (other.skipped_steps, other.in_a_row) == (3, 1)
 
 
 class RuinedByItsLastStep(Module):
