@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.callbacks._support.local_ops import LocalOps, watching
 from lockstep.callbacks._support.printing import safe_print
+from lockstep.callbacks._support.tables import columns
 from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -99,13 +100,21 @@ class CommunicationLedger(Callback):
             raise RuntimeError(f"nothing is counted before step {self.first_step + self.num_steps}; call table() later")
         ranks = self.report["world_size"]
         title = f"communication in a step, over {self.report['num_steps']} steps on {ranks} rank{'s' * (ranks > 1)}"
-        head = f"{'':<16}{'':<10}{'rank 0: calls':>15}{'MiB':>12}{'all ranks: calls':>20}{'MiB':>12}"
-        rows = [
-            f"{row['collective']:<16}{row['dtype']:<10}{row['calls']:>15.2f}{row['bytes'] / 2**20:>12.4f}"
-            f"{row['calls_all_ranks']:>20.2f}{row['bytes_all_ranks'] / 2**20:>12.4f}"
+        if not self.report["rows"]:
+            return f"{title}: none"
+        rows = [("", "", "rank 0: calls", "MiB", "all ranks: calls", "MiB")]
+        rows += [
+            (
+                row["collective"],
+                row["dtype"],
+                f"{row['calls']:.2f}",
+                f"{row['bytes'] / 2**20:.4f}",
+                f"{row['calls_all_ranks']:.2f}",
+                f"{row['bytes_all_ranks'] / 2**20:.4f}",
+            )
             for row in self.report["rows"]
         ]
-        return "\n".join([title, head, *rows] if rows else [f"{title}: none"])
+        return "\n".join([title, *columns(rows, right=range(2, 6))])
 
     def _see(self, op: Any, args: tuple[Any, ...], result: Any) -> None:
         space, _, name = op.name().partition("::")

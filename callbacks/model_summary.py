@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.callbacks._support.printing import safe_print
 from lockstep.callbacks._support.shadow import call, fitting, restored_rng, shadow
+from lockstep.callbacks._support.tables import columns
 from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -177,14 +178,7 @@ def _totals(module: nn.Module, trace: _Trace | None) -> list[str]:
 
 
 def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [
-        " | ".join(
-            cell.rjust(width) if 2 <= column <= 4 else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in [header, *rows]
-    ]
+    lines = columns([header, *rows], right=range(2, 5), gap=" | ")
     rule = "-" * max(map(len, lines))
     return [lines[0], rule, *lines[1:], rule]
 

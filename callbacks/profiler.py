@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.callbacks._support.printing import safe_print
+from lockstep.callbacks._support.tables import columns
 from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -110,15 +111,13 @@ class Profiler(Callback):
     def table(self) -> str:
         """What was measured, as text: seconds, share and milliseconds a step of each part."""
         total, steps = sum(self.seconds.values()) or 1e-12, max(self._steps, 1)
-        rows = [
-            f"first step: {self.first_s:.3f} s; then {self._steps} steps in {total:.3f} s",
-            f"{'':<16}{'s':>10}{'share':>8}{'ms a step':>12}",
-        ]
+        rows = [("", "s", "share", "ms a step")]
         rows += [
-            f"{name:<16}{value:>10.3f}{value / total:>8.1%}{value / steps * 1e3:>12.3f}"
+            (name, f"{value:.3f}", f"{value / total:.1%}", f"{value / steps * 1e3:.3f}")
             for name, value in self.seconds.items()
         ]
-        return "\n".join(rows)
+        title = f"first step: {self.first_s:.3f} s; then {self._steps} steps in {total:.3f} s"
+        return "\n".join([title, *columns(rows, right=range(1, 4))])
 
     def _add(self, part: str) -> None:
         now = time.perf_counter()

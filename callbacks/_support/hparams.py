@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+from lockstep.callbacks._support.files import replacing
+
 
 def plain(value: Any) -> Any:
     """Return `value` as dicts with str keys, lists, str, int, float, bool and None; anything else becomes its `str`.
@@ -57,7 +59,5 @@ def write_hparams(log_dir: str, params: Mapping[str, Any]) -> None:
     """Write `plain` data to `hparams.yaml` in `log_dir`, whole or not at all. Raises OSError."""
     os.makedirs(log_dir, exist_ok=True)
     path = os.path.join(log_dir, "hparams.yaml")
-    beside = f"{path}.{os.getpid()}.tmp"
-    with open(beside, "w", encoding="utf-8") as file:
+    with replacing(path) as file:
         file.write(to_yaml(params))
-    os.replace(beside, path)

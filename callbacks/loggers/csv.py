@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lockstep.callbacks._support.files import replacing
 from lockstep.callbacks._support.hparams import plain, write_hparams
 from lockstep.callbacks.base import Logger
 
@@ -143,14 +144,10 @@ class CSVLogger(Logger):
                 ][:num_valid]
         everything = [*kept, *rows]
         columns = list({"step": None} | {key: None for row in everything for key in row})
-        beside = f"{self.path}.{os.getpid()}.tmp"
-        with open(beside, "w", newline="", encoding="utf-8") as file:
+        with replacing(self.path, durable=True) as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows(everything)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, self.path)
         self._columns, self._last_valid_step, self._num_valid_rows = columns, None, None
         self._num_rows = len(everything)
 

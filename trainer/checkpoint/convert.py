@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lockstep.callbacks._support.files import replacing
 from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.trainer.checkpoint import safetensors_file
 from lockstep.trainer.checkpoint.manifest import reason
@@ -65,22 +66,16 @@ def export_weights(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> Pa
         "hyperparameters_name": state.get("hyperparameters_name"),
         "progress": _progress(state.get("progress")),
     }
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     layout = {name.removeprefix("model/"): (checkpoint.dtype(name), checkpoint.shape(name)) for name in names}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "xb") as file:
+        with replacing(target, "wb", durable=True) as file:
             for data in safetensors_file.content(
                 layout, lambda key: checkpoint.read(f"model/{key}"), {_NOTE: json.dumps(note)}
             ):
                 file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
     except OSError as error:
         raise CheckpointError(f"cannot export to {target}: {reason(error)}; choose another path") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return target
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lockstep.callbacks._support.tables import columns
 from lockstep.trainer.checkpoint import convert as interchange
 from lockstep.trainer.checkpoint.store import Checkpoint
 
@@ -125,7 +126,7 @@ def show(checkpoint: Checkpoint) -> list[str]:
         "imported from": state.get("imported_from"),
         "state": ", ".join(sorted(state)),
     }
-    lines = _columns([(name, str(value)) for name, value in facts.items() if value is not None])
+    lines = columns([(name, str(value)) for name, value in facts.items() if value is not None])
     rows = [("tensor", "dtype", "shape", "bytes")]
     total = 0
     for name in checkpoint.names():
@@ -135,7 +136,7 @@ def show(checkpoint: Checkpoint) -> list[str]:
         rows.append((name, str(dtype).removeprefix("torch."), str(list(shape)), str(size)))
     rows.append((f"{len(rows) - 1} tensors", "", "", str(total)))
     files = [("file", "bytes", "crc32"), *((name, str(size), crc32) for name, size, crc32 in checkpoint.files())]
-    return [*lines, "", *_columns(rows), "", *_columns(files)]
+    return [*lines, "", *columns(rows), "", *columns(files)]
 
 
 def verify(path: Path) -> str:
@@ -226,8 +227,3 @@ def _bytes(size: int) -> str:
             return f"{size:.4g} {unit}"
         size /= 1000  # type: ignore[assignment]
     return f"{size:.4g} GB"
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -22,7 +22,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from lockstep.callbacks._support.files import replacing
 from lockstep.callbacks._support.printing import safe_print
+from lockstep.callbacks._support.tables import columns
 from lockstep.strategies.launch.launcher import RankTraceback
 from lockstep.trainer.cli import config
 from lockstep.trainer.cli.config import ConfigError, Resolved, Run
@@ -118,7 +120,7 @@ def _evaluate(run: Run, command: str) -> None:
 
 
 def _predict(run: Run, output: str | None) -> None:
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     trainer = run.trainer
     predictions = trainer.predict(run.module, datamodule=run.datamodule, ckpt_path=run.ckpt_path)
@@ -127,9 +129,8 @@ def _predict(run: Run, output: str | None) -> None:
     tensors = _join(predictions or [])
     file = Path(output or Path(trainer.log_dir or ".") / "predictions.safetensors")
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{file.name}.partial")
-    save_file(tensors, partial)
-    os.replace(partial, file)
+    with replacing(file, "wb") as out:
+        out.write(save(tensors))
     rows = [(name, str(list(tensor.shape))) for name, tensor in tensors.items()]
     _print_block(trainer, f"predict: {run.ckpt_path or 'initial weights'}", [*rows, ("output", str(file))])
 
@@ -260,8 +261,7 @@ def _metric_rows(metrics: dict[str, Tensor]) -> list[tuple[str, str]]:
 
 def _print_block(trainer: Trainer, title: str, rows: list[tuple[str, str]]) -> None:
     if trainer.is_global_zero:
-        width = max((len(name) for name, _ in rows), default=0)
-        safe_print("\n".join(["", title, *(f"  {name:<{width}}  {value}" for name, value in rows)]))
+        safe_print("\n".join(["", title, *(f"  {line}" for line in columns(rows))]))
 
 
 def _join(predictions: list[Any]) -> dict[str, Tensor]:

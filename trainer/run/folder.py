@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.callbacks._support.files import replacing
 from lockstep.strategies.launch.watchdog import holder
 
 if TYPE_CHECKING:
@@ -223,10 +224,8 @@ def _reason(error: BaseException | None) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    with replacing(path) as file:
+        file.write(text)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.callbacks._support.tables import columns
 from lockstep.callbacks.base import Callback
 from lockstep.strategies import Strategy, registry
 from lockstep.strategies.precision import Precision
@@ -288,8 +289,9 @@ def table(results: dict[str, Difference]) -> str:
     shown = sorted(by_name, key=lambda name: max(by_name[name], default=0.0), reverse=True)[:MAX_ROWS]
     lines: list[str] = []
     if ran and shown:
-        lines += _aligned(
-            [("", *ran), *((name, *map(_number, values)) for name, values in by_name.items() if name in shown)]
+        lines += columns(
+            [("", *ran), *((name, *map(_number, values)) for name, values in by_name.items() if name in shown)],
+            right=range(1, len(ran) + 1),
         )
         lines += [f"and {len(by_name) - len(shown)} more with smaller differences"] * (len(shown) < len(by_name)) + [""]
 
@@ -316,7 +318,7 @@ def table(results: dict[str, Difference]) -> str:
     return "\n".join(
         [
             *lines,
-            *_aligned(rows),
+            *columns(rows, right=range(1, 6)),
             f"largest relative differences from {next(iter(results))}{in_precision}; tolerance {first.tolerance:.0e}",
         ]
     )
@@ -335,19 +337,6 @@ def to_json(results: dict[str, Difference]) -> str:
         indent=2,
         allow_nan=False,
     )
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows of a table whose first column is left-aligned; what stands behind six numbers is, too."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    text = [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell if i == 6 and rows[0][i] == "" else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return [line.rstrip() for line in text]
 
 
 def _number(value: float) -> str:
