@@ -237,10 +237,10 @@ def _of_the_user(error: BaseException) -> BaseException:
 
 def _entered(error: BaseException) -> str:
     """The first function outside of this package that an error came through, such as a hook."""
-    root, trace = Path(__file__).parent.parent, error.__traceback__
+    root, trace = Path(__file__).parents[2], error.__traceback__
     while trace is not None:
         code, owner = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
-        if Path(code.co_filename).parent not in (root / "trainer", root / "strategies", root / "callbacks"):
+        if root not in Path(code.co_filename).parents:
             name = code.co_name.strip("<>")
             return name if owner is None else f"{type(owner).__name__}.{name}"
         trace = trace.tb_next
