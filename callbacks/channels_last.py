@@ -26,7 +26,7 @@ class ChannelsLast(Callback):
             raise ValueError(
                 f"ChannelsLast lays out parameters of 4 dimensions, as convolutions have, but {type(module).__name__} has none; leave it out"
             )
-        if not trainer.strategy.preserves_memory_format:
+        if not trainer.strategy.capabilities.preserves_memory_format:
             name = type(trainer.strategy).__name__
             raise ValueError(
                 f"ChannelsLast does nothing under strategy {name}, which lays parameters out itself; leave it out, or use strategy='ddp'"

@@ -84,7 +84,7 @@ def check_replicas(trainer: Trainer, module: Module) -> bool:
             holder, expected = holders.setdefault(place, (rank, content))
             has_replicas = has_replicas or (place != 0 and holder != rank)
             if content != expected:
-                name = strategy.broadcast(mine[place][0] if rank == strategy.rank else None, rank)
+                name = strategy.broadcast(mine[place][0] if rank == strategy.topology.rank else None, rank)
                 raise RuntimeError(
                     f"the replicas have drifted apart: after step {trainer.global_step} {name} on rank {rank} is not what it is on rank {holder}; "
                     "look for code that changes parameters or gradients, or draws random numbers for them, differently by rank"

@@ -61,7 +61,7 @@ class LRScaling(LRFactor):
 
     def _arithmetic(self, trainer: Trainer, size: float) -> str:
         if self.global_batch_size is None:
-            ranks, accumulation = trainer.strategy.data_size, trainer.train_dataloader.num_micro_batches
+            ranks, accumulation = trainer.strategy.topology.data_size, trainer.train_dataloader.num_micro_batches
             origin = f"samples per rank {size / (ranks * accumulation):.10g} × ranks {ranks} × accumulation {accumulation} = global batch {size:.10g}"
         else:
             origin = f"global batch {size:.10g}, as given"

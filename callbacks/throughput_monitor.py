@@ -99,7 +99,9 @@ class ThroughputMonitor(Callback):
             trainer.global_step % trainer.arguments.log_every_n_steps == 0
         )  # else the sum goes on from the run that is resumed
         self.measured_flops_per_sample = self.flops_per_sample
-        self._peak = self.peak_flops_per_s or known_peak(trainer.strategy.device, str(trainer.arguments.precision))
+        self._peak = self.peak_flops_per_s or known_peak(
+            trainer.strategy.topology.device, str(trainer.arguments.precision)
+        )
         self._restart(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
@@ -189,7 +191,7 @@ class ThroughputMonitor(Callback):
         self._num_tokens = 0.0
 
     def _show(self, trainer: Trainer) -> None:
-        if trainer.strategy.device.type != "cpu":
+        if trainer.strategy.topology.device.type != "cpu":
             torch.accelerator.synchronize()  # the only host synchronisation: the device is up to half an interval behind
         self._enter(trainer, "rest")
         seconds = sum(self._seconds[part] for part in PARTS)

@@ -112,7 +112,9 @@ class TextModel(Module):
         self.started = time.perf_counter()
 
     def on_train_batch_end(self, outputs, batch: Tensor, batch_idx: int) -> None:
-        tokens = batch[:, 1:].numel() * self.trainer.strategy.data_size  # of all ranks, whose shares are about equal
+        tokens = (
+            batch[:, 1:].numel() * self.trainer.strategy.topology.data_size
+        )  # of all ranks, whose shares are about equal
         self.log("tokens_per_s", tokens / (time.perf_counter() - self.started), prog_bar=True)
 
     def on_validation_epoch_end(self) -> None:

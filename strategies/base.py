@@ -8,7 +8,7 @@ The life of a strategy, in order:
 
     strategy.configure(devices, accelerator, num_nodes, precision)   # may refuse; nothing has started
     if strategy.starts_ranks: return strategy.launch(fn, *args)      # fn runs on every rank, from here
-    strategy.setup()                                                 # facts become valid
+    topology = strategy.setup()                                      # which rank this is, of how many, on which device
     wrapped = strategy.setup_module(model)                                   # move, wrap or shard
     optimizers = strategy.setup_optimizers(wrapped, optimizers)                 # built on the wrapped parameters
     strategy.load_state_dict(wrapped, optimizers, reader)             # optional
@@ -27,8 +27,9 @@ The life of a strategy, in order:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -85,37 +86,94 @@ class StepResult(NamedTuple):
     `optimizer_step` leaves such a step out by itself."""
 
 
+@dataclass(frozen=True)
+class Topology:
+    """Where a rank is in its run. `Strategy.setup` returns it."""
+
+    rank: int = 0
+    """Index of this process among all, 0 on the first node."""
+    local_rank: int = 0
+    """Index of this process on its node."""
+    world_size: int = 1
+    """Number of processes on all nodes."""
+    node_rank: int = 0
+    """Index of this process's node."""
+    num_nodes: int = 1
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
+    """Where this rank computes."""
+    data_rank: int = 0
+    """Index of this rank among those that see different samples; ranks that share samples share it."""
+    data_size: int = 1
+    """Number of different shares into which the global batch is split."""
+    is_reporting_rank: bool = True
+    """Of the ranks that share samples exactly one is True: what it logs and predicts stands for all of them."""
+    sample_share: float = 1.0
+    """What part of its samples' tokens this rank computes."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a strategy can do, known before anything starts."""
+
+    exact: bool = True
+    """The numbers are those of one process, up to floating-point order."""
+    bitwise: bool = False
+    """The numbers are those of one process bit for bit, with virtual ranks."""
+    synchronous: bool = True
+    """All ranks finish an optimizer step together."""
+    dynamic_shapes: bool = True
+    """False if torch.compile needs a graph for each shape, as one for all of them fails on the wrapped model."""
+    preserves_memory_format: bool = True
+    """False if `setup_module` lays parameters out in memory anew, so that a layout of the user's is lost."""
+    runs_step_once: bool = True
+    """Each rank runs the user's step once for a micro-batch; else in parts, some more than once or at the same time."""
+    builds_on_meta: bool = False
+    """Ranks other than 0 build modules on the meta device, as their values come from rank 0 in `setup_module`."""
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    """What the strategy refuses ("manual_optimization", "several_optimizers", "closures", "16-mixed"), and why, in one sentence."""
+
+
+def _no_scope(num_samples: int) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+class StepHooks(NamedTuple):
+    """What a caller of `Strategy.forward_backward` hangs into a step. All are optional."""
+
+    vote: Callable[[], StepVote] = StepVote
+    """Called after the last forward; the votes of all ranks are exchanged during the last backward."""
+    log_scope: Callable[[int], AbstractContextManager[Any]] = _no_scope
+    """A strategy that runs the step on parts of a micro-batch does so within `log_scope(number of samples)`, in any thread;
+    the caller weights by it what the step logs. What is logged within `log_scope(0)` does not count: the step runs on these
+    samples a second time, or on another rank."""
+    before_backward: Callable[[Tensor], None] | None = None
+    """Called with each loss, as the step returned it."""
+    after_backward: Callable[[], None] | None = None
+    """Called after each backward; after the last one with the gradients that the optimizer gets."""
+    parameters: Mapping[str, Sequence[nn.Parameter]] | None = None
+    """By the name of an optimizer the parameters that its loss moves, if the step returns a loss for each optimizer."""
+    prepare: Callable[[Window], Iterable[MicroBatch]] | None = None
+    """Yields the micro-batches of a window, prepared one at a time."""
+    automatic: bool = True
+    """False if the step itself runs backward and steps (`backward`, `clip_gradients`, `optimizer_step`): it is only called,
+    on padding too."""
+
+
+NO_HOOKS = StepHooks()
+
+
 class Strategy(ABC):
     """Four duties behind twenty-two verbs: processes and devices, gradient sync, sampler seeding, checkpointing.
 
     Unless a verb says otherwise every rank calls it, in the same order.
     """
 
-    # Facts. The first is valid after `configure`, the others after `setup`.
+    capabilities: Capabilities = Capabilities()
+    """Valid after `configure`."""
+    topology: Topology = Topology()
+    """Valid after `setup`, which returns it; before, that of one process on CPU."""
     starts_ranks: bool
-    """True where this process is the launcher and the ranks are still to be started by `launch`."""
-    rank: int
-    """Index of this process among all, 0 on the first node."""
-    local_rank: int
-    """Index of this process on its node."""
-    world_size: int
-    """Number of processes on all nodes."""
-    device: torch.device
-    """Where this rank computes."""
-    data_rank: int
-    """Index of this rank among those that see different samples; ranks that share samples share it."""
-    data_size: int
-    """Number of different shares that the global batch is cut into."""
-    builds_on_meta: bool
-    """True if this rank builds modules on the meta device, as their values come from another rank in `setup_module`."""
-    dynamic_shapes: bool
-    """False where torch.compile needs a graph for each shape, as one for all of them fails on what `setup_module` makes of a model."""
-    preserves_memory_format: bool
-    """False where `setup_module` lays parameters out in memory anew, so that a layout of the user's is lost."""
-    is_reporting_rank: bool
-    """Of the ranks that share samples exactly one is True: what it logs and predicts stands for all of them."""
-    runs_step_once: bool
-    """True where each rank runs the user's step once for a micro-batch, False where in parts, some more than once or at the same time."""
+    """True if this process is the launcher and the ranks are still to be started by `launch`; valid after `configure`."""
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 
@@ -139,8 +197,8 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def setup(self) -> None:
-        """Join the ranks (rendezvous, process group) and make the facts valid."""
+    def setup(self) -> Topology:
+        """Join the ranks (rendezvous, process group) and return where this rank is, which `topology` holds from here on."""
 
     @abstractmethod
     def teardown(self) -> None:
@@ -195,29 +253,15 @@ class Strategy(ABC):
         wrapped: nn.Module,
         step_fn: Callable[[Any, int], Any],
         window: Window,
-        *,
-        micro_batches: Any = None,
-        automatic: bool = True,
-        parameters: Mapping[str, Sequence[nn.Parameter]] | None = None,
-        vote: Callable[[], StepVote] | None = None,
-        part: Callable[[int], AbstractContextManager[Any]] | None = None,
-        before_backward: Callable[[Tensor], None] | None = None,
-        after_backward: Callable[[], None] | None = None,
+        hooks: StepHooks = NO_HOOKS,
     ) -> StepResult:
         """Compute the gradient of one optimizer step and leave it in `.grad`, equal on all replicas.
 
         `step_fn(batch, batch_idx)` returns the mean loss of a micro-batch, `Loss`, a dict with
-        `"loss"`, a dict of losses by optimizer name (with `parameters`: what each of them moves), or
+        `"loss"`, a dict of losses by optimizer name (with `hooks.parameters`), or
         None for no weight. `window` holds this rank's micro-batches and the global number of samples,
-        by which plain means are weighted; `micro_batches`, where given, is iterated in their place
-        (the same micro-batches, prepared one at a time). With `automatic` False the step walks back and
-        steps by itself (`backward`, `clip_gradients`, `optimizer_step`): it is only called, also on padding.
+        by which plain means are weighted.
 
-        A strategy that calls `step_fn` on parts of a micro-batch does so within `part(number of samples)`,
-        where given, in any thread; the caller weighs by it what the step logs. What it logs within `part(0)`
-        does not count: the step runs on these samples a second time, or on another rank.
-
-        `vote` is read after the last forward; all votes are exchanged beside the last backward.
         Raises RuntimeError where ranks disagree on the step, on the collectives issued so far or on
         the names logged, naming the rank, before any parameter changes.
         """
@@ -229,11 +273,11 @@ class Strategy(ABC):
         step_fn: Callable[..., Any],
         micro_batch: MicroBatch,
         *args: Any,
-        part: Callable[[int], AbstractContextManager[Any]] | None = None,
+        hooks: StepHooks = NO_HOOKS,
     ) -> Any:
         """Return `step_fn(micro_batch.batch, *args)` without gradient sync; None for a micro-batch of padding.
 
-        A rank that does not report may return None as well. `part` as in `forward_backward`.
+        A rank that does not report may return None as well. Of `hooks` only `log_scope` counts.
         """
 
     @abstractmethod
@@ -319,4 +363,15 @@ def split_loss(output: Any, num_samples: int) -> tuple[Tensor | None, float, int
     )
 
 
-__all__ = ["Loss", "Precision", "StepResult", "StepVote", "Strategy", "split_loss"]
+__all__ = [
+    "NO_HOOKS",
+    "Capabilities",
+    "Loss",
+    "Precision",
+    "StepHooks",
+    "StepResult",
+    "StepVote",
+    "Strategy",
+    "Topology",
+    "split_loss",
+]

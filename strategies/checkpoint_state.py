@@ -347,8 +347,8 @@ def gather_whole(strategy: Strategy, state: State, keep: bool = True) -> Whole:
     rank once and needs the memory of the largest rank's pieces beside the result.
     """
     whole = Whole({}, state.meta)
-    for source in range(strategy.world_size):
-        mine = dict(sorted(state.tensors.items())) if source == strategy.rank else {}
+    for source in range(strategy.topology.world_size):
+        mine = dict(sorted(state.tensors.items())) if source == strategy.topology.rank else {}
         described = [
             [name, str(s.tensor.dtype)[6:], list(s.tensor.shape), list(s.offsets), list(s.global_shape)]
             for name, s in mine.items()

@@ -6,7 +6,6 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import Loss, StepResult
+from lockstep.strategies.base import NO_HOOKS, Loss, StepHooks, StepResult
 from lockstep.strategies.checkpoint_state import Reader, State
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.process_group import plain_group
@@ -74,7 +73,7 @@ class DDP(SPMDStrategy):
         self._first_window = True
         self._shares_buffers, self._stale_buffers = broadcast_buffers, False
         self._converted: list[tuple[nn.Module, str, nn.Module]] = []
-        self._part: Callable[[int], AbstractContextManager[Any]] | None = None
+        self._hooks = NO_HOOKS
 
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
@@ -89,7 +88,7 @@ class DDP(SPMDStrategy):
         self._first_window = True
         if self.sync_batchnorm:
             self._converted = convert_batchnorm(model)
-        model = super().setup_module(materialize(model)).to(self.device)
+        model = super().setup_module(materialize(model)).to(self.topology.device)
         return Replica(model, self._options) if self._in_group else model
 
     def teardown_module(self, wrapped: nn.Module) -> None:
@@ -100,13 +99,17 @@ class DDP(SPMDStrategy):
         self._converted = []
 
     def forward_backward(
-        self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any
+        self,
+        wrapped: nn.Module,
+        step_fn: Callable[[Any, int], Any],
+        window: Window,
+        hooks: StepHooks = NO_HOOKS,
     ) -> StepResult:
         if isinstance(wrapped, Replica):
             wrapped.begin_window()
             self._stale_buffers = self._shares_buffers
-        self._part = options.get("part")
-        result = super().forward_backward(wrapped, step_fn, window, **options)
+        self._hooks = hooks
+        result = super().forward_backward(wrapped, step_fn, window, hooks)
         self._first_window = False
         return result
 
@@ -145,7 +148,7 @@ class DDP(SPMDStrategy):
             if batch is None:  # a dataset that shards itself had nothing for this rank
                 return stand_in(batch, batch_idx)
             before = numbers(model)
-            with side_effect_free(model), nullcontext() if self._part is None else self._part(0):
+            with side_effect_free(model), self._hooks.log_scope(0):
                 step_fn(batch, batch_idx)
                 refuse_changed_numbers(model, before)
             return stand_in(batch, batch_idx)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import replicate
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lockstep.strategies.base import StepResult, StepVote, split_loss
+from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Topology, split_loss
 from lockstep.strategies.data.sample_axis import SampleCutter
-from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
+from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.dp_replicas import (
     check_hooks,
     join_state,
@@ -31,6 +31,8 @@ from lockstep.strategies.modules.model_changes import gradient_marks, own_backwa
 from lockstep.strategies.modules.rng import kept_streams
 from lockstep.strategies.pipeline.microbatches import merged
 from lockstep.strategies.spmd import SPMDStrategy, detach, move, weighted_losses
+
+ONE_OPTIMIZER = "strategy 'dp' needs automatic optimization with one optimizer; use strategy='ddp' for others"
 
 
 class DataParallel(SPMDStrategy):
@@ -57,13 +59,23 @@ class DataParallel(SPMDStrategy):
         self._draws = True
         self._cutter: SampleCutter | None = None
 
-    def setup(self) -> None:
+    def configure(
+        self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
+    ) -> None:
+        super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
+        refused = dict.fromkeys(("manual_optimization", "several_optimizers"), ONE_OPTIMIZER)
+        self.capabilities = (
+            Capabilities(runs_step_once=False, refuses=refused) if self._num_devices > 1 else Capabilities()
+        )
+
+    def setup(self) -> Topology:
         super().setup()
-        self.device = torch.device(self._accelerator, 0) if self._accelerator == "cuda" else self.device
-        self.runs_step_once = False
+        if self._accelerator == "cuda":
+            self.topology = replace(self.topology, device=torch.device("cuda", 0))
         self._cutter = None
         self._draws = True  # until the first window has shown that it does not
         self._threads = ThreadPoolExecutor(self._num_devices, thread_name_prefix="replica")
+        return self.topology
 
     def teardown(self) -> None:
         if self._threads is not None:
@@ -73,7 +85,7 @@ class DataParallel(SPMDStrategy):
 
     def setup_module(self, model: nn.Module) -> nn.Module:
         refuse_max_norm(model, self._num_devices, type(self).__name__)
-        return super().setup_module(model).to(self.device)
+        return super().setup_module(model).to(self.topology.device)
 
     def shard_loader(
         self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False
@@ -84,27 +96,24 @@ class DataParallel(SPMDStrategy):
         return super().shard_loader(loader, seed=seed, shuffle=shuffle, accumulate=accumulate, split=split)
 
     def forward_backward(
-        self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any
+        self,
+        wrapped: nn.Module,
+        step_fn: Callable[[Any, int], Any],
+        window: Window,
+        hooks: StepHooks = NO_HOOKS,
     ) -> StepResult:
         if self._num_devices == 1:
-            return super().forward_backward(wrapped, step_fn, window, **options)
-        if not options.pop("automatic", True) or options.pop("parameters", None):
-            raise ValueError(
-                "strategy 'dp' needs automatic optimization with one optimizer; use strategy='ddp' for others"
-            )
-        return self._in_slices(wrapped, step_fn, window, **options)
+            return super().forward_backward(wrapped, step_fn, window, hooks)
+        if not hooks.automatic or hooks.parameters:
+            raise ValueError(ONE_OPTIMIZER)
+        return self._in_slices(wrapped, step_fn, window, hooks)
 
     def _in_slices(
         self,
         wrapped: nn.Module,
         step_fn: Callable[[Any, int], Any],
         window: Window,
-        *,
-        micro_batches: Iterable[MicroBatch] | None = None,
-        vote: Callable[[], StepVote] | None = None,
-        part: Callable[[int], AbstractContextManager[Any]] | None = None,
-        before_backward: Callable[[Tensor], None] | None = None,
-        after_backward: Callable[[], None] | None = None,
+        hooks: StepHooks,
     ) -> StepResult:
         if self._scaler_used:
             self._update_scaler()
@@ -112,11 +121,11 @@ class DataParallel(SPMDStrategy):
         self._cutter = self._cutter or SampleCutter()
         random_state = torch.get_rng_state() if self._draws else None
         count, weighted, last = 0.0, 0.0, len(window.micro_batches) - 1
-        for number, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
+        for number, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
             slices = self._cutter.cut(micro_batch.batch, micro_batch.num_samples, self._num_devices)
             replicas = self._replicas(wrapped, len(slices))
             steps = [step_fn, *(rebind(step_fn, wrapped, other) for other in replicas[1:])]
-            contexts = [nullcontext() if part is None else part(n) for _, n in slices]
+            contexts = [hooks.log_scope(n) for _, n in slices]
 
             def forward(
                 i: int,
@@ -138,16 +147,16 @@ class DataParallel(SPMDStrategy):
             outputs = self._run(forward, len(slices))
             join_state(wrapped, replicas[1:])
             whole = merged(
-                [(move(output, self.device, None), n) for output, (_, n) in zip(outputs, slices, strict=True)]
+                [(move(output, self.topology.device, None), n) for output, (_, n) in zip(outputs, slices, strict=True)]
             )
             losses: list[Tensor] = []
             for output, (_, num_samples) in zip(outputs, slices, strict=True):
                 found, counted = weighted_losses(output, num_samples, 1 / window.num_samples, None)
                 losses += [value for value, *_ in found]
                 count += counted
-            weighted += sum(value.item() for value in losses) if self.device.type == "cpu" else 0.0
-            if losses and before_backward is not None:
-                before_backward(split_loss(whole, micro_batch.num_samples)[0])  # type: ignore[arg-type]
+            weighted += sum(value.item() for value in losses) if self.topology.device.type == "cpu" else 0.0
+            if losses and hooks.before_backward is not None:
+                hooks.before_backward(split_loss(whole, micro_batch.num_samples)[0])  # type: ignore[arg-type]
 
             def backward(i: int, losses: list[Tensor] = losses) -> None:
                 (losses[i] if self.precision.scaler is None else self.precision.scaler.scale(losses[i])).backward()
@@ -155,15 +164,15 @@ class DataParallel(SPMDStrategy):
             self._run(backward, len(losses))
             self._join(wrapped, replicas)
             micro_batch.output = detach(whole)
-            if losses and after_backward is not None and number < last:
-                after_backward()
+            if losses and hooks.after_backward is not None and number < last:
+                hooks.after_backward()
         if random_state is not None:
             self._draws = not torch.equal(random_state, torch.get_rng_state())
         finite = math.isfinite(weighted)
-        loss = weighted * window.num_samples / count if count and self.device.type == "cpu" else None
+        loss = weighted * window.num_samples / count if count and self.topology.device.type == "cpu" else None
         result = StepResult(
             count,
-            vote().stop if vote else 0,
+            hooks.vote().stop,
             None if finite or self.precision.scaler is not None else "the loss of rank 0",
             loss,
         )
@@ -171,7 +180,7 @@ class DataParallel(SPMDStrategy):
             torch._foreach_mul_(
                 [p.grad for p in wrapped.parameters() if p.grad is not None], window.num_samples / count
             )
-        return self._concluded(wrapped, result, after_backward) if count else result
+        return self._concluded(wrapped, result, hooks.after_backward) if count else result
 
     def _run(self, work: Callable[[int], Any], count: int) -> list[Any]:
         """`work` for each slice, in threads."""
@@ -179,12 +188,12 @@ class DataParallel(SPMDStrategy):
         return [work(i) for i in range(count)] if self._draws else list(self._threads.map(work, range(count)))
 
     def _device_of(self, index: int) -> torch.device:
-        on_several = self.device.type == "cuda" and torch.cuda.device_count() > 1
-        return torch.device("cuda", index % torch.cuda.device_count()) if on_several else self.device
+        on_several = self.topology.device.type == "cuda" and torch.cuda.device_count() > 1
+        return torch.device("cuda", index % torch.cuda.device_count()) if on_several else self.topology.device
 
     def _replicas(self, model: nn.Module, count: int) -> list[nn.Module]:
         """The model itself, and what the other threads run: equal parameters, gradients and buffers of their own."""
-        if self.device.type == "cpu" or torch.cuda.device_count() == 1:
+        if self.topology.device.type == "cpu" or torch.cuda.device_count() == 1:
             return [model, *(replica(model) for _ in range(count - 1))]
         others = replicate(model, [self._device_of(i) for i in range(count)])[1:] if count > 1 else []
         for i, other in enumerate(others, 1):

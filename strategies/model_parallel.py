@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from lockstep.strategies.base import Topology
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.spmd import SPMDStrategy, move
 
@@ -38,9 +40,9 @@ class ModelParallel(SPMDStrategy):
         """Where each submodule lies, by its name; valid after `setup_module`."""
         self._hooks: list[Any] = []
 
-    def setup(self) -> None:
-        super().setup()
-        self.device = self._device(0)
+    def setup(self) -> Topology:
+        self.topology = replace(super().setup(), device=self._device(0))
+        return self.topology
 
     def setup_module(self, model: nn.Module) -> nn.Module:
         count = self._num_devices
@@ -56,8 +58,8 @@ class ModelParallel(SPMDStrategy):
         for name, buffer in list(model.named_buffers()):
             if not any(name == place or name.startswith(place + ".") for place in self.device_map):
                 owner, _, leaf = name.rpartition(".")
-                model.get_submodule(owner)._buffers[leaf] = buffer.to(self.device)
-        home = _Mover(self.device)
+                model.get_submodule(owner)._buffers[leaf] = buffer.to(self.topology.device)
+        home = _Mover(self.topology.device)
         for child in model.children():  # what the user's step computes a loss from lies with the batch
             self._hooks.append(child.register_forward_hook(home.outputs))
         return model

@@ -16,4 +16,4 @@ class SingleDevice(SPMDStrategy):
     sees_whole_gradients = True
 
     def setup_module(self, model: nn.Module) -> nn.Module:
-        return super().setup_module(materialize(model)).to(self.device)
+        return super().setup_module(materialize(model)).to(self.topology.device)

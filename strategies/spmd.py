@@ -14,8 +14,7 @@ import math
 import operator
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +22,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import Loss, StepResult, StepVote, Strategy, split_loss
+from lockstep.strategies.base import (
+    NO_HOOKS,
+    Loss,
+    StepHooks,
+    StepResult,
+    StepVote,
+    Strategy,
+    Topology,
+    split_loss,
+)
 from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, gather_state, restore_state
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.launch import environment, watchdog
@@ -62,7 +70,6 @@ class SPMDStrategy(Strategy):
     """True where even one rank needs a process group, as the engine asks for one."""
     max_devices: int | None = None
     """The most devices that the strategy can use on a node, or None for all."""
-    dynamic_shapes = preserves_memory_format = True
     cuts_gradients = False
     """True where ranks hold different parts of the gradient, so that one cannot see whether all of it is finite."""
     sees_whole_gradients = False
@@ -145,42 +152,43 @@ class SPMDStrategy(Strategy):
             return fn(*args)
         return processes.launch(fn, args, self._num_devices)
 
-    def setup(self) -> None:
+    def setup(self) -> Topology:
         world = None if self.single_process else environment.detect()
-        self.rank, self.local_rank, self.world_size = (
-            (world.rank, world.local_rank, world.world_size) if world else (0, 0, 1)
-        )
-        self.data_rank, self.data_size, self.is_reporting_rank, self.builds_on_meta, self.runs_step_once = (
-            self.rank,
-            self.world_size,
-            True,
-            False,
-            True,
-        )
-        self.device = (
-            torch.device("cuda", device_index(world, torch.cuda.device_count()))
-            if self._accelerator == "cuda"
-            else torch.device(self._accelerator)
-        )
+        device = torch.device(self._accelerator)
+        if self._accelerator == "cuda":
+            device = torch.device("cuda", device_index(world, torch.cuda.device_count()))
+        self.topology = Topology(device=device)
+        if world is not None:
+            self.topology = Topology(
+                rank=world.rank,
+                local_rank=world.local_rank,
+                world_size=world.world_size,
+                node_rank=world.node_rank,
+                num_nodes=world.num_nodes,
+                device=device,
+                data_rank=world.rank,
+                data_size=world.world_size,
+            )
         self._ready = True
-        faults.load(self.rank)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        faults.load(self.topology.rank)
+        if self.topology.device.type == "cuda":
+            torch.cuda.set_device(self.topology.device)
             self._copies = torch.cuda.Stream()
-        self._on_cpu = self.device.type == "cpu"
+        self._on_cpu = self.topology.device.type == "cpu"
         self._found, self._one = (
-            make((), dtype=torch.float32, device=self.device) for make in (torch.zeros, torch.ones)
+            make((), dtype=torch.float32, device=self.topology.device) for make in (torch.zeros, torch.ones)
         )
-        self.precision.setup(self.device)
-        self._in_group = self.world_size > 1 or self._keeps_mesh or self.needs_group
+        self.precision.setup(self.topology.device)
+        self._in_group = self.topology.world_size > 1 or self._keeps_mesh or self.needs_group
         if self._in_group:
-            if self.world_size == 1:
+            if self.topology.world_size == 1:
                 world = None  # a group of one meets nobody
             elif world is not None and world.launcher != "lockstep":
-                self._end_watchdog = processes.guard(self.rank)
-            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-            processes.init_process_group(world, backend, self.timeout_s, self.device)
-            self._agreement = StepAgreement(self.rank, self.world_size, self.timeout_s)
+                self._end_watchdog = processes.guard(self.topology.rank)
+            backend = "cpu:gloo,cuda:nccl" if self.topology.device.type == "cuda" else "gloo"
+            processes.init_process_group(world, backend, self.timeout_s, self.topology.device)
+            self._agreement = StepAgreement(self.topology.rank, self.topology.world_size, self.timeout_s)
+        return self.topology
 
     def teardown(self) -> None:
         if not self._ready:
@@ -207,7 +215,7 @@ class SPMDStrategy(Strategy):
     def setup_module(self, model: nn.Module) -> nn.Module:
         """What all strategies do to a model: its dtype and its recomputed blocks. One of them calls this and places what it returns."""
         keep(model)  # a run that failed may have left some
-        refuse_max_norm(model, self.data_size, type(self).__name__)
+        refuse_max_norm(model, self.topology.data_size, type(self).__name__)
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
         self._parameter_hooks = ParameterHooks()
         self._parameter_hooks.take(model.named_parameters())
@@ -228,7 +236,7 @@ class SPMDStrategy(Strategy):
         if self.precision.scaler is not None:
             for optimizer in optimizers.values():
                 optimizer.register_step_pre_hook(self._mark_step)
-        if self.device.type == "cuda":
+        if self.topology.device.type == "cuda":
             for optimizer in optimizers.values():
                 fuse(optimizer)
                 parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -256,7 +264,7 @@ class SPMDStrategy(Strategy):
 
     def to_device(self, batch: Any) -> Any:
         dtype = self.precision.dtype
-        moved = move(batch, self.device, None if dtype == torch.float32 else dtype, self._copies)
+        moved = move(batch, self.topology.device, None if dtype == torch.float32 else dtype, self._copies)
         if self._copies is not None:
             torch.cuda.current_stream().wait_stream(self._copies)
         return moved
@@ -268,29 +276,23 @@ class SPMDStrategy(Strategy):
         wrapped: nn.Module,
         step_fn: Callable[[Any, int], Any],
         window: Window,
-        *,
-        micro_batches: Iterable[MicroBatch] | None = None,
-        automatic: bool = True,
-        parameters: Mapping[str, Sequence[nn.Parameter]] | None = None,
-        vote: Callable[[], StepVote] | None = None,
-        part: Callable[[int], AbstractContextManager[Any]] | None = None,
-        before_backward: Callable[[Tensor], None] | None = None,
-        after_backward: Callable[[], None] | None = None,
+        hooks: StepHooks = NO_HOOKS,
     ) -> StepResult:
         if self._scaler_used:
             self._update_scaler()
+        automatic, before_backward, after_backward = hooks.automatic, hooks.before_backward, hooks.after_backward
         self._looks = not automatic
         if not automatic and self.sees_whole_gradients and self._changes is not None:
             self._parameter_hooks.put_back(self._changes.parameters.items())  # each backward is a plain one
         last = len(window.micro_batches) - 1
-        alone = last == 0 and self.data_size == 1
+        alone = last == 0 and self.topology.data_size == 1
         scale = 1 / window.num_samples  # summed over data ranks, so that hooks see the gradients of one process
         autocast, on_cpu = self.precision.autocast_dtype, self._on_cpu
         run = self._runner(wrapped, step_fn) if automatic else step_fn
         exchanges, scaler = self._in_group, self.precision.scaler
         count: Any = 0.0  # a tensor if losses count on an accelerator
-        weighted, told, counting, send = 0.0, StepVote(), None, None
-        for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
+        weighted, vote, counting, send = 0.0, StepVote(), None, None
+        for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
             if exchanges:
                 self._sync_gradients(wrapped, i == last)
             call = run if micro_batch.num_samples or not automatic else self._padding(wrapped, step_fn)
@@ -298,12 +300,12 @@ class SPMDStrategy(Strategy):
             if autocast is None:
                 output = call(micro_batch.batch, micro_batch.batch_idx)
             else:
-                with torch.autocast(self.device.type, dtype=autocast):
+                with torch.autocast(self.topology.device.type, dtype=autocast):
                     output = call(micro_batch.batch, micro_batch.batch_idx)
             if marks is not None and marks != gradient_marks(self._watched):
                 raise own_backward(remarked(self._user_model(wrapped).named_parameters(), marks))
             losses, counted = (
-                weighted_losses(output, micro_batch.num_samples, None if alone else scale, parameters, on_cpu)
+                weighted_losses(output, micro_batch.num_samples, None if alone else scale, hooks.parameters, on_cpu)
                 if automatic
                 else ([], micro_batch.num_samples)
             )
@@ -312,9 +314,9 @@ class SPMDStrategy(Strategy):
                 weighted += value.item() if on_cpu else math.nan  # no host sync on an accelerator
             micro_batch.output = output.detach() if isinstance(output, Tensor) else detach(output)
             if i == last:
-                told = vote() if vote else told
+                vote = hooks.vote()
                 if self._agreement is not None:
-                    send = self._agreement.prepare(told, window.num_samples)
+                    send = self._agreement.prepare(vote, window.num_samples)
                 if isinstance(count, Tensor):
                     counting = finite.to_host(count)
                 elif send is not None:
@@ -340,7 +342,7 @@ class SPMDStrategy(Strategy):
         if self._agreement is None:
             bad = on_cpu and not math.isfinite(weighted)
             loss = weighted if alone else weighted / scale / count if count else None
-            result = StepResult(count, told.stop, "the loss of rank 0" if bad else None, loss if on_cpu else None)
+            result = StepResult(count, vote.stop, "the loss of rank 0" if bad else None, loss if on_cpu else None)
         else:
             result = self._agreement.receive()
         if automatic and not alone and result.count and result.count != window.num_samples:
@@ -355,13 +357,13 @@ class SPMDStrategy(Strategy):
         step_fn: Callable[..., Any],
         micro_batch: MicroBatch,
         *args: Any,
-        part: Callable[[int], AbstractContextManager[Any]] | None = None,
+        hooks: StepHooks = NO_HOOKS,
     ) -> Any:
         if not micro_batch.num_samples:
             return None
         if self.precision.autocast_dtype is None:
             return step_fn(micro_batch.batch, *args)
-        with self.precision.autocast(self.device):
+        with self.precision.autocast(self.topology.device):
             return step_fn(micro_batch.batch, *args)
 
     def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
@@ -423,13 +425,13 @@ class SPMDStrategy(Strategy):
                     "min": dist.ReduceOp.MIN,
                 }[op],
             )
-        return tensor / self.world_size if op == "mean" else tensor
+        return tensor / self.topology.world_size if op == "mean" else tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach().contiguous()
         if not self._in_group:
             return tensor.unsqueeze(0)
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        parts = [torch.empty_like(tensor) for _ in range(self.topology.world_size)]
         dist.all_gather(parts, tensor)
         return torch.stack(parts)
 
@@ -440,10 +442,12 @@ class SPMDStrategy(Strategy):
             value = value.detach().clone()
             dist.broadcast(value, src)
             return value
-        data = torch.frombuffer(bytearray(json.dumps(value).encode() if self.rank == src else b"?"), dtype=torch.uint8)
+        data = torch.frombuffer(
+            bytearray(json.dumps(value).encode() if self.topology.rank == src else b"?"), dtype=torch.uint8
+        )
         size = torch.tensor(data.numel())
         dist.broadcast(size, src)
-        data = data if self.rank == src else torch.empty(int(size), dtype=torch.uint8)
+        data = data if self.topology.rank == src else torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, src)
         return json.loads(bytes(data.tolist()))
 
@@ -458,13 +462,15 @@ class SPMDStrategy(Strategy):
     ) -> ShardedLoader:
         return ShardedLoader(
             loader,
-            rank=self.data_rank,
-            size=self.data_size,
+            rank=self.topology.data_rank,
+            size=self.topology.data_size,
             seed=seed,
             shuffle=shuffle,
             accumulate=accumulate,
             split=split,
-            sum_over_ranks=lambda n: int(self.all_reduce(torch.tensor(n))) * self.data_size // self.world_size,
+            sum_over_ranks=lambda n: (
+                int(self.all_reduce(torch.tensor(n))) * self.topology.data_size // self.topology.world_size
+            ),
         )
 
     # ---- 4. checkpointing ------------------------------------------------------------------------
@@ -527,7 +533,7 @@ class SPMDStrategy(Strategy):
             try:  # GradScaler's pass with a scale of one: changes no bit of what is finite
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._one)
             except RuntimeError:  # none, or such as that pass does not take
-                found = finite.found(gradients, self.device)
+                found = finite.found(gradients, self.topology.device)
             if not self._on_cpu:
                 if self.cuts_gradients and self._in_group:
                     dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -545,7 +551,7 @@ class SPMDStrategy(Strategy):
     def _left(self, wrapped: nn.Module, result: StepResult, first: int) -> StepResult:
         """`result` on a window whose gradient is not finite, on rank `first` before others. Every rank calls it."""
         self._found.zero_()
-        name = finite.name(self._user_model(wrapped)) if self.rank == first else None
+        name = finite.name(self._user_model(wrapped)) if self.topology.rank == first else None
         self._drop_gradients(wrapped)
         return result._replace(non_finite=self.broadcast(name, first))
 
@@ -561,7 +567,7 @@ class SPMDStrategy(Strategy):
 
     def _piece(self, tensor: Tensor) -> TensorShard | None:
         """What this rank writes of a tensor of the state, None where another rank writes it."""
-        return TensorShard.whole(tensor) if self.rank == 0 else None
+        return TensorShard.whole(tensor) if self.topology.rank == 0 else None
 
     def _take(self, reader: Reader, name: str, like: Tensor | None) -> Tensor:
         """Read a saved tensor, laid out as `like` is here."""
@@ -572,14 +578,14 @@ class SPMDStrategy(Strategy):
     def _send(self, send: Callable[[float, bool, float], None], count: float, total: float) -> None:
         """Tell the other ranks what this one has computed; the sum of its losses is not known on accelerators."""
         finite = not self._on_cpu or math.isfinite(total)
-        send(*((count, finite, total) if self.is_reporting_rank else (0.0, finite, 0.0)))
+        send(*((count, finite, total) if self.topology.is_reporting_rank else (0.0, finite, 0.0)))
 
     def _look_at(self, optimizer: Optimizer) -> None:
         """Manual optimization: raise FloatingPointError, on all ranks alike, for a gradient that is not finite."""
         if self.precision.scaler is not None:
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        bad = bool(finite.found(gradients, self.device))  # a host synchronisation on accelerators
+        bad = bool(finite.found(gradients, self.topology.device))  # a host synchronisation on accelerators
         if self._agreement is not None:
             bad = self._agreement.first_rank(bad) is not None
         if bad:
@@ -606,7 +612,7 @@ class SPMDStrategy(Strategy):
         if self.sees_whole_gradients:
             return
         for parameter in self._watched:
-            if id(parameter) in self._reduced and parameter.grad is not None and self.data_size > 1:
+            if id(parameter) in self._reduced and parameter.grad is not None and self.topology.data_size > 1:
                 self._share_again(parameter)  # so that the next sum over ranks counts it once
         self._reduced.clear()
         self._local.update(map(id, self._watched))
@@ -627,7 +633,7 @@ class SPMDStrategy(Strategy):
 
     def _share_again(self, parameter: nn.Parameter) -> None:
         """Make of a gradient that is equal on all data ranks parts that add up to it."""
-        parameter.grad.div_(self.data_size)  # type: ignore[union-attr]
+        parameter.grad.div_(self.topology.data_size)  # type: ignore[union-attr]
 
     @torch.no_grad()
     def _sum_gradients(self, wrapped: nn.Module, parameters: Sequence[nn.Parameter]) -> None:

@@ -288,12 +288,12 @@ class Module(HyperParameters, nn.Module):
         apart ("pipeline", "dp").
         """
         trainer = self._running()
-        if trainer.metrics.in_batch and not trainer.strategy.runs_step_once:
+        if trainer.metrics.in_batch and not trainer.strategy.capabilities.runs_step_once:
             raise RuntimeError(
                 f"random_stream({name!r}) was called in a step, but {type(trainer.strategy).__name__} runs the parts of a step apart; "
                 "draw from torch's own stream there, which begins alike for each part on all ranks"
             )
-        return named_stream(trainer.streams, name, device, trainer.run_seed, trainer.strategy.data_rank)
+        return named_stream(trainer.streams, name, device, trainer.run_seed, trainer.strategy.topology.data_rank)
 
     # ---- facts -------------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class Module(HyperParameters, nn.Module):
     def device(self) -> torch.device:
         """Where this rank computes."""
         if self._trainer is not None and self._trainer.running:
-            return vars(self).get("replica_device") or self._trainer.strategy.device
+            return vars(self).get("replica_device") or self._trainer.strategy.topology.device
         return next((t.device for t in [*self.parameters(), *self.buffers()]), torch.device("cpu"))
 
     @property

@@ -297,15 +297,15 @@ class Trainer:
 
     @property
     def global_rank(self) -> int:
-        return getattr(self.strategy, "rank", 0)
+        return self.strategy.topology.rank
 
     @property
     def local_rank(self) -> int:
-        return getattr(self.strategy, "local_rank", 0)
+        return self.strategy.topology.local_rank
 
     @property
     def world_size(self) -> int:
-        return getattr(self.strategy, "world_size", 1)
+        return self.strategy.topology.world_size
 
     @property
     def is_global_zero(self) -> bool:

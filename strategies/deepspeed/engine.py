@@ -11,7 +11,6 @@ import warnings
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import Loss, split_loss
+from lockstep.strategies.base import NO_HOOKS, Loss, StepHooks, split_loss
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.deepspeed.access import Access
 from lockstep.strategies.modules.model_changes import own_backward
 from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.modules.step_state import numbers, refuse_changed_numbers
 from lockstep.strategies.sync.call_order import END_FORWARD, GATHER, REDUCE, CallOrder
-
-Part = Callable[[int], AbstractContextManager[Any]]
 
 
 class ZeroStep(nn.Module):
@@ -49,7 +46,7 @@ class ZeroStep(nn.Module):
         self.last: Callable[[], Any] | None = None
         """A step on the last micro-batch that gave a loss."""
         self.output: Any = None
-        self.part: Part | None = None
+        self.step_hooks = NO_HOOKS
         self.ran = False
         """Whether the running step has called a submodule."""
         self.counts = True
@@ -164,8 +161,8 @@ class ZeroStep(nn.Module):
 
     # ---- a window --------------------------------------------------------------------------------
 
-    def begin_window(self, part: Part | None) -> None:
-        self.part = part
+    def begin_window(self, hooks: StepHooks) -> None:
+        self.step_hooks = hooks
         self.arrived, self.called, self.used = [], [], set()
         self.access.hides_gradients = self.has_gradients = False
         optimizer = self.engine.optimizer
@@ -177,10 +174,10 @@ class ZeroStep(nn.Module):
                     gradient  # the optimizer's own zero_grad has dropped the buffers that the engine copies into
                 )
 
-    def each(self, window: Window, micro_batches: Iterable[MicroBatch] | None) -> Iterator[MicroBatch]:
+    def each(self, prepare: Callable[[Window], Iterable[MicroBatch]] | None, window: Window) -> Iterator[MicroBatch]:
         """The micro-batches, telling the engine which one ends the window: it must not count them itself."""
         last = len(window.micro_batches) - 1
-        for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
+        for i, micro_batch in enumerate(window.micro_batches if prepare is None else prepare(window)):
             self.engine.set_gradient_accumulation_boundary(i == last)
             yield micro_batch
 
@@ -199,7 +196,7 @@ class ZeroStep(nn.Module):
         """Padding: the other ranks exchange parameters and gradients in this micro-batch, in the order in which they are used."""
         self.call, self.counts = functools.partial(step_fn, batch, batch_idx), False
         before = numbers(self.model)
-        with no_trace(self.model, self.part):
+        with no_trace(self.model, self.step_hooks):
             output = self._run_step()
             refuse_changed_numbers(self.model, before)
         value: Any = split_loss(output, 0)[0]
@@ -249,7 +246,7 @@ class ZeroStep(nn.Module):
                 f"training_step returned None {when}, but under ZeRO-{self.stage} a rank must do what the others do, as they exchange tensors on the way; "
                 "return Loss(total * 0, 0) for no weight"
             )
-        with no_trace(self.model, self.part):  # do again what the other ranks do now
+        with no_trace(self.model, self.step_hooks):  # do again what the other ranks do now
             value: Any = split_loss(self.last(), 0)[0]
         return value * 0
 
@@ -522,9 +519,9 @@ def _take_changes(high: Tensor, low: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def no_trace(model: nn.Module, part: Part | None) -> Iterator[None]:
+def no_trace(model: nn.Module, hooks: StepHooks) -> Iterator[None]:
     """Run a step whose logged values, counters and random numbers do not count."""
-    with side_effect_free(model), contextlib.nullcontext() if part is None else part(0):
+    with side_effect_free(model), hooks.log_scope(0):
         yield
 
 

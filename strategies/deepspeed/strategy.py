@@ -8,7 +8,7 @@ import importlib.util
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import StepResult
+from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Topology
 from lockstep.strategies.checkpoint_state import (
     HOW,
     Reader,
@@ -34,7 +34,7 @@ from lockstep.strategies.checkpoint_state import (
 )
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.deepspeed import config as deepspeed_config
-from lockstep.strategies.deepspeed.engine import Part, ZeroStep, no_trace
+from lockstep.strategies.deepspeed.engine import ZeroStep, no_trace
 from lockstep.strategies.launch import environment
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.optimizer_probe import probe
@@ -65,7 +65,13 @@ class DeepSpeed(SPMDStrategy):
     """
 
     cuts_gradients = needs_group = True
-    preserves_memory_format = False
+    capabilities = Capabilities(
+        preserves_memory_format=False,
+        refuses={
+            "manual_optimization": "DeepSpeed's engine decides when gradients are reduced, so it cannot optimize manually; "
+            "set automatic_optimization = True, or use strategy='ddp'",
+        },
+    )
 
     def __init__(
         self,
@@ -116,10 +122,11 @@ class DeepSpeed(SPMDStrategy):
         self._given_batches = {key: self._config.pop(key) for key in BATCH_KEYS if key in self._config}
         self._given_clip = self._config.pop("gradient_clipping", None) or None
 
-    def setup(self) -> None:
-        super().setup()
+    def setup(self) -> Topology:
+        topology = super().setup()
         # torch 2.13 renamed collectives that DeepSpeed calls by their old names, several times a step.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+        return topology
 
     def teardown(self) -> None:
         if self._detach is not None:
@@ -137,12 +144,12 @@ class DeepSpeed(SPMDStrategy):
             sys.modules["deepspeed.utils.groups"]._release_process_group_references()
 
     def setup_module(self, model: nn.Module) -> nn.Module:
-        return ZeroStep(super().setup_module(model).to(self.device))
+        return ZeroStep(super().setup_module(model).to(self.topology.device))
 
     def teardown_module(self, wrapped: nn.Module) -> None:
         if isinstance(wrapped, ZeroStep) and wrapped.engine is not None:
             world = environment.detect()
-            keeps = self.rank == 0 or (
+            keeps = self.topology.rank == 0 or (
                 world is not None and world.launcher != "lockstep"
             )  # else this process ends with the run
             wrapped.release(keeps)
@@ -192,12 +199,12 @@ class DeepSpeed(SPMDStrategy):
                 config["zero_optimization"][name] = at_once
         self._detach = wrapped.detach
         self._watch_changes(wrapped)
-        device_index = self.local_rank if self.device.index is None else self.device.index
-        wrapped.attach(optimizer, config, [p for group in trained for p in group], self.device, device_index)
+        device_index = self.topology.local_rank if self.topology.device.index is None else self.topology.device.index
+        wrapped.attach(optimizer, config, [p for group in trained for p in group], self.topology.device, device_index)
         if wrapped.stage > 1:
             self._order = wrapped.call_order = CallOrder(
-                self.rank,
-                self.world_size,
+                self.topology.rank,
+                self.topology.world_size,
                 self.timeout_s,
                 wrapped.name_of,
                 f"ZeRO-{wrapped.stage}",
@@ -214,22 +221,14 @@ class DeepSpeed(SPMDStrategy):
         wrapped: nn.Module,
         step_fn: Callable[[Any, int], Any],
         window: Window,
-        *,
-        micro_batches: Iterable[MicroBatch] | None = None,
-        automatic: bool = True,
-        **options: Any,
+        hooks: StepHooks = NO_HOOKS,
     ) -> StepResult:
         assert isinstance(wrapped, ZeroStep)
-        if not automatic:
-            raise ValueError(
-                "DeepSpeed's engine decides when gradients meet, so it cannot optimize manually; set automatic_optimization = True, or use strategy='ddp'"
-            )
-        wrapped.begin_window(options.get("part"))
-        options |= self._around_backward(wrapped, options.get("before_backward"), options.get("after_backward"))
+        if not hooks.automatic:
+            raise ValueError(self.capabilities.refuses["manual_optimization"])
+        wrapped.begin_window(hooks)
         try:
-            result = super().forward_backward(
-                wrapped, step_fn, window, micro_batches=wrapped.each(window, micro_batches), **options
-            )
+            result = super().forward_backward(wrapped, step_fn, window, self._around_backward(wrapped, hooks))
         finally:
             wrapped.access.is_users = True
         self._clipped = False
@@ -245,15 +244,15 @@ class DeepSpeed(SPMDStrategy):
         step_fn: Callable[..., Any],
         micro_batch: MicroBatch,
         *args: Any,
-        part: Part | None = None,
+        hooks: StepHooks = NO_HOOKS,
     ) -> Any:
         assert isinstance(wrapped, ZeroStep)
         if wrapped.engine is None or wrapped.stage < 3:
-            return super().evaluate(wrapped, step_fn, micro_batch, *args, part=part)
-        with self.precision.autocast(self.device):
+            return super().evaluate(wrapped, step_fn, micro_batch, *args, hooks=hooks)
+        with self.precision.autocast(self.topology.device):
             if micro_batch.num_samples:
                 return wrapped.evaluate(functools.partial(step_fn, micro_batch.batch, *args))
-            with no_trace(wrapped.model, part):  # padding runs too, as parameters are gathered on the way
+            with no_trace(wrapped.model, hooks):  # padding runs too, as parameters are gathered on the way
                 wrapped.evaluate(functools.partial(step_fn, micro_batch.batch, *args))
             return None
 
@@ -337,7 +336,7 @@ class DeepSpeed(SPMDStrategy):
                 for key, optimizer in optimizers.items()
             },
         }
-        if self.rank == 0:
+        if self.topology.rank == 0:
             state.tensors.update(shared.tensors)
         return state
 
@@ -397,8 +396,8 @@ class DeepSpeed(SPMDStrategy):
                 f"requires_grad was changed within a step ({', '.join(changed[:5])}), but DeepSpeed's engine is built for the "
                 "parameters that are trained when the run begins; use strategy='ddp' or 'fsdp'"
             )
-        if self.data_size > 1:
-            torch._foreach_mul_(self._gradients(wrapped), self.data_size)  # the engine averages over ranks
+        if self.topology.data_size > 1:
+            torch._foreach_mul_(self._gradients(wrapped), self.topology.data_size)  # the engine averages over ranks
         wrapped.has_gradients = True
         return super()._concluded(wrapped, result, after_backward)
 
@@ -443,22 +442,24 @@ class DeepSpeed(SPMDStrategy):
 
     # ---- helpers -----------------------------------------------------------------------------------
 
-    def _around_backward(
-        self, wrapped: ZeroStep, before: Callable[[Tensor], None] | None, after: Callable[[], None] | None
-    ) -> dict[str, Callable[..., None]]:
+    def _around_backward(self, wrapped: ZeroStep, hooks: StepHooks) -> StepHooks:
         """The user's hooks around a backward, which is the engine's time to read parameters."""
 
         def before_backward(loss: Tensor) -> None:
-            if before is not None:
-                before(loss)
+            if hooks.before_backward is not None:
+                hooks.before_backward(loss)
             wrapped.access.is_users = False
 
         def after_backward() -> None:
             wrapped.access.is_users = wrapped.access.hides_gradients = True
-            if after is not None:
-                after()
+            if hooks.after_backward is not None:
+                hooks.after_backward()
 
-        return {"before_backward": before_backward, "after_backward": after_backward}
+        return hooks._replace(
+            prepare=functools.partial(wrapped.each, hooks.prepare),
+            before_backward=before_backward,
+            after_backward=after_backward,
+        )
 
     def _check_used(self, wrapped: ZeroStep) -> None:
         """Raise RuntimeError for parameters that no rank used in this window: the engine would step them all the same.
@@ -475,7 +476,7 @@ class DeepSpeed(SPMDStrategy):
                     "for the samples of every rank, or strategy='ddp' or 'deepspeed_stage_1'"
                 )
             if any(number % 2 for number in said):
-                used = torch.ones(len(wrapped.trained), device=self.device)
+                used = torch.ones(len(wrapped.trained), device=self.topology.device)
                 used[unused] = 0
                 unused = (self.all_reduce(used, "max") == 0).nonzero()[:, 0].tolist()
         if unused:
@@ -520,7 +521,7 @@ class DeepSpeed(SPMDStrategy):
             "train_batch_size": ("samples of all ranks in a step", size),
             "train_micro_batch_size_per_gpu": (
                 "samples of a rank in a micro-batch",
-                size and size / accumulate / self.data_size,
+                size and size / accumulate / self.topology.data_size,
             ),
         }
         for key, theirs in self._given_batches.items():
@@ -540,7 +541,10 @@ class DeepSpeed(SPMDStrategy):
         """Add this rank's rows of a tensor that all ranks hold."""
         shape = tuple(whole.shape)
         rows = shape[0] if shape and whole.numel() else 1
-        first, last = self.rank * rows // self.world_size, (self.rank + 1) * rows // self.world_size
+        first, last = (
+            self.topology.rank * rows // self.topology.world_size,
+            (self.topology.rank + 1) * rows // self.topology.world_size,
+        )
         if first < last:
             mine = whole[first:last] if rows > 1 else whole
             state.tensors[name] = TensorShard(

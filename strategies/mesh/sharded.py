@@ -7,7 +7,8 @@ import math
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import Loss, StepResult, split_loss
+from lockstep.strategies.base import NO_HOOKS, Capabilities, Loss, StepHooks, StepResult, Topology, split_loss
 from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, gather_whole
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch import environment
@@ -62,7 +63,7 @@ class ShardedStrategy(SPMDStrategy):
         self._order: CallOrder | None = None
         self._named: list[tuple[str, nn.Parameter]] | None = None
         self._buffered: list[nn.Module] | None = None
-        self._part: Callable[[int], AbstractContextManager[Any]] | None = None
+        self._hooks = NO_HOOKS
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 
@@ -79,31 +80,35 @@ class ShardedStrategy(SPMDStrategy):
         sizes = resolve(self._axes, world.world_size if world is not None else self._num_devices)
         several = max(sizes.values()) > 1
         self._sizes = {name: size for name, size in sizes.items() if size > 1 or (self._keeps_mesh and not several)}
-        self.preserves_memory_format = not self._sizes
-        self.dynamic_shapes = (
-            "tensor" not in self._sizes
-        )  # on torch 2.13 a size that is a symbol refers to itself where a DTensor is cut
+        self.capabilities = Capabilities(
+            preserves_memory_format=not self._sizes,
+            dynamic_shapes="tensor" not in self._sizes,  # on torch 2.13 a symbolic size of a DTensor refers to itself
+            builds_on_meta=bool(self._sizes),
+        )
 
-    def setup(self) -> None:
+    def setup(self) -> Topology:
         super().setup()
         if not self._in_group:
-            return
+            return self.topology
         from torch.distributed.device_mesh import init_device_mesh
 
         from lockstep.strategies.mesh import dtensors
 
-        self._mesh = init_device_mesh(self.device.type, tuple(self._sizes.values()), mesh_dim_names=tuple(self._sizes))
-        self.builds_on_meta = self.rank != 0
+        self._mesh = init_device_mesh(
+            self.topology.device.type, tuple(self._sizes.values()), mesh_dim_names=tuple(self._sizes)
+        )
         if "ddp" in self._sizes or "fsdp" in self._sizes:
-            self._steps = Steps(self.rank, self.world_size, self.timeout_s)
+            self._steps = Steps(self.topology.rank, self.topology.world_size, self.timeout_s)
         tensor = self._sizes.get("tensor", 1)
-        self.data_rank, self.data_size, self.is_reporting_rank = (
-            self.rank // tensor,
-            self.world_size // tensor,
-            self.rank % tensor == 0,
+        self.topology = replace(
+            self.topology,
+            data_rank=self.topology.rank // tensor,
+            data_size=self.topology.world_size // tensor,
+            is_reporting_rank=self.topology.rank % tensor == 0,
         )
         if self.precision.scaler is not None:
-            self.precision.scaler = dtensors.ShardedScaler(self.device.type)
+            self.precision.scaler = dtensors.ShardedScaler(self.topology.device.type)
+        return self.topology
 
     def teardown(self) -> None:
         super().teardown()
@@ -115,11 +120,11 @@ class ShardedStrategy(SPMDStrategy):
         self._named = self._buffered = None
 
     def setup_module(self, model: nn.Module) -> nn.Module:
-        if self.rank == 0:
+        if self.topology.rank == 0:
             materialize(model)
         model = super().setup_module(model)
         if self._mesh is None:
-            return model.to(self.device)
+            return model.to(self.topology.device)
         compute_dtype = (
             self.precision.autocast_dtype if self.options.low_precision_gather and "fsdp" in self._sizes else None
         )
@@ -128,8 +133,8 @@ class ShardedStrategy(SPMDStrategy):
         wrapped = apply_axes(model, self._mesh, self.options, compute_dtype)
         if wrapped.units:
             self._order = wrapped.order = CallOrder(
-                self.rank,
-                self.world_size,
+                self.topology.rank,
+                self.topology.world_size,
                 self.timeout_s,
                 wrapped.names.__getitem__,
                 type(self).__name__,
@@ -142,7 +147,7 @@ class ShardedStrategy(SPMDStrategy):
         if self._mesh is not None:
             wrapped.close()  # type: ignore[operator]
             world = environment.detect()
-            keeps = self.rank == 0 or (
+            keeps = self.topology.rank == 0 or (
                 world is not None and world.launcher != "lockstep"
             )  # else this process ends with the run
             pieces = {name: self._piece(parameter) for name, parameter in self._user_model(wrapped).named_parameters()}
@@ -189,25 +194,25 @@ class ShardedStrategy(SPMDStrategy):
     # ---- 2. gradient sync ------------------------------------------------------------------------
 
     def forward_backward(
-        self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any
+        self,
+        wrapped: nn.Module,
+        step_fn: Callable[[Any, int], Any],
+        window: Window,
+        hooks: StepHooks = NO_HOOKS,
     ) -> StepResult:
         if self._mesh is None:
-            return super().forward_backward(wrapped, step_fn, window, **options)
+            return super().forward_backward(wrapped, step_fn, window, hooks)
         from lockstep.strategies.mesh.mixed_tensors import explained
 
-        parameters, automatic = options.get("parameters"), options.get("automatic", True)
-        self._part = options.get("part")
-        self._sync_each = self.options.sync_every_micro_batch or bool(parameters)
-        if parameters:
-            step_fn, changed = _one_optimizer_each(
-                wrapped, step_fn, parameters, options.get("before_backward"), options.get("after_backward")
-            )
-            options |= changed
+        self._hooks = hooks
+        self._sync_each = self.options.sync_every_micro_batch or bool(hooks.parameters)
+        if hooks.parameters:
+            step_fn, hooks = _one_optimizer_each(wrapped, step_fn, hooks)
         self._in_step, self._micro_batches = True, 0
         try:
-            bracket = nullcontext() if automatic else wrapped.open()  # type: ignore[operator]
+            bracket = nullcontext() if hooks.automatic else wrapped.open()  # type: ignore[operator]
             with explained("training_step"), self._losses(), bracket:
-                result = super().forward_backward(wrapped, step_fn, window, **options)
+                result = super().forward_backward(wrapped, step_fn, window, hooks)
         finally:
             self._in_step = False
             wrapped.close()  # type: ignore[operator]
@@ -221,15 +226,15 @@ class ShardedStrategy(SPMDStrategy):
         step_fn: Callable[..., Any],
         micro_batch: MicroBatch,
         *args: Any,
-        part: Callable[[int], AbstractContextManager[Any]] | None = None,
+        hooks: StepHooks = NO_HOOKS,
     ) -> Any:
         if self._mesh is None:
-            return super().evaluate(wrapped, step_fn, micro_batch, *args, part=part)
+            return super().evaluate(wrapped, step_fn, micro_batch, *args, hooks=hooks)
         try:
-            with self.precision.autocast(self.device):
+            with self.precision.autocast(self.topology.device):
                 if micro_batch.num_samples:
                     return wrapped.run(step_fn, micro_batch.batch, *args)  # type: ignore[operator]
-                with side_effect_free(self._user_model(wrapped)), nullcontext() if part is None else part(0):
+                with side_effect_free(self._user_model(wrapped)), hooks.log_scope(0):
                     wrapped.run(step_fn, micro_batch.batch, *args)  # type: ignore[operator]
                 return None
         finally:
@@ -342,7 +347,7 @@ class ShardedStrategy(SPMDStrategy):
 
     def _padding(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         def without_weight(batch: Any, batch_idx: int) -> Any:
-            with side_effect_free(self._user_model(wrapped)), nullcontext() if self._part is None else self._part(0):
+            with side_effect_free(self._user_model(wrapped)), self._hooks.log_scope(0):
                 before = numbers(self._user_model(wrapped))
                 output = wrapped.run(step_fn, batch, batch_idx)  # type: ignore[operator]
                 refuse_changed_numbers(self._user_model(wrapped), before)
@@ -534,7 +539,7 @@ class ShardedStrategy(SPMDStrategy):
         state = torch.get_rng_state()
         dist.broadcast(state, 0)
         torch.set_rng_state(state)
-        if self.device.type == "cuda":
+        if self.topology.device.type == "cuda":
             state = torch.cuda.get_rng_state()
             dist.broadcast(state, 0)
             torch.cuda.set_rng_state(state)
@@ -578,14 +583,13 @@ class Steps:
 def _one_optimizer_each(
     wrapped: nn.Module,
     step_fn: Callable[[Any, int], Any],
-    parameters: Mapping[str, Sequence[nn.Parameter]],
-    before: Callable[[Tensor], None] | None,
-    after: Callable[[], None] | None,
-) -> tuple[Callable[[Any, int], Any], dict[str, Any]]:
+    hooks: StepHooks,
+) -> tuple[Callable[[Any, int], Any], StepHooks]:
     """Let each loss of a dict move only its optimizer's parameters: what the backward left elsewhere is taken back.
 
     Autograd could be told which parameters to reach, but the graph holds the gathered ones.
     """
+    parameters = hooks.parameters or {}
     own = [set(map(id, group)) for group in parameters.values()]
     everything = list(wrapped.parameters())
     index, each, kept = 0, False, []
@@ -598,8 +602,8 @@ def _one_optimizer_each(
 
     def before_backward(loss: Tensor) -> None:
         nonlocal kept
-        if before is not None:
-            before(loss)
+        if hooks.before_backward is not None:
+            hooks.before_backward(loss)
         kept = [(p, p.grad) for p in everything if each and id(p) not in own[index]]
         for parameter, _ in kept:
             parameter.grad = None
@@ -609,11 +613,8 @@ def _one_optimizer_each(
         for parameter, gradient in kept:
             parameter.grad = gradient
         index += 1
-        if after is not None:
-            after()
+        if hooks.after_backward is not None:
+            hooks.after_backward()
 
-    return step, {
-        "parameters": dict.fromkeys(parameters),
-        "before_backward": before_backward,
-        "after_backward": after_backward,
-    }
+    everywhere: Any = dict.fromkeys(parameters)  # autograd may go to all of them
+    return step, hooks._replace(parameters=everywhere, before_backward=before_backward, after_backward=after_backward)

@@ -91,7 +91,10 @@ class Engine:
         assert feed is not None
         step = self._checked_step if last else feed.step
         try:
-            with self._precision.autocast(wrapped.device), feed.counted(feed.parts[index].num_samples if last else 0):
+            with (
+                self._precision.autocast(wrapped.device),
+                feed.hooks.log_scope(feed.parts[index].num_samples if last else 0),
+            ):
                 arrive = functools.partial(open_stage.arrive, index)
                 with open_stage.noting_hooks(index) if wrapped.splits_backward else nullcontext():
                     output, sent = wrapped.run_stage(
@@ -126,7 +129,7 @@ class Engine:
 
     def _weighed(self, feed: Feed, num_samples: int, output: Any, received: tuple[Tensor, ...]) -> Tensor:
         """The part of the global mean that this part's loss makes."""
-        if feed.parameters is not None and isinstance(output, Mapping) and "loss" not in output:
+        if feed.hooks.parameters is not None and isinstance(output, Mapping) and "loss" not in output:
             raise ValueError(
                 "a pipeline walks back once a step, so training_step must return one loss for all optimizers; join the losses, or use another strategy"
             )
@@ -137,9 +140,9 @@ class Engine:
             return _nothing(self._loss_shape[0], received, self._wrapped.device)
         ((loss, _, returned),) = losses
         feed.tally.total += loss.item() if loss.device.type == "cpu" else math.nan
-        if feed.before_backward is not None:
+        if feed.hooks.before_backward is not None:
             with nullcontext() if self._wrapped.state is None else self._wrapped.state.before_backward():
-                feed.before_backward(returned)
+                feed.hooks.before_backward(returned)
         return loss.reshape(()).clone()  # no view: torch detaches it in place
 
     def _loss(self, output: Tensor, index: Tensor) -> Tensor:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lockstep.strategies.base import Loss
+from lockstep.strategies.base import Loss, StepHooks
 from lockstep.strategies.data.batch_slices import cut, has_rows
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import MicroBatch
@@ -47,15 +46,9 @@ class Feed:
     noise: int
     scale: float
     """Turns a sum of losses into a share of the global mean."""
-    parameters: Mapping[str, Sequence[nn.Parameter]] | None
-    context: Callable[[int], AbstractContextManager[Any]] | None
-    before_backward: Callable[[Tensor], None] | None
+    hooks: StepHooks
     before_last_backward: Callable[[], None] | None
     tally: Tally
-
-    def counted(self, num_samples: int) -> AbstractContextManager[Any]:
-        """Where a step runs: what it logs weighs `num_samples`, none where another run of it counts."""
-        return nullcontext() if self.context is None else self.context(num_samples)
 
     def step(self, index: int) -> Any:
         """The user's step on a part, from random streams that begin alike on all stages."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import StepResult, StepVote
+from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Topology
 from lockstep.strategies.checkpoint_state import (
     Reader,
     State,
@@ -46,6 +47,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from lockstep.strategies.pipeline.engine import Engine
+
+
+BY_SCHEDULE = (
+    "a pipeline runs backward by its schedule, so it needs automatic optimization; "
+    "remove automatic_optimization = False, or use another strategy"
+)
 
 
 class Pipeline(SPMDStrategy):
@@ -106,7 +113,6 @@ class Pipeline(SPMDStrategy):
         self.module, self.split, self.sample = module, split, sample
         self.timeout_s = timeout_s
         self._axes = {"pipeline": None} if mesh is None else parse(mesh)
-        self.preserves_memory_format = "fsdp" not in self._axes
         if "pipeline" not in self._axes or set(self._axes) - {"pipeline", "ddp", "fsdp"}:
             raise ValueError(
                 f"the mesh of a pipeline has the axes pipeline, ddp and fsdp, but mesh={mesh!r}; name pipeline, and leave tensor out"
@@ -143,38 +149,49 @@ class Pipeline(SPMDStrategy):
         if num_ranks > 1 or self._keeps_mesh:
             self.num_stage_ranks = resolve(self._axes, num_ranks)["pipeline"]
             self.schedule.check(self.num_stage_ranks, self.num_parts)
+            self.capabilities = Capabilities(
+                runs_step_once=False,
+                preserves_memory_format="fsdp" not in self._axes,
+                refuses={"manual_optimization": BY_SCHEDULE},
+            )
         if self.precision.name == "16-mixed":
             raise ValueError(
                 "precision='16-mixed' scales losses, which stages of a pipeline cannot agree on; use 'bf16-mixed'"
             )
 
-    def setup(self) -> None:
+    def setup(self) -> Topology:
         super().setup()
         self._engines, self._seed = {}, None
         if not self._in_group:
-            return
+            return self.topology
         sizes = {
             name: size
-            for name, size in resolve(self._axes, self.world_size).items()
-            if size > 1 or name == "pipeline" or self.world_size == 1
+            for name, size in resolve(self._axes, self.topology.world_size).items()
+            if size > 1 or name == "pipeline" or self.topology.world_size == 1
         }
-        self.num_stage_ranks, self.data_size = sizes["pipeline"], self.world_size // sizes["pipeline"]
-        self._stage_rank, self.data_rank = divmod(
-            self.rank, self.data_size
-        )  # neighbours share layers and differ in samples
-        self.is_reporting_rank = self.schedule.rank_of(self.num_stage_ranks)[-1] == self._stage_rank
-        self.runs_step_once = False
-        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-        for first in range(self.data_size):  # every rank takes part in making every group
-            group = dist.new_group(list(range(first, self.world_size, self.data_size)), backend=backend)
-            self._group = group if first == self.data_rank else self._group
+        self.num_stage_ranks = sizes["pipeline"]
+        data_size = self.topology.world_size // self.num_stage_ranks
+        self._stage_rank, data_rank = divmod(self.topology.rank, data_size)  # neighbours share layers, not samples
+        self.topology = replace(
+            self.topology,
+            data_rank=data_rank,
+            data_size=data_size,
+            is_reporting_rank=self.schedule.rank_of(self.num_stage_ranks)[-1] == self._stage_rank,
+        )
+        backend = "cpu:gloo,cuda:nccl" if self.topology.device.type == "cuda" else "gloo"
+        for first in range(self.topology.data_size):  # every rank takes part in making every group
+            group = dist.new_group(
+                list(range(first, self.topology.world_size, self.topology.data_size)), backend=backend
+            )
+            self._group = group if first == self.topology.data_rank else self._group
         if "fsdp" in sizes:
             from torch.distributed.device_mesh import init_device_mesh
 
-            self._mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        for first in range(0, self.world_size, self.data_size) if len(sizes) > 1 else ():
-            group = dist.new_group(list(range(first, first + self.data_size)), backend=backend)
-            self._data_group = group if first == self.rank - self.data_rank else self._data_group
+            self._mesh = init_device_mesh(self.topology.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        for first in range(0, self.topology.world_size, self.topology.data_size) if len(sizes) > 1 else ():
+            group = dist.new_group(list(range(first, first + self.topology.data_size)), backend=backend)
+            self._data_group = group if first == self.topology.rank - self.topology.data_rank else self._data_group
+        return self.topology
 
     def teardown(self) -> None:
         super().teardown()
@@ -190,7 +207,7 @@ class Pipeline(SPMDStrategy):
             materialize(model)
         model = super().setup_module(model)
         if not self._in_group:
-            return model.to(self.device)
+            return model.to(self.topology.device)
         if not _started_by_us():  # each rank has drawn initial weights of its own
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.data, 0)
@@ -203,7 +220,9 @@ class Pipeline(SPMDStrategy):
                 )
         costs = None
         if self.sample is not None:  # one rank's times for all
-            costs = self.broadcast(pipeline_split.measure(parts, self.sample, self.device) if self.rank == 0 else None)
+            costs = self.broadcast(
+                pipeline_split.measure(parts, self.sample, self.topology.device) if self.topology.rank == 0 else None
+            )
         rank_of = self.schedule.rank_of(self.num_stage_ranks)
         staged = Staged(
             model,
@@ -211,7 +230,7 @@ class Pipeline(SPMDStrategy):
             pipeline_split.stages(parts, len(rank_of), self.split, costs),
             rank_of,
             self._stage_rank,
-            self.device,
+            self.topology.device,
         )
         staged.group, staged.splits_backward = self._group, self.schedule.splits_backward
         if self._mesh is not None:
@@ -225,7 +244,7 @@ class Pipeline(SPMDStrategy):
 
     def teardown_module(self, wrapped: nn.Module) -> None:
         if isinstance(wrapped, Staged):
-            keeps = self.rank == 0 or not _started_by_us()  # else this process ends with the run
+            keeps = self.topology.rank == 0 or not _started_by_us()  # else this process ends with the run
             whole = gather_whole(self, self.state_dict(wrapped, {}), keep=keeps)
             if keeps:
                 wrapped.restore({name.removeprefix("model/"): tensor for name, tensor in whole.tensors.items()})
@@ -249,30 +268,25 @@ class Pipeline(SPMDStrategy):
     # ---- 2. gradient sync ------------------------------------------------------------------------
 
     def forward_backward(
-        self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any], window: Window, **options: Any
+        self,
+        wrapped: nn.Module,
+        step_fn: Callable[[Any, int], Any],
+        window: Window,
+        hooks: StepHooks = NO_HOOKS,
     ) -> StepResult:
         if not isinstance(wrapped, Staged):
-            return super().forward_backward(wrapped, step_fn, window, **options)
-        return self._by_schedule(wrapped, step_fn, window, **options)
+            return super().forward_backward(wrapped, step_fn, window, hooks)
+        return self._by_schedule(wrapped, step_fn, window, hooks)
 
     def _by_schedule(
         self,
         wrapped: Staged,
         step_fn: Callable[[Any, int], Any],
         window: Window,
-        *,
-        micro_batches: Iterable[MicroBatch] | None = None,
-        automatic: bool = True,
-        parameters: Mapping[str, Sequence[nn.Parameter]] | None = None,
-        vote: Callable[[], StepVote] | None = None,
-        part: Callable[[int], AbstractContextManager[Any]] | None = None,
-        before_backward: Callable[[Tensor], None] | None = None,
-        after_backward: Callable[[], None] | None = None,
+        hooks: StepHooks,
     ) -> StepResult:
-        if not automatic:
-            raise ValueError(
-                "a pipeline walks back by its schedule, so it needs automatic optimization; remove automatic_optimization = False, or use another strategy"
-            )
+        if not hooks.automatic:
+            raise ValueError(BY_SCHEDULE)
         if wrapped.shards is not None:
             wrapped.shards.gather()
         self._steps_seen += 1
@@ -280,13 +294,13 @@ class Pipeline(SPMDStrategy):
         tally = Tally()
 
         def send() -> None:
-            told = vote() if vote else StepVote()
-            finite = self.device.type != "cpu" or math.isfinite(tally.total)
+            vote = hooks.vote()
+            finite = self.topology.device.type != "cpu" or math.isfinite(tally.total)
             total = tally.total * window.num_samples
-            said = told if self.is_reporting_rank else told._replace(keys=0)
-            self._agreement.send(said, window.num_samples, tally.count, finite, total)  # type: ignore[union-attr]
+            vote = vote if self.topology.is_reporting_rank else vote._replace(keys=0)
+            self._agreement.send(vote, window.num_samples, tally.count, finite, total)  # type: ignore[union-attr]
 
-        for i, micro_batch in enumerate(window.micro_batches if micro_batches is None else micro_batches):
+        for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
             feeds = runs(micro_batch, self.num_parts)
             tally.outputs = []
             assert wrapped.state is not None
@@ -297,11 +311,9 @@ class Pipeline(SPMDStrategy):
                         step_fn=step_fn,
                         batch_idx=micro_batch.batch_idx,
                         parts=run,
-                        noise=mix(self._seed or 0, self.data_rank, self._steps_seen, i, k),
+                        noise=mix(self._seed or 0, self.topology.data_rank, self._steps_seen, i, k),
                         scale=1 / window.num_samples,
-                        parameters=parameters,
-                        context=part,
-                        before_backward=before_backward,
+                        hooks=hooks,
                         before_last_backward=send if i == last and k == len(feeds) - 1 else None,
                         tally=tally,
                     )
@@ -311,19 +323,19 @@ class Pipeline(SPMDStrategy):
                             engine.run(feed)
                     if engine is None and feed.before_last_backward is not None:
                         feed.before_last_backward()
-            if not feeds and self.data_size > 1:
+            if not feeds and self.topology.data_size > 1:
                 with (
                     kept_streams(),
                     wrapped.state.padding(),
-                    self.precision.autocast(self.device),
-                    nullcontext() if part is None else part(0),
+                    self.precision.autocast(self.topology.device),
+                    hooks.log_scope(0),
                 ):
                     wrapped.layout_of(partial(step_fn, micro_batch.batch, micro_batch.batch_idx))
             if i == last and not feeds:
                 send()
-            if feeds and after_backward is not None and i < last:
-                after_backward()
-            micro_batch.output = merged(tally.outputs) if self.is_reporting_rank else None
+            if feeds and hooks.after_backward is not None and i < last:
+                hooks.after_backward()
+            micro_batch.output = merged(tally.outputs) if self.topology.is_reporting_rank else None
         result = self._agreement.receive()  # type: ignore[union-attr]
         if result.count and self._data_group is not None:
             self._sum(wrapped)
@@ -332,7 +344,7 @@ class Pipeline(SPMDStrategy):
         if result.count and result.count != window.num_samples:
             torch._foreach_mul_(self._gradients(wrapped), window.num_samples / result.count)
         if result.count:
-            return self._concluded(wrapped, result, after_backward)
+            return self._concluded(wrapped, result, hooks.after_backward)
         self._drop_gradients(wrapped)  # zeros that went through the stages
         return result
 
@@ -342,24 +354,22 @@ class Pipeline(SPMDStrategy):
         step_fn: Callable[..., Any],
         micro_batch: MicroBatch,
         *args: Any,
-        part: Callable[[int], AbstractContextManager[Any]] | None = None,
+        hooks: StepHooks = NO_HOOKS,
     ) -> Any:
         if not isinstance(wrapped, Staged):
-            return super().evaluate(wrapped, step_fn, micro_batch, *args, part=part)
+            return super().evaluate(wrapped, step_fn, micro_batch, *args, hooks=hooks)
         if not micro_batch.num_samples:
             with wrapped.gathered():  # with the ranks that run the step
                 return None
-        noise = mix(self._seed or 0, self.data_rank, *(arg for arg in args if isinstance(arg, int)))
-        counts = nullcontext() if self.is_reporting_rank or part is None else part(0)
-        with kept_streams(), counts, self.precision.autocast(self.device), wrapped.gathered():
+        noise = mix(self._seed or 0, self.topology.data_rank, *(arg for arg in args if isinstance(arg, int)))
+        counts = nullcontext() if self.topology.is_reporting_rank else hooks.log_scope(0)
+        with kept_streams(), counts, self.precision.autocast(self.topology.device), wrapped.gathered():
             seed_streams(noise)  # the step begins alike on all ranks
             return wrapped.run_evaluation(noise, lambda: step_fn(micro_batch.batch, *args))
 
     def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
         if isinstance(wrapped, Staged):
-            raise ValueError(
-                "a pipeline walks back by its schedule, so it needs automatic optimization; remove automatic_optimization = False, or use another strategy"
-            )
+            raise ValueError(BY_SCHEDULE)
         super().backward(wrapped, loss, weight)
 
     def clip_gradients(
@@ -437,7 +447,7 @@ class Pipeline(SPMDStrategy):
         state.tensors = {name: shard for name, shard in state.tensors.items() if name not in dropped}
         pieces = [
             self.broadcast({"model": own, "optimizers": state.meta["optimizers"]}, rank)
-            for rank in range(0, self.world_size, self.data_size)
+            for rank in range(0, self.topology.world_size, self.topology.data_size)
         ]
         state.meta["model"] = {name: value for piece in pieces for name, value in piece["model"].items()}
         for key, saved in state.meta["optimizers"].items():
@@ -458,7 +468,7 @@ class Pipeline(SPMDStrategy):
         if not is_here(tensor):
             return None
         if self._mesh is None:
-            return TensorShard.whole(tensor) if self.data_rank == 0 else None
+            return TensorShard.whole(tensor) if self.topology.data_rank == 0 else None
         from lockstep.strategies.mesh import dtensors
 
         place = dict(zip(self._mesh.mesh_dim_names or (), self._mesh.get_coordinate() or (), strict=True))
@@ -534,7 +544,7 @@ class Pipeline(SPMDStrategy):
 
     def _squares(self, gradients: list[Tensor]) -> Tensor:
         """Sum of the squares of all elements."""
-        return torch.nn.utils.get_total_norm(gradients).to(self.device).double().square().reshape(())
+        return torch.nn.utils.get_total_norm(gradients).to(self.topology.device).double().square().reshape(())
 
     def _sum(self, wrapped: Staged) -> None:
         """Sum the gradients of the pipelines, and give the statistics of the first to the others. What none of them has stays None."""
@@ -543,7 +553,7 @@ class Pipeline(SPMDStrategy):
         if shards is not None:
             apart = {id(p) for p in shards.whole}
             sharded = [p for p in trained if id(p) not in apart]
-            have = torch.tensor([p.grad is not None for p in sharded], dtype=torch.int8).to(self.device)
+            have = torch.tensor([p.grad is not None for p in sharded], dtype=torch.int8).to(self.topology.device)
             dist.all_reduce(have, dist.ReduceOp.MAX, group=self._data_group)
             for parameter in sharded:  # torch reduces a shard only if every rank has a gradient
                 if parameter.grad is None:
@@ -595,7 +605,7 @@ class Pipeline(SPMDStrategy):
         key = (signature(feed.parts[0].batch), len(feed.parts))
         engine = self._engines.pop(key, None)
         if engine is None:
-            with self.precision.autocast(self.device), feed.counted(0):
+            with self.precision.autocast(self.topology.device), feed.hooks.log_scope(0):
                 layout = next(
                     filter(None, (wrapped.layout_of(partial(feed.step, i)) for i in range(len(feed.parts)))), None
                 )

@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.callbacks._support.lr_factor import lr_factor
 from lockstep.callbacks.lr_scaling import LRScaling
 from lockstep.callbacks.lr_warmup import LRWarmup
+from lockstep.strategies.base import Topology
 
 
 def trainer(*optimizers: torch.optim.Optimizer, batch_size: int | None = 256, rank: int = 0) -> Any:
@@ -21,7 +22,7 @@ def trainer(*optimizers: torch.optim.Optimizer, batch_size: int | None = 256, ra
         optimizers=list(optimizers),
         print=print if rank == 0 else lambda *_: None,
         train_dataloader=SimpleNamespace(batch_size=batch_size, num_micro_batches=2),
-        strategy=SimpleNamespace(data_size=4),
+        strategy=SimpleNamespace(topology=Topology(data_size=4)),
     )
 
 

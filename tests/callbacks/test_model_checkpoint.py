@@ -19,6 +19,7 @@ from lockstep import Trainer
 from lockstep.callbacks import Callback, CSVLogger, TensorBoardLogger
 from lockstep.callbacks import model_checkpoint as module
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
+from lockstep.strategies.base import Topology
 from lockstep.strategies.checkpoint_state import TensorShard
 from lockstep.strategies.ddp import DDP
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError, is_checkpoint, save
@@ -40,7 +41,7 @@ class Run:
         self.is_global_zero = True
         self.sanity_checking = False
         self.val_dataloaders: list[Any] = [object()]
-        self.strategy: Any = SimpleNamespace(rank=0, world_size=1, broadcast=lambda value: value, barrier=lambda: None)
+        self.strategy: Any = SimpleNamespace(topology=Topology(), broadcast=lambda value: value, barrier=lambda: None)
         self.print = print
         self.events: list[str] = []
         self.removes = True
@@ -250,10 +251,10 @@ def _on_a_rank(folder: Path) -> list[list[int]]:
             folder,
             start=False,
         )
-        run.strategy, run.is_global_zero = strategy, strategy.rank == 0
+        run.strategy, run.is_global_zero = strategy, strategy.topology.rank == 0
         run.start()
         for _ in range(300):
-            now += 1.0 if strategy.rank == 0 else 0.0
+            now += 1.0 if strategy.topology.rank == 0 else 0.0
             run.train(1)
             saved += [run.global_step] * len(run.events)
             run.events.clear()

@@ -166,12 +166,12 @@ def on_rank(strategy: Strategy, plan: Plan, folder: str) -> dict[str, Any]:
                 micro_batch.batch = strategy.to_device(micro_batch.batch)
                 output = strategy.evaluate(wrapped, model.predict, micro_batch, 0)
                 sums = torch.zeros(4, dtype=torch.float64) if output is None else output.double().sum(0)
-                outputs.append(strategy.all_reduce(sums if strategy.is_reporting_rank else sums * 0).tolist())
+                outputs.append(strategy.all_reduce(sums if strategy.topology.is_reporting_rank else sums * 0).tolist())
         state = strategy.state_dict(wrapped, optimizers)
         checkpoint.save(
             folder,
-            rank=strategy.rank,
-            world_size=strategy.world_size,
+            rank=strategy.topology.rank,
+            world_size=strategy.topology.world_size,
             tensors=state.tensors,
             state={"strategy": state.meta, "progress": {"global_step": len(counts)}},
             barrier=strategy.barrier,
@@ -181,8 +181,8 @@ def on_rank(strategy: Strategy, plan: Plan, folder: str) -> dict[str, Any]:
             "counts": counts,
             "norms": norms,
             "outputs": outputs,
-            "world_size": strategy.world_size,
-            "data_size": strategy.data_size,
+            "world_size": strategy.topology.world_size,
+            "data_size": strategy.topology.data_size,
         }
     finally:
         strategy.teardown()

@@ -195,9 +195,9 @@ def test_mixed_precision_trains(name: str, trained: Trained) -> None:
 def facts_and_collectives(strategy: Strategy) -> dict[str, object]:
     strategy.setup()
     try:
-        rank, size = strategy.rank, strategy.world_size
-        assert 0 <= strategy.data_rank < strategy.data_size <= size
-        assert 0 <= strategy.local_rank <= rank < size
+        rank, size = strategy.topology.rank, strategy.topology.world_size
+        assert 0 <= strategy.topology.data_rank < strategy.topology.data_size <= size
+        assert 0 <= strategy.topology.local_rank <= rank < size
         mine = torch.tensor([float(rank), 1.0])
         strategy.barrier()
         found = {
@@ -239,7 +239,7 @@ class OwnError(Exception):
 def fail_on_last_rank(strategy: Strategy) -> None:
     strategy.setup()
     try:
-        if strategy.rank == strategy.world_size - 1:
+        if strategy.topology.rank == strategy.topology.world_size - 1:
             raise OwnError("of a user")
         strategy.barrier()
     finally:

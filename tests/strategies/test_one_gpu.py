@@ -177,7 +177,7 @@ def test_ddp_binds_its_group_to_the_device() -> None:
     strategy.configure(devices=1, accelerator="gpu")
     strategy.setup()
     try:
-        assert dist.group.WORLD.bound_device_id == strategy.device == torch.device("cuda", 0)
+        assert dist.group.WORLD.bound_device_id == strategy.topology.device == torch.device("cuda", 0)
         assert strategy.all_reduce(torch.ones(3, device="cuda")).tolist() == [1.0, 1.0, 1.0]
         assert strategy.all_reduce(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
         strategy.barrier()

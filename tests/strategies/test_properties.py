@@ -142,7 +142,7 @@ def on_ranks(name: str, size: int, num_examples: int) -> int:
     strategy.setup()
     tried = 0
     try:
-        if strategy.rank:
+        if strategy.topology.rank:
             while (example := strategy.broadcast(None)) is not None:
                 gradients(strategy, example)
             return 0
@@ -151,9 +151,9 @@ def on_ranks(name: str, size: int, num_examples: int) -> int:
         @given(EXAMPLES)
         def one(example: dict[str, Any]) -> None:
             nonlocal tried
-            if not is_empty(example, strategy.data_size):
+            if not is_empty(example, strategy.topology.data_size):
                 strategy.broadcast(example)
-                check(example, strategy.data_size, gradients(strategy, example))
+                check(example, strategy.topology.data_size, gradients(strategy, example))
                 tried += 1
 
         try:

@@ -47,7 +47,7 @@ def save(
     """Write a checkpoint of the run at `path`; without `wait` return once it is copied. Every rank calls it, at the same place."""
     strategy = trainer.strategy
     gathered = strategy.state_dict(trainer.wrapped, trainer.named_optimizers)
-    tensors, mine = gathered.tensors, strategy.rank == 0
+    tensors, mine = gathered.tensors, strategy.topology.rank == 0
     kept: dict[str, TensorShard] = tensors if mine else {}  # what all ranks hold alike, rank 0 writes
     extra: dict[str, Any] = {}
     for hook in trainer.hooks.on_save_checkpoint:
@@ -76,21 +76,21 @@ def save(
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }
         rank_state = {
-            "data_rank": strategy.data_rank,
-            "data_size": strategy.data_size,
-            "reports": strategy.is_reporting_rank,
+            "data_rank": strategy.topology.data_rank,
+            "data_size": strategy.topology.data_size,
+            "reports": strategy.topology.is_reporting_rank,
             "trainability": {
                 name: trained
                 for name, trained in resume_checks.trainability(module).items()
                 if trained != trainer.trainable_at_start.get(name, trained)
             },
-            "rng": pack(rng_state(trainer.streams), f"ranks/{strategy.rank}/rng", tensors),
+            "rng": pack(rng_state(trainer.streams), f"ranks/{strategy.topology.rank}/rng", tensors),
             "sums": sums,
-            "loader": pack(trainer.train_dataloader.state_dict(), f"ranks/{strategy.rank}/loader", tensors),
+            "loader": pack(trainer.train_dataloader.state_dict(), f"ranks/{strategy.topology.rank}/loader", tensors),
             "torchmetrics": {
                 name: pack(
                     {"state": metric.metric_state, "count": metric._update_count},
-                    f"ranks/{strategy.rank}/metrics/{name}",
+                    f"ranks/{strategy.topology.rank}/metrics/{name}",
                     tensors,
                 )
                 | {"names": [logged for logged, entry in sums.items() if entry[6] == name]}
@@ -104,8 +104,8 @@ def save(
         for name in group["params"]
     }
     options: dict[str, Any] = {
-        "rank": strategy.rank,
-        "world_size": strategy.world_size,
+        "rank": strategy.topology.rank,
+        "world_size": strategy.topology.world_size,
         "tensors": tensors,
         "state": state,
         "rank_state": rank_state,
@@ -137,11 +137,11 @@ def restore(trainer: Trainer, module: Module, checkpoint: Checkpoint) -> None:
         trainer.show({name: torch.tensor(value, dtype=torch.float64) for name, value in state["metrics"].items()})
 
         saved = [checkpoint.rank_state(rank) or {} for rank in range(checkpoint.world_size)]
-        mine = saved[strategy.rank] if strategy.rank < len(saved) else {}
-        if checkpoint.world_size == strategy.world_size and _place(mine) == (
-            strategy.data_rank,
-            strategy.data_size,
-            strategy.is_reporting_rank,
+        mine = saved[strategy.topology.rank] if strategy.topology.rank < len(saved) else {}
+        if checkpoint.world_size == strategy.topology.world_size and _place(mine) == (
+            strategy.topology.data_rank,
+            strategy.topology.data_size,
+            strategy.topology.is_reporting_rank,
         ):
             trainer.train_dataloader.load_state_dict(unpack(mine["loader"], read))
             trainer.metrics.load_state_dict(mine["sums"])
@@ -150,7 +150,7 @@ def restore(trainer: Trainer, module: Module, checkpoint: Checkpoint) -> None:
         else:
             counted = [rank_state for rank_state in saved if rank_state["reports"]]
             trainer.metrics.load_state_dict(_shared_sums([rank_state["sums"] for rank_state in counted], strategy))
-            _restore_torchmetrics(module, counted[strategy.data_rank :: strategy.data_size], read)
+            _restore_torchmetrics(module, counted[strategy.topology.data_rank :: strategy.topology.data_size], read)
             _restore_streams(trainer, counted, read)
 
 
@@ -316,7 +316,7 @@ def _shared_sums(saved: list[dict[str, Any]], strategy: Strategy) -> dict[str, A
             own = sums.setdefault(
                 name, [reduce_fx, *flags, rank_zero_only, metric, None, 0.0, epoch_value, epoch_count]
             )
-            if rank == 0 if rank_zero_only else rank % strategy.data_size == strategy.data_rank:
+            if rank == 0 if rank_zero_only else rank % strategy.topology.data_size == strategy.topology.data_rank:
                 own[-4] = number if own[-4] is None else COMBINE[reduce_fx]([own[-4], number])
                 own[-3] += count
     return sums
@@ -351,11 +351,11 @@ def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Cal
 def _restore_streams(trainer: Trainer, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:
     """Go on with the random streams of the rank that saw the same samples; where samples are shared out anew, with streams that nobody drew from."""
     strategy = trainer.strategy
-    if len(saved) == strategy.data_size:
-        state = next(rank_state for rank_state in saved if rank_state["data_rank"] == strategy.data_rank)
+    if len(saved) == strategy.topology.data_size:
+        state = next(rank_state for rank_state in saved if rank_state["data_rank"] == strategy.topology.data_rank)
         set_rng_state(unpack(state["rng"], read), trainer.streams)
         return
-    seed = derive(trainer.run_seed, "noise", strategy.data_rank, "resumed", trainer.global_step)
+    seed = derive(trainer.run_seed, "noise", strategy.topology.data_rank, "resumed", trainer.global_step)
     seed_everything(seed)
     for key, (device, _) in saved[0]["rng"]["streams"].items():
         trainer.streams[key] = torch.Generator(device).manual_seed(derive(seed, key))

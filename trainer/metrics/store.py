@@ -273,13 +273,15 @@ class MetricStore:
         otherwise the means since the last call are returned.
         """
         self._reductions += 1
-        samples = self._agree_on_names(strategy) if strategy.world_size > 1 else [1]
+        samples = self._agree_on_names(strategy) if strategy.topology.world_size > 1 else [1]
         shared = sorted((e for e in self.entries.values() if not e.rank_zero_only), key=lambda e: e.name)
         local = [e for e in self.entries.values() if e.rank_zero_only]
         mine = self._pack(shared)
-        if not strategy.is_reporting_rank:  # another rank stands for the same samples
+        if not strategy.topology.is_reporting_rank:  # another rank stands for the same samples
             mine = torch.tensor([x for e in shared for x in (e.start, 0.0, 0.0)], dtype=torch.float64)
-        rows = [mine.tolist()] if strategy.world_size == 1 or not shared else strategy.all_gather(mine).tolist()
+        rows = (
+            [mine.tolist()] if strategy.topology.world_size == 1 or not shared else strategy.all_gather(mine).tolist()
+        )
         shown: dict[str, float] = {}
         shown_metrics: dict[int, Any] = {}
         for entries, values in ((shared, rows), (local, [self._pack(local).tolist()])):
@@ -294,7 +296,7 @@ class MetricStore:
                 before = set(shown)
                 self._reduce_entry(entry, numbers, counts, shown, epoch_end, reset)
                 self.origins.update(dict.fromkeys(set(shown) - before, entry))
-        if strategy.rank == 0:
+        if strategy.topology.rank == 0:
             self._say_what_was_averaged()
         if epoch_end and reset:
             for metric in shown_metrics.values():  # now that it is computed under every name that it has
@@ -316,7 +318,7 @@ class MetricStore:
             if reductions != self._reductions:  # the sums began anew
                 number = count = 0.0
             self._read[reader, entry.name] = self._reductions, entry.number, entry.count
-            if strategy.is_reporting_rank:
+            if strategy.topology.is_reporting_rank:
                 mine = [entry.number - number, entry.count - count]
         if not wanted:
             return None
@@ -361,7 +363,7 @@ class MetricStore:
 
         A rank without a sample, or that does not report, takes the others' names.
         """
-        own = torch.tensor([self.keys_hash, self.samples, int(strategy.is_reporting_rank)])
+        own = torch.tensor([self.keys_hash, self.samples, int(strategy.topology.is_reporting_rank)])
         gathered = strategy.all_gather(own).tolist()
         seen = [number if reports else 0 for _, number, reports in gathered]
         speakers = [rank for rank, number in enumerate(seen) if number]
@@ -379,11 +381,11 @@ class MetricStore:
                     entry.by_hand = by_hand
                     if metric is not None:
                         entry.metric = self.module.get_submodule(metric)  # type: ignore[union-attr]
-            if not strategy.is_reporting_rank:
+            if not strategy.topology.is_reporting_rank:
                 self.entries = {n: entry for n, entry in self.entries.items() if n in names or entry.rank_zero_only}
             elif unknown := [entry.name for entry in self._shared() if entry.name not in names]:
                 raise RuntimeError(
-                    f"rank {strategy.rank}, which has seen no sample, logged {_quoted(unknown)}, and the other ranks did not; "
+                    f"rank {strategy.topology.rank}, which has seen no sample, logged {_quoted(unknown)}, and the other ranks did not; "
                     "every rank must log the same names"
                 )
         return seen

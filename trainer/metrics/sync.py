@@ -38,7 +38,7 @@ def synced_metrics(module: nn.Module, strategy: Strategy) -> Iterator[None]:
     """
     metrics = (
         [metric for metric in torchmetrics_of(module).values() if metric.dist_sync_fn is None]
-        if strategy.world_size > 1
+        if strategy.topology.world_size > 1
         else []
     )
     for metric in metrics:
@@ -64,7 +64,7 @@ class Gather:
             tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
         )  # one element may have any stride
         header = [
-            int(strategy.is_reporting_rank),
+            int(strategy.topology.is_reporting_rank),
             DTYPES.index(tensor.dtype),
             data.numel(),
             tensor.dim(),

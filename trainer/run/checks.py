@@ -48,6 +48,9 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             f"{name} has no trainable parameter; give it layers, or set requires_grad on what is to be trained"
         )
     if not module.automatic_optimization:
+        refused = trainer.strategy.capabilities.refuses.get("manual_optimization")
+        if refused is not None:
+            raise ValueError(refused)
         if trainer.accumulate_grad_batches > 1:
             raise ValueError(
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches} needs automatic optimization; "

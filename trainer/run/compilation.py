@@ -29,7 +29,7 @@ def check(compile: bool | Mapping[str, Any], strategy: Strategy) -> dict[str, An
         raise ValueError(
             f"compile takes {', '.join(OPTIONS)}, as torch.compile does, but compile has {', '.join(map(str, unknown))}"
         )
-    if strategy.dynamic_shapes:
+    if strategy.capabilities.dynamic_shapes:
         return options
     if options.get("dynamic"):
         raise ValueError(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lockstep.strategies.base import StepHooks
 from lockstep.strategies.checkpoint_state import pack, unpack
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.launch.launcher import set_phase
@@ -105,7 +106,8 @@ def evaluate(trainer: Trainer, module: Module, loaders: list[ShardedLoader], sta
     limits = trainer.evaluation_limits[kind]
     outputs: list[list[Any]] = [[] for _ in loaders]
     keeps = stage == "predict" and trainer.keeps_predictions
-    own_transfer = transfer_of(module, trainer.datamodule, strategy.to_device, strategy.device)
+    step_hooks = StepHooks(log_scope=metrics.part)
+    own_transfer = transfer_of(module, trainer.datamodule, strategy.to_device, strategy.topology.device)
     with _evaluation_mode(module, name):
         for hook in start:
             hook()
@@ -121,7 +123,7 @@ def evaluate(trainer: Trainer, module: Module, loaders: list[ShardedLoader], sta
                 micro_batch.batch = batch
                 metrics.weight, metrics.in_batch = micro_batch.num_samples, True
                 metrics.samples += micro_batch.num_samples
-                metrics.is_ambiguous = micro_batch.is_ambiguous and strategy.data_size > 1
+                metrics.is_ambiguous = micro_batch.is_ambiguous and strategy.topology.data_size > 1
                 real = micro_batch.num_samples > 0
                 for hook in batch_start if real else ():
                     hook(batch, batch_idx, index)
@@ -130,7 +132,7 @@ def evaluate(trainer: Trainer, module: Module, loaders: list[ShardedLoader], sta
                     step,
                     micro_batch,
                     *((batch_idx, index) if several else (batch_idx,)),
-                    part=metrics.part,
+                    hooks=step_hooks,
                 )
                 for hook in batch_end if real else ():
                     hook(output, batch, batch_idx, index)
@@ -180,10 +182,10 @@ def on_host(output: Any) -> Any:
 def in_dataset_order(trainer: Trainer, outputs: list[Any]) -> list[Any]:
     """The predictions of all ranks, a batch of one data rank an item, in the order of the dataset. Every rank calls it."""
     strategy = trainer.strategy
-    if strategy.world_size == 1:
+    if strategy.topology.world_size == 1:
         return outputs
-    outputs = outputs if strategy.is_reporting_rank else []
-    places = strategy.all_gather(torch.tensor(strategy.data_rank)).tolist()
+    outputs = outputs if strategy.topology.is_reporting_rank else []
+    places = strategy.all_gather(torch.tensor(strategy.topology.data_rank)).tolist()
     pieces: dict[str, Any] = {}
     try:
         layout = pack(outputs, "predictions", pieces)

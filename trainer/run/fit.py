@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import Loss, StepVote
+from lockstep.strategies.base import Loss, StepHooks, StepVote
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.launcher import set_phase
 from lockstep.trainer.run import evaluate as evaluation
@@ -42,11 +42,15 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
         trainer.metrics,
     )
     optimizers, schedulers = list(run.optimizers.values()), trainer.lr_scheduler_configs
-    clip, log_every, guards, vote_now = (
-        run.clip,
-        trainer.arguments.log_every_n_steps,
-        run.guards,
-        partial(vote, trainer),
+    clip, log_every, guards = run.clip, trainer.arguments.log_every_n_steps, run.guards
+    step_hooks = StepHooks(
+        vote=partial(vote, trainer),
+        log_scope=metrics.part,
+        before_backward=run.before_backward,
+        after_backward=run.after_backward,
+        parameters=run.parameters,
+        prepare=partial(_prepared, trainer, run),
+        automatic=module.automatic_optimization,
     )
 
     for hook in hooks.on_fit_start:
@@ -89,13 +93,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
                 wrapped,
                 run.training_step,
                 window,
-                micro_batches=_prepared(trainer, run, window),
-                automatic=module.automatic_optimization,
-                parameters=run.parameters,
-                vote=vote_now,
-                part=metrics.part,
-                before_backward=run.before_backward,
-                after_backward=run.after_backward,
+                step_hooks,
             )
             if window.micro_batches[-1].is_ambiguous:
                 _check_weight(trainer, window, window.micro_batches[-1])
@@ -206,7 +204,7 @@ def _prepared(trainer: Trainer, run: setup.FitRun, window: Window) -> Iterator[M
     """
     metrics, hooks, progress = trainer.metrics, trainer.hooks, trainer.progress
     num, last = len(window.micro_batches), len(window.micro_batches) - 1
-    data_size, num_samples = trainer.strategy.data_size, window.num_samples
+    data_size, num_samples = trainer.strategy.topology.data_size, window.num_samples
     if run.counts_manually:
         num_samples = _samples_of_all(trainer, window) or num_samples
     trainer.window_is_open = True
@@ -233,14 +231,14 @@ def _samples_of_all(trainer: Trainer, window: Window) -> int:
     """The samples that collate functions left in a window, over all ranks. Every rank calls it."""
     mine = sum(micro_batch.num_samples for micro_batch in window.micro_batches)
     strategy = trainer.strategy
-    return int(strategy.all_reduce(torch.tensor(mine))) * strategy.data_size // strategy.world_size
+    return int(strategy.all_reduce(torch.tensor(mine))) * strategy.topology.data_size // strategy.topology.world_size
 
 
 def _check_weight(trainer: Trainer, window: Window, micro_batch: MicroBatch) -> None:
     """Raise ValueError for the mean over a batch that does not show its number of samples, where that matters."""
     module, output = trainer._module, micro_batch.output
     automatic = module is None or module.automatic_optimization
-    if trainer.strategy.data_size == 1 and len(window.micro_batches) == 1:
+    if trainer.strategy.topology.data_size == 1 and len(window.micro_batches) == 1:
         return
     if automatic and (
         output is None

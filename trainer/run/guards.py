@@ -107,8 +107,12 @@ class Guards:
         """
         strategy = self.trainer.strategy
         mine = _not_finite(self.module, optimizers)
-        first = int(strategy.all_reduce(torch.tensor(strategy.world_size if mine is None else strategy.rank), "min"))
-        if first < strategy.world_size:
+        first = int(
+            strategy.all_reduce(
+                torch.tensor(strategy.topology.world_size if mine is None else strategy.topology.rank), "min"
+            )
+        )
+        if first < strategy.topology.world_size:
             name = strategy.broadcast(mine, first)
             raise FloatingPointError(
                 f"{name} is NaN or infinite at the end of training, after step {self.trainer.global_step - 1}, though every gradient "

@@ -45,7 +45,7 @@ class ManualOptimizer:
             loss = closure()
             if not isinstance(loss, Tensor):
                 return loss
-            return trainer.strategy.all_reduce(loss * trainer.batch_share, "mean") * trainer.strategy.data_size
+            return trainer.strategy.all_reduce(loss * trainer.batch_share, "mean") * trainer.strategy.topology.data_size
 
         return call
 

@@ -158,7 +158,8 @@ def _life(trainer: Trainer, module: Module, sources: Sources, stage: str, ckpt_p
         trainer.strategy.barrier()
         for owner in owners:
             owner.setup(stage)
-        with torch.device("meta") if trainer.strategy.builds_on_meta else nullcontext():
+        on_meta = trainer.strategy.capabilities.builds_on_meta and trainer.global_rank > 0
+        with torch.device("meta") if on_meta else nullcontext():
             module.configure_model()
         attach(module, trainer)  # with what was built just now
         if trainer.compile is not None:
@@ -350,8 +351,8 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
     ]
     trainer.metrics = MetricStore(module)
     trainer.metrics.noticed = trainer.noticed_names
-    if strategy.data_rank > 0:  # noise of its own; data rank 0 goes on with the process's stream
-        seed_everything(derive(seed, "noise", strategy.data_rank))
+    if strategy.topology.data_rank > 0:  # noise of its own; data rank 0 goes on with the process's stream
+        seed_everything(derive(seed, "noise", strategy.topology.data_rank))
     if checkpoint is not None:
         snapshot.restore_trainability(trainer, module, checkpoint)
         snapshot.restore(trainer, module, checkpoint)
@@ -368,7 +369,7 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> FitRun:
         }
     reevaluates = overrides(module, "optimizer_step", Module) or bool(closing)
     training_step = step_function(module.training_step, 2)
-    transfer = transfer_of(module, trainer.datamodule, strategy.to_device, strategy.device)
+    transfer = transfer_of(module, trainer.datamodule, strategy.to_device, strategy.topology.device)
     return FitRun(
         train_loader=train_loader,
         limit=limit,
@@ -408,7 +409,7 @@ def evaluation_loaders(trainer: Trainer, sources: Any, kind: str, overfit: float
     wanted = overfit or limits[kind]
     name = "overfit_batches" if overfit else f"limit_{kind}_batches"
     trainer.evaluation_limits[kind] = [limit_of(wanted, _length(loader), name) for loader in sharded]
-    size = trainer.strategy.data_size
+    size = trainer.strategy.topology.data_size
     for i, (loader, limit) in enumerate(zip(sharded, trainer.evaluation_limits[kind], strict=True)):
         if arguments.split_batches and not loader.splits and limit is not None and size > 1 and kind != "predict":
             if limit % size:
@@ -426,7 +427,7 @@ def evaluation_loaders(trainer: Trainer, sources: Any, kind: str, overfit: float
 
 def _shared_out(trainer: Trainer, loader: Any, seed: int, shuffle: bool | None) -> ShardedLoader:
     """A loader to evaluate; with `split_batches` its batches are cut over ranks where they can be, as in training."""
-    if trainer.arguments.split_batches and trainer.strategy.data_size > 1:
+    if trainer.arguments.split_batches and trainer.strategy.topology.data_size > 1:
         with suppress(ValueError):  # its batches are not ours to cut
             return trainer.strategy.shard_loader(loader, seed=seed, shuffle=shuffle, split=True)
     return trainer.strategy.shard_loader(loader, seed=seed, shuffle=shuffle)

@@ -56,8 +56,8 @@ def record(
     """Write to `folder` what a run has after optimizer step `step`. Collective; rank 0's loss, norms and metrics count."""
     files.save(
         Path(folder) / f"step-{step:06d}",
-        rank=strategy.rank,
-        world_size=strategy.world_size,
+        rank=strategy.topology.rank,
+        world_size=strategy.topology.world_size,
         tensors={
             name: shard
             for name, shard in strategy.state_dict(wrapped, optimizers).tensors.items()

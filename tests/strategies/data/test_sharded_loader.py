@@ -1010,7 +1010,7 @@ def read_own_stream_on_a_rank() -> list[Any]:
     strategy = DDP()
     strategy.configure(devices=2, accelerator="cpu")
     strategy.setup()
-    loader = strategy.shard_loader(DataLoader(OwnStream(5, strategy.rank, 2), 2), seed=3, accumulate=2)
+    loader = strategy.shard_loader(DataLoader(OwnStream(5, strategy.topology.rank, 2), 2), seed=3, accumulate=2)
     windows = [
         ([to_list(micro.batch) for micro in window.micro_batches], window.num_samples) for window in loader.windows(0)
     ]

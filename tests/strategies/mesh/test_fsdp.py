@@ -401,7 +401,11 @@ class Skips(Plain):
     """One rank skips a batch, the other does not."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if self.trainer.strategy.rank == 1 and batch_idx == 1 else super().training_step(batch, batch_idx)
+        return (
+            None
+            if self.trainer.strategy.topology.rank == 1 and batch_idx == 1
+            else super().training_step(batch, batch_idx)
+        )
 
 
 class SkipsEverywhere(Plain):

@@ -95,7 +95,9 @@ def places(strategy: Strategy) -> list[list[int]]:
     strategy.setup()
     try:
         return strategy.all_gather(
-            torch.tensor([strategy.data_rank, strategy.data_size, int(strategy.is_reporting_rank)])
+            torch.tensor(
+                [strategy.topology.data_rank, strategy.topology.data_size, int(strategy.topology.is_reporting_rank)]
+            )
         ).tolist()
     finally:
         strategy.teardown()

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
 from lockstep.strategies import Pipeline, SingleDevice
+from lockstep.strategies.base import StepHooks
 from lockstep.strategies.pipeline.partition import balance, cut, measure, stages
 from lockstep.strategies.pipeline.schedules import SCHEDULES, schedule
 from lockstep.strategies.pipeline.timeline import plan
@@ -97,7 +98,7 @@ class Model(Module):
         self.calls += 1
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert (outputs is None) == (not self.trainer.strategy.is_reporting_rank)
+        assert (outputs is None) == (not self.trainer.strategy.topology.is_reporting_rank)
         if outputs is not None:
             assert outputs["logits"].shape == (len(batch["tokens"]), LENGTH, TOKENS) and outputs["loss"].dim() == 0
         self.log("hook", float(batch_idx))
@@ -549,7 +550,7 @@ def refused(hows: list[str]) -> dict[str, str]:
             batch = [object()] if how == "batch" else torch.ones(4, 8)
             window = next(strategy.shard_loader([(batch,)], seed=0).windows(0))
             window.micro_batches[0].num_samples = window.num_samples = 4
-            strategy.forward_backward(wrapped, module.training_step, window, automatic=how != "manual")
+            strategy.forward_backward(wrapped, module.training_step, window, StepHooks(automatic=how != "manual"))
         except Exception as error:
             found[how] = f"{type(error).__name__}: {error}"
         finally:
@@ -563,7 +564,7 @@ def test_wrong_steps_are_told_what_is_wrong(run_ranks: Callable[..., Any]) -> No
         "layer by itself": "RuntimeError: net.first lies on another rank of the pipeline",
         "order": "ValueError: net.norm is called after layers of stage 1, but lies on stage 0",
         "lbfgs": "ValueError: optimizer 'main' (LBFGS) cannot be stepped in a pipeline",
-        "manual": "ValueError: a pipeline walks back by its schedule",
+        "manual": "ValueError: a pipeline runs backward by its schedule",
         "batch": "ValueError: a pipeline cuts batches along the first dimension of their tensors, but none in this tuple has the batch's 4 samples there",
     }
     found = run_ranks(refused, 2, [*expected])

@@ -830,7 +830,7 @@ def train(strategy, folder, beside):
     found = checkpoint.newest(folder)
     start = 0 if found is None else Checkpoint.open(found).global_step
     start = strategy.broadcast(start)
-    (folder / f"pid-{strategy.rank}").write_text(str(os.getpid()))
+    (folder / f"pid-{strategy.topology.rank}").write_text(str(os.getpid()))
     pending = None
     for step in itertools.count(start + 1):
         with torch.no_grad():
@@ -839,8 +839,8 @@ def train(strategy, folder, beside):
                 optimizers["main"].state[parameter]["exp_avg"].fill_(float(step))
         state = strategy.state_dict(wrapped, optimizers)
         options = dict(
-            rank=strategy.rank,
-            world_size=strategy.world_size,
+            rank=strategy.topology.rank,
+            world_size=strategy.topology.world_size,
             tensors={name: shard for name, shard in state.tensors.items() if name.startswith("model/") or name.endswith("exp_avg")},
             state={"progress": {"global_step": step}},
             rank_state={"step": step},
@@ -856,7 +856,7 @@ def train(strategy, folder, beside):
             pending = step, checkpoint.begin(path, **options)
         else:
             checkpoint.save(path, barrier=strategy.barrier, **options)
-        if strategy.rank == 0 and done is not None:
+        if strategy.topology.rank == 0 and done is not None:
             with open(folder / "acknowledged", "a") as file:
                 file.write(f"{done}\\n")
 
