@@ -157,7 +157,7 @@ class Work:
             "cpu_ms": clock.cpu_s_per_step() * 1e3,
             "first_s": clock.first[1] - clock.first[0],
         }
-        return {**times, "loss": trainer.last_loss}
+        return {**times, "loss": trainer._run.last_loss}
 
     def gpt(self, adamw: dict[str, Any] | None = None, **options: Any) -> Turn:
         job = Job(self.width, self.depth, self.batch, WARMUP_STEPS, self.steps)

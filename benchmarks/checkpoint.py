@@ -65,7 +65,7 @@ class Measure(Callback):
         self.num_bytes = 0
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        state = trainer.strategy.state_dict(trainer.wrapped, trainer.named_optimizers)
+        state = trainer.strategy.state_dict(trainer._run.wrapped, trainer._run.optimizers)
         tensors = [shard.tensor for shard in state.tensors.values()]
         self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         trainer.save_checkpoint(self.folder / "old")
@@ -78,7 +78,7 @@ class Measure(Callback):
             BESIDE: partial(trainer.save_checkpoint, self.folder / "new", wait=False),
         }
         self.times = take_turns(
-            {name: partial(self.timed, way, trainer.finish_saving) for name, way in ways.items()}, self.rounds
+            {name: partial(self.timed, way, trainer._run.finish_saving) for name, way in ways.items()}, self.rounds
         )
 
     def timed(self, way: Callable[[], Any], finish: Callable[[], Any]) -> tuple[float, float]:

@@ -72,7 +72,7 @@ class CommunicationLedger(Callback):
             self._watch = watching(LocalOps(self._see))
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.window_is_open:
+        if trainer._run.window_is_open:
             return
         self._stop()
         self._steps += 1

@@ -67,7 +67,7 @@ class LearningRateMonitor(Callback):
         trainer.callback_metrics.update(
             {name: torch.tensor(value, dtype=torch.float64) for name, value in stats.items()}
         )
-        trainer.log_metrics(stats)
+        trainer._run.log_metrics(stats)
 
     def _stats(self, trainer: Trainer, interval: str) -> dict[str, float]:
         stats: dict[str, float] = {}
@@ -76,7 +76,7 @@ class LearningRateMonitor(Callback):
             config = next(
                 (
                     config
-                    for config in trainer.lr_scheduler_configs
+                    for config in trainer._run.schedulers
                     if getattr(config.scheduler, "optimizer", None) is optimizer
                 ),
                 None,

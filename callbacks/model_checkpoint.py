@@ -268,7 +268,7 @@ class ModelCheckpoint(Callback):
             return
         if due:
             self._saved_at = time.monotonic()
-            if self._metric and trainer.validation_follows:
+            if self._metric and trainer._run.validation_follows:
                 self._waits_at = step  # for the metric of these weights
             else:
                 self._consider(trainer)
@@ -290,10 +290,9 @@ class ModelCheckpoint(Callback):
             self._ended = False
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
-        if self._saving is not None and not trainer.is_checkpoint(
-            self._saving[0]
-        ):  # a save beside the training that failed
-            self.best_k_models = self._saving[1]
+        saving = self._saving
+        if saving is not None and not trainer._run.is_checkpoint(saving[0]):  # an asynchronous save that failed
+            self.best_k_models = saving[1]
 
     def _consider_epoch(self, trainer: Trainer, *, epoch_end: bool) -> None:
         if self._metric:
@@ -311,7 +310,7 @@ class ModelCheckpoint(Callback):
             return
         self._considered_step = trainer.global_step
         if self.async_save:
-            trainer.finish_saving()  # before names are looked up on the disk
+            trainer._run.finish_saving()  # before names are looked up on the disk
         if (
             self.save_last and not self.last_model_path
         ):  # before the first save, so that every checkpoint knows whose `last` is
@@ -365,7 +364,7 @@ class ModelCheckpoint(Callback):
         else:
             self._complain(trainer)
             value = trainer.callback_metrics.get(self._metric.name)
-            of_these_weights = trainer.measured_at.get(self._metric.name) == trainer.global_step
+            of_these_weights = trainer._run.measured_at.get(self._metric.name) == trainer.global_step
             score = _tensor(math.nan) if value is None or not of_these_weights else value.detach().clone()
             if value is None:
                 self._warn_once(
@@ -377,7 +376,8 @@ class ModelCheckpoint(Callback):
 
     def _epoch(self, trainer: Trainer) -> int:
         """The epoch that is running; once training has ended, the last one that ran."""
-        return trainer.current_epoch - (self._ended and not trainer.progress.batches_seen and trainer.current_epoch > 0)
+        is_over = self._ended and not trainer._run.progress.batches_seen
+        return trainer.current_epoch - (is_over and trainer.current_epoch > 0)
 
     def _complain(self, trainer: Trainer) -> None:
         problem = self._metric.overdue(trainer) if self._metric else None
@@ -426,7 +426,7 @@ class ModelCheckpoint(Callback):
         def find(path: str) -> str:
             moved = os.path.join(str(self.dirpath), os.path.basename(path))
             places = [moved, path] if os.path.dirname(path) == folder else [path]
-            return next((place for place in places if trainer.is_global_zero and trainer.is_checkpoint(place)), "")
+            return next((place for place in places if trainer.is_global_zero and trainer._run.is_checkpoint(place)), "")
 
         paths = [*self.best_k_models, self.last_model_path]
         *found, last = trainer.strategy.broadcast([find(path) if path else "" for path in paths])

@@ -84,7 +84,7 @@ class Profiler(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._add("after the step")
-        if trainer.window_is_open:
+        if trainer._run.window_is_open:
             return
         self._steps += 1
         if self._steps == 0:

@@ -142,7 +142,7 @@ class ProgressBar(Callback):
             self._finish_evaluation(trainer)
 
     def on_test_start(self, trainer: Trainer, module: Module) -> None:
-        self._start_evaluation(trainer, "Test", trainer.num_test_batches)
+        self._start_evaluation(trainer, "Test", trainer._run.evaluation_batches["test"])
 
     def on_test_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -155,7 +155,7 @@ class ProgressBar(Callback):
         self._finish_evaluation(trainer)
 
     def on_predict_start(self, trainer: Trainer, module: Module) -> None:
-        self._start_evaluation(trainer, "Predict", trainer.num_predict_batches)
+        self._start_evaluation(trainer, "Predict", trainer._run.evaluation_batches["predict"])
 
     def on_predict_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0

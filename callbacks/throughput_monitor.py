@@ -108,7 +108,7 @@ class ThroughputMonitor(Callback):
         self._enter(trainer, "compute")
         if self.tokens is not None:  # summed by the logging of the run, in the exchange that it has anyway
             counts = (
-                trainer.batch_share and self._steps >= _NUM_MEASURED
+                trainer._run.batch_share and self._steps >= _NUM_MEASURED
             )  # padding and what the clock leaves out do not
             self.log(
                 _TOKENS,
@@ -124,7 +124,7 @@ class ThroughputMonitor(Callback):
 
             counter = FlopCounterMode(display=False)
             self._watch = watching(counter, LocalOps()), counter
-            self._counts.append((0.0, trainer.progress.total_samples))
+            self._counts.append((0.0, trainer._run.progress.total_samples))
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
         self._enter(trainer, "optimizer")
@@ -133,7 +133,7 @@ class ThroughputMonitor(Callback):
         self._enter(trainer, "rest" if module.automatic_optimization else "compute")
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.window_is_open:
+        if trainer._run.window_is_open:
             self._enter(trainer, "data")
             return
         self._steps += 1
@@ -179,15 +179,15 @@ class ThroughputMonitor(Callback):
 
     def _enter(self, trainer: Trainer, part: str) -> None:
         """The part that has run so far ends here, but for the time in which a checkpoint was waited for."""
-        now, waited = time.perf_counter(), trainer.saving_s
+        now, waited = time.perf_counter(), trainer._run.saving_seconds
         self._seconds[self._part] += now - self._mark - (waited - self._waited)
         self._seconds["saving"] += waited - self._waited
         self._part, self._mark, self._waited = part, now, waited
 
     def _restart(self, trainer: Trainer) -> None:
         self._seconds = dict.fromkeys(self._seconds, 0.0)
-        self._mark, self._waited = time.perf_counter(), trainer.saving_s
-        self._begun = trainer.global_step, trainer.progress.total_samples
+        self._mark, self._waited = time.perf_counter(), trainer._run.saving_seconds
+        self._begun = trainer.global_step, trainer._run.progress.total_samples
         self._num_tokens = 0.0
 
     def _show(self, trainer: Trainer) -> None:
@@ -195,7 +195,7 @@ class ThroughputMonitor(Callback):
             torch.accelerator.synchronize()  # the only host synchronisation: the device is up to half an interval behind
         self._enter(trainer, "rest")
         seconds = sum(self._seconds[part] for part in PARTS)
-        samples_per_s = (trainer.progress.total_samples - self._begun[1]) / seconds
+        samples_per_s = (trainer._run.progress.total_samples - self._begun[1]) / seconds
         values = {"samples_per_s": samples_per_s, "steps_per_s": (trainer.global_step - self._begun[0]) / seconds}
         if self.tokens is not None and self._knows_tokens:
             values["tokens_per_s"] = self._num_tokens / seconds
@@ -205,7 +205,7 @@ class ThroughputMonitor(Callback):
                 values["mfu"] = values["flops_per_s"] / (self._peak * trainer.world_size)
         values |= {f"share_{part}": self._seconds[part] / seconds for part in PARTS}
         self.values = {f"throughput/{name}": value for name, value in values.items()}
-        trainer.log_metrics(self.values)
+        trainer._run.log_metrics(self.values)
 
     def _count(self, batch: Any) -> int | Tensor:
         if callable(self.tokens):
@@ -227,7 +227,8 @@ class ThroughputMonitor(Callback):
         """The end of one of the first windows. After the last of them the ranks add up what they have counted, once."""
         if self._watch is None:
             return
-        self._counts[-1] = float(self._watch[1].get_total_flops()), trainer.progress.total_samples - self._counts[-1][1]
+        samples = trainer._run.progress.total_samples - self._counts[-1][1]
+        self._counts[-1] = float(self._watch[1].get_total_flops()), samples
         self._stop_counting()
         if self._steps == _NUM_MEASURED:
             totals = trainer.strategy.all_reduce(

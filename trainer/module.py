@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.trainer.hparams import HyperParameters
+from lockstep.trainer.run.manual import manual_backward
 from lockstep.trainer.seeding import named_stream
 
 if TYPE_CHECKING:
+    from lockstep.trainer.run.state import RunState
     from lockstep.trainer.trainer import Trainer
 
 M = TypeVar("M", bound="Module")
@@ -200,7 +202,7 @@ class Module(HyperParameters, nn.Module):
         """
         if self._trainer is None:
             raise RuntimeError(f"self.log({name!r}) was called outside of a run; call it in a step or hook")
-        self._trainer.metrics.log(
+        self._trainer._run.metrics.log(
             name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx, rank_zero_only
         )
 
@@ -211,7 +213,7 @@ class Module(HyperParameters, nn.Module):
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on rank 0, above the progress bar."""
-        self._running().print(*values, **options)
+        self.trainer.print(*values, **options)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or a list of several, as objects whose `step` and `zero_grad` keep ranks together."""
@@ -220,12 +222,12 @@ class Module(HyperParameters, nn.Module):
 
     def lr_schedulers(self) -> Any:
         """The scheduler, a list of several, or None."""
-        schedulers = [config.scheduler for config in self._running().lr_scheduler_configs]
+        schedulers = [config.scheduler for config in self._running().schedulers]
         return (schedulers[0] if len(schedulers) == 1 else schedulers) if schedulers else None
 
     def manual_backward(self, loss: Tensor) -> None:
         """Walk back from `loss`, the mean over this batch; for `automatic_optimization = False`."""
-        self._running().manual_backward(loss)
+        manual_backward(self._running(), loss)
 
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -234,25 +236,23 @@ class Module(HyperParameters, nn.Module):
         if gradient_clip_val is None:
             return None
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        trainer = self._running()
-        return trainer.strategy.clip_gradients(
-            trainer.wrapped, optimizer, gradient_clip_val, gradient_clip_algorithm or "norm"
-        )
+        run = self._running()
+        return run.strategy.clip_gradients(run.wrapped, optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of the gradient that the optimizers are to apply, over all parameters and ranks (0-dim); every rank calls it.
 
         Call it in `on_before_optimizer_step` or, in manual optimization, before `step`. The same under every strategy.
         """
-        trainer = self._running()
-        norms = [trainer.strategy.clip_gradients(trainer.wrapped, item, math.inf) for item in trainer.optimizers]
+        run = self._running()
+        norms = [run.strategy.clip_gradients(run.wrapped, item, math.inf) for item in run.optimizers.values()]
         return torch.stack([norm for norm in norms if norm is not None]).square().sum().sqrt()
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let gradients flow into the parameters of `optimizer` only, until `untoggle_optimizer`."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         saved = self.__dict__.setdefault("_toggled", {})
-        for other in self._running().optimizers:
+        for other in self._running().optimizers.values():
             for group in other.param_groups:
                 for parameter in group["params"]:
                     if id(parameter) not in own and id(parameter) not in saved:
@@ -287,25 +287,25 @@ class Module(HyperParameters, nn.Module):
         digits, "_", "." and "-", RuntimeError outside of a run, and in a step of a strategy that runs its parts
         apart ("pipeline", "dp").
         """
-        trainer = self._running()
-        if trainer.metrics.in_batch and not trainer.strategy.capabilities.runs_step_once:
+        run = self._running()
+        if run.metrics.in_batch and not run.strategy.capabilities.runs_step_once:
             raise RuntimeError(
-                f"random_stream({name!r}) was called in a step, but {type(trainer.strategy).__name__} runs the parts of a step apart; "
+                f"random_stream({name!r}) was called in a step, but {type(run.strategy).__name__} runs the parts of a step apart; "
                 "draw from torch's own stream there, which begins alike for each part on all ranks"
             )
-        return named_stream(trainer.streams, name, device, trainer.run_seed, trainer.strategy.topology.data_rank)
+        return named_stream(run.streams, name, device, run.seed, run.strategy.topology.data_rank)
 
     # ---- facts -------------------------------------------------------------------------------------
 
     @property
     def trainer(self) -> Trainer:
         """The Trainer that runs this module. Raises RuntimeError where none does."""
-        return self._running()
+        return self._running().trainer
 
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
-        if self._trainer is not None and self._trainer.running:
+        if self._trainer is not None and self._trainer._run.active:
             return vars(self).get("replica_device") or self._trainer.strategy.topology.device
         return next((t.device for t in [*self.parameters(), *self.buffers()]), torch.device("cpu"))
 
@@ -360,13 +360,13 @@ class Module(HyperParameters, nn.Module):
     def _trainer(self) -> Trainer | None:
         return self.__dict__.get("_trainer")
 
-    def _running(self) -> Trainer:
+    def _running(self) -> RunState:
         trainer = self.__dict__.get("_trainer")
         if trainer is None:
             raise RuntimeError(
                 f"this {type(self).__name__} is not attached to a Trainer; it is while fit, validate, test or predict runs"
             )
-        return trainer
+        return trainer._run
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_trainer": None}

@@ -51,7 +51,7 @@ class Profiled(CommunicationLedger):
             self.profile.start()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._steps == self.first_step and not trainer.window_is_open:
+        if self._steps == self.first_step and not trainer._run.window_is_open:
             self.profile.stop()
             self.by_gloo = sum(
                 event.name().startswith("gloo:") for event in self.profile.profiler.kineto_results.events()

@@ -37,10 +37,10 @@ def run(
         global_step=0,
         arguments=SimpleNamespace(log_every_n_steps=every),
         optimizers=optimizers,
-        lr_scheduler_configs=schedulers,
+        _run=SimpleNamespace(schedulers=schedulers),
         callback_metrics={},
     )
-    trainer.log_metrics = lambda metrics: logged.setdefault(trainer.global_step, {}).update(metrics)
+    trainer._run.log_metrics = lambda metrics: logged.setdefault(trainer.global_step, {}).update(metrics)
     for _ in range(2):
         monitor.on_train_epoch_start(trainer, MODULE)
         for batch_idx in range(num_steps):

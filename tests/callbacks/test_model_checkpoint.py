@@ -34,6 +34,7 @@ class Run:
         self.log_dir = str(log_dir)
         self.arguments = SimpleNamespace(default_root_dir=str(log_dir.parent), fast_dev_run=False, log_every_n_steps=50)
         self.callback_metrics: dict[str, torch.Tensor] = {}
+        self._run = self
         self.measured_at: dict[str, int] = {}
         self.validation_follows = False
         self.progress = SimpleNamespace(batches_seen=0)
@@ -71,9 +72,9 @@ class Run:
         s = self.strategy
         save(
             path,
-            rank=s.rank,
-            world_size=s.world_size,
-            tensors=tensors if s.rank == 0 else {},
+            rank=s.topology.rank,
+            world_size=s.topology.world_size,
+            tensors=tensors if s.topology.rank == 0 else {},
             state=state,
             barrier=s.barrier,
             broadcast=s.broadcast,

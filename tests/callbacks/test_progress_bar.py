@@ -125,8 +125,7 @@ def make_trainer(**facts: Any) -> Any:
         "accumulate_grad_batches": 1,
         "num_training_batches": 100,
         "num_val_batches": [10, 10],
-        "num_test_batches": [8],
-        "num_predict_batches": [8],
+        "_run": SimpleNamespace(evaluation_batches={"test": [8], "predict": [8]}),
         "sanity_checking": False,
         "progress_bar_metrics": {},
     }

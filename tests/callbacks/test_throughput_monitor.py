@@ -138,11 +138,11 @@ def test_rates_and_shares_are_those_of_the_clock() -> None:
     run.fit(Slow(), train, loader(8))
     found = {name.removeprefix("throughput/"): value for name, value in monitor.values.items()}
     seconds = 4 / found["steps_per_s"]
-    assert 4 * 0.03 <= seconds < 4 * 0.03 + 0.2 + run.saving_s, "validation is in the rates"
+    assert 4 * 0.03 <= seconds < 4 * 0.03 + 0.2 + run._run.saving_seconds, "validation is in the rates"
     assert found["samples_per_s"] == pytest.approx(4 * 8 / seconds)
     assert found["share_compute"] * seconds >= 4 * 0.02
     assert found["share_data"] * seconds >= 4 * 0.01
-    assert 0 < found["share_saving"] * seconds <= run.saving_s
+    assert 0 < found["share_saving"] * seconds <= run._run.saving_seconds
     assert found["share_optimizer"] > 0
     assert "mfu" not in found
     rows = [

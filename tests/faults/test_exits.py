@@ -130,7 +130,7 @@ class Forks(Net):
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 trainer = quiet(enable_checkpointing=True)
 trainer.fit(Forks(), loader(16, 4))
-print(trainer.global_step, trainer.running)
+print(trainer.global_step, trainer._run.active)
 """
     import subprocess
 

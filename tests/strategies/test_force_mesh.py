@@ -68,7 +68,7 @@ class Engine(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self.group = dist.is_initialized() and dist.get_world_size()
-        self.wrapped = type(trainer.wrapped).__name__
+        self.wrapped = type(trainer._run.wrapped).__name__
         self.kinds = {type(p).__name__ for p in module.parameters()}
 
 

@@ -46,7 +46,7 @@ class SaveAt(Callback):
         self.step = step
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self.step and not trainer.window_is_open:
+        if trainer.global_step == self.step and not trainer._run.window_is_open:
             trainer.save_checkpoint("saved")
             trainer.should_stop = True
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from lockstep import RankFailure, Trainer
 from lockstep.callbacks import CSVLogger, ModelCheckpoint
 from lockstep.trainer.checkpoint.store import is_checkpoint
+from lockstep.trainer.run.hooks import Hooks
 from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
 
 ROOT = Path(__file__).parents[2]
@@ -301,15 +302,16 @@ def test_a_skipped_first_step_is_no_step(strategy: str, fused: bool, monkeypatch
     trainer = quiet(strategy=strategy, devices=1, accelerator="cpu", precision="16-mixed")
     trainer.fit(First(), loader(16, 4))
     assert trainer.global_step == 3
-    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
+    assert trainer._run.schedulers[0].scheduler.last_epoch == 3
 
 
 def test_what_belongs_to_a_running_fit_does_not_travel_to_the_ranks() -> None:
     """Every name that is emptied for the journey is one that the Trainer has, and nothing of a finished fit is on it."""
     run = quiet(enable_checkpointing=True)
     run.fit(net(), loader(8))
-    run.saving = threading.Lock()  # type: ignore[assignment]  # as unfit for a journey as the thread of a save
-    sent = run.__getstate__()
-    assert sent.keys() == vars(run).keys() - {"hooks", "metrics"}
-    running = ("wrapped", "resumed", "saving", "_module", "datamodule", "train_dataloader", "_folder")
-    assert [sent[name] for name in running] == [None] * len(running)
+    run._run.saving = threading.Lock()  # type: ignore[assignment]  # as unfit for a journey as the thread of a save
+    sent = run._run.__getstate__()
+    assert sent.keys() == vars(run._run).keys()
+    active = ("wrapped", "resumed", "saving", "module", "datamodule", "train_dataloader", "folder", "metrics")
+    assert [sent[name] for name in active] == [None] * len(active)
+    assert sent["hooks"] == Hooks()

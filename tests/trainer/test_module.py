@@ -89,7 +89,7 @@ def test_forms_of_configure_optimizers(form: Callable[[Any], Any], expected: lis
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
-            return dict.fromkeys(self.trainer.named_optimizers, loss) if len(self.trainer.optimizers) > 1 else loss
+            return dict.fromkeys(self.trainer._run.optimizers, loss) if len(self.trainer.optimizers) > 1 else loss
 
     lrs = Lrs()
     quiet(max_epochs=2, callbacks=lrs).fit(Formed(), loader(16))
@@ -238,7 +238,7 @@ def test_schedulers_of_other_makes_step_through_lr_scheduler_step(tmp_path: Path
     assert lrs.seen == [[1.0], [1 / 2], [1 / 3]]
     again = quiet(max_epochs=2)
     again.fit(Custom(), loader(24), ckpt_path=trainer.checkpoint_callback.best_model_path)
-    assert again.lr_scheduler_configs[0].scheduler.last == 6
+    assert again._run.schedulers[0].scheduler.last == 6
 
 
 def test_scheduler_step_sees_the_metric_it_declares() -> None:
@@ -1223,7 +1223,7 @@ def test_reaching_into_the_trainer() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             assert self.trainer.own == {"a": 1}
             self.trainer.optimizers[0].param_groups[0]["lr"] = 0.0
-            assert self.trainer.lr_scheduler_configs[0].scheduler.last_epoch == 0
+            assert self.trainer._run.schedulers[0].scheduler.last_epoch == 0
             return super().training_step(batch, batch_idx)
 
         def configure_optimizers(self) -> Any:

@@ -41,7 +41,7 @@ class Masking(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         keep = torch.rand(x.shape, generator=self.random_stream("masking")) > 0.3
-        self.drawn[self.trainer.progress.total_batches + batch_idx % 2] = keep.sum()
+        self.drawn[self.trainer._run.progress.total_batches + batch_idx % 2] = keep.sum()
         noise = torch.rand(1, generator=self.random_stream("noise")).to(x)
         return F.cross_entropy(self(x * keep.to(x) + noise), y)
 
@@ -69,12 +69,12 @@ class Streams(Callback):
         self.state = state["state"]
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self.save_at and not trainer.window_is_open:
+        if trainer.global_step == self.save_at and not trainer._run.window_is_open:
             trainer.save_checkpoint("saved")
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        state = rng_state(trainer.streams)
+        state = rng_state(trainer._run.streams)
         self.state = [
             state["torch"].sum().item(),
             list(map(repr, state["python"][1][:5])),

@@ -266,7 +266,7 @@ class Moves(Callback):
         self.before = [weight.double() for weight in weights(module)]
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not trainer.window_is_open:
+        if not trainer._run.window_is_open:
             self.step = [
                 (weight.double() - before).flatten().tolist()
                 for weight, before in zip(weights(module), self.before, strict=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lockstep.trainer.checkpoint.reader import Checkpoint
-from lockstep.trainer.metrics.store import COMBINE
+from lockstep.trainer.metrics.entry import COMBINE
 from lockstep.trainer.progress import Progress
 
 _MOST = 1 << 53

@@ -19,24 +19,24 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.callbacks._support.printing import safe_print
-from lockstep.callbacks.base import Logger
 from lockstep.strategies.checkpoint_state import TensorShard, is_alike, pack, restore_model, unpack
 from lockstep.trainer.checkpoint import schema as checkpoint_schema
 from lockstep.trainer.checkpoint import store as files
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from lockstep.trainer.hparams import restored
-from lockstep.trainer.metrics.store import COMBINE
-from lockstep.trainer.run import resume as resume_checks
+from lockstep.trainer.metrics.entry import COMBINE
+from lockstep.trainer.run import publish
 from lockstep.trainer.seeding import derive, rng_state, seed_everything, set_rng_state
+from lockstep.trainer.setup import resume as resume_checks
 
 if TYPE_CHECKING:
     from lockstep.strategies import Strategy
     from lockstep.trainer.module import Module
-    from lockstep.trainer.trainer import Trainer
+    from lockstep.trainer.run.state import RunState
 
 
 def save(
-    trainer: Trainer,
+    run: RunState,
     module: Module,
     path: str | Path,
     *,
@@ -45,34 +45,33 @@ def save(
     outdated: Sequence[str | Path] = (),
 ) -> files.Saving | None:
     """Write a checkpoint of the run at `path`; without `wait` return once it is copied. Every rank calls it, at the same place."""
-    strategy = trainer.strategy
-    gathered = strategy.state_dict(trainer.wrapped, trainer.named_optimizers)
+    strategy = run.strategy
+    gathered = strategy.state_dict(run.wrapped, run.optimizers)
     tensors, mine = gathered.tensors, strategy.topology.rank == 0
     kept: dict[str, TensorShard] = tensors if mine else {}  # what all ranks hold alike, rank 0 writes
     extra: dict[str, Any] = {}
-    for hook in trainer.hooks.on_save_checkpoint:
+    for hook in run.hooks.on_save_checkpoint:
         hook(extra)
-    metrics, sums = torchmetrics_of(module), trainer.metrics.state_dict()
+    metrics, sums = torchmetrics_of(module), run.metrics.state_dict()
     with refused(path):
         state = {
-            "progress": trainer.progress.state_dict(),
-            "seed": trainer.run_seed,
+            "progress": run.progress.state_dict(),
+            "seed": run.seed,
             "strategy_name": type(strategy).__name__,
             "strategy": gathered.meta,
             "schedulers": [
-                pack(config.scheduler.state_dict(), f"schedulers/{i}", kept)
-                for i, config in enumerate(trainer.lr_scheduler_configs)
+                pack(config.scheduler.state_dict(), f"schedulers/{i}", kept) for i, config in enumerate(run.schedulers)
             ],
-            "callbacks": _callback_states(trainer, kept),
-            "datamodule": pack(trainer.datamodule.state_dict(), "datamodule/state", kept)
-            if trainer.datamodule is not None
+            "callbacks": _callback_states(run, kept),
+            "datamodule": pack(run.datamodule.state_dict(), "datamodule/state", kept)
+            if run.datamodule is not None
             else {},
             "module": pack(extra, "module/extra", kept),
             "hyperparameters": pack(dict(module.hparams), "module/hparams", kept),
             "hyperparameters_name": module.hparams_name,
-            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-            "windows": trainer.train_dataloader.plan,
-            "configured": trainer.configured,
+            "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
+            "windows": run.train_dataloader.plan,
+            "configured": run.configured,
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }
         rank_state = {
@@ -82,11 +81,11 @@ def save(
             "trainability": {
                 name: trained
                 for name, trained in resume_checks.trainability(module).items()
-                if trained != trainer.trainable_at_start.get(name, trained)
+                if trained != run.trainable_at_start.get(name, trained)
             },
-            "rng": pack(rng_state(trainer.streams), f"ranks/{strategy.topology.rank}/rng", tensors),
+            "rng": pack(rng_state(run.streams), f"ranks/{strategy.topology.rank}/rng", tensors),
             "sums": sums,
-            "loader": pack(trainer.train_dataloader.state_dict(), f"ranks/{strategy.topology.rank}/loader", tensors),
+            "loader": pack(run.train_dataloader.state_dict(), f"ranks/{strategy.topology.rank}/loader", tensors),
             "torchmetrics": {
                 name: pack(
                     {"state": metric.metric_state, "count": metric._update_count},
@@ -121,20 +120,22 @@ def save(
     return None
 
 
-def restore(trainer: Trainer, module: Module, checkpoint: Checkpoint) -> None:
+def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
     """Put a run back to where `checkpoint` was saved. Every rank calls it, after everything is built."""
-    strategy, state, read = trainer.strategy, checkpoint.state, checkpoint.read
-    _restore_training(trainer, checkpoint)
+    strategy, state, read = run.strategy, checkpoint.state, checkpoint.read
+    _restore_training(run, checkpoint)
     with refused(checkpoint.path):
-        progress, loader = trainer.progress, trainer.train_dataloader
+        progress, loader = run.progress, run.train_dataloader
         progress.load_state_dict(state["progress"])
         if (
             loader.plan != state["windows"] and loader.batch_size is not None
         ):  # other batches, as the user wants: count them so
             progress.batches_seen = -(-progress.samples_seen * loader.num_micro_batches // loader.batch_size)
-        if trainer.datamodule is not None:
-            trainer.datamodule.load_state_dict(unpack(state["datamodule"], read))
-        trainer.show({name: torch.tensor(value, dtype=torch.float64) for name, value in state["metrics"].items()})
+        if run.datamodule is not None:
+            run.datamodule.load_state_dict(unpack(state["datamodule"], read))
+        for name, value in state["metrics"].items():
+            run.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
+            run.measured_at[name] = run.progress.global_step
 
         saved = [checkpoint.rank_state(rank) or {} for rank in range(checkpoint.world_size)]
         mine = saved[strategy.topology.rank] if strategy.topology.rank < len(saved) else {}
@@ -143,40 +144,40 @@ def restore(trainer: Trainer, module: Module, checkpoint: Checkpoint) -> None:
             strategy.topology.data_size,
             strategy.topology.is_reporting_rank,
         ):
-            trainer.train_dataloader.load_state_dict(unpack(mine["loader"], read))
-            trainer.metrics.load_state_dict(mine["sums"])
+            run.train_dataloader.load_state_dict(unpack(mine["loader"], read))
+            run.metrics.load_state_dict(mine["sums"])
             _restore_torchmetrics(module, [mine], read)
-            set_rng_state(unpack(mine["rng"], read), trainer.streams)
+            set_rng_state(unpack(mine["rng"], read), run.streams)
         else:
             counted = [rank_state for rank_state in saved if rank_state["reports"]]
-            trainer.metrics.load_state_dict(_shared_sums([rank_state["sums"] for rank_state in counted], strategy))
+            run.metrics.load_state_dict(_shared_sums([rank_state["sums"] for rank_state in counted], strategy))
             _restore_torchmetrics(module, counted[strategy.topology.data_rank :: strategy.topology.data_size], read)
-            _restore_streams(trainer, counted, read)
+            _restore_streams(run, counted, read)
 
 
-def rewind(trainer: Trainer, module: Module, path: str | Path) -> None:
+def rewind(run: RunState, module: Module, path: str | Path) -> None:
     """Put weights, optimizers, schedulers and callbacks back to a checkpoint of this run; data and metrics go on from where they are.
 
     Every rank calls it, between windows.
     """
     checkpoint = Checkpoint.open(path)
-    load_extra(trainer, checkpoint)
-    _restore_training(trainer, checkpoint)
-    trainer.progress.global_step = checkpoint.state["progress"]["global_step"]
+    load_extra(run, checkpoint)
+    _restore_training(run, checkpoint)
+    run.progress.global_step = checkpoint.state["progress"]["global_step"]
 
 
-def load_extra(trainer: Trainer, checkpoint: Checkpoint, *, callbacks: bool = True) -> None:
+def load_extra(run: RunState, checkpoint: Checkpoint, *, callbacks: bool = True) -> None:
     """Call the `on_load_checkpoint` hooks of the module, which may build layers in it, and with `callbacks` of these.
 
     Every rank calls it before the model is wrapped: weights, buffers and the state of optimizers are loaded afterwards.
     """
-    module = trainer._module
+    module = run.module
     if not callbacks:
         _load_extra_of(module, checkpoint)
         return
     with refused(checkpoint.path):
         extra = unpack(checkpoint.state["module"], checkpoint.read)
-        for hook in trainer.hooks.on_load_checkpoint:
+        for hook in run.hooks.on_load_checkpoint:
             hook(extra)
 
 
@@ -186,15 +187,15 @@ def _load_extra_of(module: Any, checkpoint: Checkpoint) -> None:
             module.on_load_checkpoint(unpack(checkpoint.state["module"], checkpoint.read))
 
 
-def check_configured(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def check_configured(run: RunState, checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if this run's code configures other optimizers than the saved run's did."""
-    same_world = checkpoint.world_size == trainer.world_size
+    same_world = checkpoint.world_size == run.world_size
     with refused(checkpoint.path):
         saved = checkpoint.state.get("configured")
-        resume_checks.check(checkpoint.path, saved, trainer.configured, same_world, trainer.is_global_zero)
+        resume_checks.check(checkpoint.path, saved, run.configured, same_world, run.is_global_zero)
 
 
-def restore_trainability(trainer: Trainer, module: Module, checkpoint: Checkpoint) -> None:
+def restore_trainability(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
     """Freeze and unfreeze what the saved run had frozen and unfrozen since it began. Every rank calls it."""
     with refused(checkpoint.path):
         changed: dict[str, bool] = {}
@@ -202,44 +203,39 @@ def restore_trainability(trainer: Trainer, module: Module, checkpoint: Checkpoin
             changed |= (checkpoint.rank_state(rank) or {}).get("trainability", {})
     if changed:
         resume_checks.restore_trainability(module, changed)
-        trainer.strategy.adopt_changes(trainer.wrapped)
+        run.strategy.adopt_changes(run.wrapped)
 
 
-def restore_weights(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def restore_weights(run: RunState, checkpoint: Checkpoint) -> None:
     """Load the weights alone into the wrapped model. Every rank calls it."""
     with refused(checkpoint.path):
-        trainer.strategy.load_state_dict(trainer.wrapped, {}, checkpoint)
+        run.strategy.load_state_dict(run.wrapped, {}, checkpoint)
 
 
-def _restore_training(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def _restore_training(run: RunState, checkpoint: Checkpoint) -> None:
     state, read = checkpoint.state, checkpoint.read
     with refused(checkpoint.path):
-        trainer.strategy.load_state_dict(trainer.wrapped, trainer.named_optimizers, checkpoint)
-        if len(state["schedulers"]) != len(trainer.lr_scheduler_configs):
-            raise ValueError(
-                f"it holds {len(state['schedulers'])} schedulers, but this run has {len(trainer.lr_scheduler_configs)}"
-            )
-        for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
+        run.strategy.load_state_dict(run.wrapped, run.optimizers, checkpoint)
+        if len(state["schedulers"]) != len(run.schedulers):
+            raise ValueError(f"it holds {len(state['schedulers'])} schedulers, but this run has {len(run.schedulers)}")
+        for config, saved in zip(run.schedulers, state["schedulers"], strict=True):
             values, name = unpack(saved, read), type(config.scheduler).__name__
             for key, now in config.scheduler.state_dict().items():
                 if key in values and not is_alike(values[key], now):
                     raise ValueError(f"scheduler {name} has {key}={now!r:.60}, but {values[key]!r:.60} was saved")
             config.scheduler.load_state_dict(values)
-        _say_what_is_dropped(trainer, checkpoint)
-        for callback in trainer.callbacks:
+        _say_what_is_dropped(run, checkpoint)
+        for callback in run.callbacks:
             if callback.state_key in state["callbacks"]:
                 saved = unpack(state["callbacks"][callback.state_key], read)
-                if isinstance(callback, Logger):
-                    trainer.guarded(callback, callback.load_state_dict, saved)
-                else:
-                    callback.load_state_dict(saved)
+                publish.load_state_of(run, callback, saved)
 
 
-def _say_what_is_dropped(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def _say_what_is_dropped(run: RunState, checkpoint: Checkpoint) -> None:
     """One line for the saved state of callbacks that this run does not have."""
-    given = {callback.state_key for callback in trainer.callbacks}
+    given = {callback.state_key for callback in run.callbacks}
     dropped = [key for key, saved in checkpoint.state["callbacks"].items() if saved and key not in given]
-    if dropped and trainer.is_global_zero:
+    if dropped and run.is_global_zero:
         safe_print(
             f"checkpoint {checkpoint.path} holds the state of {', '.join(dropped)}, which this run does not have among its callbacks: "
             "that state is dropped; give the same callback with the same arguments to continue it",
@@ -247,11 +243,11 @@ def _say_what_is_dropped(trainer: Trainer, checkpoint: Checkpoint) -> None:
         )
 
 
-def _callback_states(trainer: Trainer, kept: dict[str, TensorShard]) -> dict[str, Any]:
+def _callback_states(run: RunState, kept: dict[str, TensorShard]) -> dict[str, Any]:
     states = {}
-    for callback in trainer.callbacks:
+    for callback in run.callbacks:
         key = callback.state_key
-        state = trainer.state_of(callback, lambda state, key=key: pack(state, f"callbacks/{key}", kept))  # type: ignore[misc]
+        state = publish.state_of(run, callback, lambda state, key=key: pack(state, f"callbacks/{key}", kept))  # type: ignore[misc]
         if state is not None:
             states[key] = state
     return states
@@ -348,17 +344,17 @@ def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Cal
             metric._computed = None
 
 
-def _restore_streams(trainer: Trainer, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:
+def _restore_streams(run: RunState, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:
     """Go on with the random streams of the rank that saw the same samples; where samples are shared out anew, with streams that nobody drew from."""
-    strategy = trainer.strategy
+    strategy = run.strategy
     if len(saved) == strategy.topology.data_size:
         state = next(rank_state for rank_state in saved if rank_state["data_rank"] == strategy.topology.data_rank)
-        set_rng_state(unpack(state["rng"], read), trainer.streams)
+        set_rng_state(unpack(state["rng"], read), run.streams)
         return
-    seed = derive(trainer.run_seed, "noise", strategy.topology.data_rank, "resumed", trainer.global_step)
+    seed = derive(run.seed, "noise", strategy.topology.data_rank, "resumed", run.progress.global_step)
     seed_everything(seed)
     for key, (device, _) in saved[0]["rng"]["streams"].items():
-        trainer.streams[key] = torch.Generator(device).manual_seed(derive(seed, key))
+        run.streams[key] = torch.Generator(device).manual_seed(derive(seed, key))
 
 
 class refused:

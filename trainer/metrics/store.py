@@ -7,9 +7,7 @@ exact weighted mean over all samples and ranks.
 
 from __future__ import annotations
 
-import sys
 import threading
-import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -19,59 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.trainer.metrics import reduction
+from lockstep.trainer.metrics.entry import COMBINE, Entry, Reduced
+
 if TYPE_CHECKING:
     from lockstep.strategies import Strategy
-
-COMBINE: dict[str, Callable[[list[float]], float]] = {"mean": sum, "sum": sum, "max": max, "min": min}
-"""How a reduction puts the ranks' values together."""
-
-
-class Entry:
-    """One logged name."""
-
-    __slots__ = (
-        "by_hand",
-        "count",
-        "epoch_count",
-        "epoch_value",
-        "logger",
-        "metric",
-        "name",
-        "number",
-        "on_epoch",
-        "on_step",
-        "prog_bar",
-        "rank_zero_only",
-        "reduce_fx",
-        "seen",
-        "start",
-        "total",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        reduce_fx: str,
-        on_step: bool,
-        on_epoch: bool,
-        prog_bar: bool,
-        logger: bool,
-        rank_zero_only: bool,
-    ) -> None:
-        self.name, self.reduce_fx, self.on_step, self.on_epoch = name, reduce_fx, on_step, on_epoch
-        self.prog_bar, self.logger, self.rank_zero_only = prog_bar, logger, rank_zero_only
-        self.start = 0.0 if reduce_fx in ("mean", "sum") else -float("inf") if reduce_fx == "max" else float("inf")
-        self.metric: Any = None
-        self.by_hand = False  # logged outside of batches: a rank's value weighs the samples that it has seen
-        self.total: Tensor | None = None  # what tensors added since the last reduction, on their device
-        self.number = self.start
-        self.count = 0.0  # of this rank, since the last reduction
-        self.seen = 0.0  # 1 where `metric` was logged on this rank since the last reduction
-        self.epoch_value = self.number  # over all ranks, since the epoch began
-        self.epoch_count = 0.0
-
-    def flags(self) -> list[Any]:
-        return [self.reduce_fx, self.on_step, self.on_epoch, self.prog_bar, self.logger, self.rank_zero_only]
 
 
 class _Part:
@@ -110,11 +60,9 @@ class MetricStore:
         self.training = training
         self.suffix = ""
         """Appended to names where several loaders are evaluated."""
-        self.origins: dict[str, Entry] = {}
-        """What each shown name comes from."""
         self.noticed: set[str] = set()
         """Names of which was said that ranks' own values were averaged."""
-        self._of_their_own: list[str] = []
+        self.of_their_own: list[str] = []
         self._reductions = 0
         self._read: dict[tuple[int, str], tuple[int, float, float]] = {}
         self._restored: dict[str, tuple[float, float]] = {}
@@ -260,48 +208,64 @@ class MetricStore:
 
     def names(self) -> list[str]:
         """The names that this rank has logged for all ranks."""
-        return [entry.name for entry in self._shared()]
+        return [entry.name for entry in self.shared()]
 
     def close(self) -> None:
         """Nobody reads what is logged from now on: say so."""
         self.log = _too_late  # type: ignore[assignment,method-assign]
 
-    def reduce(self, strategy: Strategy, epoch_end: bool = False, reset: bool = True) -> dict[str, float]:
-        """Exchange what was added since the last call; return the values to show now, by their final names.
+    def shared(self) -> list[Entry]:
+        return [entry for entry in self.entries.values() if not entry.rank_zero_only]
+
+    def path(self, metric: Any) -> str | None:
+        if metric is None or self.module is None:
+            return None
+        return next((name for name, child in self.module.named_modules() if child is metric), None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON data: the running sums of this rank and the epoch's values."""
+        for entry in self.entries.values():
+            self._settle(entry)
+        return {
+            e.name: [*e.flags(), self.path(e.metric), e.number, e.count, e.epoch_value, e.epoch_count or e.seen]
+            for e in self.entries.values()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back `state_dict`; a number that is None is that of a name for which this rank has none."""
+        for name, (
+            reduce_fx,
+            on_step,
+            on_epoch,
+            prog_bar,
+            logger,
+            rank_zero_only,
+            metric,
+            number,
+            count,
+            epoch_value,
+            epoch_count,
+        ) in state.items():
+            entry = self.new(name, reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only)
+            entry.epoch_value, entry.epoch_count = epoch_value, epoch_count
+            if metric is not None:
+                entry.metric, entry.seen = self.module.get_submodule(metric), epoch_count  # type: ignore[union-attr]
+                if not _is_metric(entry.metric):
+                    raise ValueError(
+                        f"{name!r} was logged of the metric {metric}, which is none of torchmetrics in this run"
+                    )
+            if number is not None:
+                entry.number, entry.count = number, count
+                self._restored[name] = number, count
+
+    def reduce(self, strategy: Strategy, epoch_end: bool = False, reset: bool = True) -> list[Reduced]:
+        """Exchange what was added since the last call; return the values to show now.
 
         Every rank calls it. `epoch_end` returns the epoch's values and, with `reset`, starts a new epoch;
         otherwise the means since the last call are returned.
         """
         self._reductions += 1
-        samples = self._agree_on_names(strategy) if strategy.topology.world_size > 1 else [1]
-        shared = sorted((e for e in self.entries.values() if not e.rank_zero_only), key=lambda e: e.name)
-        local = [e for e in self.entries.values() if e.rank_zero_only]
-        mine = self._pack(shared)
-        if not strategy.topology.is_reporting_rank:  # another rank stands for the same samples
-            mine = torch.tensor([x for e in shared for x in (e.start, 0.0, 0.0)], dtype=torch.float64)
-        rows = (
-            [mine.tolist()] if strategy.topology.world_size == 1 or not shared else strategy.all_gather(mine).tolist()
-        )
-        shown: dict[str, float] = {}
-        shown_metrics: dict[int, Any] = {}
-        for entries, values in ((shared, rows), (local, [self._pack(local).tolist()])):
-            for i, entry in enumerate(entries):
-                if any(row[3 * i + 2] for row in values):  # a rank without a sample computes with the others
-                    entry.epoch_count = 1.0
-                if entry.metric is not None and entry.epoch_count:
-                    shown_metrics[id(entry.metric)] = entry.metric
-                numbers, counts = [row[3 * i] for row in values], [row[3 * i + 1] for row in values]
-                if entry.by_hand and len(values) > 1:
-                    numbers, counts = self._weighed_by_samples(entry, numbers, counts, samples)
-                before = set(shown)
-                self._reduce_entry(entry, numbers, counts, shown, epoch_end, reset)
-                self.origins.update(dict.fromkeys(set(shown) - before, entry))
-        if strategy.topology.rank == 0:
-            self._say_what_was_averaged()
-        if epoch_end and reset:
-            for metric in shown_metrics.values():  # now that it is computed under every name that it has
-                metric.reset()
-        return shown
+        return reduction.reduce(self, strategy, epoch_end, reset)
 
     def of_this_step(self, name: str, reader: int, strategy: Strategy, wanted: bool) -> float | None:
         """The mean over all ranks of what was logged as `name` in this optimizer step; None where nothing was.
@@ -324,132 +288,6 @@ class MetricStore:
             return None
         total, count = strategy.all_reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
         return total / count if count else None
-
-    def _weighed_by_samples(
-        self, entry: Entry, numbers: list[float], counts: list[float], samples: list[int]
-    ) -> tuple[list[float], list[float]]:
-        """What ranks have logged outside of batches, each rank's mean weighted by its samples; a rank without any counts nothing."""
-        if not any(samples):  # before the first batch
-            samples = [1] * len(samples)
-        if entry.reduce_fx != "mean":
-            gone = [not number or not count for number, count in zip(samples, counts, strict=True)]
-            return [entry.start if g else n for g, n in zip(gone, numbers, strict=True)], [
-                0.0 if g else c for g, c in zip(gone, counts, strict=True)
-            ]
-        pairs = [(n / c, s) for n, c, s in zip(numbers, counts, samples, strict=True) if c and s]
-        if not pairs:
-            return [0.0], [0.0]
-        values = {value for value, _ in pairs}
-        if len(values) == 1:
-            return [values.pop()], [1.0]
-        self._of_their_own.append(entry.name)
-        return [value * weight for value, weight in pairs], [float(weight) for _, weight in pairs]
-
-    def _say_what_was_averaged(self) -> None:
-        """One line, once a run and name, of what ranks logged by hand with values of their own."""
-        new = [name for name in self._of_their_own if name not in self.noticed]
-        self._of_their_own.clear()
-        self.noticed.update(new)
-        if new:
-            print(
-                f"logged outside of a batch with another value on each rank: {_quoted(new)}. Shown is the mean weighted by each "
-                "rank's samples, which is exact for a mean over samples; for anything else log a torchmetrics Metric, or call "
-                "all_gather first",
-                file=sys.stderr,
-            )
-
-    def _agree_on_names(self, strategy: Strategy) -> list[int]:
-        """Return the samples of each rank. Raise RuntimeError where ranks have logged different names.
-
-        A rank without a sample, or that does not report, takes the others' names.
-        """
-        own = torch.tensor([self.keys_hash, self.samples, int(strategy.topology.is_reporting_rank)])
-        gathered = strategy.all_gather(own).tolist()
-        seen = [number if reports else 0 for _, number, reports in gathered]
-        speakers = [rank for rank, number in enumerate(seen) if number]
-        speakers = speakers or [rank for rank, row in enumerate(gathered) if row[2]]
-        source = speakers[0]
-        if len({gathered[rank][0] for rank in speakers}) > 1:
-            raise RuntimeError(self._other_names(strategy, {rank: gathered[rank][0] for rank in speakers}))
-        names: set[str] = set()
-        if len(speakers) < len(gathered) and any(row[0] != gathered[source][0] for row in gathered):
-            told = [[e.name, *e.flags(), e.by_hand, self._path(e.metric)] for e in self._shared()]
-            for name, *flags, by_hand, metric in strategy.broadcast(told, source):
-                names.add(name)
-                if name not in self.entries:
-                    entry = self._new(name, *flags)
-                    entry.by_hand = by_hand
-                    if metric is not None:
-                        entry.metric = self.module.get_submodule(metric)  # type: ignore[union-attr]
-            if not strategy.topology.is_reporting_rank:
-                self.entries = {n: entry for n, entry in self.entries.items() if n in names or entry.rank_zero_only}
-            elif unknown := [entry.name for entry in self._shared() if entry.name not in names]:
-                raise RuntimeError(
-                    f"rank {strategy.topology.rank}, which has seen no sample, logged {_quoted(unknown)}, and the other ranks did not; "
-                    "every rank must log the same names"
-                )
-        return seen
-
-    def _other_names(self, strategy: Strategy, hashes: dict[int, int]) -> str:
-        """What to say where ranks have logged different names. Every rank calls it."""
-        told = list(hashes.values())
-        usual = max(set(told), key=told.count)
-        typical = next(rank for rank, number in hashes.items() if number == usual)
-        odd = [rank for rank, number in hashes.items() if number != usual]
-        theirs, others = (set(strategy.broadcast(self.names(), rank)) for rank in (odd[0], typical))
-        differing = [
-            f"{verb} {_quoted(sorted(names))}"
-            for verb, names in (("logged", theirs - others), ("did not log", others - theirs))
-            if names
-        ]
-        return (
-            f"rank {', '.join(map(str, odd))} logged other metric names than the rest: rank {odd[0]} {' and '.join(differing)}, "
-            f"unlike rank {typical}; every rank must log the same names"
-        )
-
-    def _shared(self) -> list[Entry]:
-        return [entry for entry in self.entries.values() if not entry.rank_zero_only]
-
-    def _path(self, metric: Any) -> str | None:
-        if metric is None or self.module is None:
-            return None
-        return next((name for name, child in self.module.named_modules() if child is metric), None)
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON data: the running sums of this rank and the epoch's values."""
-        for entry in self.entries.values():
-            self._settle(entry)
-        return {
-            e.name: [*e.flags(), self._path(e.metric), e.number, e.count, e.epoch_value, e.epoch_count or e.seen]
-            for e in self.entries.values()
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back `state_dict`; a number that is None is that of a name for which this rank has none."""
-        for name, (
-            reduce_fx,
-            on_step,
-            on_epoch,
-            prog_bar,
-            logger,
-            rank_zero_only,
-            metric,
-            number,
-            count,
-            epoch_value,
-            epoch_count,
-        ) in state.items():
-            entry = self._new(name, reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only)
-            entry.epoch_value, entry.epoch_count = epoch_value, epoch_count
-            if metric is not None:
-                entry.metric, entry.seen = self.module.get_submodule(metric), epoch_count  # type: ignore[union-attr]
-                if not _is_metric(entry.metric):
-                    raise ValueError(
-                        f"{name!r} was logged of the metric {metric}, which is none of torchmetrics in this run"
-                    )
-            if number is not None:
-                entry.number, entry.count = number, count
-                self._restored[name] = number, count
 
     # ---- helpers -----------------------------------------------------------------------------------
 
@@ -478,7 +316,7 @@ class MetricStore:
             on_step = self.in_batch and self.training
         if on_epoch is None:
             on_epoch = not (self.in_batch and self.training)
-        if is_metric and self.module is not None and self._path(value) is None:
+        if is_metric and self.module is not None and self.path(value) is None:
             raise ValueError(
                 f"the metric logged as {name!r} is no attribute of {type(self.module).__name__}, so it is neither moved nor saved; make it one"
             )
@@ -488,12 +326,12 @@ class MetricStore:
                 raise ValueError(
                     f"the metric logged as {name!r} is logged as {twin!r} too and would be computed over both loaders; make one for each"
                 )
-        entry = self._new(name, reduction, on_step, on_epoch, prog_bar, logger, rank_zero_only)
+        entry = self.new(name, reduction, on_step, on_epoch, prog_bar, logger, rank_zero_only)
         if is_metric:
             entry.metric = value
         return entry
 
-    def _new(
+    def new(
         self,
         name: str,
         reduce_fx: str,
@@ -514,63 +352,6 @@ class MetricStore:
             entry.number = total if entry.reduce_fx in ("max", "min") else entry.number + total
             entry.total = None
 
-    def _pack(self, entries: list[Entry]) -> Tensor:
-        """`[3 * len(entries)]` float64 on CPU: value, count, and whether a metric was logged, of each."""
-        on_device = [e for e in entries if e.total is not None]
-        if on_device:
-            groups: dict[torch.device, list[Entry]] = {}
-            for entry in on_device:
-                groups.setdefault(entry.total.device, []).append(entry)  # type: ignore[union-attr]
-            for group in groups.values():  # host sync: one a logging interval and device
-                for entry, total in zip(group, torch.stack([e.total for e in group]).tolist(), strict=True):  # type: ignore[misc]
-                    entry.number = total if entry.reduce_fx in ("max", "min") else entry.number + total
-                    entry.total = None
-        return torch.tensor([x for e in entries for x in (e.number, e.count, e.seen)], dtype=torch.float64)
-
-    def _reduce_entry(
-        self,
-        entry: Entry,
-        values: list[float],
-        counts: list[float],
-        shown: dict[str, float],
-        epoch_end: bool,
-        reset: bool,
-    ) -> None:
-        count = sum(counts)
-        combine = COMBINE[entry.reduce_fx]
-        value = combine(values)
-        entry.number, entry.count, entry.seen = entry.start, 0.0, 0.0
-        both = entry.on_step and entry.on_epoch
-        if count:
-            if entry.on_step and not epoch_end:
-                shown[entry.name + "_step" if both else entry.name] = (
-                    value / count if entry.reduce_fx == "mean" else value
-                )
-            if entry.metric is None:
-                entry.epoch_value = combine([entry.epoch_value, value])
-                entry.epoch_count += count
-        if epoch_end:
-            if both and count and self.training:  # the rest of the last interval
-                shown[entry.name + "_step"] = value / count if entry.reduce_fx == "mean" else value
-            if entry.on_epoch:
-                name = entry.name + "_epoch" if both else entry.name
-                if not entry.epoch_count:
-                    pass
-                elif entry.metric is not None:
-                    shown.update(_metric_values(name, entry.metric))
-                else:
-                    shown[name] = (
-                        entry.epoch_value / entry.epoch_count if entry.reduce_fx == "mean" else entry.epoch_value
-                    )
-            elif entry.on_step and count:
-                shown[entry.name] = value / count if entry.reduce_fx == "mean" else value
-            if reset:
-                entry.epoch_value, entry.epoch_count = entry.start, 0.0
-
-
-def _quoted(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
 
 def _is_metric(value: Any) -> bool:
     return hasattr(value, "compute") and hasattr(value, "reset")
@@ -587,17 +368,3 @@ def _too_late(name: str, *_: Any) -> None:
     raise RuntimeError(
         f"self.log({name!r}) came after the metrics were reduced, so nobody would see it; log in a step, or in a hook up to the end of the epoch"
     )
-
-
-def _metric_values(name: str, metric: Any) -> dict[str, float]:
-    with warnings.catch_warnings():
-        if not metric._update_count:  # here: other ranks have, and their states come with `compute`
-            warnings.filterwarnings("ignore", "The ``compute`` method of metric")
-        value = metric.compute()
-    if isinstance(value, dict):
-        return {f"{name}/{key}" if not key.startswith(name) else key: float(item) for key, item in value.items()}
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(
-            f"the metric logged as {name!r} computes a tensor of shape {list(value.shape)}; log its elements under names of their own"
-        )
-    return {name: float(value)}

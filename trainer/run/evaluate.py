@@ -5,163 +5,238 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from lockstep.callbacks._support.printing import safe_print
 from lockstep.strategies.base import StepHooks
 from lockstep.strategies.checkpoint_state import pack, unpack
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.launch.launcher import set_phase
 from lockstep.trainer.checkpoint.snapshot import load_extra, restore_weights, torchmetrics_of
+from lockstep.trainer.metrics.entry import Reduced
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
-from lockstep.trainer.run import prepare as setup
-from lockstep.trainer.run.hooks import overrides, step_function, transfer_of
+from lockstep.trainer.run import publish
+from lockstep.trainer.run.hooks import Calls, Hooks, overrides, step_function, transfer_of
 from lockstep.trainer.seeding import rng_state, set_rng_state
+from lockstep.trainer.setup.loaders import evaluation_loaders, loaders_of
 
 if TYPE_CHECKING:
-    from lockstep.trainer.run.prepare import Sources
-    from lockstep.trainer.trainer import Trainer
+    from lockstep.trainer.run.state import RunState
+    from lockstep.trainer.setup.loaders import Sources
 
-KINDS = {"validate": ("validation", "val"), "test": ("test", "test"), "predict": ("predict", "predict")}
-"""Stage: (name in hooks and steps, kind of loader)."""
+KINDS = {"validate": "val", "test": "test", "predict": "predict"}
+"""Stage: kind of loader."""
 
 
-def run(trainer: Trainer, module: Module, sources: Sources, stage: str) -> Any:
+@dataclass(frozen=True)
+class Stage:
+    """What differs between validation, test and prediction."""
+
+    name: str
+    kind: str
+    step: Callable[..., Any]
+    to_eval: Callable[[], None]
+    to_train: Callable[[], None]
+    start: Calls
+    end: Calls
+    epoch_start: Calls
+    epoch_end: Calls
+    batch_start: Calls
+    batch_end: Calls
+
+
+def stage_of(stage: str, module: Module, hooks: Hooks) -> Stage:
+    """The step and hooks of "validate", "test" or "predict"."""
+    if stage == "validate":
+        return Stage(
+            name="validation",
+            kind="val",
+            step=module.validation_step,
+            to_eval=module.on_validation_model_eval,
+            to_train=module.on_validation_model_train,
+            start=hooks.on_validation_start,
+            end=hooks.on_validation_end,
+            epoch_start=hooks.on_validation_epoch_start,
+            epoch_end=hooks.on_validation_epoch_end,
+            batch_start=hooks.on_validation_batch_start,
+            batch_end=hooks.on_validation_batch_end,
+        )
+    if stage == "test":
+        return Stage(
+            name="test",
+            kind="test",
+            step=module.test_step,
+            to_eval=module.on_test_model_eval,
+            to_train=module.on_test_model_train,
+            start=hooks.on_test_start,
+            end=hooks.on_test_end,
+            epoch_start=hooks.on_test_epoch_start,
+            epoch_end=hooks.on_test_epoch_end,
+            batch_start=hooks.on_test_batch_start,
+            batch_end=hooks.on_test_batch_end,
+        )
+    return Stage(
+        name="predict",
+        kind="predict",
+        step=module.predict_step,
+        to_eval=module.on_predict_model_eval,
+        to_train=module.on_predict_model_train,
+        start=hooks.on_predict_start,
+        end=hooks.on_predict_end,
+        epoch_start=hooks.on_predict_epoch_start,
+        epoch_end=hooks.on_predict_epoch_end,
+        batch_start=hooks.on_predict_batch_start,
+        batch_end=hooks.on_predict_batch_end,
+    )
+
+
+def run_stage(run: RunState, module: Module, sources: Sources, stage: str) -> Any:
     """`Trainer.validate`, `test` and `predict` on one rank: metrics by loader, or predictions in dataset order."""
-    name, kind = KINDS[stage]
-    if stage != "predict" and not overrides(module, f"{name}_step", Module):
-        raise ValueError(f"{stage} needs {type(module).__name__}.{name}_step; define it")
+    kind = KINDS[stage]
+    steps = {"validate": "validation_step", "test": "test_step"}
+    if stage in steps and not overrides(module, steps[stage], Module):
+        raise ValueError(f"{stage} needs {type(module).__name__}.{steps[stage]}; define it")
     source = sources.get(module, kind)
-    if not setup.loaders_of(source):
+    if not loaders_of(source):
         raise ValueError(f"{stage} needs data: give dataloaders, or a DataModule or Module with {kind}_dataloader")
-    loaders = setup.evaluation_loaders(trainer, source, kind)
-    if trainer.resumed is not None:
-        load_extra(trainer, trainer.resumed, callbacks=False)
-    trainer.wrapped = trainer.strategy.setup_module(module)
-    if trainer.resumed is not None:
-        restore_weights(trainer, trainer.resumed)
-    outputs = evaluate(trainer, module, loaders, stage)
+    loaders = evaluation_loaders(run, source, kind)
+    if run.resumed is not None:
+        load_extra(run, run.resumed, callbacks=False)
+    run.wrapped = run.strategy.setup_module(module)
+    if run.resumed is not None:
+        restore_weights(run, run.resumed)
+    outputs = evaluate(run, module, loaders, stage)
     if stage != "predict":
-        shown = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        shown = {key: float(value) for key, value in run.callback_metrics.items()}
         return [
             {key: value for key, value in shown.items() if _belongs(key, i, len(loaders))} for i in range(len(loaders))
         ]
-    if not trainer.keeps_predictions:
+    if not run.keeps_predictions:
         return None
-    ordered = [in_dataset_order(trainer, part) for part in outputs]
+    ordered = [in_dataset_order(run, part) for part in outputs]
     return ordered[0] if len(ordered) == 1 else ordered
 
 
-def validate_in_fit(trainer: Trainer, module: Module, loaders: list[ShardedLoader]) -> None:
+def validate_in_fit(run: RunState, module: Module, loaders: list[ShardedLoader]) -> None:
     """Validate beside the training: its random streams, metrics and modes stay as they are."""
-    random_streams, training_metrics = rng_state(trainer.streams), trainer.metrics
+    random_streams, training_metrics = rng_state(run.streams), run.metrics
     try:
-        evaluate(trainer, module, loaders, "validate")
+        evaluate(run, module, loaders, "validate")
     finally:
-        trainer.metrics = training_metrics
-        set_rng_state(random_streams, trainer.streams)
+        run.metrics = training_metrics
+        set_rng_state(random_streams, run.streams)
 
 
-def sanity_check(trainer: Trainer, module: Module, loaders: list[ShardedLoader]) -> None:
+def sanity_check(run: RunState, module: Module, loaders: list[ShardedLoader]) -> None:
     """A few batches of validation before training, to find errors early; leaves no trace."""
     limits, shown = (
-        trainer.evaluation_limits["val"],
-        (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics),
+        run.evaluation_limits["val"],
+        (run.callback_metrics, run.logged_metrics, run.progress_bar_metrics),
     )
-    steps = trainer.arguments.num_sanity_val_steps
-    trainer.evaluation_limits["val"] = [
+    steps = run.arguments.num_sanity_val_steps
+    run.evaluation_limits["val"] = [
         None if steps < 0 else steps if limit is None else min(limit, steps) for limit in limits
     ]
-    trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
-    trainer.sanity_checking = True
-    for hook in trainer.hooks.on_sanity_check_start:
+    run.callback_metrics, run.logged_metrics, run.progress_bar_metrics = {}, {}, {}
+    run.sanity_checking = True
+    for hook in run.hooks.on_sanity_check_start:
         hook()
     try:
-        validate_in_fit(trainer, module, loaders)
+        validate_in_fit(run, module, loaders)
         for metric in torchmetrics_of(module).values():
             metric.reset()
-        for hook in trainer.hooks.on_sanity_check_end:
+        for hook in run.hooks.on_sanity_check_end:
             hook()
     finally:
-        trainer.sanity_checking = False
-        trainer.evaluation_limits["val"] = limits
-        trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = shown
+        run.sanity_checking = False
+        run.evaluation_limits["val"] = limits
+        run.callback_metrics, run.logged_metrics, run.progress_bar_metrics = shown
 
 
-def evaluate(trainer: Trainer, module: Module, loaders: list[ShardedLoader], stage: str) -> list[list[Any]]:
-    """Run the step of `stage` over this rank's share of each loader; return the outputs where they are predictions."""
-    name, kind = KINDS[stage]
-    hooks, strategy = trainer.hooks, trainer.strategy
-    start, end, epoch_start, epoch_end, batch_start, batch_end = (
-        getattr(hooks, f"on_{name}_{moment}")
-        for moment in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
-    )
+def evaluate(run: RunState, module: Module, loaders: list[ShardedLoader], stage: str) -> list[list[Any]]:
+    """Run the step of `stage` over this rank's share of each loader; return the outputs if they are predictions."""
+    what, strategy = stage_of(stage, module, run.hooks), run.strategy
     several = len(loaders) > 1
-    step = step_function(getattr(module, f"{name}_step"), 3 if several else 2)
-    metrics = trainer.metrics = MetricStore(module, training=False)
-    metrics.noticed = trainer.noticed_names
-    limits = trainer.evaluation_limits[kind]
-    outputs: list[list[Any]] = [[] for _ in loaders]
-    keeps = stage == "predict" and trainer.keeps_predictions
-    step_hooks = StepHooks(log_scope=metrics.part)
-    own_transfer = transfer_of(module, trainer.datamodule, strategy.to_device, strategy.topology.device)
-    with _evaluation_mode(module, name):
-        for hook in start:
+    metrics = run.metrics = MetricStore(module, training=False)
+    metrics.noticed = run.noticed_names
+    outputs: list[list[Any]] = []
+    with _evaluation_mode(module, what):
+        for hook in what.start:
             hook()
-        for hook in epoch_start:
+        for hook in what.epoch_start:
             hook()
         for index, loader in enumerate(loaders):
             metrics.suffix = f"/dataloader_idx_{index}" if several else ""
-            for batch_idx, window in enumerate(loader.windows(0, limit=limits[index])):
-                (micro_batch,) = window.micro_batches
-                set_phase(trainer.global_step, f"{name} batch {batch_idx}")
-                batch = micro_batch.batch
-                batch = strategy.to_device(batch) if own_transfer is None else own_transfer(batch, index)
-                micro_batch.batch = batch
-                metrics.weight, metrics.in_batch = micro_batch.num_samples, True
-                metrics.samples += micro_batch.num_samples
-                metrics.is_ambiguous = micro_batch.is_ambiguous and strategy.topology.data_size > 1
-                real = micro_batch.num_samples > 0
-                for hook in batch_start if real else ():
-                    hook(batch, batch_idx, index)
-                output = strategy.evaluate(
-                    trainer.wrapped,
-                    step,
-                    micro_batch,
-                    *((batch_idx, index) if several else (batch_idx,)),
-                    hooks=step_hooks,
-                )
-                for hook in batch_end if real else ():
-                    hook(output, batch, batch_idx, index)
-                metrics.in_batch = False
-                if keeps and real:
-                    outputs[index].append(on_host(output))
+            outputs.append(_evaluate_loader(run, module, what, loader, index, several))
         metrics.suffix, metrics.weight = "", 1.0
-        early: dict[str, float] = {}
-        if epoch_end:  # which read what the steps have logged, and log more
+        early: list[Reduced] = []
+        if what.epoch_end:  # which read what the steps have logged, and log more
             early = metrics.reduce(strategy, epoch_end=True, reset=False)
-            trainer.show_values(early)
-        for hook in epoch_end:
-            call_at_epoch_end(trainer, hook, f"on_{name}_epoch_end")
-        trainer.publish({**early, **metrics.reduce(strategy, epoch_end=True)})
+            publish.show(run, early)
+        for hook in what.epoch_end:
+            call_at_epoch_end(run, hook, f"on_{what.name}_epoch_end")
+        final = metrics.reduce(strategy, epoch_end=True)
+        publish.publish(run, {reduced.name: reduced for reduced in [*early, *final]}.values())
         metrics.close()
-        for hook in end:
+        for hook in what.end:
             hook()
     return outputs
 
 
-def call_at_epoch_end(trainer: Trainer, hook: Callable[[], Any], name: str) -> None:
+def _evaluate_loader(
+    run: RunState, module: Module, what: Stage, loader: ShardedLoader, index: int, several: bool
+) -> list[Any]:
+    """Run the step over one loader; return the outputs if they are predictions to keep."""
+    strategy, metrics = run.strategy, run.metrics
+    limit = run.evaluation_limits[what.kind][index]
+    step = step_function(what.step, 3 if several else 2)
+    own_transfer = transfer_of(module, run.datamodule, strategy.to_device, strategy.topology.device)
+    keeps = what.name == "predict" and run.keeps_predictions
+    outputs: list[Any] = []
+    step_hooks = StepHooks(log_scope=metrics.part)
+    for batch_idx, window in enumerate(loader.windows(0, limit=limit)):
+        (micro_batch,) = window.micro_batches
+        set_phase(run.progress.global_step, f"{what.name} batch {batch_idx}")
+        batch = micro_batch.batch
+        batch = strategy.to_device(batch) if own_transfer is None else own_transfer(batch, index)
+        micro_batch.batch = batch
+        metrics.weight, metrics.in_batch = micro_batch.num_samples, True
+        metrics.samples += micro_batch.num_samples
+        metrics.is_ambiguous = micro_batch.is_ambiguous and strategy.topology.data_size > 1
+        real = micro_batch.num_samples > 0
+        for hook in what.batch_start if real else ():
+            hook(batch, batch_idx, index)
+        places = (batch_idx, index) if several else (batch_idx,)
+        output = strategy.evaluate(run.wrapped, step, micro_batch, *places, hooks=step_hooks)
+        for hook in what.batch_end if real else ():
+            hook(output, batch, batch_idx, index)
+        metrics.in_batch = False
+        if keeps and real:
+            outputs.append(on_host(output))
+    return outputs
+
+
+def print_metrics(stage: str, returned: list[dict[str, float]]) -> None:
+    """One line for each loader."""
+    for i, metrics in enumerate(returned):
+        shown = ", ".join(f"{name}={value:.6g}" for name, value in metrics.items())
+        safe_print(f"{stage}{f' loader {i}' if len(returned) > 1 else ''}: {shown}")
+
+
+def call_at_epoch_end(run: RunState, hook: Callable[[], Any], name: str) -> None:
     """Call a hook that sums an epoch up; where it fails on a rank that has seen no sample, say why."""
     try:
         hook()
     except Exception as error:
-        if trainer.metrics.samples or trainer.world_size == 1:
+        if run.metrics.samples or run.world_size == 1:
             raise
         raise RuntimeError(
-            f"{name} failed on rank {trainer.global_rank}, which has seen no sample in this epoch "
+            f"{name} failed on rank {run.rank}, which has seen no sample in this epoch "
             f"({type(error).__name__}: {error}); log in the step, which is exact on any number of ranks, let the hook do without "
             "samples, or use fewer ranks or a smaller batch_size"
         ) from error
@@ -179,9 +254,9 @@ def on_host(output: Any) -> Any:
     return type(output)(map(on_host, output)) if type(output) in (list, tuple) else output
 
 
-def in_dataset_order(trainer: Trainer, outputs: list[Any]) -> list[Any]:
+def in_dataset_order(run: RunState, outputs: list[Any]) -> list[Any]:
     """The predictions of all ranks, a batch of one data rank an item, in the order of the dataset. Every rank calls it."""
-    strategy = trainer.strategy
+    strategy = run.strategy
     if strategy.topology.world_size == 1:
         return outputs
     outputs = outputs if strategy.topology.is_reporting_rank else []
@@ -219,17 +294,15 @@ def _belongs(key: str, index: int, count: int) -> bool:
 
 
 @contextmanager
-def _evaluation_mode(module: Module, name: str) -> Iterator[None]:
+def _evaluation_mode(module: Module, what: Stage) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards every submodule has the mode that it had."""
     modes = [(child, child.training) for child in module.modules()]
-    getattr(module, f"on_{name}_model_eval")()
+    what.to_eval()
     try:
         with torch.no_grad():
             yield
     finally:
         if modes[0][1]:
-            getattr(
-                module, f"on_{name}_model_train"
-            )()  # `train` is the module's own, which some override to swap weights
+            what.to_train()  # `train` is the module's own, which some override to swap weights
         for child, mode in modes:
             child.training = mode

@@ -29,7 +29,7 @@ from lockstep.strategies.launch.watchdog import holder
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
-    from lockstep.trainer.trainer import Trainer
+    from lockstep.trainer.run.state import RunState
 
 PACKAGES = (
     "lockstep-trainer",
@@ -88,20 +88,20 @@ class RunFolder:
             with suppress(OSError):
                 _write_json(path / "summary.json", before | {"exit": _KILLED, "computed_steps": self.executed[0]})
 
-    def begin(self, trainer: Trainer, module: Module) -> None:
+    def begin(self, run: RunState, module: Module) -> None:
         """Write what is known before the first step; called once a checkpoint has been restored."""
         before = _load(self.path)
         unfinished = bool(before) and before["exit"] != "finished"
         self._account = {
-            "first_step": before.get("first_step", trainer.global_step),
+            "first_step": before.get("first_step", run.progress.global_step),
             "restarts": before.get("restarts", 0) + unfinished,
             "earlier_exits": [*before.get("earlier_exits", []), *([before["exit"]] if before else [])],
         }
-        if trainer.config is not None:
-            config = trainer.config
+        if run.config is not None:
+            config = run.config
         else:
             given = {
-                "trainer": trainer.given,
+                "trainer": run.given,
                 "module": f"{type(module).__module__}.{type(module).__qualname__}",
                 "hyperparameters": dict(module.hparams),
             }
@@ -113,13 +113,13 @@ class RunFolder:
         try:
             _write(self.path / "config.yaml", config)
             _write(self.path / "versions.json", json.dumps(versions, indent=2) + "\n")
-            self._write_summary(trainer, _RUNNING)
+            self._write_summary(run, _RUNNING)
         except OSError as error:  # as for loggers: it costs a warning, never the training
             warnings.warn(
                 f"{self.path} gets no account of the run, training goes on: {error}", RuntimeWarning, stacklevel=2
             )
 
-    def hold(self, trainer: Trainer) -> None:
+    def hold(self, run: RunState) -> None:
         """Before a save: take the folder again, and say so, if it was deleted or moved away while the run wrote to it.
 
         Raises ValueError where another run writes in its place by now.
@@ -132,9 +132,9 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self._take(self.path)
         self.executed[0] = computed
-        trainer.executed = self.executed
+        run.executed = self.executed
         with suppress(OSError):
-            self._write_summary(trainer, _RUNNING)
+            self._write_summary(run, _RUNNING)
         warnings.warn(
             f"the run folder {self.path} was deleted or moved while the run wrote to it, and is made again: what it held is in it "
             "no more, and loggers may go on writing to files that are gone",
@@ -142,11 +142,11 @@ class RunFolder:
             stacklevel=2,
         )
 
-    def end(self, trainer: Trainer, error: BaseException | None) -> None:
+    def end(self, run: RunState, error: BaseException | None) -> None:
         """Write how it ended and let the folder go."""
         if self._account:
             with suppress(OSError):  # on a full disk the error that ends the run is the one to see
-                self._write_summary(trainer, _reason(error))
+                self._write_summary(run, _reason(error))
         self._let_go()
 
     def _let_go(self) -> None:
@@ -156,18 +156,18 @@ class RunFolder:
         _held.discard(_identity(os.fstat(self._file)))
         os.close(self._file)
 
-    def _write_summary(self, trainer: Trainer, reason: str) -> None:
-        executed, useful = self.executed[0], trainer.global_step - self._account["first_step"]
+    def _write_summary(self, run: RunState, reason: str) -> None:
+        executed, useful = self.executed[0], run.progress.global_step - self._account["first_step"]
         summary = {
             "exit": reason,
-            "steps": trainer.global_step,
-            "epochs": trainer.current_epoch,
-            "samples": trainer.progress.total_samples,
+            "steps": run.progress.global_step,
+            "epochs": run.progress.current_epoch,
+            "samples": run.progress.total_samples,
             **self._account,
             "computed_steps": executed,
             "useful_step_share": round(useful / executed, 6) if executed else 1.0,
-            "world_size": trainer.world_size,
-            "strategy": type(trainer.strategy).__name__,
+            "world_size": run.world_size,
+            "strategy": type(run.strategy).__name__,
         }
         _write_json(self.path / "summary.json", summary)
 

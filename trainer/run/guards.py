@@ -11,24 +11,27 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.callbacks._support.printing import safe_print
-from lockstep.callbacks.guard import Guard, check_replicas, fingerprint
+from lockstep.callbacks.guard import check_replicas, fingerprint
+from lockstep.strategies.base import Loss
 from lockstep.strategies.modules.absent import is_here
 from lockstep.trainer.checkpoint import snapshot
+from lockstep.trainer.run import saving
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import StepResult
+    from lockstep.strategies.data.sharded_loader import MicroBatch, Window
     from lockstep.trainer.module import Module
-    from lockstep.trainer.trainer import Trainer
+    from lockstep.trainer.run.state import RunState
 
 
 class Guards:
     """The guards of one fit; the loop asks them only where something is to be decided."""
 
-    def __init__(self, trainer: Trainer, module: Module, watches: bool) -> None:
-        self.trainer = trainer
+    def __init__(self, run: RunState, module: Module, watches: bool) -> None:
+        self.run = run
         self.module = module
-        self.options = options_of(trainer)
-        self.compares_every = self.options.check_replicas_every_n_steps if trainer.world_size > 1 else None
+        self.options = run.guard
+        self.compares_every = self.options.check_replicas_every_n_steps if run.world_size > 1 else None
         """Optimizer steps between comparisons of the ranks' parameters, None for none."""
         self.remembers = self.options.non_finite != "raise"
         """Whether what a window logs may have to be forgotten."""
@@ -44,7 +47,7 @@ class Guards:
         if not self._skipped:
             self.options.in_a_row = 0
         self._skipped = False
-        self._logged = self.trainer.metrics.mark()
+        self._logged = self.run.metrics.mark()
 
     def skips(self, result: StepResult) -> bool:
         """Whether to skip the step of this window because something in it is not finite; the same on every rank.
@@ -56,33 +59,33 @@ class Guards:
         ):  # read once the next step is under way, so that the host does not wait
             bad, self._later = self._later() if self._later is not None else None, result.later
             if bad is not None:
-                raise self._error(bad, self.trainer.global_step - 1)
+                raise self._error(bad, self.run.progress.global_step - 1)
             return False
         bad = result.non_finite if result.later is None else result.later()
         if bad is None:
             return False
-        options, trainer, step = self.options, self.trainer, self.trainer.global_step
+        options, run, step = self.options, self.run, self.run.progress.global_step
         if options.non_finite == "raise" or options.in_a_row >= options.max_in_a_row:
             raise self._error(bad, step)
-        trainer.metrics.back_to(self._logged)
+        run.metrics.back_to(self._logged)
         if options.non_finite == "roll_back":
             skipped, in_a_row = options.skipped_steps, options.in_a_row
-            path = trainer.newest_checkpoint()
+            path = saving.newest(run)
             if path is None:
                 error = self._error(bad, step)
                 error.args = (
                     f"{error}; Guard(non_finite='roll_back') has no checkpoint to go back to yet: let ModelCheckpoint save by steps",
                 )
                 raise error
-            snapshot.rewind(trainer, self.module, path)
+            snapshot.rewind(run, self.module, path)
             options.skipped_steps, options.in_a_row = skipped, in_a_row
         self._skipped = True
         options.skipped_steps += 1
         options.in_a_row += 1
-        if trainer.is_global_zero:
-            then = f"; back to step {trainer.global_step}" if options.non_finite == "roll_back" else ""
+        if run.is_global_zero:
+            then = f"; back to step {run.progress.global_step}" if options.non_finite == "roll_back" else ""
             safe_print(
-                f"{bad} is NaN or infinite in step {step} of epoch {trainer.current_epoch}: this step is skipped{then} "
+                f"{bad} is NaN or infinite in step {step} of epoch {run.progress.current_epoch}: this step is skipped{then} "
                 f"({options.in_a_row} in a row, at most {options.max_in_a_row})",
                 file=sys.stderr,
             )
@@ -92,11 +95,11 @@ class Guards:
         """After the last step: raise FloatingPointError if it was skipped on the device, RuntimeError if replicas differ."""
         self.compare_replicas()
         if self._later is not None and (bad := self._later()) is not None:
-            raise self._error(bad, self.trainer.global_step - 1)
+            raise self._error(bad, self.run.progress.global_step - 1)
 
     def compare_replicas(self) -> None:
         """Raise RuntimeError if a parameter that several ranks hold differs on them. Every rank calls it."""
-        if self.compares_every is not None and not check_replicas(self.trainer, self.module):
+        if self.compares_every is not None and not check_replicas(self.run.trainer, self.module):
             self.compares_every = None  # no rank holds what another holds
 
     def check_weights(self, optimizers: Sequence[Optimizer]) -> None:
@@ -105,7 +108,7 @@ class Guards:
         The gradient of each step was finite, and a loss would have shown it in a later step. Every rank calls it; one
         host synchronisation a device.
         """
-        strategy = self.trainer.strategy
+        strategy = self.run.strategy
         mine = _not_finite(self.module, optimizers)
         first = int(
             strategy.all_reduce(
@@ -115,7 +118,7 @@ class Guards:
         if first < strategy.topology.world_size:
             name = strategy.broadcast(mine, first)
             raise FloatingPointError(
-                f"{name} is NaN or infinite at the end of training, after step {self.trainer.global_step - 1}, though every gradient "
+                f"{name} is NaN or infinite at the end of training, after step {self.run.progress.global_step - 1}, though every gradient "
                 "was finite: look at the learning rate and the optimizer's other numbers in that step, or go back to an older checkpoint"
             )
 
@@ -143,7 +146,7 @@ class Guards:
             self.watches = False
         elif moving and all(float(group.get("lr", 1)) > 0 for group in groups):
             raise RuntimeError(
-                f"optimizer.step moved no parameter in step {self.trainer.global_step}, though there is a gradient and the learning rate is "
+                f"optimizer.step moved no parameter in step {self.run.progress.global_step}, though there is a gradient and the learning rate is "
                 f"{float(groups[0].get('lr', 1)):g}; is the rate too small for the parameters' dtype, {groups[0]['params'][0].dtype}?"
             )
         elif not moving and not self._warned:
@@ -154,13 +157,8 @@ class Guards:
 
     def _error(self, bad: str, step: int) -> FloatingPointError:
         return FloatingPointError(
-            f"{bad} is NaN or infinite in step {step} of epoch {self.trainer.current_epoch}; no parameter was changed by it"
+            f"{bad} is NaN or infinite in step {step} of epoch {self.run.progress.current_epoch}; no parameter was changed by it"
         )
-
-
-def options_of(trainer: Trainer) -> Guard:
-    """The run's Guard, or one with the defaults."""
-    return next((callback for callback in trainer.callbacks if isinstance(callback, Guard)), Guard())
 
 
 def fingerprints(optimizers: Sequence[Optimizer]) -> list[int]:
@@ -206,3 +204,26 @@ def check_ownership(module: Module, optimizers: Mapping[str, Optimizer]) -> None
         raise ValueError(
             f"no optimizer steps {shown}, so training would leave them as they are; give them to one, or freeze them (requires_grad_(False))"
         )
+
+
+def check_weight(run: RunState, window: Window, micro_batch: MicroBatch) -> None:
+    """Raise ValueError for the mean over a batch that does not show its number of samples, where that matters."""
+    module, output = run.module, micro_batch.output
+    automatic = module is None or module.automatic_optimization
+    if run.strategy.topology.data_size == 1 and len(window.micro_batches) == 1:
+        return
+    if automatic and (
+        output is None
+        or isinstance(output, Loss)
+        or (isinstance(output, Mapping) and isinstance(output.get("loss"), Loss | None))
+    ):
+        return
+    raise ValueError(
+        f"the loader's collate function was given {micro_batch.num_samples} samples, and batch {micro_batch.batch_idx} does not "
+        "show how many of them it holds, so the mean over it cannot be weighted among other micro-batches and ranks; "
+        + (
+            "return Loss(total, count) from training_step"
+            if automatic
+            else "give each batch a tensor with one row for each sample"
+        )
+    )

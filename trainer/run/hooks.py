@@ -14,9 +14,10 @@ import torch
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.module import Module
+from lockstep.trainer.run import publish
 
 if TYPE_CHECKING:
-    from lockstep.trainer.trainer import Trainer
+    from lockstep.trainer.run.state import RunState
 
 NAMES = [name for name in vars(Callback) if name.startswith("on_")]
 TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -40,53 +41,96 @@ UNWATCHED = {"on_before_backward", "on_after_backward", "on_exception", "on_save
 """Hooks after which the strategy does not look for what they changed in the model: a window is under way, or none follows."""
 
 
+Calls = tuple[Callable[..., Any], ...]
+
+
+@dataclass
 class Hooks:
-    """One attribute a hook: a tuple of what to call, the module's first, then the callbacks' in their order.
+    """What to call at each hook: the module's own first, then the callbacks' in their order."""
 
-    At the end of a training epoch metrics are reduced in between, so the module's hook stands apart.
-    """
+    on_exception: Calls = ()
+    on_fit_start: Calls = ()
+    on_fit_end: Calls = ()
+    on_sanity_check_start: Calls = ()
+    on_sanity_check_end: Calls = ()
+    on_train_start: Calls = ()
+    on_train_end: Calls = ()
+    on_train_epoch_start: Calls = ()
+    on_train_epoch_end: Calls = ()
+    on_train_batch_start: Calls = ()
+    on_train_batch_end: Calls = ()
+    on_before_backward: Calls = ()
+    on_after_backward: Calls = ()
+    on_before_optimizer_step: Calls = ()
+    on_before_zero_grad: Calls = ()
+    on_validation_start: Calls = ()
+    on_validation_end: Calls = ()
+    on_validation_epoch_start: Calls = ()
+    on_validation_epoch_end: Calls = ()
+    on_validation_batch_start: Calls = ()
+    on_validation_batch_end: Calls = ()
+    on_test_start: Calls = ()
+    on_test_end: Calls = ()
+    on_test_epoch_start: Calls = ()
+    on_test_epoch_end: Calls = ()
+    on_test_batch_start: Calls = ()
+    on_test_batch_end: Calls = ()
+    on_predict_start: Calls = ()
+    on_predict_end: Calls = ()
+    on_predict_epoch_start: Calls = ()
+    on_predict_epoch_end: Calls = ()
+    on_predict_batch_start: Calls = ()
+    on_predict_batch_end: Calls = ()
+    on_save_checkpoint: Calls = ()
+    on_load_checkpoint: Calls = ()
+    module_train_epoch_end: Calls = ()
+    """The module's `on_train_epoch_end`; metrics are reduced between it and the callbacks'."""
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> tuple[Callable, ...]: ...
-
-    def __init__(self, trainer: Trainer, module: Module) -> None:
+    @classmethod
+    def find(cls, run: RunState, module: Module) -> Hooks:
+        """The hooks that the module, the DataModule and the callbacks override."""
+        found = cls()
         for name in NAMES:
-            found: list[Callable] = []
-            if overrides(module, name, Module):
-                found.append(accept(getattr(module, name)))
-            if (
-                name == "on_exception"
-                and trainer.datamodule is not None
-                and overrides(trainer.datamodule, name, DataModule)
-            ):
-                found.append(trainer.datamodule.on_exception)
-            for callback in trainer.callbacks:
-                if overrides(callback, name, Callback) and not (
-                    isinstance(callback, Logger) and getattr(type(callback), name) is getattr(Logger, name)
-                ):
-                    method = getattr(callback, name)
-                    if positional(method) != positional(getattr(Callback, name).__get__(callback)):
-                        method = accept(method)
-                    call = partial(method, trainer, module)
-                    found.append(partial(trainer.guarded, callback, call) if isinstance(callback, Logger) else call)
-            adopt = [partial(_adopt_changes, trainer)] if name not in UNWATCHED else []
+            own = [accept(getattr(module, name))] if overrides(module, name, Module) else []
+            others = _of_callbacks(run, module, name)
+            if name == "on_exception" and run.datamodule is not None and overrides(run.datamodule, name, DataModule):
+                others.insert(0, run.datamodule.on_exception)
+            adopt = [] if name in UNWATCHED else [partial(_adopt_changes, run)]
             if name == "on_train_epoch_end":
-                own = int(overrides(module, name, Module))
-                self.module_epoch_end: tuple[Callable, ...] = (*found[:own], *adopt[:own])
-                found = found[own:]
-            setattr(self, name, (*found, *adopt) if any(map(_is_users, found)) else tuple(found))
+                found.module_train_epoch_end = (*own, *(adopt if own else ()))
+                own = []
+            calls = [*own, *others]
+            setattr(found, name, (*calls, *adopt) if any(map(_is_users, calls)) else tuple(calls))
+        return found
+
+
+def _of_callbacks(run: RunState, module: Module, name: str) -> list[Callable[..., Any]]:
+    """The hook `name` of the callbacks that override it; those of loggers behind their error boundary."""
+    calls: list[Callable[..., Any]] = []
+    for callback in run.callbacks:
+        if not overrides(callback, name, Callback):
+            continue
+        if isinstance(callback, Logger) and getattr(type(callback), name) is getattr(Logger, name):
+            continue
+        method = getattr(callback, name)
+        if positional(method) != positional(getattr(Callback, name).__get__(callback)):
+            method = accept(method)
+        call = partial(method, run.trainer, module)
+        calls.append(partial(publish.guarded, run, callback, call) if isinstance(callback, Logger) else call)
+    return calls
 
 
 def _is_users(hook: Callable) -> bool:
     """Whether a hook is the module's or a callback's of the user; those of the package change no model."""
+    if isinstance(hook, partial) and hook.func is publish.guarded:
+        return False  # a logger's
     owner = getattr(hook.func if isinstance(hook, partial) else hook, "__self__", None)
     return owner is None or not type(owner).__module__.startswith(("lockstep.callbacks.", "lockstep.trainer."))
 
 
-def _adopt_changes(trainer: Trainer, *_: Any) -> None:
-    if trainer.wrapped is not None:
-        trainer.strategy.adopt_changes(trainer.wrapped)
+def _adopt_changes(run: RunState, *_: Any) -> None:
+    if run.wrapped is not None:
+        run.strategy.adopt_changes(run.wrapped)
 
 
 def check_names(owner: Any, base: type) -> None:

@@ -9,43 +9,43 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 if TYPE_CHECKING:
-    from lockstep.trainer.trainer import Trainer
+    from lockstep.trainer.run.state import RunState
 
 
 class ManualOptimizer:
     """An optimizer whose `step` first brings the gradients of all ranks together."""
 
-    def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
+    def __init__(self, optimizer: Optimizer, run: RunState) -> None:
         self.optimizer = optimizer
-        self._trainer = trainer
+        self._run = run
 
     def close(self) -> None: ...
 
     def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> None:
         """Step with the gradients that `manual_backward` has accumulated. Every rank calls it."""
-        trainer = self._trainer
-        for hook in trainer.hooks.on_before_optimizer_step:
+        run = self._run
+        for hook in run.hooks.on_before_optimizer_step:
             hook(self.optimizer)
-        if closure is not None and trainer.world_size > 1:
+        if closure is not None and run.world_size > 1:
             closure = self._agreed(closure)
-        if trainer.strategy.optimizer_step(trainer.wrapped, self.optimizer, closure):
-            trainer.manually_stepped = True
+        if run.strategy.optimizer_step(run.wrapped, self.optimizer, closure):
+            run.manually_stepped = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
-        for hook in self._trainer.hooks.on_before_zero_grad:
+        for hook in self._run.hooks.on_before_zero_grad:
             hook(self.optimizer)
         self.optimizer.zero_grad(set_to_none)
 
     def _agreed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """`closure` with the same loss on all ranks: a line search must end on all of them at once."""
-        trainer = self._trainer
+        run = self._run
 
         def call() -> Any:
             loss = closure()
             if not isinstance(loss, Tensor):
                 return loss
-            return trainer.strategy.all_reduce(loss * trainer.batch_share, "mean") * trainer.strategy.topology.data_size
+            return run.strategy.all_reduce(loss * run.batch_share, "mean") * run.strategy.topology.data_size
 
         return call
 
@@ -62,9 +62,9 @@ class AutomaticOptimizer:
     is_open = False
     """Whether `Module.optimizer_step` runs, where alone it may be stepped."""
 
-    def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
+    def __init__(self, optimizer: Optimizer, run: RunState) -> None:
         self.optimizer = optimizer
-        self._trainer = trainer
+        self._run = run
         self.hooks = optimizer._optimizer_step_pre_hooks
         """Where `refuse` is under `id(self)` while nobody may step."""
         self.hooks[id(self)] = self.refuse
@@ -87,18 +87,27 @@ class AutomaticOptimizer:
         if not evaluates_again(self.optimizer):
             closure = None  # it would cost a collective, for a value that nobody reads
         if self.take(closure):
-            self._trainer.manually_stepped = True
+            self._run.manually_stepped = True
 
     def take(self, closure: Callable[[], Any] | None = None) -> bool:
         """Step by the strategy; whether it did."""
         self.hooks.pop(id(self))
         try:
-            return self._trainer.strategy.optimizer_step(self._trainer.wrapped, self.optimizer, closure)
+            return self._run.strategy.optimizer_step(self._run.wrapped, self.optimizer, closure)
         finally:
             self.hooks[id(self)] = self.refuse
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
+
+
+def manual_backward(run: RunState, loss: Tensor) -> None:
+    """`Module.manual_backward`."""
+    for hook in run.hooks.on_before_backward:
+        hook(loss)
+    run.strategy.backward(run.wrapped, loss, run.batch_share)
+    for hook in run.hooks.on_after_backward:
+        hook()
 
 
 def evaluates_again(optimizer: Optimizer) -> bool:

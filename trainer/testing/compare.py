@@ -77,20 +77,20 @@ class Recorder(Callback):
         self._norms: list[float] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
-        norm = trainer.strategy.clip_gradients(trainer.wrapped, optimizer, math.inf)
+        norm = trainer.strategy.clip_gradients(trainer._run.wrapped, optimizer, math.inf)
         self._norms.append(math.nan if norm is None else float(norm))
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.window_is_open:
+        if trainer._run.window_is_open:
             return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         record(
             self.folder,
             trainer.global_step,
             trainer.strategy,
-            trainer.wrapped,
-            trainer.named_optimizers,
-            trainer.last_loss,
+            trainer._run.wrapped,
+            trainer._run.optimizers,
+            trainer._run.last_loss,
             self._norms,
             metrics,
         )

@@ -235,10 +235,10 @@ class Doubled(Callback):
         self.output = 0.0
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
-        whole = gather_whole(trainer.strategy, trainer.strategy.state_dict(trainer.wrapped, {}))
+        whole = gather_whole(trainer.strategy, trainer.strategy.state_dict(trainer._run.wrapped, {}))
         for tensor in whole.tensors.values():
             tensor *= 2
-        trainer.strategy.load_state_dict(trainer.wrapped, {}, whole)
+        trainer.strategy.load_state_dict(trainer._run.wrapped, {}, whole)
         with torch.no_grad():
             self.output = module(torch.ones(1, 8)).sum().item()
 

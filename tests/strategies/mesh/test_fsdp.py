@@ -315,7 +315,7 @@ class Averaged(Odd):
         with torch.no_grad():
             for mean, parameter in zip(self.average, self.parameters(), strict=True):
                 parameter.copy_(mean)
-        strategy, wrapped = self.trainer.strategy, self.trainer.wrapped
+        strategy, wrapped = self.trainer.strategy, self.trainer._run.wrapped
         whole = gather_whole(strategy, strategy.state_dict(wrapped, {}))
         assert whole.tensors["model/core.blocks.0.up.weight"].shape == (16, 8)
         whole.tensors["model/bias"] += 1.0

@@ -252,7 +252,7 @@ class Edits(Blocks):
 
     def whole(self) -> Any:
         assert self._trainer is not None
-        return self._trainer.strategy.whole(self._trainer.wrapped)
+        return self._trainer.strategy.whole(self._trainer._run.wrapped)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         with self.whole():

@@ -198,7 +198,7 @@ def test_build_makes_what_the_config_says() -> None:
     assert run.trainer.max_epochs == 4
     assert isinstance(run.trainer.strategy, DDP)
     assert {"LRWarmup", "Watch"} <= {type(callback).__name__ for callback in run.trainer.callbacks}
-    assert run.trainer.config.startswith("module:\n  class: shop.Net\n")
+    assert run.trainer._run.config.startswith("module:\n  class: shop.Net\n")
     assert run.datamodule.train.n == 5
     assert run.ckpt_path == "auto"
 

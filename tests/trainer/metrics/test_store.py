@@ -502,7 +502,7 @@ class Sized(DataModule):
 def test_loggers_get_hyperparameters_config_and_graph() -> None:
     recorder = Recorder()
     trainer = quiet(logger=recorder)
-    trainer.config = "trainer:\n  max_epochs: 1\n"
+    trainer._run.config = "trainer:\n  max_epochs: 1\n"
     trainer.fit(Described(5), Sized())
     assert recorder.other[:3] == [
         ("hparams", {"width": 5, "dropout": 0.0, "lr": 0.01, "optimizer": "AdamW", "size": 8, "data.lr": 0.5}),
@@ -547,7 +547,7 @@ def test_tensorboard_has_the_run_with_two_ranks() -> None:
         enable_progress_bar=False,
         enable_checkpointing=False,
     )
-    trainer.config = "seed: 3\n"
+    trainer._run.config = "seed: 3\n"
     trainer.fit(Described(), loader(16, 4), loader(8))
     assert trainer.log_dir == "logs/here/version_0" == trainer.logger.log_dir and os.path.exists(
         "runs/Described/version_0/metrics.csv"

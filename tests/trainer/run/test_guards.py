@@ -181,7 +181,7 @@ def test_a_run_can_go_back_to_its_newest_checkpoint(
     )
     module = Brittle()
     run.fit(module, marked_data(3))
-    assert "left out; back to step 2 " in capfd.readouterr().err
+    assert "skipped; back to step 2 " in capfd.readouterr().err
     expected, _ = by_hand({3}, "64-true", back_to=2)
     assert far(module, expected) < 1e-11
     assert far(module, by_hand({3}, "64-true")[0]) > 1e-4  # it is not the run that left the window out

@@ -155,7 +155,11 @@ def test_every_checkpoint_of_a_run_leads_to_the_same_end(tmp_path: Path, step: i
 
     class SaveAt(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == step and not trainer.window_is_open and not trainer.is_checkpoint("saved"):
+            if (
+                trainer.global_step == step
+                and not trainer._run.window_is_open
+                and not trainer._run.is_checkpoint("saved")
+            ):
                 trainer.save_checkpoint("saved")
                 trainer.should_stop = True
 
@@ -169,7 +173,7 @@ def test_every_checkpoint_of_a_run_leads_to_the_same_end(tmp_path: Path, step: i
         **options,
     )
     first.fit(Rich(), loader(84, 4, shuffle=True), loader(20))
-    assert first.is_checkpoint("saved")
+    assert first._run.is_checkpoint("saved")
     resumed = state_of(*run(str(tmp_path / "again"), 1, None, ckpt_path="saved", **options))
     assert equal(resumed["weights"], expected["weights"])
     assert resumed["metrics"] == expected["metrics"]

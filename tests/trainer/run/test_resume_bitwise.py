@@ -49,7 +49,7 @@ class SavesAt(Callback):
             trainer.save_checkpoint(self.folder / "0")
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step in self.steps and not trainer.window_is_open:
+        if trainer.global_step in self.steps and not trainer._run.window_is_open:
             trainer.save_checkpoint(self.folder / str(trainer.global_step))
 
 

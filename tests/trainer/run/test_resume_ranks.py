@@ -74,15 +74,15 @@ class Trace(Callback):
         self.steps = state["steps"]
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.window_is_open:
+        if trainer._run.window_is_open:
             return
         mine = torch.full((4 * GLOBAL_BATCH,), -1)  # under a pipeline a step runs more than once
         mine[: len(module.seen)] = torch.tensor(module.seen, dtype=torch.int64)
         module.seen.clear()
         numbers = sorted(number for number in trainer.strategy.all_gather(mine).flatten().tolist() if number >= 0)
         (factor,) = (callback.factor for callback in trainer.callbacks if isinstance(callback, LRScaling))
-        lr, progress = trainer.optimizers[0].param_groups[0]["lr"], trainer.progress
-        self.steps.append([trainer.last_loss, lr, factor, numbers, progress.batches_seen, progress.total_batches])
+        lr, progress = trainer.optimizers[0].param_groups[0]["lr"], trainer._run.progress
+        self.steps.append([trainer._run.last_loss, lr, factor, numbers, progress.batches_seen, progress.total_batches])
         if trainer.global_step in self.save_at:
             trainer.save_checkpoint(f"{self.folder}/{trainer.global_step}")
             trainer.should_stop = trainer.global_step == self.save_at[-1]

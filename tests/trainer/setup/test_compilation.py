@@ -25,7 +25,7 @@ from lockstep.strategies import (
     Strategy,
     TensorParallel,
 )
-from lockstep.trainer.run.compilation import Compiled
+from lockstep.trainer.setup.compilation import Compiled
 from tests.trainer.run.test_guards import Brittle, far, marked_data
 from tests.trainer.toy import loader, net, quiet
 

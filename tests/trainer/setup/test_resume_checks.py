@@ -340,4 +340,4 @@ class CountsReads(Callback):
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         if trainer.is_global_zero:
             own = os.getpid() == self.process  # no rank was started
-            (self.folder / "read_on_ranks").write_text("0" if own or trainer.verified else "1")
+            (self.folder / "read_on_ranks").write_text("0" if own or trainer._run.verified else "1")

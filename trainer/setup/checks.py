@@ -14,30 +14,34 @@ from lockstep.strategies.data.open_loader import check_is_no_dataset
 from lockstep.strategies.launch import environment
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.module import Module
-from lockstep.trainer.run import start as run_plan
 from lockstep.trainer.run.hooks import check_names, overrides
-from lockstep.trainer.run.prepare import Sources, loaders_of
+from lockstep.trainer.setup import start as run_plan
+from lockstep.trainer.setup.loaders import Sources, loaders_of
 
 if TYPE_CHECKING:
-    from lockstep.trainer.trainer import Trainer
+    from lockstep.trainer.run.state import RunState
 
 
-def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
+def fit(run: RunState, module: Module, sources: Sources) -> None:
     """What can be known before any process starts."""
-    world = environment.detect() if trainer.arguments.max_restarts else None
+    world = environment.detect() if run.arguments.max_restarts else None
     if world is not None:
         raise ValueError(
-            f"max_restarts={trainer.arguments.max_restarts} is about ranks that Lockstep starts, but {world.launcher} started these; "
+            f"max_restarts={run.arguments.max_restarts} is about ranks that Lockstep starts, but {world.launcher} started these; "
             f"leave it out, let {world.launcher} restart them (torchrun --max-restarts) and give ckpt_path='auto'"
         )
     if not isinstance(module, Module):
         raise TypeError(f"fit takes a lockstep.Module, but module is {type(module).__name__}; subclass Module")
-    hooks(trainer, module, sources.datamodule)
+    hooks(run, module, sources.datamodule)
     name = type(module).__name__
     for method in ("training_step", "configure_optimizers"):
         if not overrides(module, method, Module):
             raise TypeError(f"{name} needs the method {method}; define it")
-    if trainer.max_epochs is None and trainer.max_steps is None and not trainer._limited:
+    if (
+        run.max_epochs is None
+        and run.max_steps is None
+        and not any(isinstance(item, own.Timer) for item in run.callbacks)
+    ):
         raise ValueError("fit needs an end: give the Trainer max_epochs, max_steps or max_time")
     if (
         not any(p.requires_grad for p in module.parameters())
@@ -48,20 +52,20 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
             f"{name} has no trainable parameter; give it layers, or set requires_grad on what is to be trained"
         )
     if not module.automatic_optimization:
-        refused = trainer.strategy.capabilities.refuses.get("manual_optimization")
+        refused = run.strategy.capabilities.refuses.get("manual_optimization")
         if refused is not None:
             raise ValueError(refused)
-        if trainer.accumulate_grad_batches > 1:
+        if run.accumulate_grad_batches > 1:
             raise ValueError(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches} needs automatic optimization; "
+                f"accumulate_grad_batches={run.accumulate_grad_batches} needs automatic optimization; "
                 f"{name} optimizes manually, so accumulate in its training_step"
             )
-        if trainer.arguments.gradient_clip_val is not None:
+        if run.arguments.gradient_clip_val is not None:
             raise ValueError(
-                f"gradient_clip_val={trainer.arguments.gradient_clip_val} needs automatic optimization; "
+                f"gradient_clip_val={run.arguments.gradient_clip_val} needs automatic optimization; "
                 f"{name} optimizes manually, so call trainer.clip_gradients in its training_step"
             )
-    validates = trainer.arguments.limit_val_batches != 0 and not trainer.arguments.overfit_batches
+    validates = run.arguments.limit_val_batches != 0 and not run.arguments.overfit_batches
     if validates and not overrides(module, "validation_step", Module) and _is_given(sources, module, "val"):
         warnings.warn(
             f"{name} has no validation_step, so its validation data is not used; define it, or set limit_val_batches=0",
@@ -76,21 +80,21 @@ def fit(trainer: Trainer, module: Module, sources: Sources) -> None:
     if train is not None and not loaders_of(train):
         raise ValueError("train_dataloaders is an empty list or dict; give a loader")
     loaders(sources)
-    if trainer.checkpoint_callback is not None:
+    if run.checkpoint_callback is not None:
         savable(module)
-    savers = [item for item in trainer.callbacks if isinstance(item, own.ModelCheckpoint)]
-    root = trainer.arguments.default_root_dir
-    roots = {str(run_plan.place_of(trainer, item)[0].parent) for item in trainer.loggers}
+    savers = [item for item in run.callbacks if isinstance(item, own.ModelCheckpoint)]
+    root = run.arguments.default_root_dir
+    roots = {str(run_plan.place_of(run, item)[0].parent) for item in run.loggers}
     for folder in roots | {str(item.dirpath or root) for item in savers}:
         writable(folder)
 
 
-def hooks(trainer: Trainer, module: Module, datamodule: DataModule | None) -> None:
+def hooks(run: RunState, module: Module, datamodule: DataModule | None) -> None:
     """Raise TypeError for what looks like a hook and is none."""
     check_names(module, Module)
     if datamodule is not None:
         check_names(datamodule, DataModule)
-    for callback in trainer.callbacks:
+    for callback in run.callbacks:
         check_names(callback, Callback)
 
 
@@ -104,19 +108,22 @@ def _is_given(sources: Sources, module: Module, kind: str) -> bool:
     )
 
 
-def not_running(trainer: Trainer, method: str) -> None:
+def not_running(run: RunState, method: str) -> None:
     """Raise RuntimeError for a run within a run: it would take the model, the ranks and the folder of the outer one."""
-    if trainer.running:
+    if run.active:
         raise RuntimeError(
-            f"trainer.{method} was called while this Trainer runs {trainer._stage}; call it after trainer.{trainer._stage} has returned, "
+            f"trainer.{method} was called while this Trainer runs {run.stage}; call it after trainer.{run.stage} has returned, "
             "or measure in validation_step, with several validation loaders if need be"
         )
 
 
-def not_done(trainer: Trainer) -> None:
+def not_done(run: RunState) -> None:
     """Raise ValueError where the run has reached its end already."""
-    for name, done in (("max_epochs", trainer.current_epoch), ("max_steps", trainer.global_step)):
-        limit = getattr(trainer, name)
+    progress = run.progress
+    for name, limit, done in (
+        ("max_epochs", run.max_epochs, progress.current_epoch),
+        ("max_steps", run.max_steps, progress.global_step),
+    ):
         if limit is not None and done >= limit:
             raise ValueError(
                 f"this Trainer has trained its {name}={limit} already; set trainer.{name} higher to train on, or make a new Trainer"

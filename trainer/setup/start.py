@@ -11,40 +11,52 @@ from lockstep.callbacks._support.printing import safe_print
 from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.checkpoint import store as files
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
+from lockstep.trainer.run import publish
 from lockstep.trainer.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from lockstep.callbacks.base import Logger
-    from lockstep.trainer.trainer import Trainer
+    from lockstep.trainer.run.state import RunState
 
 
-def checked(trainer: Trainer, ckpt_path: str | Path | None) -> str | None:
+def checked(run: RunState, ckpt_path: str | Path | None) -> str | None:
     """The path as a string; raise for a path that is no checkpoint, before any process starts."""
     if ckpt_path is None or ckpt_path in ("auto", "last"):
         return None if ckpt_path is None else str(ckpt_path)
     ckpt_path = os.path.expanduser(ckpt_path)
     if ckpt_path == "best":
-        if not getattr(trainer.checkpoint_callback, "best_model_path", None):
+        if not getattr(run.checkpoint_callback, "best_model_path", None):
             raise ValueError("ckpt_path='best' needs a ModelCheckpoint that has saved; fit first, or give a path")
     else:
         Checkpoint.open(ckpt_path, verify=False)
     return str(ckpt_path)
 
 
-def plan(trainer: Trainer, ckpt_path: str | None) -> dict[str, Any]:
+def open_checkpoint(run: RunState, ckpt_path: str | None) -> Checkpoint | None:
+    """Choose the run's folder and open the checkpoint that `ckpt_path` means. Every rank calls it."""
+    choice = choose(run, ckpt_path) if run.is_global_zero else None
+    choice = checked_choice(run.strategy.broadcast(choice))
+    run.log_dir = choice["log_dir"]
+    for logger, folder in zip(run.loggers, choice["loggers"], strict=True):
+        publish.guarded(run, logger, setattr, logger, "log_dir", folder)
+    # rank 0 has verified every checksum
+    return None if choice["checkpoint"] is None else Checkpoint.open(choice["checkpoint"], verify=False)
+
+
+def choose(run: RunState, ckpt_path: str | None) -> dict[str, Any]:
     """Rank 0: the run's folder and the checkpoint to open, or the error, as JSON data."""
     try:
-        writes = bool(trainer.loggers) or (trainer._stage == "fit" and trainer.checkpoint_callback is not None)
-        places = [place_of(trainer, logger) for logger in trainer.loggers]
-        base, version = places[0] if places else (_default_place(trainer), None)
+        writes = bool(run.loggers) or (run.stage == "fit" and run.checkpoint_callback is not None)
+        places = [place_of(run, logger) for logger in run.loggers]
+        base, version = places[0] if places else (_default_place(run), None)
         checkpoint = None
-        if trainer.log_dir is not None:  # this Trainer goes on in its folder
-            version = Path(trainer.log_dir).name
+        if run.log_dir is not None:  # this Trainer goes on in its folder
+            version = Path(run.log_dir).name
         if ckpt_path in ("auto", "last"):
-            found = _newest(trainer, base, version)
+            found = _newest(run, base, version)
             if found is not None:
                 version, checkpoint = found
-                trainer.verified = checkpoint  # looking for it has read every byte
+                run.verified = checkpoint  # looking for it has read every byte
             if ckpt_path == "last" and checkpoint is None:
                 raise CheckpointError(
                     f"ckpt_path='last' finds no valid checkpoint below {base.absolute()}; give a path, or 'auto' to start afresh"
@@ -55,19 +67,19 @@ def plan(trainer: Trainer, ckpt_path: str | None) -> dict[str, Any]:
                     file=sys.stderr,
                 )
         elif ckpt_path == "best":
-            checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", None)
+            checkpoint = getattr(run.checkpoint_callback, "best_model_path", None)
             if not checkpoint:
                 raise ValueError("ckpt_path='best' needs a ModelCheckpoint that has saved; fit first, or give a path")
         elif ckpt_path is not None:
             checkpoint = ckpt_path
         if checkpoint is not None:
-            opened = Checkpoint.open(checkpoint, verify=str(checkpoint) != trainer.verified)
-            trainer.verified = str(checkpoint)
-            if trainer._stage == "fit":
+            opened = Checkpoint.open(checkpoint, verify=str(checkpoint) != run.verified)
+            run.verified = str(checkpoint)
+            if run.stage == "fit":
                 snapshot.check_resumable(opened)
         folder = _run_folder(base, version) if writes else None
-        if folder is not None and trainer.running and trainer._stage == "fit":
-            trainer._folder = RunFolder(folder)
+        if folder is not None and run.active and run.stage == "fit":
+            run.folder = RunFolder(folder)
         if folder is not None and (folder / "checkpoints").is_dir():
             files.clean(folder / "checkpoints")
         return {
@@ -81,20 +93,20 @@ def plan(trainer: Trainer, ckpt_path: str | None) -> dict[str, Any]:
         return {"error": str(error), "kind": "ValueError"}
 
 
-def carried_out(plan: dict[str, Any]) -> dict[str, Any]:
-    """The plan on any rank; raises the error that it may hold."""
-    if "error" in plan:
-        raise {"CheckpointError": CheckpointError, "ValueError": ValueError}[plan["kind"]](plan["error"])
-    return plan
+def checked_choice(choice: dict[str, Any]) -> dict[str, Any]:
+    """What `choose` returned, on any rank; raises the error that it may hold."""
+    if "error" in choice:
+        raise {"CheckpointError": CheckpointError, "ValueError": ValueError}[choice["kind"]](choice["error"])
+    return choice
 
 
-def _default_place(trainer: Trainer) -> Path:
-    return Path(trainer.arguments.default_root_dir) / type(trainer._module).__name__
+def _default_place(run: RunState) -> Path:
+    return Path(run.arguments.default_root_dir) / type(run.module).__name__
 
 
-def place_of(trainer: Trainer, logger: Logger) -> tuple[Path, str | int | None]:
+def place_of(run: RunState, logger: Logger) -> tuple[Path, str | int | None]:
     """The folder of a logger's experiment, and its version; the Trainer's own where the logger fails."""
-    found: tuple[Path, str | int | None] = _default_place(trainer), None
+    found: tuple[Path, str | int | None] = _default_place(run), None
 
     def read() -> None:
         nonlocal found
@@ -103,13 +115,13 @@ def place_of(trainer: Trainer, logger: Logger) -> tuple[Path, str | int | None]:
         version = logger.version
         found = root / str(logger.name or default.name), version if isinstance(version, int | None) else str(version)
 
-    trainer.guarded(logger, read)
+    publish.guarded(run, logger, read)
     return found
 
 
-def _newest(trainer: Trainer, base: Path, version: str | int | None) -> tuple[str | None, str] | None:
+def _newest(run: RunState, base: Path, version: str | int | None) -> tuple[str | None, str] | None:
     """The newest valid checkpoint of the given version, else of the newest version that has one."""
-    callback = trainer.checkpoint_callback
+    callback = run.checkpoint_callback
     if callback is not None and callback.dirpath:
         found = files.newest(callback.dirpath)
         return None if found is None else (None if version is None else _version(version), str(found))

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lockstep.callbacks._support.printing import safe_print
 from lockstep.strategies.checkpoint_state import HOW
 from lockstep.trainer.checkpoint.store import CheckpointError
-from lockstep.trainer.run.optimizers import SchedulerConfig
+from lockstep.trainer.setup.optimizers import SchedulerConfig
 
 _MOVING = ("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "verbose")
 """What a scheduler of torch counts, and no option of it."""

@@ -1,0 +1,41 @@
+"""Building what a config describes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from lockstep.trainer.cli.config.check import Call, checked_calls
+from lockstep.trainer.cli.config.errors import Resolved
+from lockstep.trainer.datamodule import DataModule
+from lockstep.trainer.module import Module
+from lockstep.trainer.seeding import seed_everything
+from lockstep.trainer.trainer import Trainer
+
+
+class Run(NamedTuple):
+    """What a config describes."""
+
+    trainer: Trainer
+    module: Module
+    datamodule: DataModule | None
+    ckpt_path: str | None
+
+
+def build(resolved: Resolved) -> Run:
+    """Check everything, then make Trainer, module and datamodule, in this order; the weights follow `trainer.seed`."""
+    calls = checked_calls(resolved)
+    trainer = _make(calls.trainer)
+    trainer._run.config = resolved.text
+    if calls.seed is not None:
+        seed_everything(calls.seed)
+    return Run(trainer, _make(calls.module), _make(calls.data), calls.ckpt_path)
+
+
+def _make(calls: Any) -> Any:
+    if isinstance(calls, Call):
+        arguments = {name: _make(value) for name, value in calls.arguments.items()}
+        return functools.partial(calls.target, **arguments) if calls.as_factory else calls.target(**arguments)
+    if isinstance(calls, dict):
+        return {name: _make(value) for name, value in calls.items()}
+    return type(calls)(_make(value) for value in calls) if isinstance(calls, list | tuple) else calls

@@ -1,0 +1,70 @@
+"""ConfigError and the resolved config that knows where each key was set."""
+
+from __future__ import annotations
+
+import collections.abc
+import difflib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+Key = tuple[str, ...]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run; the message is one line with the key and where it was set."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A merged config: plain dicts, lists and scalars, without interpolations."""
+
+    values: dict[str, Any]
+    origins: dict[Key, str]
+    """Where a key was set: "file.yaml:3" or "command line"."""
+
+    @property
+    def text(self) -> str:
+        """The config as YAML."""
+        from omegaconf import OmegaConf
+
+        return OmegaConf.to_yaml(OmegaConf.create(self.values))
+
+    def error(self, key: Key, message: str) -> ConfigError:
+        """The error of `key`, with where the key or the nearest section around it was set."""
+        origin = next((self.origins[key[:n]] for n in range(len(key), 0, -1) if key[:n] in self.origins), None)
+        return error_at(key, origin, message)
+
+
+def bounded(fn: Callable[P, T]) -> Callable[P, T]:
+    """`fn` with a ConfigError in place of the RecursionError of a config that is nested too deeply."""
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return fn(*args, **kwargs)
+        except RecursionError:
+            raise ConfigError(
+                "the config is nested too deeply to be read; flatten it, or look for an anchor or interpolation that refers to itself"
+            ) from None
+
+    return call
+
+
+def error_at(key: Key, origin: str | None, message: str) -> ConfigError:
+    return ConfigError(f"{'.'.join(key)}{f' ({origin})' if origin else ''}: {message}")
+
+
+def nearest(name: str, known: collections.abc.Iterable[str]) -> str:
+    """A question that names the known name most like `name`, or nothing."""
+    names = list(known)
+    lower = {n.lower(): n for n in names}
+    found = difflib.get_close_matches(name.lower(), lower, n=1)
+    return f"; did you mean '{lower[found[0]]}'?" if found else ""
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]

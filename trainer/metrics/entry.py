@@ -1,0 +1,69 @@
+"""One name that is logged: its flags, and its sums and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+COMBINE: dict[str, Callable[[list[float]], float]] = {"mean": sum, "sum": sum, "max": max, "min": min}
+"""How a reduction puts the ranks' values together."""
+
+
+class Entry:
+    """One logged name."""
+
+    __slots__ = (
+        "by_hand",
+        "count",
+        "epoch_count",
+        "epoch_value",
+        "logger",
+        "metric",
+        "name",
+        "number",
+        "on_epoch",
+        "on_step",
+        "prog_bar",
+        "rank_zero_only",
+        "reduce_fx",
+        "seen",
+        "start",
+        "total",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        reduce_fx: str,
+        on_step: bool,
+        on_epoch: bool,
+        prog_bar: bool,
+        logger: bool,
+        rank_zero_only: bool,
+    ) -> None:
+        self.name, self.reduce_fx, self.on_step, self.on_epoch = name, reduce_fx, on_step, on_epoch
+        self.prog_bar, self.logger, self.rank_zero_only = prog_bar, logger, rank_zero_only
+        self.start = 0.0 if reduce_fx in ("mean", "sum") else -float("inf") if reduce_fx == "max" else float("inf")
+        self.metric: Any = None
+        self.by_hand = False  # logged outside of batches: a rank's value weighs the samples that it has seen
+        self.total: Tensor | None = None  # what tensors added since the last reduction, on their device
+        self.number = self.start
+        self.count = 0.0  # of this rank, since the last reduction
+        self.seen = 0.0  # 1 where `metric` was logged on this rank since the last reduction
+        self.epoch_value = self.number  # over all ranks, since the epoch began
+        self.epoch_count = 0.0
+
+    def flags(self) -> list[Any]:
+        return [self.reduce_fx, self.on_step, self.on_epoch, self.prog_bar, self.logger, self.rank_zero_only]
+
+
+class Reduced(NamedTuple):
+    """A value over all ranks, to be shown."""
+
+    name: str
+    """The final name, such as `loss_step` for `loss`."""
+    value: float
+    entry: Entry
+    """What it was logged as."""

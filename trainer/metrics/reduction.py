@@ -1,0 +1,194 @@
+"""Reducing what was logged: one packed exchange over ranks, and the values to show."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lockstep.trainer.metrics.entry import COMBINE, Entry, Reduced
+
+if TYPE_CHECKING:
+    from lockstep.strategies import Strategy
+    from lockstep.trainer.metrics.store import MetricStore
+
+
+def reduce(store: MetricStore, strategy: Strategy, epoch_end: bool, reset: bool) -> list[Reduced]:
+    """`MetricStore.reduce`."""
+    samples = _agree_on_names(store, strategy) if strategy.topology.world_size > 1 else [1]
+    shared = sorted(store.shared(), key=lambda e: e.name)
+    local = [e for e in store.entries.values() if e.rank_zero_only]
+    mine = _pack(shared)
+    if not strategy.topology.is_reporting_rank:  # another rank reports the same samples
+        mine = torch.tensor([x for e in shared for x in (e.start, 0.0, 0.0)], dtype=torch.float64)
+    rows = [mine.tolist()] if strategy.topology.world_size == 1 or not shared else strategy.all_gather(mine).tolist()
+    reduced: list[Reduced] = []
+    computed: dict[int, Any] = {}
+    for entries, values in ((shared, rows), (local, [_pack(local).tolist()])):
+        for i, entry in enumerate(entries):
+            if any(row[3 * i + 2] for row in values):  # a rank without a sample computes with the others
+                entry.epoch_count = 1.0
+            if entry.metric is not None and entry.epoch_count:
+                computed[id(entry.metric)] = entry.metric
+            numbers, counts = [row[3 * i] for row in values], [row[3 * i + 1] for row in values]
+            if entry.by_hand and len(values) > 1:
+                numbers, counts = _weighed_by_samples(store, entry, numbers, counts, samples)
+            shown = _values(entry, numbers, counts, epoch_end, reset, store.training)
+            reduced += [Reduced(name, value, entry) for name, value in shown.items()]
+    if strategy.topology.rank == 0:
+        _say_what_was_averaged(store)
+    if epoch_end and reset:
+        for metric in computed.values():  # now that it is computed under every name that it has
+            metric.reset()
+    return reduced
+
+
+def _values(
+    entry: Entry, numbers: list[float], counts: list[float], epoch_end: bool, reset: bool, training: bool
+) -> dict[str, float]:
+    """Move what was added on all ranks into the epoch's value; return what to show, by final name."""
+    shown: dict[str, float] = {}
+    count = sum(counts)
+    combine = COMBINE[entry.reduce_fx]
+    total = combine(numbers)
+    entry.number, entry.count, entry.seen = entry.start, 0.0, 0.0
+    both = entry.on_step and entry.on_epoch
+    step_name = f"{entry.name}_step" if both else entry.name
+    is_mean = entry.reduce_fx == "mean"
+    if count:
+        if entry.on_step and (not epoch_end or not entry.on_epoch or training):  # at the end the rest of the interval
+            shown[step_name] = total / count if is_mean else total
+        if entry.metric is None:
+            entry.epoch_value = combine([entry.epoch_value, total])
+            entry.epoch_count += count
+    if epoch_end:
+        if entry.on_epoch and entry.epoch_count:
+            name = f"{entry.name}_epoch" if both else entry.name
+            if entry.metric is not None:
+                shown.update(_metric_values(name, entry.metric))
+            else:
+                shown[name] = entry.epoch_value / entry.epoch_count if is_mean else entry.epoch_value
+        if reset:
+            entry.epoch_value, entry.epoch_count = entry.start, 0.0
+    return shown
+
+
+def _metric_values(name: str, metric: Any) -> dict[str, float]:
+    with warnings.catch_warnings():
+        if not metric._update_count:  # here: other ranks have, and their states come with `compute`
+            warnings.filterwarnings("ignore", "The ``compute`` method of metric")
+        value = metric.compute()
+    if isinstance(value, dict):
+        return {f"{name}/{key}" if not key.startswith(name) else key: float(item) for key, item in value.items()}
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(
+            f"the metric logged as {name!r} computes a tensor of shape {list(value.shape)}; log its elements under names of their own"
+        )
+    return {name: float(value)}
+
+
+def _weighed_by_samples(
+    store: MetricStore, entry: Entry, numbers: list[float], counts: list[float], samples: list[int]
+) -> tuple[list[float], list[float]]:
+    """What ranks have logged outside of batches, each rank's mean weighted by its samples; a rank without any counts nothing."""
+    if not any(samples):  # before the first batch
+        samples = [1] * len(samples)
+    if entry.reduce_fx != "mean":
+        gone = [not number or not count for number, count in zip(samples, counts, strict=True)]
+        return [entry.start if g else n for g, n in zip(gone, numbers, strict=True)], [
+            0.0 if g else c for g, c in zip(gone, counts, strict=True)
+        ]
+    pairs = [(n / c, s) for n, c, s in zip(numbers, counts, samples, strict=True) if c and s]
+    if not pairs:
+        return [0.0], [0.0]
+    values = {value for value, _ in pairs}
+    if len(values) == 1:
+        return [values.pop()], [1.0]
+    store.of_their_own.append(entry.name)
+    return [value * weight for value, weight in pairs], [float(weight) for _, weight in pairs]
+
+
+def _say_what_was_averaged(store: MetricStore) -> None:
+    """One line, once a run and name, of what ranks logged by hand with values of their own."""
+    new = [name for name in store.of_their_own if name not in store.noticed]
+    store.of_their_own.clear()
+    store.noticed.update(new)
+    if new:
+        print(
+            f"logged outside of a batch with another value on each rank: {_quoted(new)}. Shown is the mean weighted by each "
+            "rank's samples, which is exact for a mean over samples; for anything else log a torchmetrics Metric, or call "
+            "all_gather first",
+            file=sys.stderr,
+        )
+
+
+def _agree_on_names(store: MetricStore, strategy: Strategy) -> list[int]:
+    """Return the samples of each rank. Raise RuntimeError where ranks have logged different names.
+
+    A rank without a sample, or that does not report, takes the others' names.
+    """
+    own = torch.tensor([store.keys_hash, store.samples, int(strategy.topology.is_reporting_rank)])
+    gathered = strategy.all_gather(own).tolist()
+    seen = [number if reports else 0 for _, number, reports in gathered]
+    speakers = [rank for rank, number in enumerate(seen) if number]
+    speakers = speakers or [rank for rank, row in enumerate(gathered) if row[2]]
+    source = speakers[0]
+    if len({gathered[rank][0] for rank in speakers}) > 1:
+        raise RuntimeError(_other_names(store, strategy, {rank: gathered[rank][0] for rank in speakers}))
+    names: set[str] = set()
+    if len(speakers) < len(gathered) and any(row[0] != gathered[source][0] for row in gathered):
+        told = [[e.name, *e.flags(), e.by_hand, store.path(e.metric)] for e in store.shared()]
+        for name, *flags, by_hand, metric in strategy.broadcast(told, source):
+            names.add(name)
+            if name not in store.entries:
+                entry = store.new(name, *flags)
+                entry.by_hand = by_hand
+                if metric is not None:
+                    entry.metric = store.module.get_submodule(metric)  # type: ignore[union-attr]
+        if not strategy.topology.is_reporting_rank:
+            store.entries = {n: entry for n, entry in store.entries.items() if n in names or entry.rank_zero_only}
+        elif unknown := [entry.name for entry in store.shared() if entry.name not in names]:
+            raise RuntimeError(
+                f"rank {strategy.topology.rank}, which has seen no sample, logged {_quoted(unknown)}, and the other ranks did not; "
+                "every rank must log the same names"
+            )
+    return seen
+
+
+def _other_names(store: MetricStore, strategy: Strategy, hashes: dict[int, int]) -> str:
+    """What to say where ranks have logged different names. Every rank calls it."""
+    told = list(hashes.values())
+    usual = max(set(told), key=told.count)
+    typical = next(rank for rank, number in hashes.items() if number == usual)
+    odd = [rank for rank, number in hashes.items() if number != usual]
+    theirs, others = (set(strategy.broadcast(store.names(), rank)) for rank in (odd[0], typical))
+    differing = [
+        f"{verb} {_quoted(sorted(names))}"
+        for verb, names in (("logged", theirs - others), ("did not log", others - theirs))
+        if names
+    ]
+    return (
+        f"rank {', '.join(map(str, odd))} logged other metric names than the rest: rank {odd[0]} {' and '.join(differing)}, "
+        f"unlike rank {typical}; every rank must log the same names"
+    )
+
+
+def _pack(entries: list[Entry]) -> Tensor:
+    """`[3 * len(entries)]` float64 on CPU: value, count, and whether a metric was logged, of each."""
+    on_device = [e for e in entries if e.total is not None]
+    if on_device:
+        groups: dict[torch.device, list[Entry]] = {}
+        for entry in on_device:
+            groups.setdefault(entry.total.device, []).append(entry)  # type: ignore[union-attr]
+        for group in groups.values():  # host sync: one a logging interval and device
+            for entry, total in zip(group, torch.stack([e.total for e in group]).tolist(), strict=True):  # type: ignore[misc]
+                entry.number = total if entry.reduce_fx in ("max", "min") else entry.number + total
+                entry.total = None
+    return torch.tensor([x for e in entries for x in (e.number, e.count, e.seen)], dtype=torch.float64)
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,237 @@
+"""The life of a run on one rank: what is joined, seeded and attached before it, and how all of it is undone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from lockstep.callbacks._support.printing import safe_print
+from lockstep.callbacks.base import Callback, Logger
+from lockstep.strategies.launch.launcher import current_phase, ends_well, set_phase, shortened
+from lockstep.strategies.launch.watchdog import SETTING_UP, where
+from lockstep.strategies.mesh.mixed_tensors import explanation
+from lockstep.trainer.metrics.sync import synced_metrics
+from lockstep.trainer.module import Module, attach
+from lockstep.trainer.run import publish, saving
+from lockstep.trainer.run.folder import conclude
+from lockstep.trainer.run.hooks import Hooks
+from lockstep.trainer.seeding import deterministic, seed_everything
+from lockstep.trainer.setup import start
+from lockstep.trainer.setup.compilation import Compiled
+
+if TYPE_CHECKING:
+    from lockstep.trainer.datamodule import DataModule
+    from lockstep.trainer.run.state import RunState
+    from lockstep.trainer.setup.loaders import Sources
+
+
+class attached:
+    """The life of a run on this rank: processes joined, module and callbacks attached, and all of it undone. Every rank enters it.
+
+    Raises what user code raises, as itself, but for a `sys.exit` that would end the program with code 0: that is a
+    RuntimeError. Raises SystemExit(143) or KeyboardInterrupt after a signal.
+    """
+
+    def __init__(self, run: RunState, module: Module, sources: Sources, stage: str, ckpt_path: str | None) -> None:
+        self._life = _life(run, module, sources, stage, ckpt_path)
+
+    def __enter__(self) -> None:
+        try:
+            self._life.__enter__()
+        except RuntimeError as error:
+            self._raise(error)
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            self._life.__exit__(*raised)
+        except RuntimeError as error:
+            self._raise(error)
+
+    def _raise(self, error: RuntimeError) -> NoReturn:
+        own = _of_the_user(error)
+        raise error if own is error else own from None
+
+
+@contextmanager
+def _life(run: RunState, module: Module, sources: Sources, stage: str, ckpt_path: str | None) -> Iterator[None]:
+    run.active, process = True, os.getpid()
+    run.hooks = Hooks()  # those of an earlier run must not get this one's failure
+    attach(module, run.trainer)
+    run.signals.catch()
+    try:
+        _open(run, module, sources.datamodule, stage, ckpt_path)
+        with synced_metrics(module, run.strategy):
+            yield
+        _close(run, module, stage)
+    except BaseException as caught:
+        if os.getpid() != process:  # a process that user code forked: the run is its parent's
+            raise
+        error = _report(run, stage, caught)
+        if error is not caught:
+            raise error from (None if error is caught.__cause__ else caught)
+        raise
+    finally:
+        if os.getpid() == process:
+            _undo(run)
+    if run.signals.number:  # since the run's folder was closed
+        late = run.signals.error()
+        if run.log_dir is not None and run.is_global_zero:
+            conclude(Path(run.log_dir), late)
+        raise late
+
+
+def _open(run: RunState, module: Module, datamodule: DataModule | None, stage: str, ckpt_path: str | None) -> None:
+    """Join the processes, build the model, and call the `setup` of everything."""
+    run.strategy.setup()
+    _start(run, module, stage)
+    run.resumed = start.open_checkpoint(run, ckpt_path)
+    for callback in run.callbacks:
+        callback._module = module
+    if datamodule is not None:
+        datamodule.trainer = run.trainer
+    run.datamodule = datamodule
+    if run.strategy.topology.local_rank == 0:
+        for owner in _owners(run, module):
+            owner.prepare_data()
+        set_phase(None, SETTING_UP)  # a heartbeat: what took long is over
+    run.strategy.barrier()
+    for owner in _owners(run, module):
+        owner.setup(stage)
+    on_meta = run.strategy.capabilities.builds_on_meta and not run.is_global_zero
+    with torch.device("meta") if on_meta else nullcontext():
+        module.configure_model()
+    attach(module, run.trainer)  # with what was built just now
+    if run.compile_options is not None:
+        run.compiled = Compiled(module, run.compile_options)
+    run.hooks = Hooks.find(run, module)
+    for callback in run.callbacks:
+        _call(run, callback, callback.setup, module, stage)
+
+
+def _start(run: RunState, module: Module, stage: str) -> None:
+    """Seed the streams."""
+    run.module, run.stage = module, stage
+    run.should_stop = run.window_is_open = run.manually_stepped = False
+    run.streams.clear()
+    given = run.arguments.seed
+    if given is not None:
+        seed_everything(given)
+    run.seed = int(run.strategy.broadcast(given if given is not None else torch.initial_seed() % 2**63))
+    if run.arguments.deterministic:
+        run.undo_deterministic = deterministic()
+    if run.strategy_reason is not None and run.is_global_zero:
+        safe_print(run.strategy_reason, file=sys.stderr)
+        run.strategy_reason = None
+
+
+def _close(run: RunState, module: Module, stage: str) -> None:
+    """The end of a run that has not failed."""
+    saving.finish(run)
+    for owner in _owners(run, module):
+        owner.teardown(stage)
+    for callback in run.callbacks:
+        _call(run, callback, callback.teardown, module, stage)
+    run.strategy.teardown_module(run.wrapped)
+    if run.signals.number:
+        raise run.signals.error()
+    _end(run, "success")
+
+
+def _report(run: RunState, stage: str, caught: BaseException) -> BaseException:
+    """Tell callbacks, loggers and the run's folder what ends the run; return what to raise."""
+    if run.signals.number and not run.signals.deferred and run.is_global_zero:
+        name = signal.Signals(run.signals.number).name
+        safe_print(f"stopped by {name}" + (" before the first step" if stage == "fit" else ""), file=sys.stderr)
+    run.signals.defer()  # another one must not cut short what follows
+    error = _early_exit(run, caught) or explanation(caught, _entered(caught)) or _of_the_user(caught)
+    if not run.signals.launched:  # the launcher does it for its ranks
+        shortened(error)
+    saving.settle(run, error)
+    for hook in run.hooks.on_exception:
+        try:
+            hook(error)
+        except Exception as later:  # the first error is the one to show
+            if hasattr(error, "add_note"):
+                error.add_note(f"on_exception failed too: {type(later).__name__}: {str(later)[:500]}")
+    _end(run, "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed", error)
+    return error
+
+
+def _end(run: RunState, status: str, error: BaseException | None = None) -> None:
+    """Close the loggers and the run's folder."""
+    for logger in run.loggers:
+        publish.guarded(run, logger, logger.finalize, status)
+    if run.folder is not None:
+        run.executed = list(run.executed)
+        run.folder.end(run, error)
+        run.folder = None
+    if run.undo_deterministic is not None:
+        run.undo_deterministic()
+        run.undo_deterministic = None
+
+
+def _undo(run: RunState) -> None:
+    """Give back what the run took: module, optimizers, processes, signal handlers."""
+    try:
+        run.active = False
+        if run.compiled is not None:
+            run.compiled.undo()
+            run.compiled = None
+        for handle in run.user_optimizers:
+            handle.close()
+        for callback in run.callbacks:
+            callback._module = None
+        run.strategy.teardown()
+    finally:
+        run.signals.give_back()
+
+
+def _owners(run: RunState, module: Module) -> list[Any]:
+    return [module] if run.datamodule is None else [run.datamodule, module]
+
+
+def _call(run: RunState, callback: Callback, method: Any, module: Module, stage: str) -> None:
+    if isinstance(callback, Logger):
+        publish.guarded(run, callback, method, run.trainer, module, stage)
+    else:
+        method(run.trainer, module, stage)
+
+
+def _of_the_user(error: BaseException) -> BaseException:
+    """The StopIteration of user code, if `error` is what Python made of it where it left a generator of ours; else `error`."""
+    cause = error.__cause__
+    if not isinstance(error, RuntimeError) or not isinstance(cause, StopIteration) or cause.__traceback__ is None:
+        return error
+    ours = Path(__file__).parents[2] in Path(cause.__traceback__.tb_frame.f_code.co_filename).parents
+    return cause if ours and str(error) == "generator raised StopIteration" else error
+
+
+def _entered(error: BaseException) -> str:
+    """The first function outside of this package that an error came through, such as a hook."""
+    root, trace = Path(__file__).parents[2], error.__traceback__
+    ours = {root / "trainer", root / "strategies", root / "callbacks"}
+    while trace is not None:
+        code, owner = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
+        if ours.isdisjoint(Path(code.co_filename).parents):
+            name = code.co_name.strip("<>")
+            return name if owner is None else f"{type(owner).__name__}.{name}"
+        trace = trace.tb_next
+    return "a hook"
+
+
+def _early_exit(run: RunState, error: BaseException) -> RuntimeError | None:
+    """What to raise in place of a `sys.exit` within the run that would end the program with code 0; None for anything else."""
+    if not isinstance(error, SystemExit) or not ends_well(error):
+        return None
+    place = where(run.rank, *current_phase())
+    return RuntimeError(
+        f"sys.exit({'' if error.code is None else error.code}) was called on {place} before the run was done, and exit code 0 "
+        "says that it is; set trainer.should_stop = True to end training early, or exit with another code"
+    )

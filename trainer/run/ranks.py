@@ -1,0 +1,121 @@
+"""A run on ranks that Lockstep starts: what travels to them, restarts, and what rank 0 brings back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lockstep.callbacks.base import Logger
+from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.launch import restart as restarts
+from lockstep.trainer.checkpoint import store as files
+from lockstep.trainer.module import Module, attach
+from lockstep.trainer.run import evaluate as evaluation
+from lockstep.trainer.run import fit as training
+from lockstep.trainer.run import publish, saving
+from lockstep.trainer.run.folder import conclude
+from lockstep.trainer.run.lifecycle import attached
+from lockstep.trainer.run.state import RESULTS, RunState
+from lockstep.trainer.seeding import rng_state, set_rng_state
+from lockstep.trainer.setup import start
+
+if TYPE_CHECKING:
+    from lockstep.trainer.setup.loaders import Sources
+
+
+def fit(run: RunState, module: Module, sources: Sources, ckpt_path: str | None) -> None:
+    """Launch ranks that fit, again from the newest checkpoint when they die; adopt what rank 0 brought back."""
+    before, streams = run.log_dir, rng_state()
+    run.module, run.stage = module, "fit"
+    choice = start.checked_choice(start.choose(run, ckpt_path))  # here, so that every attempt has the same folder
+    run.log_dir, first = choice["log_dir"], choice["checkpoint"]
+    of_others = files.present(saving.folder_of(run))
+
+    def newest(restart: int) -> str | None:
+        if not restart or not run.log_dir or run.checkpoint_callback is None:
+            return first
+        found = files.newest(saving.folder_of(run), of_others)
+        if found:
+            run.verified = str(found)
+        return str(found) if found else first
+
+    def attempt(restart: int) -> dict[str, Any]:
+        work = (run, "fit", module, sources, newest(restart), streams)
+        try:
+            if run.strategy.starts_ranks:
+                return run.strategy.launch(_on_rank, *work)
+            return processes.launch(_on_rank, work, 1)
+        except BaseException as error:
+            if run.log_dir:
+                conclude(Path(run.log_dir), error)
+            raise
+
+    try:
+        result = restarts.keep_going(
+            attempt, run.arguments.max_restarts, name=lambda restart: newest(restart) or "the beginning"
+        )
+    except BaseException:
+        run.log_dir = before
+        raise
+    _adopt(run, module, result)
+
+
+def evaluate(run: RunState, stage: str, module: Module, sources: Sources, ckpt_path: str | None) -> Any:
+    """Launch ranks that validate, test or predict; return what rank 0 returned."""
+    result = run.strategy.launch(_on_rank, run, stage, module, sources, ckpt_path, rng_state())
+    _adopt(run, module, result)
+    return result["returned"]
+
+
+def _on_rank(
+    run: RunState,
+    stage: str,
+    module: Module,
+    sources: Sources,
+    ckpt_path: str | None,
+    random_streams: dict[str, Any],
+) -> dict[str, Any]:
+    """What a started rank does; only rank 0's result is brought back."""
+    set_rng_state(random_streams)
+    returned = None
+    with attached(run, module, sources, stage, ckpt_path):
+        if stage == "fit":
+            training.fit(run, module, sources)
+        else:
+            returned = evaluation.run_stage(run, module, sources, stage)
+    return _result(run, module, returned) if run.is_global_zero else {}
+
+
+def _result(run: RunState, module: Module, returned: Any) -> dict[str, Any]:
+    return {
+        "returned": returned,
+        "weights": {
+            name: value.detach().cpu() if isinstance(value, Tensor) else value
+            for name, value in module.state_dict().items()
+        },
+        "progress": run.progress.state_dict(),
+        "callbacks": [publish.state_of(run, item) for item in run.callbacks],
+        "log_dirs": [item.log_dir for item in run.loggers],
+        "results": {name: vars(run)[name] for name in RESULTS},
+    }
+
+
+def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
+    """Take over what rank 0 brought back."""
+    if set(module.state_dict()) != set(result["weights"]):
+        module.configure_model()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        trained = result["weights"][name]
+        if isinstance(tensor, Tensor) and (tensor.dtype != trained.dtype or tensor.shape != trained.shape):
+            tensor.data = trained.to(tensor.device)  # in the run's precision; a buffer may have grown
+    module.load_state_dict(result["weights"], assign=any(p.is_meta for p in module.parameters()))
+    run.progress.load_state_dict(result["progress"])
+    for item, state in zip(run.callbacks, result["callbacks"], strict=True):
+        if state is not None or not isinstance(item, Logger):
+            publish.load_state_of(run, item, state)
+    for logger, folder in zip(run.loggers, result["log_dirs"], strict=True):
+        publish.guarded(run, logger, setattr, logger, "log_dir", folder)
+    vars(run).update(result["results"])
+    attach(module, run.trainer)

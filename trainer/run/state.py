@@ -1,0 +1,181 @@
+"""RunState: the record of what a run owns, which the functions of `trainer.run` and `trainer.setup` take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.callbacks.base import Callback, Logger
+from lockstep.callbacks.guard import Guard
+from lockstep.callbacks.model_checkpoint import ModelCheckpoint
+from lockstep.strategies.base import Strategy
+from lockstep.trainer.arguments import TrainerArguments
+from lockstep.trainer.checkpoint import store as files
+from lockstep.trainer.metrics.store import MetricStore
+from lockstep.trainer.progress import Progress
+from lockstep.trainer.run import publish, saving
+from lockstep.trainer.run.hooks import Hooks
+from lockstep.trainer.run.signals import Signals
+
+if TYPE_CHECKING:
+    from lockstep.trainer.checkpoint.store import Checkpoint, Saving
+    from lockstep.trainer.datamodule import DataModule
+    from lockstep.trainer.module import Module
+    from lockstep.trainer.run.folder import RunFolder
+    from lockstep.trainer.setup.compilation import Compiled
+    from lockstep.trainer.trainer import Trainer
+
+RESULTS: tuple[str, ...] = ("callback_metrics", "logged_metrics", "progress_bar_metrics", "log_dir", "should_stop")
+RESULTS += ("num_training_batches", "windows_per_epoch", "evaluation_batches", "seed")
+"""What rank 0 brings back to the process that called `fit`."""
+
+
+@dataclass(eq=False)
+class RunState:
+    """What a Trainer's runs own. It lives as long as the Trainer: progress and results count on from run to run."""
+
+    trainer: Trainer
+    """What hooks get."""
+    arguments: TrainerArguments
+    given: dict[str, Any]
+    """The arguments as they are written into the run's folder."""
+    strategy: Strategy
+    strategy_reason: str | None
+    """A line that says why "auto" chose this strategy; None once it was printed."""
+    callbacks: list[Callback]
+    compile_options: dict[str, Any] | None
+    """Arguments of torch.compile; None if nothing is compiled."""
+    max_epochs: int | None
+    max_steps: int | None
+    accumulate_grad_batches: int
+
+    # ---- results, which the Trainer shows ------------------------------------------------------------
+    progress: Progress = field(default_factory=Progress)
+    should_stop: bool = False
+    callback_metrics: dict[str, Tensor] = field(default_factory=dict)
+    logged_metrics: dict[str, Tensor] = field(default_factory=dict)
+    progress_bar_metrics: dict[str, Tensor] = field(default_factory=dict)
+    measured_at: dict[str, int] = field(default_factory=dict)
+    """By name in `callback_metrics`: `global_step` when its value was measured."""
+    last_loss: float | None = None
+    """The loss of the last optimizer step over all ranks; None if knowing it would cost a host synchronization."""
+    log_dir: str | None = None
+    config: str | None = None
+    """The resolved configuration as YAML, if the run has one; loggers write it."""
+    saving_seconds: float = 0.0
+    """How long training has waited for checkpoints on this rank."""
+    executed: Any = field(default_factory=lambda: [0])
+    """Its first item counts optimizer steps computed, lost ones included."""
+
+    # ---- the run that is active ----------------------------------------------------------------------
+    active: bool = False
+    stage: str = "fit"
+    """"fit", "validate", "test" or "predict"."""
+    module: Module | None = None
+    wrapped: Any = None
+    """The module as the strategy has wrapped it."""
+    datamodule: DataModule | None = None
+    hooks: Hooks = field(default_factory=Hooks)
+    """What is overridden; nothing before it is known."""
+    signals: Signals = field(default_factory=Signals)
+    metrics: MetricStore = field(default_factory=MetricStore)
+    seed: int = 0
+    """The run's seed, on all ranks; its random streams are derived from it."""
+    streams: dict[str, torch.Generator] = field(default_factory=dict)
+    folder: RunFolder | None = None
+    resumed: Checkpoint | None = None
+    verified: str | None = None
+    """The checkpoint whose checksums this run has verified: started ranks need not do so again."""
+    saving: Saving | None = None
+    """An asynchronous checkpoint save that has not been waited for."""
+    failed_loggers: list[Logger] = field(default_factory=list)
+    noticed_names: set[str] = field(default_factory=set)
+    """Metric names of which was reported that ranks logged values of their own."""
+    compiled: Compiled | None = None
+    undo_deterministic: Callable[[], None] | None = None
+
+    # ---- data and optimizers -------------------------------------------------------------------------
+    train_dataloader: Any = None
+    val_dataloaders: list[Any] = field(default_factory=list)
+    num_training_batches: int | float = 0
+    windows_per_epoch: int | None = None
+    evaluation_limits: dict[str, list[int | None]] = field(
+        default_factory=lambda: {"val": [], "test": [], "predict": []}
+    )
+    evaluation_batches: dict[str, list[int | float]] = field(
+        default_factory=lambda: {"val": [], "test": [], "predict": []}
+    )
+    keeps_predictions: bool = True
+    """Whether `predict` returns what `predict_step` returned."""
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    user_optimizers: list[Any] = field(default_factory=list)
+    """What `Module.optimizers()` and `Module.optimizer_step` get."""
+    schedulers: list[Any] = field(default_factory=list)
+    configured: dict[str, Any] = field(default_factory=dict)
+    """Classes and initial values that `configure_optimizers` returned."""
+    trainable_at_start: dict[str, bool] = field(default_factory=dict)
+
+    # ---- flags of the step ---------------------------------------------------------------------------
+    manually_stepped: bool = False
+    window_is_open: bool = False
+    """Whether an accumulation window is being computed, so that gradients are not whole."""
+    batch_share: float = 1.0
+    """Samples of the running micro-batch over those of its accumulation window on all ranks."""
+    sanity_checking: bool = False
+    validation_follows: bool = False
+    """In `on_train_batch_end`: whether the current weights are validated before another step."""
+
+    @property
+    def rank(self) -> int:
+        return self.strategy.topology.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.strategy.topology.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def loggers(self) -> list[Logger]:
+        return [item for item in self.callbacks if isinstance(item, Logger)]
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The first ModelCheckpoint."""
+        return next((item for item in self.callbacks if isinstance(item, ModelCheckpoint)), None)
+
+    @property
+    def guard(self) -> Guard:
+        """The run's Guard, or one with the defaults."""
+        return next((item for item in self.callbacks if isinstance(item, Guard)), Guard())
+
+    # ---- for the callbacks of this package, which import nothing of the trainer ------------------------
+    def log_metrics(self, values: dict[str, float]) -> None:
+        publish.log_metrics(self, values)
+
+    def finish_saving(self) -> None:
+        saving.finish(self)
+
+    def is_checkpoint(self, path: str) -> bool:
+        """Whether `path` is a committed checkpoint."""
+        return files.is_checkpoint(os.path.expanduser(path))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to the ranks: arguments and results, not what belongs to an active run."""
+        gone: dict[str, Any] = dict.fromkeys(
+            ("wrapped", "resumed", "saving", "module", "datamodule", "train_dataloader", "folder")
+        )
+        gone |= {"streams": {}, "val_dataloaders": [], "schedulers": [], "user_optimizers": [], "optimizers": {}}
+        return {**vars(self), **gone, "metrics": None, "hooks": Hooks()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.metrics = MetricStore()

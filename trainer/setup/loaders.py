@@ -1,0 +1,129 @@
+"""Loaders of a run: where they come from, how they are sharded, and how many batches a limit allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lockstep.strategies.data.combined import CombinedLoader, is_nested, is_several
+from lockstep.strategies.data.sharded_loader import ShardedLoader
+from lockstep.trainer.seeding import derive
+
+if TYPE_CHECKING:
+    from lockstep.trainer.datamodule import DataModule
+    from lockstep.trainer.module import Module
+    from lockstep.trainer.run.state import RunState
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the loaders of a run come from: what the caller gave, else the DataModule, else the module."""
+
+    loaders: Mapping[str, Any] = field(default_factory=dict)
+    """By kind: "train", "val", "test", "predict"."""
+    datamodule: DataModule | None = None
+
+    def get(self, module: Module, kind: str) -> Any:
+        """The loader, the list or dict of loaders, or None."""
+        given = self.loaders.get(kind)
+        if given is not None:
+            return given
+        for owner in (self.datamodule, module):
+            method = None if owner is None else loader_method(owner, kind)
+            found = None if method is None else method()  # a user may have set it to None
+            if found is not None:
+                return found
+        return None
+
+
+def loader_method(owner: Module | DataModule, kind: str) -> Callable[[], Any] | None:
+    """The method of a Module or DataModule that returns its loaders of a kind."""
+    if kind == "train":
+        return owner.train_dataloader
+    if kind == "val":
+        return owner.val_dataloader
+    return owner.test_dataloader if kind == "test" else owner.predict_dataloader
+
+
+def evaluation_loaders(run: RunState, sources: Any, kind: str, overfit: float | int = 0) -> list[ShardedLoader]:
+    """The sharded loaders of an evaluation, in order; sets the Trainer's number of batches of each."""
+    arguments = run.arguments
+    loaders = loaders_of(sources)
+    shuffle = False if overfit else None
+    sharded = [_shared_out(run, loader, derive(run.seed, kind, i), shuffle) for i, loader in enumerate(loaders)]
+    limits = {
+        "val": arguments.limit_val_batches,
+        "test": arguments.limit_test_batches,
+        "predict": arguments.fast_dev_run or None,
+    }
+    wanted = overfit or limits[kind]
+    name = "overfit_batches" if overfit else f"limit_{kind}_batches"
+    run.evaluation_limits[kind] = [limit_of(wanted, length_of(loader), name) for loader in sharded]
+    size = run.strategy.topology.data_size
+    for i, (loader, limit) in enumerate(zip(sharded, run.evaluation_limits[kind], strict=True)):
+        if arguments.split_batches and not loader.splits and limit is not None and size > 1 and kind != "predict":
+            if limit % size:
+                raise ValueError(
+                    f"{name}={wanted} is {limit} batches in all with split_batches=True, but those of loader {i} cannot be cut and "
+                    f"do not share out over {size} ranks; give a multiple of {size} or a DataLoader with a batch_size"
+                )
+            run.evaluation_limits[kind][i] = limit // size
+    counts = [math.inf if (n := length_of(loader)) is None else n for loader in sharded]
+    run.evaluation_batches[kind] = [
+        n if limit is None else min(n, limit) for n, limit in zip(counts, run.evaluation_limits[kind], strict=True)
+    ]
+    return sharded
+
+
+def _shared_out(run: RunState, loader: Any, seed: int, shuffle: bool | None) -> ShardedLoader:
+    """A loader to evaluate; with `split_batches` its batches are cut over ranks where they can be, as in training."""
+    if run.arguments.split_batches and run.strategy.topology.data_size > 1:
+        with suppress(ValueError):  # its batches are not ours to cut
+            return run.strategy.shard_loader(loader, seed=seed, shuffle=shuffle, split=True)
+    return run.strategy.shard_loader(loader, seed=seed, shuffle=shuffle)
+
+
+def loaders_of(source: Any) -> list[Any]:
+    """The loaders in what a user gives: None, a loader, or a list or dict of loaders, nested or not."""
+    if source is None:
+        return []
+    if is_several(source):
+        return [
+            loader
+            for item in (source.values() if isinstance(source, Mapping) else source)
+            for loader in (loaders_of(item) if is_nested(item) else [item])
+        ]
+    return [] if isinstance(source, (list, tuple)) and not source else [source]
+
+
+def combined(source: Any) -> Any:
+    """A dict or list of training loaders as one loader; anything else as it is."""
+    return CombinedLoader(source) if is_several(source) else source
+
+
+def limit_of(wanted: float | int | None, total: int | None, name: str) -> int | None:
+    """Batches that a limit allows: a whole number as it is, a fraction of the total; None for no limit."""
+    if wanted is None or (isinstance(wanted, float) and wanted == 1.0):
+        return None
+    if isinstance(wanted, int):
+        return wanted
+    if total is None:
+        raise ValueError(
+            f"{name}={wanted} is a fraction, which needs a loader of known length; give a number of batches"
+        )
+    limit = int(total * wanted)
+    if limit == 0 and wanted > 0:
+        raise ValueError(
+            f"{name}={wanted} of {total} batches is less than one; give at least {1 / total:.4f} or a number of batches"
+        )
+    return limit
+
+
+def length_of(loader: ShardedLoader) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None

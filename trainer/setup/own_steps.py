@@ -1,0 +1,96 @@
+"""How optimizers step if the strategy alone does not know: by the module's `optimizer_step`, or with a closure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from lockstep.callbacks.guard import fingerprint
+from lockstep.strategies.base import split_loss
+from lockstep.strategies.data.sharded_loader import Window
+from lockstep.strategies.modules.absent import is_here
+from lockstep.trainer.metrics.store import MetricStore
+from lockstep.trainer.module import Module
+from lockstep.trainer.run.hooks import overrides
+
+if TYPE_CHECKING:
+    from lockstep.trainer.run.state import RunState
+
+
+def own_step(
+    run: RunState, module: Module, training_step: Callable, closing: set[str]
+) -> Callable[[Optimizer, Window], bool] | None:
+    """How to step optimizers where the module has its own way, or those in `closing` need a closure."""
+    strategy = run.strategy
+    own = overrides(module, "optimizer_step", Module)
+    if not own and not closing:
+        return None
+
+    names = {id(optimizer): name for name, optimizer in run.optimizers.items()}
+    handles = dict(zip(names, run.user_optimizers, strict=True))
+
+    def step(optimizer: Optimizer, window: Window) -> bool:
+        name = names[id(optimizer)]
+        looks = name in closing and not isinstance(optimizer, LBFGS)
+        before = (
+            _state_of(optimizer) if looks else []
+        )  # reads all parameters, for optimizers that move them within a step
+        calls = 0
+
+        def closure() -> Tensor:
+            nonlocal calls
+            calls += 1
+            again = calls > 1 or all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+            if looks:
+                changed = torch.tensor(float(again or _state_of(optimizer) != before))
+                again = bool(strategy.all_reduce(changed, "max"))
+            with torch.enable_grad():
+                return window_loss(run, window, training_step, name, again)
+
+        if own:
+            handles[id(optimizer)].is_open = True
+            try:
+                module.optimizer_step(
+                    run.progress.current_epoch, window.micro_batches[-1].batch_idx, handles[id(optimizer)], closure
+                )
+            finally:
+                handles[id(optimizer)].is_open = False
+            return run.manually_stepped
+        return handles[id(optimizer)].take(closure if name in closing else None)
+
+    return step
+
+
+def _state_of(optimizer: Optimizer) -> list[int]:
+    """A number for each parameter and gradient of this rank, which changes with its bits."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if is_here(p)]
+    tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+    return [fingerprint(t) for t in tensors if getattr(t, "_local_tensor", t).numel()]
+
+
+def window_loss(run: RunState, window: Window, training_step: Callable, name: str, again: bool) -> Tensor:
+    """The loss of a window for the optimizer `name` that asks for it, equal on all ranks; `again` computes it and its gradient anew."""
+    if again:
+        logged, run.metrics = run.metrics, MetricStore()
+        logged_weight = logged.weight
+        try:
+            for optimizer in run.optimizers.values():
+                optimizer.zero_grad()
+            run.strategy.forward_backward(run.wrapped, training_step, window)
+        finally:
+            run.metrics, run.metrics.weight = logged, logged_weight
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0.0
+    for micro_batch in window.micro_batches:
+        output = micro_batch.output
+        own = output[name] if isinstance(output, Mapping) and "loss" not in output else output
+        value, numerator, counted = split_loss(own, micro_batch.num_samples)
+        if value is not None:
+            total = total + value.detach().double().cpu() * numerator
+            count += float(counted)
+    both = run.strategy.all_reduce(torch.stack([total, torch.tensor(count, dtype=torch.float64)]))
+    return both[0] / both[1]

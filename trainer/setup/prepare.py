@@ -1,0 +1,266 @@
+"""The set-up of `fit` on a rank: from loaders, a module and a checkpoint to what the loop needs."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from lockstep.callbacks._support.printing import safe_print
+from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
+from lockstep.strategies.modules.closures import needs_closure
+from lockstep.trainer.checkpoint import snapshot
+from lockstep.trainer.metrics.store import MetricStore
+from lockstep.trainer.module import Module
+from lockstep.trainer.run.guards import Guards, check_ownership
+from lockstep.trainer.run.hooks import overrides, step_function, transfer_of
+from lockstep.trainer.run.manual import AutomaticOptimizer, ManualOptimizer
+from lockstep.trainer.seeding import derive, seed_everything
+from lockstep.trainer.setup import optimizers as configured
+from lockstep.trainer.setup import resume as resume_checks
+from lockstep.trainer.setup.loaders import Sources, combined, evaluation_loaders, length_of, limit_of
+from lockstep.trainer.setup.optimizers import SchedulerConfig
+from lockstep.trainer.setup.own_steps import own_step
+
+if TYPE_CHECKING:
+    from lockstep.trainer.progress import Progress
+    from lockstep.trainer.run.state import RunState
+
+
+@dataclass
+class FitLoop:
+    """What the loop of one fit needs besides the RunState; made once."""
+
+    train_loader: ShardedLoader
+    limit: int | None
+    """Batches of each rank in an epoch, where limited."""
+    num_batches: int | None
+    """Batches of each rank in an epoch, where known."""
+    val_loaders: list[ShardedLoader]
+    val_every: int | None
+    """Batches between validations; None: at the end of epochs."""
+    check_val_every_n_epoch: int
+    training_step: Callable[[Any, int], Any]
+    transfer: Callable[[Any], Any]
+    clip: Callable[[Optimizer], Any] | None
+    own_step: Callable[[Optimizer, Window], bool] | None
+    """How optimizers step where the strategy alone does not know: the module's `optimizer_step`, or a closure."""
+    parameters: dict[str, list[nn.Parameter]] | None
+    before_backward: Callable[[Tensor], None] | None
+    after_backward: Callable[[], None] | None
+    reevaluates: bool
+    counts_manually: bool
+    """Whether ranks first tell each other how many samples a window holds: in manual optimization, if batches may be filtered."""
+    guards: Guards
+    validated_at: int = -1
+    """`global_step` of the last validation."""
+    windows_seen: int = 0
+    """Accumulation windows of this fit."""
+    learned: bool = False
+    """Whether any of them had a loss."""
+
+    def validates_in(self, epoch: int) -> bool:
+        return (epoch + 1) % self.check_val_every_n_epoch == 0
+
+    def epoch_is_over(self, progress: Progress) -> bool:
+        return self.num_batches is not None and progress.batches_seen >= self.num_batches
+
+
+def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
+    """Wrap the model, build loaders and optimizers, restore what is resumed. Every rank calls it."""
+    strategy, checkpoint = run.strategy, run.resumed
+    if checkpoint is not None:
+        run.seed = checkpoint.state["seed"]
+    source = combined(sources.get(module, "train"))
+    train_loader, limit, num_batches = _train_loader(run, module, source)
+    val_loaders = _val_loaders(run, module, sources, source)
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ValueError(
+            f"{type(module).__name__} has no trainable parameter; give it layers, or set requires_grad on what is to be trained"
+        )
+    if checkpoint is not None:
+        snapshot.load_extra(run, checkpoint)
+    run.trainable_at_start = resume_checks.trainability(module)
+    run.wrapped = strategy.setup_module(module)
+    closing = _set_up_optimizers(run, module)
+    run.metrics = MetricStore(module)
+    run.metrics.noticed = run.noticed_names
+    if strategy.topology.data_rank > 0:  # a stream of its own; data rank 0 continues with the process's stream
+        seed_everything(derive(run.seed, "noise", strategy.topology.data_rank))
+    if checkpoint is not None:
+        snapshot.restore_trainability(run, module, checkpoint)
+        snapshot.restore(run, module, checkpoint)
+    _train_mode(module)
+    strategy.adopt_changes(run.wrapped)  # what configure_optimizers and on_load_checkpoint did
+
+    training_step = step_function(module.training_step, 2)
+    transfer = transfer_of(module, run.datamodule, strategy.to_device, strategy.topology.device)
+    steps_itself = overrides(module, "optimizer_step", Module)
+    return FitLoop(
+        train_loader=train_loader,
+        limit=limit,
+        num_batches=num_batches,
+        val_loaders=val_loaders,
+        val_every=_validation_interval(run, num_batches) if val_loaders else None,
+        check_val_every_n_epoch=run.arguments.check_val_every_n_epoch or 1,
+        training_step=training_step,
+        transfer=strategy.to_device if transfer is None else lambda batch: transfer(batch, 0),
+        clip=_clip(run, module),
+        own_step=own_step(run, module, training_step, closing),
+        parameters=_parameters_by_optimizer(run, module),
+        before_backward=_all_of(run.hooks.on_before_backward),
+        after_backward=_all_of(run.hooks.on_after_backward),
+        reevaluates=steps_itself or bool(closing),
+        counts_manually=not module.automatic_optimization and train_loader.may_filter,
+        guards=Guards(run, module, watches=module.automatic_optimization and not steps_itself),
+    )
+
+
+def _train_loader(run: RunState, module: Module, source: Any) -> tuple[ShardedLoader, int | None, int | None]:
+    """The sharded training loader, the limit of its batches in an epoch, and their number, if known."""
+    arguments, checkpoint = run.arguments, run.resumed
+    if source is None:
+        raise ValueError(
+            "fit needs training data: give train_dataloaders, or a DataModule or Module with train_dataloader"
+        )
+    overfit = arguments.overfit_batches
+    loader = run.strategy.shard_loader(
+        source,
+        seed=derive(run.seed, "train"),
+        shuffle=False if overfit else None,
+        accumulate=run.accumulate_grad_batches,
+        split=arguments.split_batches,
+    )
+    run.train_dataloader = loader
+    if checkpoint is not None:
+        seen = checkpoint.state["progress"]["samples_seen"]
+        done = loader.resume_windows(checkpoint.state["windows"], seen, whole=not module.automatic_optimization)
+        if done is not None and run.is_global_zero:
+            safe_print(done, file=sys.stderr)
+    total = length_of(loader)
+    name = "overfit_batches" if overfit else "limit_train_batches"
+    limit = limit_of(overfit or arguments.limit_train_batches, total, name)
+    num_batches = total if limit is None else limit if total is None else min(limit, total)
+    if num_batches == 0:
+        raise ValueError("the training loader has no batch: its dataset is empty, or drop_last drops its only batch")
+    run.num_training_batches = math.inf if num_batches is None else num_batches
+    run.windows_per_epoch = loader.num_windows(limit)
+    return loader, limit, num_batches
+
+
+def _val_loaders(run: RunState, module: Module, sources: Sources, training: Any) -> list[ShardedLoader]:
+    overfit = run.arguments.overfit_batches
+    given = None
+    if overrides(module, "validation_step", Module) and run.arguments.limit_val_batches != 0:
+        given = training if overfit else sources.get(module, "val")
+    run.val_dataloaders = evaluation_loaders(run, given, "val", overfit)
+    return run.val_dataloaders
+
+
+def _set_up_optimizers(run: RunState, module: Module) -> set[str]:
+    """Build, check and set up optimizers and schedulers; return the names of those that need a closure."""
+    named, schedulers = configured.parse(module.configure_optimizers())
+    if module.automatic_optimization and not named:
+        raise ValueError(
+            f"{type(module).__name__}.configure_optimizers returned no optimizer; return one, or set automatic_optimization = False"
+        )
+    _check_schedulers(module, named, schedulers)
+    if module.automatic_optimization:
+        check_ownership(module, named)
+    run.configured = resume_checks.configured(named, schedulers)
+    if run.resumed is not None:
+        snapshot.check_configured(run, run.resumed)
+    closing = {name for name, optimizer in named.items() if module.automatic_optimization and needs_closure(optimizer)}
+    for name in sorted(closing):
+        if not isinstance(named[name], LBFGS) and any(hasattr(p, "device_mesh") for p in module.parameters()):
+            raise ValueError(
+                f"{type(named[name]).__name__} needs a closure and moves parameters within its step, and "
+                f"{type(run.strategy).__name__} cuts these over ranks, where its norms would be those of pieces; "
+                "use strategy='ddp', or another optimizer"
+            )
+    run.optimizers, run.schedulers = run.strategy.setup_optimizers(run.wrapped, named), schedulers
+    handle = AutomaticOptimizer if module.automatic_optimization else ManualOptimizer
+    run.user_optimizers = [handle(optimizer, run) for optimizer in run.optimizers.values()]
+    return closing
+
+
+def _check_schedulers(module: Module, named: dict[str, Optimizer], schedulers: list[SchedulerConfig]) -> None:
+    name = type(module).__name__
+    for config in schedulers:
+        kind = type(config.scheduler).__name__
+        if not callable(getattr(config.scheduler, "step", None)) and not overrides(module, "lr_scheduler_step", Module):
+            raise TypeError(
+                f"{kind} is no scheduler of torch: it has no step, so {name} needs lr_scheduler_step; define it"
+            )
+    for config in schedulers:
+        kind = type(config.scheduler).__name__
+        driven = getattr(config.scheduler, "optimizer", None)
+        if isinstance(driven, Optimizer) and not any(driven is optimizer for optimizer in named.values()):
+            raise ValueError(
+                f"{kind} drives a {type(driven).__name__} that {name}.configure_optimizers "
+                "did not return, so its rates would change nothing; build the scheduler on an optimizer that is returned"
+            )
+
+
+def _train_mode(module: Module) -> None:
+    """Put the module into training mode, but not what the user has put into evaluation mode within a module that trains."""
+    frozen = [child for child in module.modules() if not child.training] if module.training else []
+    module.train(True)  # as an override without a default expects
+    for child in frozen:
+        child.training = False
+
+
+def _parameters_by_optimizer(run: RunState, module: Module) -> dict[str, list[nn.Parameter]] | None:
+    if len(run.optimizers) < 2 or not module.automatic_optimization:
+        return None
+    return {
+        name: [p for group in optimizer.param_groups for p in group["params"]]
+        for name, optimizer in run.optimizers.items()
+    }
+
+
+def _validation_interval(run: RunState, num_batches: int | None) -> int | None:
+    wanted = run.arguments.val_check_interval
+    if wanted is None or (isinstance(wanted, float) and wanted == 1.0):
+        return None
+    if isinstance(wanted, int):
+        if run.arguments.check_val_every_n_epoch is not None and num_batches is not None and wanted > num_batches:
+            raise ValueError(
+                f"val_check_interval={wanted} is more than the {num_batches} batches of an epoch; "
+                "lower it, or set check_val_every_n_epoch=None to count across epochs"
+            )
+        return wanted
+    if num_batches is None:
+        raise ValueError(
+            f"val_check_interval={wanted} is a fraction, which needs a training loader of known length; give a number of batches"
+        )
+    return max(1, int(num_batches * wanted))
+
+
+def _clip(run: RunState, module: Module) -> Callable[[Optimizer], Any] | None:
+    value, algorithm = run.arguments.gradient_clip_val, run.arguments.gradient_clip_algorithm
+    if overrides(module, "configure_gradient_clipping", Module):
+        return functools.partial(
+            module.configure_gradient_clipping, gradient_clip_val=value, gradient_clip_algorithm=algorithm
+        )
+    if value is None:
+        return None
+    strategy, wrapped = run.strategy, run.wrapped
+    return lambda optimizer: strategy.clip_gradients(wrapped, optimizer, value, algorithm)
+
+
+def _all_of(hooks: tuple[Callable, ...]) -> Callable | None:
+    if len(hooks) < 2:
+        return hooks[0] if hooks else None
+
+    def call(*args: Any) -> None:
+        for hook in hooks:
+            hook(*args)
+
+    return call
