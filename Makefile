@@ -1,10 +1,11 @@
 # Every target does its own set-up: a virtual environment in .venv, installed from setup.cfg with the versions of constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
+JOBS ?= 2
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu check format lint types words bench clean
+.PHONY: help demo test test-fast test-slow test-gpu check format lint types words bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -13,7 +14,10 @@ demo: .venv/.installed ## Train the main example on handwritten digits
 	$(BIN)/lockstep fit examples/digits.yaml
 
 test: .venv/.installed ## Run the tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal
+
+test-fast: .venv/.installed ## Run the tests that start no process, in about a minute
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal -m "unit and not slow"
 
 test-slow: .venv/.installed ## Run the tests that take too long for every day
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow --timeout 1800

@@ -8,7 +8,9 @@ import signal
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its threads: ranks share the machine's few cores
 
 import random
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,34 +44,43 @@ settings.load_profile("ci")  # the same examples every time, and no deadline: th
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(REPO_ROOT / ".pytest_cache" / "hypothesis"))
 
 
-KINDS = {"ranks", "faults", "docs"}
-"""Markers of tests that may start processes; every other test is marked `unit`."""
-_starts: list[str] | None = None
-"""What the running test has done that started a process; None between tests."""
+KINDS = ("ranks", "faults", "docs")
+"""Markers of tests that may start processes. Every other test is marked `unit`, and fails if it does."""
+_STARTS = ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen", "socket.sendmsg")
+"""Audit events of a start: the last is the launcher's request to its fork server."""
+_running: pytest.Item | None = None
 
 
-def _audit(event: str, args: tuple[object, ...]) -> None:
-    if _starts is not None and event in ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"):
-        _starts.append(event)
+def _refuse_processes(event: str, args: tuple[object, ...]) -> None:
+    if event in _STARTS and _running is not None and _running.get_closest_marker("unit"):
+        raise RuntimeError(f"{_running.nodeid} starts a process ({event}): mark it `ranks`")
 
 
-sys.addaudithook(_audit)
+sys.addaudithook(_refuse_processes)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    global _starts
-    _starts = []
+    global _running
+    _running = item
     try:
         return (yield)
     finally:
-        if _starts and (file := os.environ.get("LOCKSTEP_TEST_STARTS")):
-            with open(file, "a") as out:
-                out.write(f"{item.nodeid}\n")
-        _starts = None
+        _running = None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None) and not config.option.basetemp:
+        config.option.basetemp = tempfile.mkdtemp(prefix="ls-")  # with each worker's name in it, still a short path
+        config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not any(item.get_closest_marker(kind) for kind in KINDS):
+            item.add_marker(pytest.mark.unit)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

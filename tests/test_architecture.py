@@ -108,6 +108,7 @@ def package_modules(package: str) -> list[ModuleType]:
     return [importlib.import_module(name) for name in sorted(MODULES) if name.startswith(f"lockstep.{package}.")]
 
 
+@pytest.mark.ranks
 def test_imports_point_one_way() -> None:
     outside = ("tests", "examples", "benchmarks")
     foreign = {
@@ -397,6 +398,7 @@ print(json.dumps({"before": before, "after": after, "added": sorted(added), "tor
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_importing_starts_nothing_and_costs_torch_and_little_more() -> None:
     result = subprocess.run(

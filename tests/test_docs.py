@@ -26,6 +26,8 @@ from lockstep.trainer.cli import config
 from lockstep.trainer.cli import main as cli
 from tests.conftest import REPO_ROOT
 
+pytestmark = pytest.mark.docs
+
 PAGES = sorted([REPO_ROOT / "README.md", *(REPO_ROOT / "docs").rglob("*.md")])
 TEXTS = [*PAGES, REPO_ROOT / "CONTRIBUTING.md", REPO_ROOT / "CHANGELOG.md"]
 GETTING_STARTED = REPO_ROOT / "docs" / "getting-started.md"

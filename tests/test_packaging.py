@@ -18,6 +18,8 @@ import pytest
 
 from tests.conftest import REPO_ROOT
 
+pytestmark = pytest.mark.ranks
+
 FOLDERS = ("trainer", "strategies", "callbacks")
 PROVIDED_BY_THE_HOST = {
     "ipython",
@@ -143,7 +145,7 @@ def test_the_wheel_holds_lockstep_and_nothing_else_at_top_level(wheel: Path) -> 
 SCRIPT = """
 import config, strategies, trainer, utils  # the user's own, in this folder
 import torch
-from lockstep.callbacks import mine
+from callbacks import mine
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
 from torch.utils.data import DataLoader, TensorDataset

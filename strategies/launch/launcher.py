@@ -302,7 +302,6 @@ class _Ranks:
             failure.text = cut((self.folder / f"{rank}.fatal").read_text(errors="replace"))
             hint = "; where nobody sent it, the kernel did, short of memory" if -exitcode == signal.SIGKILL else ""
             failure.message = f"rank {rank} was killed by {_name(-exitcode)}{place}{hint}"
-            failure.secondary = -exitcode == signal.SIGABRT  # as gloo and NCCL end a process whose peer has gone
         else:
             failure.message = f"rank {rank} exited with code {exitcode} before its work was done{place}"
         self._note(failure, grace_s)

@@ -15,6 +15,8 @@ import torch
 
 from benchmarks import _page
 
+pytestmark = pytest.mark.ranks
+
 Run = Callable[..., tuple[str, dict[str, Any]]]
 
 

@@ -17,6 +17,7 @@ from lockstep.trainer.cli import config
 from tests.browser.page import CHROMEDRIVER, CHROMIUM, Page, open_browser, open_tensorboard
 
 pytestmark = [
+    pytest.mark.ranks,
     pytest.mark.browser,
     pytest.mark.timeout(300),  # a cold start of Chromium on a busy machine
     pytest.mark.skipif(not (CHROMIUM and CHROMEDRIVER), reason="Chromium and chromedriver are not installed"),

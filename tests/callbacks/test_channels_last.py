@@ -15,6 +15,8 @@ from lockstep import Module
 from lockstep.callbacks import ChannelsLast
 from tests.trainer.toy import distance, equal, loader, net, quiet, weights
 
+pytestmark = pytest.mark.ranks
+
 
 class Pixels(Module):
     def __init__(self) -> None:

@@ -14,6 +14,8 @@ from lockstep.callbacks import CommunicationLedger
 from lockstep.strategies import DDP, Strategy, TensorParallel
 from tests.trainer.toy import Net, loader, net, quiet
 
+pytestmark = pytest.mark.ranks
+
 WIDTH, BATCH, RANKS = 16, 8, 2
 BLOCK = 4 * (WIDTH * 4 * WIDTH + 4 * WIDTH + 4 * WIDTH * WIDTH + WIDTH)
 """Bytes of a block of Deep, in float32."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
 from tests.trainer.toy import Net, loader, quiet
+
+pytestmark = pytest.mark.ranks
 
 MEANS = [5.0, 3.0, 4.0, 4.5, 4.6, 4.7]
 """What is monitored, over all ranks, epoch by epoch: best after the second."""

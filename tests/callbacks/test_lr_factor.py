@@ -101,6 +101,7 @@ def test_nothing_of_it_is_saved_with_the_optimizer() -> None:
     assert optimizer.state_dict() == before
 
 
+@pytest.mark.ranks
 def test_an_optimizer_is_not_kept_alive() -> None:
     optimizer = torch.optim.SGD([parameter()], lr=0.1)
     add_lr_factor(optimizer, lambda: 0.5)

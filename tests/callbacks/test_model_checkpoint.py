@@ -25,6 +25,8 @@ from lockstep.strategies.ddp import DDP
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError, is_checkpoint, save
 from tests.trainer.toy import Net, loader, net, quiet
 
+pytestmark = pytest.mark.ranks
+
 
 class Run:
     """What ModelCheckpoint uses of a Trainer, and the loop's calls of its hooks; checkpoints and files are real."""

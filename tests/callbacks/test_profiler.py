@@ -45,6 +45,7 @@ def test_an_argument_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
         quiet(profiler="advanced")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_torch_writes_a_trace_of_the_steps_asked_for(devices: int, capfd: pytest.CaptureFixture[str]) -> None:
     quiet(devices=devices, callbacks=[Profiler("torch", first_step=2, num_steps=2)]).fit(Net(), loader(64))

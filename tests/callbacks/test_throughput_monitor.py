@@ -33,6 +33,7 @@ class Padded(Net):
         return super().training_step((x[:, :8], y), batch_idx)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "data_size"), [("single", 1), ("dp", 1), ("ddp", 2), ("fsdp", 2), ("tensor", 1), ("pipeline", 1)]
 )
@@ -70,6 +71,7 @@ class Tokens(Callback):
             )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_tokens_are_exact_over_ranks_epochs_and_uneven_ends(devices: int, capfd: pytest.CaptureFixture[str]) -> None:
     """25 samples in global batches of 8: the last of an epoch has one, so with 2 ranks one of them has padding."""
@@ -155,6 +157,7 @@ def test_rates_and_shares_are_those_of_the_clock() -> None:
     ]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_the_numbers_of_the_run_stay(devices: int) -> None:
     modules = [net(dropout=0.2), net(dropout=0.2)]

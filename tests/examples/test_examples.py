@@ -13,6 +13,8 @@ import pytest
 
 from tests.conftest import REPO_ROOT
 
+pytestmark = pytest.mark.ranks
+
 CSV = "trainer.logger={class: CSVLogger}"
 
 

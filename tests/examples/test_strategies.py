@@ -12,6 +12,8 @@ from lockstep.strategies import DDP, registry
 from lockstep.trainer.cli.main import main
 from tests.conftest import REPO_ROOT
 
+pytestmark = pytest.mark.ranks
+
 FLOAT64 = ["single", "dp", "ddp", "model", "fsdp", "tensor", "pipeline"]
 FLOAT32 = ["deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 MESHES = ["ddp=2+tensor=2", "fsdp=2+tensor=2", "ddp=2+fsdp=2", "fsdp=2+pipeline=2", "ddp=2+pipeline=2"]

@@ -22,6 +22,8 @@ import torch
 from tests.conftest import REPO_ROOT
 from tests.faults.outcome import outcome
 
+pytestmark = pytest.mark.faults
+
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "pipeline": 2, "tensor": 2}
 DAILY = ("single", "ddp", "fsdp")
 POINTS = ("next_batch", "forward", "backward", "before_step", "after_step", "callback", "teardown")

@@ -23,6 +23,8 @@ from lockstep.strategies import DDP, FSDP
 from lockstep.strategies.launch.launcher import RankFailure
 from tests.trainer.toy import Net, data, loader, net, quiet
 
+pytestmark = pytest.mark.faults
+
 TIMEOUT_S = 3
 ODD_RANK, ODD_STEP = 1, 2
 

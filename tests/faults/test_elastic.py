@@ -20,6 +20,8 @@ from lockstep.strategies.launch import fault_injection as faults
 from lockstep.trainer.checkpoint.store import Checkpoint, newest
 from tests.conftest import REPO_ROOT
 
+pytestmark = pytest.mark.faults
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 SCRIPT = str(REPO_ROOT / "tests" / "faults" / "elastic.py")
 STEPS = 24

@@ -16,6 +16,8 @@ import pytest
 from lockstep.strategies.launch.launcher import RankFailure, launch
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
+pytestmark = pytest.mark.faults
+
 
 class Leaves(Net):
     """Calls `how` in step 2 of the last rank."""

@@ -21,6 +21,8 @@ import pytest
 
 from tests.conftest import REPO_ROOT
 
+pytestmark = pytest.mark.faults
+
 POINTS = ("next_batch", "forward", "backward", "collective", "before_step", "after_step", "callback", "save.write")
 LIMIT_S = 5.0
 STEP = 3

@@ -12,6 +12,8 @@ import pytest
 from tests.strategies.launch.test_launcher import LOOPBACKS
 from tests.trainer.toy import Net, loader, net, quiet
 
+pytestmark = pytest.mark.faults
+
 
 def family(root: int) -> list[int]:
     """A process and all its descendants."""

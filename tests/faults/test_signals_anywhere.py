@@ -25,6 +25,8 @@ import pytest
 from lockstep.trainer.checkpoint.store import Checkpoint, newest
 from tests.conftest import REPO_ROOT
 
+pytestmark = pytest.mark.faults
+
 STRATEGIES = ("single", "ddp", "fsdp", "pipeline")
 DAILY = ("single", "ddp")
 TARGETS = ("launcher", "rank", "group", "all")

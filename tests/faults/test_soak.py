@@ -21,6 +21,8 @@ import torch
 from tests.conftest import REPO_ROOT
 from tests.faults.outcome import outcome
 
+pytestmark = pytest.mark.faults
+
 SECONDS = float(os.environ.get("LOCKSTEP_SOAK_S", "1800"))
 EVERY_S = 15.0
 STEPS = int(SECONDS * 30)  # of 20 ms of sleep and what they take

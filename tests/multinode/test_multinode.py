@@ -22,6 +22,8 @@ from tests.multinode import fit
 from tests.multinode.hosts import Host, two_hosts
 from tests.trainer.toy import net, quiet
 
+pytestmark = pytest.mark.faults
+
 TIMEOUT_S = 80
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 SCRIPT = str(REPO_ROOT / "tests" / "multinode" / "fit.py")

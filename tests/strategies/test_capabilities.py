@@ -61,6 +61,7 @@ def on_rank(strategy: Strategy) -> list[list[int]]:
         strategy.teardown()
 
 
+@pytest.mark.ranks
 def test_ranks_that_share_samples_share_a_data_rank() -> None:
     strategy = configured(Pipeline())
     assert strategy.launch(on_rank, strategy) == [[0, 0, 1, 0], [1, 0, 1, 1]]

@@ -26,6 +26,8 @@ from lockstep.strategies import (
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 
+pytestmark = pytest.mark.ranks
+
 STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "single": (SingleDevice, 1),
     "dp 2": (DataParallel, 2),

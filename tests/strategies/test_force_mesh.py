@@ -48,6 +48,7 @@ def computes_in_double(name: str) -> bool:
     return "deepspeed" not in name
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_mesh_of_one_rank_passes_the_contract(name: str, tmp_path: Path) -> None:
     make, _ = ENGINES[name]
@@ -72,6 +73,7 @@ class Engine(Callback):
         self.kinds = {type(p).__name__ for p in module.parameters()}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_trainer_computes_by_the_engine_what_one_process_computes(name: str) -> None:
     make, wrapped = ENGINES[name]

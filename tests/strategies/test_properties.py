@@ -20,6 +20,8 @@ from lockstep import strategies
 from lockstep.strategies import Loss, Strategy
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 
+pytestmark = pytest.mark.ranks
+
 
 class Rows(Dataset[Any]):
     """Sample i: its features, its target, and how many tokens it counts, which differ a hundredfold."""

@@ -71,6 +71,7 @@ def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     sys.modules.pop("wide_strategy", None)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "plan",
     [Plan(), Plan(accumulate=3, clip=0.1), Plan(step="token_step")],
@@ -96,6 +97,7 @@ def test_auto_tells_its_choice() -> None:
     assert isinstance(strategy, DDP) and reason == "2 cpu devices"
 
 
+@pytest.mark.ranks
 def test_auto_shards_a_model_that_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

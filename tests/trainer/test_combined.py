@@ -14,6 +14,8 @@ from lockstep import CombinedLoader
 from lockstep.callbacks import Callback
 from tests.trainer.toy import Net, data, distance, equal, quiet, weights
 
+pytestmark = pytest.mark.ranks
+
 
 class Noisy(Dataset[Any]):
     """Samples with noise from the random state of the process that reads them."""

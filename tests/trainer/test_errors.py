@@ -406,6 +406,7 @@ class Diverges(Net):
         )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("devices", "value"), [(1, float("inf")), (2, float("nan"))])
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_with_parameters_untouched(devices: int, value: float) -> None:
     rank = devices - 1
@@ -418,6 +419,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_with_parameters_untouch
     assert [Path(f"rank{i}").read_text() for i in range(devices)] == ["True 2 FloatingPointError"] * devices
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("script", "message"),
     [
@@ -455,6 +457,7 @@ class Spare(Net):
         return loss + self.late(batch[0]).mean() if self.global_step == 0 else loss
 
 
+@pytest.mark.ranks
 def test_unused_parameters_under_ddp_are_named() -> None:
     with pytest.raises(
         RuntimeError,

@@ -20,6 +20,8 @@ from lockstep.trainer.checkpoint.store import is_checkpoint
 from lockstep.trainer.run.hooks import Hooks
 from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os

@@ -157,6 +157,7 @@ def test_schedulers_step_as_in_a_hand_written_loop(interval: str, frequency: int
     assert lrs.seen == expected
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_plateau_follows_a_metric_of_the_validation(devices: int) -> None:
     class Plateau(Net):
@@ -429,6 +430,7 @@ def test_manual_optimization_is_the_hand_written_loop() -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.81)
 
 
+@pytest.mark.ranks
 def test_manual_optimization_on_two_ranks_has_the_gradients_of_one() -> None:
     """Global batches of 11 samples: one rank has 6 of them, the other 5."""
     model = Gan()
@@ -438,6 +440,7 @@ def test_manual_optimization_on_two_ranks_has_the_gradients_of_one() -> None:
     assert trainer.global_step == 4
 
 
+@pytest.mark.ranks
 def test_manual_step_with_a_closure() -> None:
     class Closure(Net):
         automatic_optimization = False
@@ -465,6 +468,7 @@ def test_manual_step_with_a_closure() -> None:
     assert distance(fit(devices=2, split_batches=True), weights(reference)) < 1e-12
 
 
+@pytest.mark.ranks
 def test_manual_line_search_is_the_same_on_all_ranks() -> None:
     """LBFGS with a line search decides by losses, so the ranks must see the loss of the global batch."""
 
@@ -540,6 +544,7 @@ def pair_by_hand() -> list[torch.Tensor]:
     return weights(model)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("devices", "accumulate"), [(1, 1), (1, 3), (2, 1), (2, 2)])
 def test_several_optimizers_move_by_their_own_losses(devices: int, accumulate: int) -> None:
     model = Pair()
@@ -566,6 +571,7 @@ class Smooth(Net):
         return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=5)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("devices", "accumulate"), [(1, 1), (1, 2), (2, 1)])
 def test_lbfgs_evaluates_the_loss_of_the_whole_window(devices: int, accumulate: int) -> None:
     model = net()
@@ -591,6 +597,7 @@ def test_lbfgs_evaluates_the_loss_of_the_whole_window(devices: int, accumulate: 
     assert trainer.global_step == 3
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_optimizer_step_override_with_closure(devices: int) -> None:
     class Stepped(Net):
@@ -827,6 +834,7 @@ class Data(DataModule):
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
+@pytest.mark.ranks
 def test_data_module_on_two_ranks(tmp_path: Path) -> None:
     class Tested(Net):
         def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -871,6 +879,7 @@ class Joint(Net):
         return super().training_step(first, batch_idx)
 
 
+@pytest.mark.ranks
 def test_training_loaders_side_by_side_cycle_the_shorter_one() -> None:
     for loaders in ({"labelled": loader(24), "more": loader(5, 4)}, [loader(24), loader(5, 4)]):
         trainer, model = quiet(), Joint()
@@ -1034,6 +1043,7 @@ class Facts(Net):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.ranks
 def test_facts_in_a_step_on_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     model = Facts()
     quiet(devices=2, max_epochs=2).fit(model, loader(16, 4))
@@ -1158,6 +1168,7 @@ class Extra(Net):
         self.extra = state
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_extra_state_comes_home_and_is_saved(devices: int, tmp_path: Path) -> None:
     model, trainer = (
@@ -1179,6 +1190,7 @@ def test_train_and_eval_overrides_are_called_in_turn(frozen: bool) -> None:
     assert model.net[0].training is not frozen and model.net[3].training
 
 
+@pytest.mark.ranks
 def test_gradients_in_evaluation() -> None:
     class Adversarial(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -1204,6 +1216,7 @@ def test_gradients_in_evaluation() -> None:
     quiet(devices=2).validate(model, loader(8), verbose=False)
 
 
+@pytest.mark.ranks
 def test_reaching_into_the_trainer() -> None:
     class Own(Trainer):
         def fit(self, *args: Any, **kwargs: Any) -> None:

@@ -73,6 +73,7 @@ def test_a_loggers_failure_when_a_run_is_resumed_costs_one_warning(tmp_path: Pat
     assert trainer.global_step == 4
 
 
+@pytest.mark.ranks
 def test_a_loggers_failure_on_a_started_rank_is_a_warning_too(tmp_path: Path) -> None:
     model = net()
     trainer = quiet(
@@ -150,6 +151,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "when", "strategy", "devices", "steps"),
     [
@@ -174,6 +176,7 @@ def test_output_that_breaks_ends_no_training_and_loses_no_checkpoint(
     assert (tmp_path / "root" / "kept" / f"step={steps}" / "manifest.json").is_file()
 
 
+@pytest.mark.ranks
 def test_a_reader_that_goes_leaves_exit_code_0(tmp_path: Path, repo_root: Path) -> None:
     """`python train.py | head -1`: neither the end of the process nor the user's own prints fail."""
     script = SCRIPT.replace('if KIND == "pipe":\n        READ', "if False:\n        READ").replace(

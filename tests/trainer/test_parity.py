@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep import Loss
 from tests.trainer.toy import Net, data, distance, equal, loader, net, quiet, weights
 
+pytestmark = pytest.mark.ranks
+
 STEPS = {"plain": {}, "accumulation": {"accumulate_grad_batches": 4}, "clip norm": {"gradient_clip_val": 0.1}}
 STEPS |= {"clip value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}}
 STEPS |= {"all": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}}

@@ -102,6 +102,7 @@ def fit(
     return model, streams.state
 
 
+@pytest.mark.ranks
 def test_a_stream_is_a_function_of_seed_name_and_data_rank() -> None:
     class Drawing(Net):
         def on_train_start(self) -> None:
@@ -134,6 +135,7 @@ def test_names_and_moments_are_checked() -> None:
         Masking().random_stream("masking")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_streams_resume_in_the_middle_of_an_epoch(ranks: int) -> None:
     expected, streams = fit(ranks)
@@ -202,6 +204,7 @@ class Dice(Net):
         torch.save((self.all_gather(start), self.all_gather(noise)), f"dice{self.global_rank}")
 
 
+@pytest.mark.ranks
 def test_ranks_begin_alike_and_draw_different_noise() -> None:
     quiet(devices=3, seed=5).fit(Dice(), loader(8))
     start, noise = torch.load("dice0")
@@ -209,6 +212,7 @@ def test_ranks_begin_alike_and_draw_different_noise() -> None:
     assert all(len(set(column)) == 3 for column in noise.T.tolist()), "torch, random and numpy"
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "ranks"), [("tensor", 2)])
 def test_ranks_that_share_samples_share_a_stream(strategy: str, ranks: int) -> None:
     """The same masks as on one process, from the start and after a restart under the strategy."""
@@ -237,6 +241,7 @@ def test_ranks_that_share_samples_share_a_stream(strategy: str, ranks: int) -> N
     assert distance(train(1, "single", ckpt_path="saved"), expected) < 1e-12
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["pipeline", "dp"])
 def test_where_parts_of_a_step_run_apart_only_hooks_have_streams(strategy: str) -> None:
     class Outside(Net):
@@ -250,6 +255,7 @@ def test_where_parts_of_a_step_run_apart_only_hooks_have_streams(strategy: str) 
         quiet(strategy=strategy, devices=2, accelerator="cpu").fit(Masking(), loader(8))
 
 
+@pytest.mark.ranks
 def test_where_samples_are_shared_out_anew_streams_begin_anew() -> None:
     """Neither what was drawn before is drawn again, nor do ranks draw alike."""
 

@@ -18,6 +18,8 @@ from lockstep.callbacks import Callback, Guard
 from lockstep.strategies import DDP, Strategy
 from tests.trainer.toy import quiet
 
+pytestmark = pytest.mark.ranks
+
 SPREAD: list[tuple[str, int]] = [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("tensor", 2), ("pipeline", 2), ("dp", 2)]
 
 

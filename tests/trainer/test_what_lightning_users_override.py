@@ -50,6 +50,7 @@ class TransfersOfData(DataModule):
         self.order.append(str(exception))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_batches_pass_the_hooks_around_their_transfer(devices: int) -> None:
     torch.manual_seed(0)
@@ -227,6 +228,7 @@ class Outer(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("devices", "late"), [(1, False), (1, True), (2, False), (2, True)])
 def test_a_module_within_a_module_knows_the_run(devices: int, late: bool) -> None:
     trainer = quiet(accelerator="cpu", devices=devices, max_epochs=2, log_every_n_steps=1)

@@ -111,6 +111,7 @@ class Counted(Net):
     test_step = validation_step
 
 
+@pytest.mark.ranks
 def test_limits_of_evaluation_are_global_where_batches_are_split() -> None:
     found = []
     for devices in (1, 2, 3):
@@ -134,6 +135,7 @@ def test_limits_of_evaluation_are_global_where_batches_are_split() -> None:
     assert found[2] == pytest.approx(found[0], rel=1e-12)
 
 
+@pytest.mark.ranks
 def test_ready_batches_share_out_under_a_limit_or_are_refused() -> None:
     batches = list(loader(40, 4))
     options: dict[str, Any] = {"devices": 2, "split_batches": True}
@@ -205,6 +207,7 @@ class Later(Net):
         return super().training_step(batch, batch_idx) if self.current_epoch else None
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_run_without_any_loss_fails(devices: int) -> None:
     with pytest.raises(ValueError, match="training_step of Silent returned a loss in none of the run's"):
@@ -220,6 +223,7 @@ class Nests(Callback):
         getattr(trainer, self.method)(net(), loader(8))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("method", ["test", "validate", "predict", "fit"])
 def test_a_run_within_a_run_is_refused(method: str) -> None:
     with pytest.raises(RuntimeError, match=f"trainer.{method} was called while this Trainer runs fit"):

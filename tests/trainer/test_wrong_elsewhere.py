@@ -21,6 +21,8 @@ from lockstep.strategies.launch import launcher as processes
 from lockstep.trainer.checkpoint.store import Checkpoint
 from tests.trainer.toy import Net, data, distance, loader, net, quiet, weights
 
+pytestmark = pytest.mark.ranks
+
 
 def by_hand(divisor: Any, batch_size: int = 4, accumulate: int = 4, n: int = 37) -> list[torch.Tensor]:
     """Plain torch: each micro-batch's mean loss times its size over `divisor(samples of the window, batches of the window)`."""

@@ -8,6 +8,8 @@ import pytest
 
 from tests.zoo.table import MORE, STRATEGIES, Result, cases, column, expected_results, precision_of, written
 
+pytestmark = pytest.mark.ranks
+
 DAILY = ("ddp",)
 """The others are run by `make test-slow`."""
 

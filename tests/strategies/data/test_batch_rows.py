@@ -83,6 +83,7 @@ class Stream(IterableDataset[int]):
         yield from range(12)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "make",
     [

@@ -178,6 +178,7 @@ def test_a_rank_reads_only_its_own_and_only_when_it_is_time(mode: str) -> None:
     assert skipped.read == [8, 9, 12, 13]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_give_the_same(persistent: bool) -> None:
     def make(num_workers: int) -> CombinedLoader:

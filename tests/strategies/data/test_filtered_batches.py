@@ -88,6 +88,7 @@ def test_one_process_is_the_loop_by_hand() -> None:
     assert distance(trained("single", 1)[0], weights(module)) < 1e-12
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "devices", "options"),
     [
@@ -110,6 +111,7 @@ def test_weights_and_means_are_those_of_one_process(strategy: str, devices: int,
     assert metrics == pytest.approx(want_metrics, rel=1e-12)
 
 
+@pytest.mark.ranks
 def test_deepspeed_trains_as_one_process() -> None:
     pytest.importorskip("deepspeed")
     want, _ = trained("single", 1)
@@ -144,6 +146,7 @@ def packed_fit(module: Module, devices: int, **options: Any) -> None:
     )
 
 
+@pytest.mark.ranks
 def test_a_mean_over_a_batch_that_does_not_show_its_samples_is_refused_where_it_is_weighted() -> None:
     packed_fit(PackedLog(), 1)
     packed_fit(Packed("sum"), 2)

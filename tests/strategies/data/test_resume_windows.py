@@ -133,6 +133,7 @@ def test_ready_batches_by_index_stay_whole(size: int) -> None:
         assert [window.num_batches for window in ranks[0]] == [4, 4, 3][start // 8 :]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(("began", "size"), [(4, 1), (4, 2), (2, 4), (1, 4), (2, 1)])
 @pytest.mark.parametrize(

@@ -513,6 +513,7 @@ def noisy(make: Callable[[], Any], size: int = 1, epochs: tuple[int, ...] = (0,)
     return found
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("persistent", [False, True])
 def test_augmentations_in_workers_depend_on_the_place_in_the_order_alone(persistent: bool) -> None:
     def make(batch_size: int = 4, num_workers: int = 2) -> Any:
@@ -531,6 +532,7 @@ def add_noise(samples: list[Any]) -> tuple[torch.Tensor, ...]:
     return numbers, torch.rand(len(samples)) + random.random() + float(np.random.rand())
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("dataset", [Numbers, Stream])
 def test_randomness_in_collate_functions_of_workers_resumes(dataset: Callable[[int], Any]) -> None:
     def make() -> Any:
@@ -541,6 +543,7 @@ def test_randomness_in_collate_functions_of_workers_resumes(dataset: Callable[[i
     assert noisy(make, start=12) == undisturbed[12:]
 
 
+@pytest.mark.ranks
 def test_random_split_keeps_augmentations_by_sample() -> None:
     def make(batch_size: int) -> Any:
         return DataLoader(
@@ -565,6 +568,7 @@ def mark_dataset(worker_id: int) -> None:
     info.dataset.marked = worker_id >= 0  # type: ignore[attr-defined]
 
 
+@pytest.mark.ranks
 def test_worker_seeds_differ_by_rank_and_worker_and_workers_see_the_users_dataset() -> None:
     seeds = set()
     for rank in range(2):
@@ -582,6 +586,7 @@ def test_worker_seeds_differ_by_rank_and_worker_and_workers_see_the_users_datase
     assert len(seeds) == 4
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("persistent", [False, True])
 def test_iterators_may_be_open_at_once_or_left_in_the_middle(persistent: bool) -> None:
     loader = ShardedLoader(
@@ -601,12 +606,14 @@ def test_iterators_may_be_open_at_once_or_left_in_the_middle(persistent: bool) -
     assert rest(loader.windows(1, start=4)) == list(range(4, 12))
 
 
+@pytest.mark.ranks
 def test_an_error_in_a_worker_comes_out_as_itself() -> None:
     loader = ShardedLoader(DataLoader(Bulk(4), batch_size=None, num_workers=1), rank=0, size=1, seed=3)
     with pytest.raises(AssertionError, match="in bulk"):
         list(loader.windows(0))
 
 
+@pytest.mark.ranks
 def test_order_is_kept_where_the_loader_would_not() -> None:
     make = DataLoader(Numbers(8), 2, num_workers=2, in_order=False)
     with pytest.warns(UserWarning, match="in_order=False is not followed"):
@@ -617,6 +624,7 @@ def test_order_is_kept_where_the_loader_would_not() -> None:
 # ---- loaders that read in other ways -------------------------------------------------------------
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_samples_are_read_in_bulk_where_the_dataset_can(num_workers: int) -> None:
     assert samples_of(pieces_of(read(lambda: DataLoader(Bulk(5), 2, num_workers=num_workers), 2))) == [
@@ -635,6 +643,7 @@ class Doubled(TensorDataset):
         return tuple(2 * value for value in super().__getitem__(index))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_rows_of_tensors_are_what_stacking_their_samples_gives(num_workers: int) -> None:
     tensors = torch.randn(9, 3, 2), torch.arange(9), torch.rand(9, dtype=torch.float64) < 0.5
@@ -742,6 +751,7 @@ def test_counting_the_samples_of_ready_batches_leaves_the_random_state_alone() -
     assert [window.micro_batches[0].batch for window in make().windows(0, start=3)] == expected
 
 
+@pytest.mark.ranks
 def test_ready_batches_in_workers_resume_with_the_same_randomness() -> None:
     def values(start: int) -> list[Any]:
         loader = ShardedLoader(DataLoader(Noisy(6), batch_size=None, num_workers=2), rank=0, size=1, seed=3)
@@ -824,6 +834,7 @@ def test_an_iterable_that_shuffles_itself_is_the_same_on_all_ranks() -> None:
 # ---- iterable datasets ---------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("dataset", [Stream, WorkerStream, ShuffledStream])
 @pytest.mark.parametrize("n", [24, 31])
@@ -966,6 +977,7 @@ class BatchStream(Stream):
         return iter(batches(self.n))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_of_ready_batches(num_workers: int) -> None:
     def make() -> Any:
@@ -976,6 +988,7 @@ def test_a_stream_of_ready_batches(num_workers: int) -> None:
     assert pieces_of(read(make, 2, start=3)) == pieces[1:]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("persistent", [False, True])
 def test_streams_in_workers_resume_with_the_same_randomness(persistent: bool) -> None:
     def make(batch_size: int = 4) -> Any:
@@ -988,6 +1001,7 @@ def test_streams_in_workers_resume_with_the_same_randomness(persistent: bool) ->
     assert noisy(lambda: DataLoader(ShuffledStream(22), 4), epochs=(0, 1)) == undisturbed
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_stream_that_shards_itself_is_left_to_it_and_ranks_agree(size: int, num_workers: int) -> None:
@@ -1019,6 +1033,7 @@ def read_own_stream_on_a_rank() -> list[Any]:
     return both
 
 
+@pytest.mark.ranks
 def test_real_ranks_agree_on_a_stream_that_shards_itself(run_ranks: Callable[..., Any]) -> None:
     assert run_ranks(read_own_stream_on_a_rank, 2) == [[[[[0, 2], [4]], 5]], [[[[1, 3], [1, 3]], 5]]]
 

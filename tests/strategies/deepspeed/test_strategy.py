@@ -29,6 +29,8 @@ from tests.strategies.contract import Plan, difference, reference, saved_weights
 from tests.strategies.odd import Odd, tokens
 from tests.trainer.toy import Net, loader, net, quiet
 
+pytestmark = pytest.mark.ranks
+
 CUT_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 """ZeRO-3 cuts the smallest parameters too, which it keeps whole by default."""
 STAGES = {1: lambda: DeepSpeed(stage=1), 2: DeepSpeed, 3: lambda: DeepSpeed(stage=3, config=CUT_ALL)}

@@ -17,6 +17,8 @@ from lockstep.strategies import DeepSpeed, Strategy
 from lockstep.strategies.launch.launcher import launch
 from tests.trainer.toy import data, distance, quiet, weights
 
+pytestmark = pytest.mark.ranks
+
 pytest.importorskip("deepspeed")
 CUT_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 STAGES: dict[str, Callable[[], Strategy]] = {

@@ -239,6 +239,7 @@ def test_expand_hosts(hosts: str, names: list[str]) -> None:
     assert expand_hosts(hosts) == names
 
 
+@pytest.mark.ranks
 @given(st.lists(st.integers(0, 999), min_size=1, max_size=8))
 def test_expand_hosts_gives_back_what_was_listed(numbers: list[int]) -> None:
     assert expand_hosts(f"n[{','.join(f'{number:03}' for number in numbers)}]") == [
@@ -252,6 +253,7 @@ def test_expand_hosts_refuses(hosts: str) -> None:
         expand_hosts(hosts)
 
 
+@pytest.mark.ranks
 def test_detect_reads_the_environment_of_the_process() -> None:
     code = "from lockstep.strategies.launch.environment import detect; print(detect())"
     environ = {**os.environ, **MPI}

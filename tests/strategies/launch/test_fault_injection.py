@@ -83,6 +83,7 @@ def test_each_point_of_a_run_is_reached_in_its_step(planned: Any, point: str) ->
     quiet().fit(net(), loader(50))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "point"),
     [("ddp", "backward"), ("fsdp", "collective"), ("pipeline", "backward"), ("tensor", "collective")],
@@ -131,6 +132,7 @@ def in_a_process(fn: Callable[[], Any]) -> int:
     return pid
 
 
+@pytest.mark.ranks
 def test_times_are_counted_over_processes_where_a_file_is_given(planned: Any, tmp_path: Path) -> None:
     planned(f"point=backward,action=raise;point=forward,action=raise,times=4,file={tmp_path / 'count'}")
 
@@ -150,6 +152,7 @@ def test_times_are_counted_over_processes_where_a_file_is_given(planned: Any, tm
     assert Path("seen").read_text().split() == ["fault"] * 4 + ["passed"] * 2
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("action", ["sigkill", "sigterm", "sigstop"])
 def test_signals(planned: Any, action: str) -> None:
     planned(f"point=forward,action={action}")

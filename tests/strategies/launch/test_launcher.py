@@ -31,6 +31,8 @@ from lockstep.strategies.launch import environment
 from lockstep.strategies.launch import launcher as processes
 from lockstep.strategies.launch.launcher import RankFailure, RankTraceback, launch, set_phase
 
+pytestmark = pytest.mark.ranks
+
 # ---- helpers -------------------------------------------------------------------------------------------
 
 

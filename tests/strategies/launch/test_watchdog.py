@@ -25,6 +25,8 @@ from lockstep.strategies.launch import launcher as processes
 from lockstep.strategies.launch.launcher import RankFailure, RankTraceback, launch, set_phase
 from tests.trainer.toy import Net, data, loader, net, quiet
 
+pytestmark = pytest.mark.ranks
+
 LIMIT_S = 1.5
 
 

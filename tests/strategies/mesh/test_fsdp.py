@@ -25,6 +25,8 @@ from tests.strategies.contract import Plan, difference, reference, saved_weights
 from tests.strategies.odd import Adversaries, Odd, TwoLosses, tokens
 from tests.trainer.toy import distance, equal, quiet, weights
 
+pytestmark = pytest.mark.ranks
+
 
 def fit(
     strategy: Strategy | str,

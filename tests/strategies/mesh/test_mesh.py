@@ -19,6 +19,8 @@ from tests.strategies.mesh.test_fsdp import fit, seeded
 from tests.strategies.odd import Odd, tokens
 from tests.trainer.toy import distance, weights
 
+pytestmark = pytest.mark.ranks
+
 
 def test_axes_come_out_in_the_stated_order() -> None:
     assert list(parse("tensor=2, ddp=3").items()) == [("ddp", 3), ("tensor", 2)]

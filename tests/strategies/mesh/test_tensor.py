@@ -19,6 +19,8 @@ from tests.strategies.mesh.test_fsdp import fit, seeded
 from tests.strategies.odd import Odd, tokens
 from tests.trainer.toy import distance, weights
 
+pytestmark = pytest.mark.ranks
+
 
 class Text(Module):
     """The GPT example's network; generates in a hook, where sequences do not divide by the ranks."""

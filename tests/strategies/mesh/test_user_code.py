@@ -21,6 +21,8 @@ from lockstep.strategies.launch.launcher import launch
 from tests.strategies.mesh.test_fsdp import fit
 from tests.trainer.toy import distance, weights
 
+pytestmark = pytest.mark.ranks
+
 
 def labelled(n: int = 16, batch: int = 8) -> DataLoader:
     generator = torch.Generator().manual_seed(0)

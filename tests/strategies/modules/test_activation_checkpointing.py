@@ -111,6 +111,7 @@ SLOW = (
 """Those that differ little from another one here."""
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MADE]
 )
@@ -362,6 +363,7 @@ def test_a_forward_of_the_object_is_refused() -> None:
         recompute(model, "auto")
 
 
+@pytest.mark.ranks
 def test_a_pipeline_refuses_a_block_over_several_layers() -> None:
     strategy = Pipeline(activation_checkpointing="body")
     strategy.configure(devices=2, accelerator="cpu")

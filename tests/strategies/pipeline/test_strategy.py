@@ -28,6 +28,8 @@ from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 from tests.trainer.toy import distance, loader, net, quiet, weights
 
+pytestmark = pytest.mark.ranks
+
 WIDTH, LENGTH, TOKENS = 8, 6, 11
 
 

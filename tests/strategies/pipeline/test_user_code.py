@@ -30,6 +30,8 @@ from tests.strategies.modules.test_optimizer_probe import (
 )
 from tests.trainer.toy import quiet
 
+pytestmark = pytest.mark.ranks
+
 
 def layers() -> nn.Sequential:
     torch.manual_seed(7)

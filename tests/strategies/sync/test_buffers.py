@@ -50,6 +50,7 @@ def found() -> dict[str, tuple[bool, bool]]:
     return {name: (differ(make()), differ(make(broadcast_buffers=False))) for name, make in kinds.items()}
 
 
+@pytest.mark.ranks
 def test_ranks_share_buffers_unless_they_are_to_keep_their_own(run_ranks: Callable[..., Any]) -> None:
     assert run_ranks(found, 2) == dict.fromkeys(("fsdp", "ddp=2", "deepspeed"), (False, True))
 

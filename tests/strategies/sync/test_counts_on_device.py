@@ -34,6 +34,7 @@ class Replicas(AsOnAnAccelerator, DDP): ...
 class Shards(AsOnAnAccelerator, FSDP): ...
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "devices"), [(Single, 1), (Replicas, 2), (Shards, 2)])
 def test_the_numbers_are_those_of_the_loop_by_hand(strategy: Any, devices: int, tmp_path: Path) -> None:
     """Also with batches that count nothing, in windows of one micro-batch and of several, and on ranks without samples."""

@@ -20,6 +20,8 @@ from lockstep.strategies.sync import host_all_gather as exchange
 from lockstep.strategies.sync import host_all_gather_tree as exchange_tree
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
+pytestmark = pytest.mark.ranks
+
 
 def joined(work: Any, num_ranks: int, tree: bool = False, timeout_s: float = 30.0) -> Any:
     """What `work(exchange, rank)` returns on rank 0."""

@@ -71,6 +71,7 @@ def train(name: str, plan: Plan, folder: Path, start_from: Path | None) -> None:
     contract.run(make(), devices, replace(plan, start_from=None if start_from is None else str(start_from)), folder)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("precision", "chain"),
     [

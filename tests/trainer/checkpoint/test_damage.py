@@ -280,6 +280,7 @@ def leaves(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from leaves(value, (*at, key))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("number", [1, pytest.param(len(ABSURD), marks=pytest.mark.slow)])
 def test_an_absurd_value_at_any_leaf_is_refused_or_harmless(tmp_path: Path, fitted: Path, number: int) -> None:
     """Each in turn, signed anew: CheckpointError, or a run to its end; a NaN that a rate brings is a FloatingPointError."""
@@ -617,6 +618,7 @@ for folder in sorted(Path(sys.argv[1]).glob("*/a")):
 """
 
 
+@pytest.mark.ranks
 def test_hostile_folders_are_refused_within_128_mb(tmp_path: Path, two_ranks: Path) -> None:
     for i, case in enumerate(HOSTILE):
         folder = tmp_path / f"{i:03d}" / "a"
@@ -628,7 +630,7 @@ def test_hostile_folders_are_refused_within_128_mb(tmp_path: Path, two_ranks: Pa
 UNTOUCHED = """
 import sys
 from pathlib import Path
-from tests.trainer import test_checkpoint_damage as damage
+from tests.trainer.checkpoint import test_damage as damage
 from tests.trainer.run.test_resume import Rich
 from tests.trainer.toy import loader, quiet
 
@@ -658,6 +660,7 @@ print([event for event in events if event[0].startswith(executing)])
 """
 
 
+@pytest.mark.ranks
 def test_nothing_is_unpickled_imported_or_run_for_what_a_run_reads(tmp_path: Path, fitted: Path) -> None:
     """fit, validate, test, predict and load_from_checkpoint, of a checkpoint full of names of code."""
     folder = tmp_path / "a"
@@ -701,6 +704,7 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
         assert not is_checkpoint(path)
 
 
+@pytest.mark.ranks
 def test_checksums_are_those_of_zlib_whatever_computes_them(tmp_path: Path) -> None:
     isal = pytest.importorskip("isal.isal_zlib", reason="there is no wheel of isal for this machine")
     assert crc.crc32 is isal.crc32

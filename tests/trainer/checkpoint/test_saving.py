@@ -60,6 +60,7 @@ class Both(Callback):
             trainer.save_checkpoint("async", wait=False)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "devices"), LAYOUTS)
 def test_a_checkpoint_saved_beside_the_training_is_the_same_to_the_byte(
     tmp_path: Path, strategy: str, devices: int
@@ -131,6 +132,7 @@ def test_a_second_save_waits_and_an_older_one_goes_only_once_the_newer_is_there(
     assert os.stat(tmp_path / "kept/last/model.safetensors").st_nlink == 2, "written once"
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("rank", "waits"), [(0, False), (1, False), (1, True)], ids=["0 async", "1 async", "1 sync"])
 def test_a_failed_write_ends_all_ranks_within_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, waits: bool
@@ -169,6 +171,7 @@ class Vandal(Callback):
             shutil.rmtree(path)
 
 
+@pytest.mark.ranks
 def test_a_folder_that_disappears_while_it_is_written_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +193,7 @@ class Breaks(Callback):
             raise LookupError("the user's own mistake")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "rank"), [("single", 0), ("ddp", 0), ("ddp", 1)])
 def test_an_exception_lets_the_pending_save_finish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, rank: int
@@ -202,6 +206,7 @@ def test_an_exception_lets_the_pending_save_finish(
     assert Checkpoint.open(tmp_path / "kept" / "step=4").global_step == 4
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_dies_while_it_saves_beside_the_training_ends_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
@@ -271,6 +276,7 @@ class Spoils(Callback):
             value.view(-1)[-1] = float("nan" if self.what == "parameter" else "-inf")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "devices", "rank", "waits", "what"),
     [

@@ -720,6 +720,7 @@ for mode in sys.argv[2:]:
 )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "modes",
     [("exchange", "remove"), pytest.param(("fresh", "twins", "fallback"), marks=pytest.mark.slow)],
@@ -797,6 +798,7 @@ def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TMPDIR", "/dev/shm")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("rounds", [5, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_random_kills_lose_no_acknowledged_checkpoint(
@@ -902,6 +904,7 @@ print(rounds)
 )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_kills_of_ranks_that_save_shards_lose_no_acknowledged_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
@@ -977,6 +980,7 @@ for mode, number in ((sync, errno.EIO), (beside, errno.ENOSPC)):
 )
 
 
+@pytest.mark.ranks
 def test_an_error_of_the_disk_in_any_call_keeps_a_whole_checkpoint_and_names_the_bytes(tmp_path: Path) -> None:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
@@ -1073,6 +1077,7 @@ assert "step=2: No space left on device (ENOSPC) at " in last and " of its " in 
 )
 
 
+@pytest.mark.ranks
 def test_a_full_disk_raises_and_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     unshare = ("unshare", "-Urm")
     if not shutil.which("unshare") or subprocess.run([*unshare, "true"], capture_output=True).returncode:
@@ -1106,6 +1111,7 @@ assert step_of(root / "a") == 1 and os.listdir(root) == ["a"]
 )
 
 
+@pytest.mark.ranks
 def test_a_forbidden_folder_raises_and_changes_nothing() -> None:
     # Not below tmp_path, whose parents only its owner may enter.
     folder = tempfile.mkdtemp()

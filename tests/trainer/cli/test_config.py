@@ -380,6 +380,7 @@ def test_an_import_that_fails_names_module_and_line() -> None:
     assert line.endswith("broken.py, line 2)")
 
 
+@pytest.mark.ranks
 def test_importing_the_trainer_does_not_load_omegaconf(repo_root: Path) -> None:
     code = "import sys, trainer, trainer.cli; sys.exit('omegaconf' in sys.modules or 'yaml' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=repo_root, timeout=60).returncode == 0

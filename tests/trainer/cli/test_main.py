@@ -189,6 +189,7 @@ def test_what_a_user_can_mend_is_one_line(
     assert "Traceback" not in captured.err
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_an_error_in_the_users_code_comes_with_its_traceback(devices: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "run.yaml", "module.fail=true", f"devices={devices}"]) == 1
@@ -198,6 +199,7 @@ def test_an_error_in_the_users_code_comes_with_its_traceback(devices: int, capsy
     assert "tiny.py" in errors
 
 
+@pytest.mark.ranks
 def test_a_mistake_is_one_line_on_several_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "run.yaml", "data.size=0", "devices=2"]) == 1
     errors = capfd.readouterr().err
@@ -205,6 +207,7 @@ def test_a_mistake_is_one_line_on_several_ranks(capfd: pytest.CaptureFixture[str
     assert errors.strip().splitlines()[-1].startswith("lockstep: error: ")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_end_with_a_checkpoint_and_their_own_code(number: signal.Signals, code: int) -> None:
     arguments = [sys.executable, "-m", "lockstep", "fit", "run.yaml", "module.sleep_s=0.05", "max_epochs=1000"]
@@ -221,6 +224,7 @@ def test_signals_end_with_a_checkpoint_and_their_own_code(number: signal.Signals
     assert "Traceback" not in errors
 
 
+@pytest.mark.ranks
 def test_the_modules_of_the_working_folder_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     """By the installed script too, which has only its own folder on the path."""
     assert main(["config", "run.yaml"]) == 0

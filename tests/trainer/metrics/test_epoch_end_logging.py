@@ -12,6 +12,8 @@ from lockstep import Trainer
 from lockstep.callbacks import Callback
 from tests.trainer.toy import Net, loader, quiet
 
+pytestmark = pytest.mark.ranks
+
 
 class Collects(Net):
     """Keeps losses of samples in lists of its own and logs them in the hooks of each loop."""

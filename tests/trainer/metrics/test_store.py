@@ -149,6 +149,7 @@ class Reduced(Value):
         self.log("val/max", batch[0][:, 0].max(), reduce_fx="max")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("devices", "n", "accumulate"), [(1, 50, 1), (2, 50, 1), (2, 50, 3), (2, 5, 1), (2, 1, 1)])
 def test_epoch_values_are_exact_over_all_samples(devices: int, n: int, accumulate: int) -> None:
     """Uneven batches and shards, and a rank without a sample."""
@@ -185,6 +186,7 @@ def logs(moment: str, who: str) -> Any:
     return hook
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_log_in_every_hook_of_module_and_callback(devices: int) -> None:
     module = type("Hooked", (Net,), {moment: logs(moment, "module") for moment in MOMENTS})
@@ -207,6 +209,7 @@ def test_what_nobody_would_see_is_refused(moment: str) -> None:
         model.log("x", 1.0)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_what_is_logged_after_the_last_batch_weighs_the_samples_of_the_epoch(devices: int) -> None:
     """7 samples on 2 ranks, in batches of 2: rank 0 sees 4, rank 1 sees 3; the last batches hold 2 and 1."""
@@ -273,6 +276,7 @@ class Zero(Value):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.ranks
 def test_rank_zero_only() -> None:
     trainer = quiet(devices=2)
     trainer.fit(Zero(), loader(16, 4))
@@ -308,6 +312,7 @@ class Odd(Net):
         Path(f"rank{self.global_rank}").write_text(f"{self.global_step} {unchanged} {exception}")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("devices", "what", "message"),
     [
@@ -332,6 +337,7 @@ def test_ranks_that_differ_are_found_before_a_parameter_changes(devices: int, wh
     assert any("the ranks disagree" in text for text in said)
 
 
+@pytest.mark.ranks
 def test_ranks_that_log_other_names_in_evaluation_are_named() -> None:
     class OddEvaluation(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -402,6 +408,7 @@ def test_a_number_in_a_tensor_of_one_element_is_taken() -> None:
     assert quiet().validate(Ones(), loader(8), verbose=False) == [{"a": 2.0, "b": 1.0, "c": 1.0, "d": 3.0}]
 
 
+@pytest.mark.ranks
 def test_logging_neither_grows_nor_reads_the_value() -> None:
     store, value = MetricStore(Net()), torch.tensor(1.5)
     store.in_batch = True
@@ -537,6 +544,7 @@ def events(folder: str) -> Any:
     return accumulator
 
 
+@pytest.mark.ranks
 def test_tensorboard_has_the_run_with_two_ranks() -> None:
     """Scalars at their steps, hyperparameters, config and graph, written by rank 0 alone; a second logger beside it."""
     trainer = Trainer(
@@ -566,6 +574,7 @@ def test_tensorboard_has_the_run_with_two_ranks() -> None:
     assert len(list(Path("logs").rglob("events*"))) == 1
 
 
+@pytest.mark.ranks
 def test_values_stay_on_the_trainer_after_a_run_of_two_ranks() -> None:
     recorder = Recorder()
     trainer = quiet(devices=2, logger=recorder, log_every_n_steps=1)

@@ -60,6 +60,7 @@ class Measured(Net):
 METRICS = ["train/acc_epoch", "train/f1", "train/precision", "train/at_end", "val/auroc", "val/total", "val/loss"]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("n", [50, pytest.param(5, marks=pytest.mark.slow), 1])
 def test_torchmetrics_are_those_of_one_process(n: int) -> None:
     """1 sample on 2 ranks included: a rank that has measured nothing computes with the other."""
@@ -112,6 +113,7 @@ class Ranked(Net):
         self.log("val/ndcg", self.gain)
 
 
+@pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save all targets")
 @pytest.mark.parametrize(
     ("strategy", "devices", "n"),
@@ -133,6 +135,7 @@ def test_regression_and_retrieval_metrics_are_those_of_one_process(strategy: str
     assert len(one) == 6
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("devices", "n"), [(1, 20), (2, 1)])
 def test_collections_that_the_module_computes_and_resets(devices: int, n: int) -> None:
     class Collected(Net):

@@ -55,6 +55,7 @@ def numbered(n: int, batch_size: int, **options: Any) -> DataLoader:
     return DataLoader(TensorDataset(torch.arange(n)), batch_size=batch_size, **options)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_each_sample_is_seen_once_on_any_number_of_ranks(devices: int) -> None:
     """5 samples in batches of 2: the ranks' shares are uneven, and on 3 ranks the last batch leaves some without."""
@@ -73,6 +74,7 @@ def test_each_sample_is_seen_once_on_any_number_of_ranks(devices: int) -> None:
         assert torch.cat(predicted).tolist() == list(range(n))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_predictions_of_every_kind_come_in_dataset_order(devices: int) -> None:
     trainer = quiet(devices=devices)
@@ -89,6 +91,7 @@ def test_predictions_of_every_kind_come_in_dataset_order(devices: int) -> None:
     assert [torch.cat(part).tolist() for part in several] == [[0, 1, 2], [0, 1, 2, 3]]
 
 
+@pytest.mark.ranks
 def test_default_predict_step_is_forward_of_the_inputs() -> None:
     model = net()
     predicted = torch.cat(quiet(devices=2).predict(model, loader(20)))
@@ -96,6 +99,7 @@ def test_default_predict_step_is_forward_of_the_inputs() -> None:
     assert torch.allclose(predicted, model(data(20).tensors[0]), atol=1e-6)
 
 
+@pytest.mark.ranks
 def test_predictions_that_cannot_travel_are_named() -> None:
     class Objects(Net):
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
@@ -122,6 +126,7 @@ def test_several_loaders_in_a_list_or_dict() -> None:
         assert trainer.num_val_batches == [2, 3]
 
 
+@pytest.mark.ranks
 def test_loaders_of_every_kind() -> None:
     class Stream(IterableDataset):
         def __iter__(self) -> Iterator[torch.Tensor]:
@@ -340,6 +345,7 @@ def test_fast_dev_run_touches_everything_and_writes_nothing(batches: Any, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.ranks
 def test_max_time_ends_a_run_of_any_length() -> None:
     trainer = quiet(max_epochs=None, max_time={"seconds": 0.3}, devices=2)
     trainer.fit(Net(), loader(16), loader(8))
@@ -349,6 +355,7 @@ def test_max_time_ends_a_run_of_any_length() -> None:
     assert trainer.current_epoch == 3
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_min_epochs_hold_an_early_stop_back(devices: int) -> None:
     class Stuck(Net):
@@ -363,6 +370,7 @@ def test_min_epochs_hold_an_early_stop_back(devices: int) -> None:
     assert trainer.current_epoch == 2
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_should_stop_on_any_rank_ends_training_on_all(devices: int) -> None:
     class Stops(Net):
@@ -379,6 +387,7 @@ def test_should_stop_on_any_rank_ends_training_on_all(devices: int) -> None:
 # ---- weights from a checkpoint, returns -----------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_evaluation_of_a_checkpoint(tmp_path: Path, devices: int) -> None:
     class Tested(Net):

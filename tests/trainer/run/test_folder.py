@@ -20,6 +20,8 @@ from lockstep.callbacks import Callback, CSVLogger, ModelCheckpoint
 from lockstep.trainer.run.folder import RunFolder, read_summary
 from tests.trainer.toy import Net, loader, net, quiet
 
+pytestmark = pytest.mark.ranks
+
 HEAD = """
 import os, sys, time
 from pathlib import Path

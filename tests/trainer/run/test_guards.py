@@ -128,6 +128,7 @@ class Untouched(Callback):
         return getattr(parameter, "_local_tensor", parameter).detach().clone()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["single", "dp", "ddp", "fsdp", "pipeline", "deepspeed 2"])
 def test_a_gradient_that_is_not_finite_ends_the_run_on_all_ranks_with_parameters_untouched(name: str) -> None:
     make, devices = STRATEGIES[name]
@@ -142,6 +143,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_on_all_ranks_with_parameters
     assert [Path(f"rank{i}").read_text() for i in range(ranks)] == ["True 3 FloatingPointError"] * ranks
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in STRATEGIES]
 )
@@ -165,6 +167,7 @@ def test_a_window_that_is_not_finite_can_be_skipped(name: str, capfd: pytest.Cap
     assert float(run.callback_metrics["loss"]) == pytest.approx(sum(losses) / len(losses), rel=1e-12 if exact else 1e-5)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("make", "devices"), [(SingleDevice, 1), (DDP, 2), (FSDP, 2)])
 def test_a_run_can_go_back_to_its_newest_checkpoint(
     make: Callable[[], Strategy], devices: int, capfd: pytest.CaptureFixture[str]
@@ -216,6 +219,7 @@ class ByHand(Brittle):
         self.optimizers().step()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "tensor"])
 def test_manual_optimization_is_guarded_too(name: str) -> None:
     make, devices = STRATEGIES[name]
@@ -339,6 +343,7 @@ class Drift(Callback):
                 getattr(parameter, "_local_tensor", parameter).view(-1)[0] += 1e-6
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("make", "devices", "rank", "message"),
     [
@@ -425,6 +430,7 @@ class RuinedByItsLastStep(Module):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "by"),
     [(name, "rate") for name in STRATEGIES if not name.startswith("deepspeed")]

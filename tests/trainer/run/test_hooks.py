@@ -109,6 +109,7 @@ class Oops(Exception):
     pass
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_end", "on_validation_epoch_end", "on_train_end"])
 def test_exceptions_in_hooks_come_out_as_themselves(hook: str, devices: int) -> None:

@@ -18,6 +18,8 @@ from lockstep.strategies.launch import fault_injection as faults
 from lockstep.trainer.cli.main import main
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
+pytestmark = pytest.mark.ranks
+
 KILLS = "rank={rank},step=3,point=backward,action=sigkill,file=count;rank={rank},step=6,point=callback,action=sigkill,file=count"
 
 

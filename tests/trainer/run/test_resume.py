@@ -118,6 +118,7 @@ def test_from_the_last_step_of_an_epoch_without_an_end(tmp_path: Path) -> None:
     assert equal(weights(whole), weights(resumed))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("devices", "kill", "every"),
     [(1, 13, 4), pytest.param(1, 2, 1, marks=pytest.mark.slow), pytest.param(2, 7, 3, marks=pytest.mark.slow)],

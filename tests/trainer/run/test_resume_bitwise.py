@@ -15,6 +15,8 @@ from lockstep.callbacks import Callback
 from lockstep.strategies import DDP
 from tests.trainer.toy import data, equal, quiet, weights
 
+pytestmark = pytest.mark.ranks
+
 
 class Backwards(Module):
     """Layers that are registered in another order than they are used in, so that gradients come in another one too."""

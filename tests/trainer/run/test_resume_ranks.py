@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lockstep.callbacks import Callback, LRScaling, LRWarmup
 from tests.trainer.toy import Net, distance, quiet, weights
 
+pytestmark = pytest.mark.ranks
+
 N, GLOBAL_BATCH, ACCUMULATE, EPOCHS = 67, 24, 2, 2  # an epoch is two full windows and one of 19 samples
 RANKS = (1, 2, 3, 4)
 

@@ -16,6 +16,8 @@ from lockstep.strategies.launch import environment
 from lockstep.trainer.checkpoint.store import is_checkpoint
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
+pytestmark = pytest.mark.ranks
+
 
 class Signalled(Net):
     """In step 3 each of `targets`, ranks or "launcher", gets a signal."""

@@ -108,6 +108,7 @@ def phases(place: str = "", number: int = signal.SIGTERM, rank: int = 0) -> Phas
     return module
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_signal_in_any_phase_ends_the_run_with_its_code_and_a_checkpoint(devices: int) -> None:
     undisturbed = phases()
@@ -130,6 +131,7 @@ def test_a_signal_in_any_phase_ends_the_run_with_its_code_and_a_checkpoint(devic
             assert equal(weights(resumed), weights(undisturbed)), place
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_a_signal_ends_an_evaluation_at_once(stage: str) -> None:
     class Stops(Net):
@@ -177,6 +179,7 @@ def test_two_signals_at_once_are_one_and_a_third_apart_ends_at_once() -> None:
     assert trainer.global_step == 2 and newest("runs/Hard/version_0/checkpoints") is not None
 
 
+@pytest.mark.ranks
 def test_a_process_that_a_hook_forks_dies_of_sigterm_as_usual() -> None:
     class Forks(Net):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

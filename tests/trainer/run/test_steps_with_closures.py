@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lockstep.strategies.modules.closures import needs_closure
 from tests.trainer.toy import Net, distance, loader, net, quiet, weights
 
+pytestmark = pytest.mark.ranks
+
 
 class Sharp(Optimizer):
     """Moves to where the loss is sharpest nearby, takes the gradient there and steps with it from where it was."""

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from tests.trainer.toy import Net, data, loader, net, quiet
 
+pytestmark = pytest.mark.ranks
+
 
 def exhausted() -> Any:
     return next(iter([]))

@@ -74,6 +74,7 @@ def trained(make: Callable[[], Strategy], devices: int, precision: str, **option
     return module
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in STRATEGIES]
 )
@@ -105,6 +106,7 @@ class Counted(Brittle):
         return loss
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("make", [FSDP, TensorParallel])
 def test_repeated_blocks_share_one_compilation_where_layers_are_cut(make: Callable[[], Strategy]) -> None:
     trainer = quiet(strategy=make(), devices=2, split_batches=True, compile={"backend": counting})
@@ -128,6 +130,7 @@ class Text(Module):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+@pytest.mark.ranks
 def test_batches_of_several_sizes_where_layers_are_cut() -> None:
     """On torch 2.13 a graph for all sizes ends in a RecursionError there."""
     tokens: Any = torch.randint(VOCABULARY, (30, 33), generator=torch.Generator().manual_seed(0))

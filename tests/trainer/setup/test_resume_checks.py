@@ -101,6 +101,7 @@ def test_another_optimizer_or_scheduler_than_the_saved_one_is_refused_by_name(tm
         run(second, ckpt_path=tmp_path / "3")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_rates_that_schedulers_have_moved_are_no_difference(tmp_path: Path, devices: int) -> None:
     """What is compared is what the code gives, warm-up and kernels (fused, foreach) not counted."""
@@ -121,6 +122,7 @@ def test_an_option_of_a_scheduler_that_differs_is_one_line(tmp_path: Path, capfd
     assert len(said) == 1 and "OneCycleLR) continues with the checkpoint's total_steps=20" in said[0]
 
 
+@pytest.mark.ranks
 def test_on_another_number_of_ranks_the_saved_rate_holds_with_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +163,7 @@ class Thaws(Module):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2)])
 def test_groups_added_and_layers_unfrozen_in_the_run_are_resumed_to_the_bit(
     tmp_path: Path, strategy: str, devices: int
@@ -220,6 +223,7 @@ class Averaged(Net):
         return torch.func.functional_call(self.net, self.average or self.net.state_dict(), (batch[0],))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
 def test_what_a_module_keeps_in_a_checkpoint_is_there_in_evaluation(
     tmp_path: Path, strategy: str, devices: int
@@ -280,6 +284,7 @@ def test_the_state_of_a_callback_that_is_not_given_again_is_dropped_with_one_lin
 # ---- reading -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("path", ["auto", "given"])
 @pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2)])
 def test_each_byte_is_checked_once_when_a_run_is_resumed(

@@ -48,6 +48,7 @@ def make_net() -> Net:
     return Net(optimizer="SGD", lr=0.1)
 
 
+@pytest.mark.ranks
 def test_strategies_that_agree_pass(assert_same_run: Any) -> None:
     results = assert_same_run(
         make_net,
@@ -65,12 +66,14 @@ def test_strategies_that_agree_pass(assert_same_run: Any) -> None:
     assert results["single"].bitwise
 
 
+@pytest.mark.ranks
 def test_a_strategy_that_differs_is_named_with_step_and_parameter(assert_same_run: Any) -> None:
     with pytest.raises(AssertionError, match=r"Wrong.*differs: step 1, ") as caught:
         assert_same_run(make_net, lambda: loader(32, 8), ("single", Wrong()), steps=3)
     assert "1.0e+00" in str(caught.value), "twice the gradient norm is a relative difference of one"
 
 
+@pytest.mark.ranks
 def test_noise_is_taken_out(assert_same_run: Any) -> None:
     assert_same_run(lambda: Net(dropout=0.5), lambda: loader(32, 8), ("single", "ddp"), steps=3)
     model = nn.ModuleDict(
@@ -83,6 +86,7 @@ def test_noise_is_taken_out(assert_same_run: Any) -> None:
     assert compare.without_noise(model) == 2 and model["attention"].dropout == model["rnn"].dropout == 0.0
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "order",
     [pytest.param(("single", "deepspeed_stage_2", "ddp"), marks=pytest.mark.slow), ("deepspeed_stage_2", "single")],
@@ -250,6 +254,7 @@ def config(tmp_path: Path) -> str:
     return "run.yaml"
 
 
+@pytest.mark.ranks
 def test_from_the_command_line(
     config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +281,7 @@ def test_from_the_command_line(
     assert re.search(r"^wrong .* differs: step 1, net\.", capsys.readouterr().out, flags=re.MULTILINE)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("words", "message"),
     [
