@@ -8,9 +8,9 @@ rank      random streams, running sums of metrics, data position of one rank
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.callbacks._support.printing import safe_print
 from lockstep.strategies.checkpoint_state import TensorShard, is_alike, pack, restore_model, unpack
 from lockstep.trainer.checkpoint import schema as checkpoint_schema
 from lockstep.trainer.checkpoint import store as files
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
     from lockstep.strategies import Strategy
     from lockstep.trainer.module import Module
     from lockstep.trainer.run.state import RunState
+
+_log = logging.getLogger("lockstep")
 
 
 def save(
@@ -236,10 +237,9 @@ def _say_what_is_dropped(run: RunState, checkpoint: Checkpoint) -> None:
     given = {callback.state_key for callback in run.callbacks}
     dropped = [key for key, saved in checkpoint.state["callbacks"].items() if saved and key not in given]
     if dropped and run.is_global_zero:
-        safe_print(
+        _log.info(
             f"checkpoint {checkpoint.path} holds the state of {', '.join(dropped)}, which this run does not have among its callbacks: "
-            "that state is dropped; give the same callback with the same arguments to continue it",
-            file=sys.stderr,
+            "that state is dropped; give the same callback with the same arguments to continue it"
         )
 
 

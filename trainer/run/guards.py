@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from lockstep.callbacks._support.printing import safe_print
 from lockstep.callbacks.guard import check_replicas, fingerprint
 from lockstep.strategies.base import Loss
 from lockstep.strategies.modules.absent import is_here
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     from lockstep.strategies.data.sharded_loader import MicroBatch, Window
     from lockstep.trainer.module import Module
     from lockstep.trainer.run.state import RunState
+
+_log = logging.getLogger("lockstep")
 
 
 class Guards:
@@ -84,10 +85,9 @@ class Guards:
         options.in_a_row += 1
         if run.is_global_zero:
             then = f"; back to step {run.progress.global_step}" if options.non_finite == "roll_back" else ""
-            safe_print(
+            _log.warning(
                 f"{bad} is NaN or infinite in step {step} of epoch {run.progress.current_epoch}: this step is skipped{then} "
-                f"({options.in_a_row} in a row, at most {options.max_in_a_row})",
-                file=sys.stderr,
+                f"({options.in_a_row} in a row, at most {options.max_in_a_row})"
             )
         return True
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from lockstep.callbacks._support.printing import safe_print
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.strategies.launch.launcher import current_phase, ends_well, set_phase, shortened
 from lockstep.strategies.launch.watchdog import SETTING_UP, where
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     from lockstep.trainer.datamodule import DataModule
     from lockstep.trainer.run.state import RunState
     from lockstep.trainer.setup.loaders import Sources
+
+_log = logging.getLogger("lockstep")
 
 
 class attached:
@@ -127,7 +128,7 @@ def _start(run: RunState, module: Module, stage: str) -> None:
     if run.arguments.deterministic:
         run.undo_deterministic = deterministic()
     if run.strategy_reason is not None and run.is_global_zero:
-        safe_print(run.strategy_reason, file=sys.stderr)
+        _log.info(run.strategy_reason)
         run.strategy_reason = None
 
 
@@ -148,7 +149,7 @@ def _report(run: RunState, stage: str, caught: BaseException) -> BaseException:
     """Tell callbacks, loggers and the run's folder what ends the run; return what to raise."""
     if run.signals.number and not run.signals.deferred and run.is_global_zero:
         name = signal.Signals(run.signals.number).name
-        safe_print(f"stopped by {name}" + (" before the first step" if stage == "fit" else ""), file=sys.stderr)
+        _log.warning(f"stopped by {name}" + (" before the first step" if stage == "fit" else ""))
     run.signals.defer()  # another one must not cut short what follows
     error = _early_exit(run, caught) or explanation(caught, _entered(caught)) or _of_the_user(caught)
     if not run.signals.launched:  # the launcher does it for its ranks

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.callbacks._support.printing import safe_print
 from lockstep.callbacks.guard import check_replicas
 from lockstep.strategies.launch import environment
 from lockstep.trainer.checkpoint import snapshot
@@ -20,6 +19,8 @@ from lockstep.trainer.checkpoint import store as files
 
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
+
+_log = logging.getLogger("lockstep")
 
 INTERRUPTED = "interrupted-step="
 """How the folder of a checkpoint begins that a signal asked for."""
@@ -99,9 +100,9 @@ def interrupted(run: RunState) -> BaseException:
         save(run, path)
     if run.is_global_zero and run.signals.deferred:
         resume = f"; resume with ckpt_path='{path}' or 'auto'" if path else ""
-        safe_print(f"stopped by {signal.Signals(number).name} after step {step}{resume}", file=sys.stderr)
+        _log.warning(f"stopped by {signal.Signals(number).name} after step {step}{resume}")
     if number == signal.SIGUSR1 and path and run.is_global_zero and (requeued := environment.requeue()):
-        safe_print(requeued, file=sys.stderr)
+        _log.warning(requeued)
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from lockstep.callbacks._support.printing import safe_print
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.modules.closures import needs_closure
 from lockstep.trainer.checkpoint import snapshot
@@ -31,6 +30,8 @@ from lockstep.trainer.setup.own_steps import own_step
 if TYPE_CHECKING:
     from lockstep.trainer.progress import Progress
     from lockstep.trainer.run.state import RunState
+
+_log = logging.getLogger("lockstep")
 
 
 @dataclass
@@ -142,7 +143,7 @@ def _train_loader(run: RunState, module: Module, source: Any) -> tuple[ShardedLo
         seen = checkpoint.state["progress"]["samples_seen"]
         done = loader.resume_windows(checkpoint.state["windows"], seen, whole=not module.automatic_optimization)
         if done is not None and run.is_global_zero:
-            safe_print(done, file=sys.stderr)
+            _log.info(done)
     total = length_of(loader)
     name = "overfit_batches" if overfit else "limit_train_batches"
     limit = limit_of(overfit or arguments.limit_train_batches, total, name)

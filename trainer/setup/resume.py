@@ -6,18 +6,19 @@ another optimizer or other initial values, one of the two would be passed over, 
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.callbacks._support.printing import safe_print
 from lockstep.strategies.checkpoint_state import HOW
 from lockstep.trainer.checkpoint.store import CheckpointError
 from lockstep.trainer.setup.optimizers import SchedulerConfig
+
+_log = logging.getLogger("lockstep")
 
 _MOVING = ("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "verbose")
 """What a scheduler of torch counts, and no option of it."""
@@ -95,7 +96,7 @@ def check(path: Any, saved: Any, now: dict[str, Any], same_world: bool, reports:
                 f"gives now; to take that one set it in on_train_start (self.lr_schedulers().{key})"
             )
     for line in lines if reports else ():
-        safe_print(line, file=sys.stderr)
+        _log.info(line)
 
 
 def trainability(module: nn.Module) -> dict[str, bool]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.callbacks._support.printing import safe_print
 from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.checkpoint import store as files
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
@@ -17,6 +16,8 @@ from lockstep.trainer.run.folder import RunFolder
 if TYPE_CHECKING:
     from lockstep.callbacks.base import Logger
     from lockstep.trainer.run.state import RunState
+
+_log = logging.getLogger("lockstep")
 
 
 def checked(run: RunState, ckpt_path: str | Path | None) -> str | None:
@@ -62,9 +63,8 @@ def choose(run: RunState, ckpt_path: str | None) -> dict[str, Any]:
                     f"ckpt_path='last' finds no valid checkpoint below {base.absolute()}; give a path, or 'auto' to start afresh"
                 )
             if ckpt_path == "auto":
-                safe_print(
-                    f"ckpt_path='auto': {f'resuming {checkpoint}' if checkpoint else f'no valid checkpoint below {base}, starting afresh'}",
-                    file=sys.stderr,
+                _log.info(
+                    f"ckpt_path='auto': {f'resuming {checkpoint}' if checkpoint else f'no valid checkpoint below {base}, starting afresh'}"
                 )
         elif ckpt_path == "best":
             checkpoint = getattr(run.checkpoint_callback, "best_model_path", None)
