@@ -7,6 +7,7 @@ import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its threads: ranks share the machine's few cores
 
+import logging
 import random
 import shutil
 import sys
@@ -109,8 +110,12 @@ def isolate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+    logger = logging.getLogger("lockstep")
+    level, handlers_of_logger = logger.level, list(logger.handlers)
     dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers_of_logger
     torch.set_default_dtype(dtype)
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # the setter imports the compiler: a second
         torch.use_deterministic_algorithms(deterministic)
