@@ -1,4 +1,4 @@
-"""The Strategy contract: where the model lives, how gradients meet, who sees which sample, what is saved.
+"""The Strategy contract: where the model lives, how gradients are reduced, who sees which sample, what is saved.
 
 A strategy works on plain `nn.Module`s, optimizers, loaders and callables, so a hand-written loop can
 drive it (`tests/strategies/test_contract.py` does). It holds no trainer, user module or optimizer:
@@ -80,7 +80,7 @@ class StepResult(NamedTuple):
     """What was NaN or infinite: the loss of the first such rank, or a gradient by its parameter's name; None if nothing was.
     Such a window leaves no gradient."""
     loss: float | None = None
-    """The loss of the window, Σ total / Σ count; None where knowing it would cost a host synchronisation."""
+    """The loss of the window, Σ total / Σ count; None where knowing it would cost a host synchronization."""
     later: Callable[[], str | None] | None = None
     """On an accelerator, in place of `non_finite`: what was not finite, waiting for the device. Equal on all ranks;
     `optimizer_step` leaves such a step out by itself."""
@@ -124,7 +124,7 @@ class Capabilities:
     dynamic_shapes: bool = True
     """False if torch.compile needs a graph for each shape, as one for all of them fails on the wrapped model."""
     preserves_memory_format: bool = True
-    """False if `setup_module` lays parameters out in memory anew, so that a layout of the user's is lost."""
+    """False if `setup_module` lays parameters out in memory again, so that a layout of the user's is lost."""
     runs_step_once: bool = True
     """Each rank runs the user's step once for a micro-batch; else in parts, some more than once or at the same time."""
     builds_on_meta: bool = False
@@ -214,7 +214,7 @@ class Strategy(ABC):
     def teardown_module(self, wrapped: nn.Module) -> None:  # noqa: B027 - a strategy that only moves the model has nothing to undo
         """Undo `setup_module`: the caller's module is plain again and holds the trained weights, whole.
 
-        Needs the memory of the whole model where parameters were cut over ranks; ranks that `launch` started,
+        Needs the memory of the whole model where parameters were sharded over ranks; ranks that `launch` started,
         but for rank 0, may leave their modules as they are.
         """
 
@@ -329,7 +329,7 @@ class Strategy(ABC):
         Global batch k holds the same samples on any number of ranks. `shuffle` None keeps what the
         loader does: a RandomSampler becomes the permutation of (seed, epoch), other samplers keep
         their order. `accumulate` is the number of micro-batches a window; with `split` the loader's
-        batch is the global batch of a window and is cut over ranks and micro-batches.
+        batch is the global batch of a window and is split over ranks and micro-batches.
         """
 
     # ---- 4. checkpointing ------------------------------------------------------------------------
@@ -344,7 +344,7 @@ class Strategy(ABC):
 
 
 def split_loss(output: Any, num_samples: int) -> tuple[Tensor | None, float, int | float | Tensor]:
-    """Normalise what a training step returned to (value, numerator, count).
+    """Normalize what a training step returned to (value, numerator, count).
 
     The micro-batch contributes `value * numerator` to the sum and `count` to the denominator. A count that is a tensor
     stays one: to read it, the host would wait for its device.

@@ -13,17 +13,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, Loss, StepHooks, StepResult
-from lockstep.strategies.checkpoint_state import Reader, State
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.devices import resolve_accelerator
 from lockstep.strategies.launch.process_group import plain_group
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.modules.meta import materialize
+from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.modules.step_state import numbers, refuse_changed_numbers
-from lockstep.strategies.spmd import SPMDStrategy, resolve_accelerator, shortened
+from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import share_buffers
 
 
@@ -73,7 +72,6 @@ class DDP(SPMDStrategy):
         self._first_window = True
         self._shares_buffers, self._stale_buffers = broadcast_buffers, False
         self._converted: list[tuple[nn.Module, str, nn.Module]] = []
-        self._hooks = NO_HOOKS
 
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
@@ -88,7 +86,10 @@ class DDP(SPMDStrategy):
         self._first_window = True
         if self.sync_batchnorm:
             self._converted = convert_batchnorm(model)
-        model = super().setup_module(materialize(model)).to(self.topology.device)
+        return super().setup_module(model)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        model = model.to(self.topology.device)
         return Replica(model, self._options) if self._in_group else model
 
     def teardown_module(self, wrapped: nn.Module) -> None:
@@ -108,7 +109,6 @@ class DDP(SPMDStrategy):
         if isinstance(wrapped, Replica):
             wrapped.begin_window()
             self._stale_buffers = self._shares_buffers
-        self._hooks = hooks
         result = super().forward_backward(wrapped, step_fn, window, hooks)
         self._first_window = False
         return result
@@ -121,41 +121,36 @@ class DDP(SPMDStrategy):
             self._stale_buffers = False
         return super().evaluate(wrapped, step_fn, micro_batch, *args, **options)
 
-    def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
-        state = super().state_dict(wrapped, optimizers)
-        if isinstance(wrapped, Replica):
-            state.meta["bucket_order"] = wrapped.bucket_order()
-        return state
+    def extra_state(self, wrapped: nn.Module) -> dict[str, Any]:
+        return {"bucket_order": wrapped.bucket_order()} if isinstance(wrapped, Replica) else {}
 
-    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        super().load_state_dict(wrapped, optimizers, state)
-        order = state.meta.get("bucket_order")
-        if optimizers and isinstance(wrapped, Replica) and isinstance(order, list):
+    def load_extra_state(self, wrapped: nn.Module, saved: dict[str, Any]) -> None:
+        if isinstance(wrapped, Replica) and isinstance(order := saved.get("bucket_order"), list):
             wrapped.lay_out(order)
 
-    def _runner(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
+    def run_step(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         return (
-            functools.partial(wrapped, step_fn) if isinstance(wrapped, Replica) else super()._runner(wrapped, step_fn)
+            functools.partial(wrapped, step_fn) if isinstance(wrapped, Replica) else super().run_step(wrapped, step_fn)
         )
 
-    def _padding(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    def run_padding(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         """The step without effect, for the collectives that it calls, and a loss of zero."""
         if not isinstance(wrapped, Replica):
-            return super()._padding(wrapped, step_fn)
+            return super().run_padding(wrapped, step_fn)
         model, stand_in = wrapped.model, functools.partial(wrapped, None)
 
         def without_weight(batch: Any, batch_idx: int) -> Any:
             if batch is None:  # a dataset that shards itself had nothing for this rank
                 return stand_in(batch, batch_idx)
             before = numbers(model)
-            with side_effect_free(model), self._hooks.log_scope(0):
+            with side_effect_free(model), self._step_hooks.log_scope(0):
                 step_fn(batch, batch_idx)
                 refuse_changed_numbers(model, before)
             return stand_in(batch, batch_idx)
 
         return without_weight
 
-    def _sync_gradients(self, wrapped: nn.Module, on: bool) -> None:
+    def set_gradient_sync(self, wrapped: nn.Module, on: bool) -> None:
         if isinstance(wrapped, Replica) and wrapped.ddp is not None:
             # What DDP.no_sync does. With static_graph the whole first window must be exchanged: torch records
             # the graph in it and asserts otherwise.
@@ -180,7 +175,7 @@ class DDP(SPMDStrategy):
             wrapped.drop_unused()  # type: ignore[operator]
         return super()._concluded(wrapped, result, after_backward)
 
-    def _user_model(self, wrapped: nn.Module) -> nn.Module:
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
         return wrapped.model if isinstance(wrapped, Replica) else wrapped
 
     def _trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:

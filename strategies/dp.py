@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Topology, split_loss
 from lockstep.strategies.data.sample_axis import SampleCutter
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
+from lockstep.strategies.devices import move
 from lockstep.strategies.dp_replicas import (
     check_hooks,
     join_state,
@@ -30,7 +31,8 @@ from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, refuse_max_norm, remarked
 from lockstep.strategies.modules.rng import kept_streams
 from lockstep.strategies.pipeline.microbatches import merged
-from lockstep.strategies.spmd import SPMDStrategy, detach, move, weighted_losses
+from lockstep.strategies.spmd import SPMDStrategy
+from lockstep.strategies.step import detach, weighted_losses
 
 ONE_OPTIMIZER = "strategy 'dp' needs automatic optimization with one optimizer; use strategy='ddp' for others"
 
@@ -85,7 +87,10 @@ class DataParallel(SPMDStrategy):
 
     def setup_module(self, model: nn.Module) -> nn.Module:
         refuse_max_norm(model, self._num_devices, type(self).__name__)
-        return super().setup_module(model).to(self.topology.device)
+        return super().setup_module(model)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return model.to(self.topology.device)
 
     def shard_loader(
         self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False

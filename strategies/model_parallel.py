@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from lockstep.strategies.base import Topology
+from lockstep.strategies.devices import move
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.spmd import SPMDStrategy, move
+from lockstep.strategies.spmd import SPMDStrategy
 
 
 class ModelParallel(SPMDStrategy):
@@ -48,7 +49,9 @@ class ModelParallel(SPMDStrategy):
         count = self._num_devices
         self.device_map = balanced(model, count) if self._given is None else self._checked(model, self._given)
         self._check_shared(model)
-        model = super().setup_module(model)
+        return super().setup_module(model)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
         for name, index in self.device_map.items():
             layer = model.get_submodule(name)
             layer.to(self._device(index))

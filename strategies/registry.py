@@ -14,6 +14,7 @@ from torch import nn
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.deepspeed.strategy import DeepSpeed
+from lockstep.strategies.devices import resolve_accelerator, resolve_devices
 from lockstep.strategies.dp import DataParallel
 from lockstep.strategies.launch import environment
 from lockstep.strategies.mesh.fsdp import FSDP
@@ -23,7 +24,6 @@ from lockstep.strategies.mesh.tensor import TensorParallel
 from lockstep.strategies.model_parallel import ModelParallel
 from lockstep.strategies.pipeline.strategy import Pipeline
 from lockstep.strategies.single import SingleDevice
-from lockstep.strategies.spmd import resolve_accelerator, resolve_devices
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "single": SingleDevice,

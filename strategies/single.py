@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from lockstep.strategies.modules.meta import materialize
 from lockstep.strategies.spmd import SPMDStrategy
 
 
@@ -15,5 +14,5 @@ class SingleDevice(SPMDStrategy):
     max_devices = 1
     sees_whole_gradients = True
 
-    def setup_module(self, model: nn.Module) -> nn.Module:
-        return super().setup_module(materialize(model)).to(self.topology.device)
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return model.to(self.topology.device)

@@ -37,8 +37,9 @@ from lockstep.strategies.deepspeed import config as deepspeed_config
 from lockstep.strategies.deepspeed.engine import ZeroStep, no_trace
 from lockstep.strategies.launch import environment
 from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.optimizer_probe import probe
-from lockstep.strategies.spmd import SPMDStrategy, shortened
+from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
 
@@ -123,10 +124,9 @@ class DeepSpeed(SPMDStrategy):
         self._given_clip = self._config.pop("gradient_clipping", None) or None
 
     def setup(self) -> Topology:
-        topology = super().setup()
         # torch 2.13 renamed collectives that DeepSpeed calls by their old names, several times a step.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-        return topology
+        return super().setup()
 
     def teardown(self) -> None:
         if self._detach is not None:
@@ -143,15 +143,12 @@ class DeepSpeed(SPMDStrategy):
         ):  # the next engine of this process must not find groups that are gone
             sys.modules["deepspeed.utils.groups"]._release_process_group_references()
 
-    def setup_module(self, model: nn.Module) -> nn.Module:
-        return ZeroStep(super().setup_module(model).to(self.topology.device))
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return ZeroStep(model.to(self.topology.device))
 
     def teardown_module(self, wrapped: nn.Module) -> None:
         if isinstance(wrapped, ZeroStep) and wrapped.engine is not None:
-            world = environment.detect()
-            keeps = self.topology.rank == 0 or (
-                world is not None and world.launcher != "lockstep"
-            )  # else this process ends with the run
+            keeps = self.topology.rank == 0 or not environment.started_by_lockstep()  # the others end with the run
             wrapped.release(keeps)
         super().teardown_module(wrapped)
 
@@ -270,7 +267,7 @@ class DeepSpeed(SPMDStrategy):
                 f"and gradient_clip_algorithm={algorithm!r}; drop one of them"
             )
         self._clipped = True
-        gradients = self._gradients(wrapped)
+        gradients = self.local_gradients(wrapped)
         if algorithm != "norm":
             torch._foreach_clamp_min_(gradients, -value)
             torch._foreach_clamp_max_(gradients, value)
@@ -289,8 +286,8 @@ class DeepSpeed(SPMDStrategy):
             )
         if self._given_clip is not None and not self._clipped:
             self.clip_gradients(wrapped, optimizer, self._given_clip)
-        if self._left_out is not None and bool(
-            self._left_out
+        if self._non_finite is not None and bool(
+            self._non_finite
         ):  # a host synchronisation: the engine cannot leave out a step on the device
             wrapped.forget_gradients()
             return False
@@ -367,15 +364,15 @@ class DeepSpeed(SPMDStrategy):
 
     # ---- what the base class asks ------------------------------------------------------------------
 
-    def _runner(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
-        assert isinstance(wrapped, ZeroStep) and step_fn is not None
+    def run_step(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+        assert isinstance(wrapped, ZeroStep)
         return functools.partial(wrapped.step, step_fn)
 
-    def _padding(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    def run_padding(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         assert isinstance(wrapped, ZeroStep)
         return functools.partial(wrapped.weightless_step, step_fn)
 
-    def _gradients(self, wrapped: nn.Module) -> list[Tensor]:
+    def local_gradients(self, wrapped: nn.Module) -> list[Tensor]:
         assert isinstance(wrapped, ZeroStep)
         return wrapped.gradients()
 
@@ -397,7 +394,7 @@ class DeepSpeed(SPMDStrategy):
                 "parameters that are trained when the run begins; use strategy='ddp' or 'fsdp'"
             )
         if self.topology.data_size > 1:
-            torch._foreach_mul_(self._gradients(wrapped), self.topology.data_size)  # the engine averages over ranks
+            torch._foreach_mul_(self.local_gradients(wrapped), self.topology.data_size)  # the engine averages
         wrapped.has_gradients = True
         return super()._concluded(wrapped, result, after_backward)
 
@@ -436,7 +433,7 @@ class DeepSpeed(SPMDStrategy):
         assert isinstance(wrapped, ZeroStep)
         wrapped.forget_gradients()
 
-    def _user_model(self, wrapped: nn.Module) -> nn.Module:
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
         assert isinstance(wrapped, ZeroStep)
         return wrapped.model
 

@@ -84,6 +84,12 @@ def detect(environ: Mapping[str, str] = os.environ) -> World | None:
     return first
 
 
+def started_by_lockstep() -> bool:
+    """Whether Lockstep's own launcher started this process, which then ends with the run unless it is rank 0."""
+    world = detect()
+    return world is not None and world.launcher == "lockstep"
+
+
 def forces_mesh(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether LOCKSTEP_FORCE_MESH asks for a mesh of one rank. Raises ValueError for a value that is neither 0 nor 1."""
     value = environ.get("LOCKSTEP_FORCE_MESH", "")

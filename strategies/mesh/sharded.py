@@ -16,20 +16,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Capabilities, Loss, StepHooks, StepResult, Topology, split_loss
+from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Topology
 from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, gather_whole
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch import environment
 from lockstep.strategies.mesh.mesh import resolve
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.modules.meta import materialize
-from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
+from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
 from lockstep.strategies.modules.side_effect_free import side_effect_free
-from lockstep.strategies.modules.step_state import numbers, refuse_changed_numbers
-from lockstep.strategies.spmd import SPMDStrategy, presence, shortened
+from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
+from lockstep.strategies.sync.collectives import presence
 from lockstep.strategies.sync.host_all_gather import open_exchange
 
 if TYPE_CHECKING:
@@ -63,7 +62,6 @@ class ShardedStrategy(SPMDStrategy):
         self._order: CallOrder | None = None
         self._named: list[tuple[str, nn.Parameter]] | None = None
         self._buffered: list[nn.Module] | None = None
-        self._hooks = NO_HOOKS
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 
@@ -119,10 +117,7 @@ class ShardedStrategy(SPMDStrategy):
         self._mesh = self._steps = self._order = None
         self._named = self._buffered = None
 
-    def setup_module(self, model: nn.Module) -> nn.Module:
-        if self.topology.rank == 0:
-            materialize(model)
-        model = super().setup_module(model)
+    def wrap(self, model: nn.Module) -> nn.Module:
         if self._mesh is None:
             return model.to(self.topology.device)
         compute_dtype = (
@@ -146,11 +141,8 @@ class ShardedStrategy(SPMDStrategy):
     def teardown_module(self, wrapped: nn.Module) -> None:
         if self._mesh is not None:
             wrapped.close()  # type: ignore[operator]
-            world = environment.detect()
-            keeps = self.topology.rank == 0 or (
-                world is not None and world.launcher != "lockstep"
-            )  # else this process ends with the run
-            pieces = {name: self._piece(parameter) for name, parameter in self._user_model(wrapped).named_parameters()}
+            keeps = self.topology.rank == 0 or not environment.started_by_lockstep()  # the others end with the run
+            pieces = {name: self.local_shard(parameter) for name, parameter in self.unwrap(wrapped).named_parameters()}
             whole = gather_whole(
                 self, State({name: piece for name, piece in pieces.items() if piece is not None}), keep=keeps
             )
@@ -186,7 +178,7 @@ class ShardedStrategy(SPMDStrategy):
         wrapped.close()  # type: ignore[operator]
         self._is_whole = True
         try:
-            with whole_model(self._user_model(wrapped), type(self).__name__):
+            with whole_model(self.unwrap(wrapped), type(self).__name__):
                 yield
         finally:
             self._is_whole = False
@@ -204,7 +196,6 @@ class ShardedStrategy(SPMDStrategy):
             return super().forward_backward(wrapped, step_fn, window, hooks)
         from lockstep.strategies.mesh.mixed_tensors import explained
 
-        self._hooks = hooks
         self._sync_each = self.options.sync_every_micro_batch or bool(hooks.parameters)
         if hooks.parameters:
             step_fn, hooks = _one_optimizer_each(wrapped, step_fn, hooks)
@@ -234,7 +225,7 @@ class ShardedStrategy(SPMDStrategy):
             with self.precision.autocast(self.topology.device):
                 if micro_batch.num_samples:
                     return wrapped.run(step_fn, micro_batch.batch, *args)  # type: ignore[operator]
-                with side_effect_free(self._user_model(wrapped)), hooks.log_scope(0):
+                with side_effect_free(self.unwrap(wrapped)), hooks.log_scope(0):
                     wrapped.run(step_fn, micro_batch.batch, *args)  # type: ignore[operator]
                 return None
         finally:
@@ -318,11 +309,11 @@ class ShardedStrategy(SPMDStrategy):
             self._in_step = False
         return super()._concluded(wrapped, result, after_backward)
 
-    def _runner(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any] | None) -> Callable[[Any, int], Any]:
+    def run_step(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         if self._mesh is None:
-            return super()._runner(wrapped, step_fn)
+            return super().run_step(wrapped, step_fn)
         run: Callable[..., Any] = wrapped.run  # type: ignore[assignment]
-        step = step_fn if step_fn is None else functools.partial(self._checked_step, step_fn)
+        step = functools.partial(self._checked_step, step_fn)
         return functools.partial(run, step) if self._steps is None else self._steps.told(run, step)
 
     def _checked_step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Any:
@@ -345,24 +336,7 @@ class ShardedStrategy(SPMDStrategy):
             raise own_backward(remarked(before, marks))
         return output
 
-    def _padding(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-        def without_weight(batch: Any, batch_idx: int) -> Any:
-            with side_effect_free(self._user_model(wrapped)), self._hooks.log_scope(0):
-                before = numbers(self._user_model(wrapped))
-                output = wrapped.run(step_fn, batch, batch_idx)  # type: ignore[operator]
-                refuse_changed_numbers(self._user_model(wrapped), before)
-            if (
-                isinstance(output, Mapping) and "loss" not in output
-            ):  # a loss for each optimizer, weighted by no samples
-                return output
-            value = split_loss(output, 0)[0]
-            return None if value is None else Loss(value * 0, 0)
-
-        if self._mesh is None:
-            return super()._padding(wrapped, step_fn)
-        return without_weight if self._steps is None else self._steps.told(without_weight)
-
-    def _gradients(self, wrapped: nn.Module) -> list[Tensor]:
+    def local_gradients(self, wrapped: nn.Module) -> list[Tensor]:
         from lockstep.strategies.mesh import dtensors
 
         with torch.no_grad():  # else torch makes a view that can be walked back through
@@ -372,7 +346,7 @@ class ShardedStrategy(SPMDStrategy):
                 if (gradient := p.grad) is not None
             ]
 
-    def _sync_gradients(self, wrapped: nn.Module, on: bool) -> None:
+    def set_gradient_sync(self, wrapped: nn.Module, on: bool) -> None:
         self._micro_batches += 1
         if self._mesh is not None:
             wrapped.synchronizes = on or self._sync_each  # type: ignore[assignment]
@@ -412,17 +386,17 @@ class ShardedStrategy(SPMDStrategy):
         if not self._is_sharded(parameter):
             super()._share_again(parameter)
 
-    def _user_model(self, wrapped: nn.Module) -> nn.Module:
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
         return wrapped if self._mesh is None else wrapped.model  # type: ignore[return-value]
 
-    def _piece(self, tensor: Tensor) -> TensorShard | None:
+    def local_shard(self, tensor: Tensor) -> TensorShard | None:
         if self._mesh is None:
-            return super()._piece(tensor)
+            return super().local_shard(tensor)
         from lockstep.strategies.mesh import dtensors
 
         return dtensors.piece(tensor, self._coordinate())
 
-    def _take(self, reader: Reader, name: str, like: Tensor | None) -> Tensor:
+    def read_shard(self, reader: Reader, name: str, like: Tensor | None) -> Tensor:
         from lockstep.strategies.mesh import dtensors
 
         return dtensors.take(reader, name, like)
@@ -504,7 +478,7 @@ class ShardedStrategy(SPMDStrategy):
     def _cut_by_name(self, wrapped: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """The parameters whose gradients torch brings together."""
         whole = set(map(id, getattr(wrapped, "unsharded", ())))
-        return [(name, p) for name, p in self._user_model(wrapped).named_parameters() if id(p) not in whole]
+        return [(name, p) for name, p in self.unwrap(wrapped).named_parameters() if id(p) not in whole]
 
     @torch.no_grad()
     def _sum(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -26,8 +26,8 @@ from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.mesh.styles import STYLES, Column, SequenceSharding, differentiable_twice, writable
 from lockstep.strategies.modules.blocks import shared
 from lockstep.strategies.modules.forwards import within_compiled
+from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.side_effect_free import side_effect_free
-from lockstep.strategies.spmd import shortened
 
 ATTENTION = (
     {"q", "wq", "q_proj", "query", "to_q", "q_lin"},

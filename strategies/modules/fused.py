@@ -22,7 +22,7 @@ def fuse(optimizer: Optimizer) -> None:
                 state["step"] = state["step"].to(parameter.device, torch.float32)
 
 
-def leaves_out(optimizer: Optimizer) -> bool:
+def skips_on_device(optimizer: Optimizer) -> bool:
     """Whether `optimizer.found_inf` keeps its step from changing anything."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
         group.get("fused") for group in optimizer.param_groups

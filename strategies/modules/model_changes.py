@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -84,3 +84,8 @@ def refuse_max_norm(model: nn.Module, data_size: int, strategy: str) -> None:
                 f"samples that a rank sees, so ranks of {strategy} would drift apart; leave max_norm out and normalize the weight in "
                 "on_train_batch_end"
             )
+
+
+def shortened(names: Sequence[str], most: int = 10) -> str:
+    """The first names of a list, and how many there are besides."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

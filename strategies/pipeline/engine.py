@@ -27,7 +27,7 @@ from lockstep.strategies.pipeline.microbatches import Feed
 from lockstep.strategies.pipeline.schedules import Schedule
 from lockstep.strategies.pipeline.staged_module import Layout, Staged
 from lockstep.strategies.precision import Precision
-from lockstep.strategies.spmd import detach, weighted_losses
+from lockstep.strategies.step import detach, weighted_losses
 
 
 class Engine:

@@ -34,6 +34,7 @@ from lockstep.strategies.mesh.mesh import devices_of, parse, resolve
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.activation_checkpointing import is_recomputed
 from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.optimizer_probe import probe
 from lockstep.strategies.modules.rng import kept_streams, seed_streams
 from lockstep.strategies.pipeline import partition as pipeline_split
@@ -41,7 +42,8 @@ from lockstep.strategies.pipeline.microbatches import Feed, Tally, merged, runs
 from lockstep.strategies.pipeline.optimizers import hide, show, shown
 from lockstep.strategies.pipeline.schedules import schedule as find_schedule
 from lockstep.strategies.pipeline.staged_module import Staged
-from lockstep.strategies.spmd import SPMDStrategy, shortened, sum_gradients
+from lockstep.strategies.spmd import SPMDStrategy
+from lockstep.strategies.sync.collectives import sum_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -200,15 +202,10 @@ class Pipeline(SPMDStrategy):
         self._optimizers.clear()
         self._engines, self._group, self._data_group, self._mesh = {}, None, None, None
 
-    def setup_module(self, model: nn.Module) -> nn.Module:
-        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-            from lockstep.strategies.mesh.axes import materialize  # a second to import
-
-            materialize(model)
-        model = super().setup_module(model)
+    def wrap(self, model: nn.Module) -> nn.Module:
         if not self._in_group:
             return model.to(self.topology.device)
-        if not _started_by_us():  # each rank has drawn initial weights of its own
+        if not environment.started_by_lockstep():  # each rank has drawn initial weights of its own
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.data, 0)
         parts = pipeline_split.cut(model, self.module)
@@ -244,7 +241,9 @@ class Pipeline(SPMDStrategy):
 
     def teardown_module(self, wrapped: nn.Module) -> None:
         if isinstance(wrapped, Staged):
-            keeps = self.topology.rank == 0 or not _started_by_us()  # else this process ends with the run
+            keeps = (
+                self.topology.rank == 0 or not environment.started_by_lockstep()
+            )  # else this process ends with the run
             whole = gather_whole(self, self.state_dict(wrapped, {}), keep=keeps)
             if keeps:
                 wrapped.restore({name.removeprefix("model/"): tensor for name, tensor in whole.tensors.items()})
@@ -342,7 +341,7 @@ class Pipeline(SPMDStrategy):
         elif wrapped.shards is not None:
             wrapped.shards.scatter()
         if result.count and result.count != window.num_samples:
-            torch._foreach_mul_(self._gradients(wrapped), window.num_samples / result.count)
+            torch._foreach_mul_(self.local_gradients(wrapped), window.num_samples / result.count)
         if result.count:
             return self._concluded(wrapped, result, hooks.after_backward)
         self._drop_gradients(wrapped)  # zeros that went through the stages
@@ -437,7 +436,7 @@ class Pipeline(SPMDStrategy):
         if not isinstance(wrapped, Staged):
             return super().state_dict(wrapped, optimizers)
         with shown(*optimizers.values()):
-            state = gather_state(wrapped.model, optimizers, self._piece)
+            state = gather_state(wrapped.model, optimizers, self.local_shard)
         own = {name: value for name, value in state.meta["model"].items() if wrapped.is_here(name)}
         foreign = {f"model/{name}" for name in state.meta["model"].keys() - own}
         groups = {
@@ -454,17 +453,22 @@ class Pipeline(SPMDStrategy):
             saved["state"] = {
                 name: entry for piece in pieces for name, entry in piece["optimizers"][key]["state"].items()
             }
-        state.meta["pipeline"] = {"steps_seen": self._steps_seen}
+        state.meta["extra"] = {type(self).__name__: self.extra_state(wrapped)}
         return state
 
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
         with shown(*optimizers.values()) if isinstance(wrapped, Staged) else nullcontext():
             super().load_state_dict(wrapped, optimizers, state)
-        self._steps_seen = state.meta.get("pipeline", {}).get("steps_seen", 0)
 
     # ---- what SPMDStrategy asks -------------------------------------------------------------------
 
-    def _piece(self, tensor: Tensor) -> TensorShard | None:
+    def extra_state(self, wrapped: nn.Module) -> dict[str, Any]:
+        return {"steps_seen": self._steps_seen}
+
+    def load_extra_state(self, wrapped: nn.Module, saved: dict[str, Any]) -> None:
+        self._steps_seen = saved.get("steps_seen", 0)
+
+    def local_shard(self, tensor: Tensor) -> TensorShard | None:
         if not is_here(tensor):
             return None
         if self._mesh is None:
@@ -474,14 +478,14 @@ class Pipeline(SPMDStrategy):
         place = dict(zip(self._mesh.mesh_dim_names or (), self._mesh.get_coordinate() or (), strict=True))
         return dtensors.piece(tensor, {name: i for name, i in place.items() if name != "pipeline"})
 
-    def _take(self, reader: Reader, name: str, like: Tensor | None) -> Tensor:
+    def read_shard(self, reader: Reader, name: str, like: Tensor | None) -> Tensor:
         if self._mesh is None:
-            return super()._take(reader, name, like)
+            return super().read_shard(reader, name, like)
         from lockstep.strategies.mesh import dtensors
 
         return dtensors.take(reader, name, like)
 
-    def _gradients(self, wrapped: nn.Module) -> list[Tensor]:
+    def local_gradients(self, wrapped: nn.Module) -> list[Tensor]:
         return [_local(gradient) for p in self._watched or wrapped.parameters() if (gradient := p.grad) is not None]
 
     def _gradient_of(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
@@ -502,7 +506,7 @@ class Pipeline(SPMDStrategy):
             wrapped.forget_layouts()
             self._engines.clear()
 
-    def _user_model(self, wrapped: nn.Module) -> nn.Module:
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
         return wrapped.model if isinstance(wrapped, Staged) else wrapped
 
     # ---- helpers -----------------------------------------------------------------------------------
@@ -635,8 +639,3 @@ def _own_parameters(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for group, parameters in groups:
             group["params"] = parameters
-
-
-def _started_by_us() -> bool:
-    world = environment.detect()
-    return world is not None and world.launcher == "lockstep"

@@ -20,7 +20,7 @@ THIRD_PARTY = '''
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lockstep.strategies.spmd import SPMDStrategy
+from lockstep.strategies import SPMDStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -40,18 +40,18 @@ class Step(torch.nn.Module):
 
 
 class Wide(SPMDStrategy):
-    def setup_module(self, model):
-        wrapped = DistributedDataParallel(Step(super().setup_module(model)))
+    def wrap(self, model):
+        wrapped = DistributedDataParallel(Step(model))
         wrapped.register_comm_hook(None, wide)
         return wrapped
 
-    def _runner(self, wrapped, step_fn):
+    def run_step(self, wrapped, step_fn):
         return lambda batch, batch_idx: wrapped(step_fn, batch, batch_idx)
 
-    def _sync_gradients(self, wrapped, on):
+    def set_gradient_sync(self, wrapped, on):
         wrapped.require_backward_grad_sync = on
 
-    def _user_model(self, wrapped):
+    def unwrap(self, wrapped):
         return wrapped.module.model
 '''
 

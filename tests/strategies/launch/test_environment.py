@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.strategies.devices import device_index
 from lockstep.strategies.launch.environment import World, detect, expand_hosts
-from lockstep.strategies.spmd import device_index
 
 TORCHRUN = {
     "RANK": "3",

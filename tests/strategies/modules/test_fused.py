@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.strategies.modules.fused import FUSED, allow_sparse, fuse, leaves_out
+from lockstep.strategies.modules.fused import FUSED, allow_sparse, fuse, skips_on_device
 from tests.trainer.toy import Net, distance, equal, loader, net, quiet, weights
 
 
@@ -26,9 +26,9 @@ def stepped(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 def test_a_fused_optimizer_is_the_one_that_torch_would_make(cls: Any) -> None:
     one, two, three = net(), net(), net()
     chosen = cls(one.parameters(), lr=0.01)
-    assert not leaves_out(chosen)
+    assert not skips_on_device(chosen)
     fuse(chosen)
-    assert leaves_out(chosen)
+    assert skips_on_device(chosen)
     stepped(chosen, one)
     stepped(cls(two.parameters(), lr=0.01, fused=True), two)
     stepped(cls(three.parameters(), lr=0.01), three)
@@ -98,7 +98,7 @@ def test_a_sparse_gradient_is_stepped_as_by_the_loop_by_hand() -> None:
         for i in range(3):
             model(torch.tensor([1, i, 3])).square().sum().backward()
             allow_sparse(optimizer)
-            assert leaves_out(optimizer) is False
+            assert skips_on_device(optimizer) is False
             optimizer.step()
             optimizer.zero_grad()
         found.append(weights(model))
@@ -110,7 +110,7 @@ def test_fused_kernels_that_the_user_chose_keep_refusing_sparse_gradients() -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     model(torch.tensor([1, 3])).sum().backward()
     allow_sparse(optimizer)
-    assert leaves_out(optimizer)
+    assert skips_on_device(optimizer)
     with pytest.raises(RuntimeError, match="sparse"):
         optimizer.step()
 
@@ -122,7 +122,7 @@ def test_other_optimizers_are_left_alone() -> None:
     parameters = list(net().parameters())
     for optimizer in (Own(parameters, lr=0.1), torch.optim.RMSprop(parameters), torch.optim.Adagrad(parameters)):
         fuse(optimizer)
-        assert not leaves_out(optimizer)
+        assert not skips_on_device(optimizer)
 
 
 class Kernels(Net):
@@ -152,4 +152,4 @@ def test_kernels_are_not_part_of_what_is_resumed() -> None:
 def test_on_a_gpu_fused_kernels_are_chosen() -> None:
     run = quiet(accelerator="gpu", devices=1)
     run.fit(Kernels(), loader())
-    assert leaves_out(run.optimizers[0])
+    assert skips_on_device(run.optimizers[0])

@@ -1,0 +1,150 @@
+"""Which devices a run has, and how a batch comes to one."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.strategies.launch import environment
+from lockstep.strategies.precision import dtype_of
+
+
+def resolve_accelerator(accelerator: str) -> str:
+    """The torch device type for "auto", "cpu", "gpu" or "cuda"; raises ValueError where the machine has none."""
+    if accelerator == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if accelerator not in ("cpu", "gpu", "cuda"):
+        raise ValueError(f"accelerator must be 'auto', 'cpu', 'gpu' or 'cuda', but accelerator={accelerator!r}")
+    if accelerator != "cpu" and not torch.cuda.is_available():
+        raise ValueError(
+            f"accelerator={accelerator!r} needs a CUDA device, and torch sees none; use accelerator='cpu' or 'auto'"
+        )
+    return "cpu" if accelerator == "cpu" else "cuda"
+
+
+def resolve_devices(devices: int | str, accelerator: str, most: int | None = None) -> int:
+    """The number of devices on this node; "auto" is every GPU, or the ranks of the launcher, or one CPU process."""
+    have = torch.cuda.device_count() if accelerator == "cuda" else (os.cpu_count() or 1)
+    if devices == "auto":
+        world = environment.detect()
+        if most == 1:
+            return 1
+        return world.local_world_size if world else have if accelerator == "cuda" else 1
+    try:
+        count = int(devices)
+    except (TypeError, ValueError):
+        count = 0
+    if count < 1 or isinstance(devices, bool):
+        raise ValueError(f"devices must be 'auto' or a whole number of at least 1, but devices={devices!r}")
+    if most is not None and count > most:
+        raise ValueError(f"strategy='single' runs on one device, but devices={count}; use strategy='ddp' for {count}")
+    world = environment.detect() if accelerator == "cuda" and count > have else None
+    if world is not None:
+        device_index(world, have)
+    elif accelerator == "cuda" and count > have:
+        raise ValueError(
+            f"devices={count}, but this machine has {have} CUDA devices; lower devices or use accelerator='cpu'"
+        )
+    return count
+
+
+def check_launcher(name: str, single_process: bool, devices: int | str, num_devices: int, num_nodes: int) -> None:
+    """Raise ValueError if the launcher that started this process, or its absence, contradicts the layout."""
+    world = environment.detect()
+    if world is None:
+        if num_nodes != 1:
+            raise ValueError(
+                f"num_nodes={num_nodes} needs a launcher that starts the ranks on every node, such as torchrun --nnodes={num_nodes}; none was found"
+            )
+        return
+    if single_process and world.world_size > 1:
+        raise ValueError(
+            f"strategy {name} runs on one process, but {world.launcher} started {world.world_size}; use strategy='ddp' or start one process"
+        )
+    if not single_process and devices != "auto" and num_devices != world.local_world_size:
+        raise ValueError(
+            f"devices={devices} contradicts {world.launcher}, which started {world.local_world_size} ranks on this node; "
+            "give the same number or devices='auto'"
+        )
+    if num_nodes not in (1, world.num_nodes):
+        raise ValueError(
+            f"num_nodes={num_nodes} contradicts {world.launcher}, which runs on {world.num_nodes} nodes; give the same number or leave it out"
+        )
+
+
+def device_index(world: environment.World | None, visible: int, environ: Mapping[str, str] = os.environ) -> int:
+    """Which of the `visible` CUDA devices is this rank's: by its place on the node, or the only one that its launcher shows it.
+
+    Raises ValueError if there are fewer than ranks.
+    """
+    if world is None or world.local_rank < visible >= world.local_world_size:
+        return 0 if world is None else world.local_rank
+    if visible == 1 and environ.get("CUDA_VISIBLE_DEVICES"):  # as with one GPU a task under Slurm
+        return 0
+    raise ValueError(
+        f"each rank needs a CUDA device of its own, but {world.launcher} started {world.local_world_size} ranks on this node and "
+        f"rank {world.rank} sees {visible} (CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')!r}); start as many ranks as "
+        "devices, or show each rank one device"
+    )
+
+
+def move(
+    batch: Any,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    copies: torch.cuda.Stream | None = None,
+    kept: str | None = None,
+) -> Any:
+    """`batch` with its tensors on `device`, floating point ones cast to `dtype` where it is given.
+
+    What comes from the host is copied on the stream `copies`, for which the caller then lets the current stream wait.
+    Tensors on a device of the type `kept` stay there.
+    """
+    if isinstance(batch, Tensor):
+        to = None if dtype is None else dtype_of(batch, dtype)
+        if batch.device.type == kept:
+            return batch
+        if batch.device == device and (to is None or batch.dtype == to):
+            return batch
+        if copies is None or batch.device.type != "cpu" or type(batch) is not Tensor or batch.layout != torch.strided:
+            return batch.to(device, to, non_blocking=True)
+        with torch.cuda.stream(copies):
+            moved = batch.to(device, to, non_blocking=True)
+        moved.record_stream(torch.cuda.current_stream())
+        return moved
+    if isinstance(batch, list):
+        return [move(item, device, dtype, copies, kept) for item in batch]
+    if isinstance(batch, (str, bytes, int, float, type(None))):
+        return batch
+    if isinstance(batch, Mapping):
+        items = {key: move(value, device, dtype, copies, kept) for key, value in batch.items()}
+        if type(batch) is dict:
+            return items
+        if isinstance(batch, MutableMapping):  # with the attributes that it has beside its items
+            whole = copy.copy(batch)
+            whole.update(items)
+            return whole
+        try:
+            return type(batch)(items)  # type: ignore[call-arg]
+        except TypeError:
+            return items
+    if isinstance(batch, tuple):
+        parts = [move(item, device, dtype, copies, kept) for item in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
+    if hasattr(batch, "to") and callable(batch.to):
+        moved = batch.to(device)
+        return batch if moved is None else moved
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = {
+            f.name: move(getattr(batch, f.name), device, dtype, copies, kept)
+            for f in dataclasses.fields(batch)
+            if f.init
+        }
+        return dataclasses.replace(batch, **fields)
+    return batch

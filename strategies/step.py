@@ -1,0 +1,370 @@
+"""One optimizer step of a strategy whose ranks all run the user's step: forward, backward, clip, step."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.strategies.base import NO_HOOKS, Loss, StepHooks, StepResult, StepVote, split_loss
+from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.devices import move
+from lockstep.strategies.launch import fault_injection as faults
+from lockstep.strategies.manual import ManualOptimization
+from lockstep.strategies.modules import finite
+from lockstep.strategies.modules.fused import allow_sparse, skips_on_device
+from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
+
+_GRADIENT, _EXISTS = operator.attrgetter("grad"), functools.partial(operator.is_not, None)
+
+
+class SPMDStep(ManualOptimization):
+    """The step of `SPMDStrategy`. The weights of the mean, clipping, loss scaling, and the check that all is finite are here."""
+
+    cuts_gradients = False
+    """True if ranks hold different parts of the gradient, so that one cannot see whether all of it is finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._on_cpu = True
+        self._found = self._one = torch.zeros(())
+        self._copies: torch.cuda.Stream | None = None
+        """The stream on which batches come to a GPU, beside what that still computes of the step before."""
+        self._scaler_used = False
+        self._skipped: Callable[[], str | None] | None = None
+        self._unscaled: set[int] = set()
+        self._steps_on_host = False
+        self._looks = False
+        self._non_finite: Tensor | None = None
+
+    def to_device(self, batch: Any) -> Any:
+        dtype = self.precision.dtype
+        moved = move(batch, self.topology.device, None if dtype == torch.float32 else dtype, self._copies)
+        if self._copies is not None:
+            torch.cuda.current_stream().wait_stream(self._copies)
+        return moved
+
+    def forward_backward(
+        self,
+        wrapped: nn.Module,
+        step_fn: Callable[[Any, int], Any],
+        window: Window,
+        hooks: StepHooks = NO_HOOKS,
+    ) -> StepResult:
+        self._step_hooks = hooks
+        if self._scaler_used:
+            self._update_scaler()
+        automatic, before_backward, after_backward = hooks.automatic, hooks.before_backward, hooks.after_backward
+        self._looks = not automatic
+        if not automatic and self.sees_whole_gradients and self._changes is not None:
+            self._parameter_hooks.put_back(self._changes.parameters.items())  # each backward is a plain one
+        last = len(window.micro_batches) - 1
+        alone = last == 0 and self.topology.data_size == 1
+        scale = 1 / window.num_samples  # summed over data ranks, so that hooks see the gradients of one process
+        autocast, on_cpu = self.precision.autocast_dtype, self._on_cpu
+        run = self.run_step(wrapped, step_fn) if automatic else step_fn
+        exchanges, scaler = self._in_group, self.precision.scaler
+        count: Any = 0.0  # a tensor if losses count on an accelerator
+        weighted, vote, counting, send = 0.0, StepVote(), None, None
+        for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
+            if exchanges:
+                self.set_gradient_sync(wrapped, i == last)
+            call = run if micro_batch.num_samples or not automatic else self.run_padding(wrapped, step_fn)
+            marks = gradient_marks(self._watched) if automatic and not alone else None
+            if autocast is None:
+                output = call(micro_batch.batch, micro_batch.batch_idx)
+            else:
+                with torch.autocast(self.topology.device.type, dtype=autocast):
+                    output = call(micro_batch.batch, micro_batch.batch_idx)
+            if marks is not None and marks != gradient_marks(self._watched):
+                raise own_backward(remarked(self.unwrap(wrapped).named_parameters(), marks))
+            losses, counted = (
+                weighted_losses(output, micro_batch.num_samples, None if alone else scale, hooks.parameters, on_cpu)
+                if automatic
+                else ([], micro_batch.num_samples)
+            )
+            count += counted
+            for value, *_ in losses:
+                weighted += value.item() if on_cpu else math.nan  # no host sync on an accelerator
+            micro_batch.output = output.detach() if isinstance(output, Tensor) else detach(output)
+            if i == last:
+                vote = hooks.vote()
+                if self._agreement is not None:
+                    send = self._agreement.prepare(vote, window.num_samples)
+                if isinstance(count, Tensor):
+                    counting = finite.to_host(count)
+                elif send is not None:
+                    self._send(send, count, weighted * count if alone else weighted / scale)
+            if faults.plan is not None:
+                faults.fault("backward")
+            for j, (value, inputs, returned) in enumerate(losses):
+                if before_backward is not None:
+                    before_backward(returned)
+                (value if scaler is None else scaler.scale(value)).backward(
+                    retain_graph=j < len(losses) - 1, inputs=inputs
+                )
+                if after_backward is not None and (i < last or j < len(losses) - 1):
+                    after_backward()
+        if counting is not None:  # the host waits for the forward, while the device has the backward to do
+            count = counting()
+            if send is not None:
+                self._send(send, count, math.nan)
+        if automatic and exchanges:
+            if self._changes is not None and self._changes.pending:
+                self._refuse_added(self._changes.added())
+            self._after_backwards(wrapped)
+        if self._agreement is None:
+            bad = on_cpu and not math.isfinite(weighted)
+            loss = weighted if alone else weighted / scale / count if count else None
+            result = StepResult(count, vote.stop, "the loss of rank 0" if bad else None, loss if on_cpu else None)
+        else:
+            result = self._agreement.receive()
+        if automatic and not alone and result.count and result.count != window.num_samples:
+            torch._foreach_mul_(self.local_gradients(wrapped), window.num_samples / result.count)
+        if scaler is not None:
+            result = result._replace(non_finite=None)  # the scaler skips such a step
+        return self._concluded(wrapped, result, after_backward) if automatic and result.count else result
+
+    def evaluate(
+        self,
+        wrapped: nn.Module,
+        step_fn: Callable[..., Any],
+        micro_batch: MicroBatch,
+        *args: Any,
+        hooks: StepHooks = NO_HOOKS,
+    ) -> Any:
+        if not micro_batch.num_samples:
+            return None
+        if self.precision.autocast_dtype is None:
+            return step_fn(micro_batch.batch, *args)
+        with self.precision.autocast(self.topology.device):
+            return step_fn(micro_batch.batch, *args)
+
+    def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
+        if self._scaler_used:
+            self._update_scaler()
+        loss = loss if weight == 1.0 else loss * weight
+        self._begin_local_gradients()
+        (loss if self.precision.scaler is None else self.precision.scaler.scale(loss)).backward()
+
+    def clip_gradients(
+        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+    ) -> Tensor | None:
+        self._complete_local_gradients(wrapped, optimizer)
+        if self.precision.scaler is not None:
+            self._unscale(optimizer)
+        parameters = self._in_model_order(optimizer)
+        if algorithm == "norm":
+            return torch.nn.utils.clip_grad_norm_(parameters, value)
+        torch.nn.utils.clip_grad_value_(parameters, value)
+        return None
+
+    def optimizer_step(
+        self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+    ) -> bool:
+        if self._local:
+            self._complete_local_gradients(wrapped, optimizer)
+        if self._looks:
+            self._check_finite(optimizer)
+        elif self._agreement is not None and self._on_cpu:
+            self._agreement.check()  # what hooks have called since the gradients were final
+        if not self._on_cpu:
+            allow_sparse(optimizer)
+        if self._non_finite is not None and not self._may_step(optimizer):
+            return False
+        if self.precision.scaler is None:
+            optimizer.step() if closure is None else optimizer.step(
+                functools.partial(self._completed, wrapped, optimizer, closure)
+            )
+            return True
+        if closure is not None:
+            raise ValueError(
+                "precision='16-mixed' scales gradients, and an optimizer that takes a closure would step with scaled ones; use 'bf16-mixed'"
+            )
+        self._unscale(optimizer)
+        self._skipped = None
+        self.precision.scaler.step(optimizer)
+        self._scaler_used = True
+        return self._skipped is not None and self._skipped() is None
+
+    # ---- helpers -----------------------------------------------------------------------------------
+
+    def _drop_gradients(self, wrapped: nn.Module) -> None:
+        """Leave the optimizer nothing of this window."""
+        for parameter in wrapped.parameters():
+            parameter.grad = None
+
+    def _concluded(
+        self, wrapped: nn.Module, result: StepResult, after_backward: Callable[[], None] | None = None
+    ) -> StepResult:
+        """What `forward_backward` returns once gradients are reduced: runs users' hooks and checks that all is finite.
+
+        `after_backward` is called here for the last backward, with the gradient that the optimizer gets. On an
+        accelerator the answer is left on the device, where a step can be skipped without the host waiting for it.
+        """
+        if self._changes is not None and self._changes.pending:
+            self._refuse_added(self._changes.added())
+        if self._parameter_hooks.taken:
+            self._run_parameter_hooks(wrapped)
+        if after_backward is not None:
+            after_backward()
+        if self.precision.scaler is not None:
+            return result
+        if result.non_finite is None:
+            gradients = (
+                self.local_gradients(wrapped)
+                if self.cuts_gradients
+                else [*filter(_EXISTS, map(_GRADIENT, self._watched or wrapped.parameters()))]
+            )
+            found = self._found
+            try:  # GradScaler's pass with a scale of one: changes no bit of what is finite
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._one)
+            except RuntimeError:  # none, or such as that pass does not take
+                found = finite.found(gradients, self.topology.device)
+            if not self._on_cpu:
+                if self.cuts_gradients and self._in_group:
+                    dist.all_reduce(found, dist.ReduceOp.MAX)
+                self._non_finite, self._found = (
+                    found,
+                    torch.zeros_like(found),
+                )  # the copy to the host and the optimizer read it later
+                return result._replace(later=finite.later(found))
+            bad = bool(found)
+            first = self._agreement.first_rank(bad) if self._agreement is not None else 0 if bad else None
+            return result if first is None else self._left(wrapped, result, first)
+        self._drop_gradients(wrapped)
+        return result
+
+    def _left(self, wrapped: nn.Module, result: StepResult, first: int) -> StepResult:
+        """`result` on a window whose gradient is not finite, on rank `first` before others. Every rank calls it."""
+        self._found.zero_()
+        name = finite.name(self.unwrap(wrapped)) if self.topology.rank == first else None
+        self._drop_gradients(wrapped)
+        return result._replace(non_finite=self.broadcast(name, first))
+
+    def _after_backwards(self, wrapped: nn.Module) -> None:
+        """Called after the last backward of a window, before this rank waits for others."""
+
+    def _send(self, send: Callable[[float, bool, float], None], count: float, total: float) -> None:
+        """Tell the other ranks what this one has computed; the sum of its losses is not known on accelerators."""
+        finite = not self._on_cpu or math.isfinite(total)
+        send(*((count, finite, total) if self.topology.is_reporting_rank else (0.0, finite, 0.0)))
+
+    def _may_step(self, optimizer: Optimizer) -> bool:
+        """Whether to call `optimizer`: one that can skips a step with bad gradients on the device, else the host waits."""
+        if skips_on_device(optimizer) and not self._steps_on_host:
+            optimizer.found_inf = self._non_finite  # type: ignore[attr-defined]
+            return True
+        return not bool(self._non_finite)
+
+    def _refuse_added(self, names: list[str]) -> None:
+        """Raise RuntimeError for parameters that came during the run and would not be trained as on one process."""
+        if names and not self.sees_whole_gradients:
+            raise RuntimeError(
+                f"parameters were added or replaced during the run ({shortened(names)}), which {type(self).__name__} cannot "
+                "take over; create them in __init__, setup or configure_model, or copy values into the existing ones"
+            )
+
+    def _in_model_order(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """What `optimizer` steps and has a gradient, in the order of the model's parameters: a norm depends on it in its last bits."""
+        own = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        ordered = [parameter for p in self._watched if (parameter := own.pop(id(p), None)) is not None]
+        return ordered + list(own.values())
+
+    def _update_scaler(self) -> None:
+        self.precision.scaler.update()  # type: ignore[union-attr]
+        self._unscaled.clear()
+        self._scaler_used = False
+
+    def _unscale(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._unscaled:
+            self.precision.scaler.unscale_(optimizer)  # type: ignore[union-attr]
+            self._unscaled.add(id(optimizer))
+
+    def _mark_step(self, optimizer: Any, *_: Any) -> None:
+        """Loss scaling steps `optimizer`. One that gets `found_inf` may skip the step by itself, on the device."""
+        found = getattr(optimizer, "found_inf", None)
+        if found is None:
+            self._skipped = _nothing
+            return
+        if self._steps_on_host:  # torch would copy it beside the host, which reads it at once
+            found = optimizer.found_inf = found.cpu()
+        self._skipped = finite.later(found)
+
+
+def weighted_losses(
+    output: Any,
+    num_samples: int,
+    scale: float | None,
+    parameters: Mapping[str, Sequence[nn.Parameter]] | None,
+    reads_counts: bool = True,
+) -> tuple[list[tuple[Tensor, Sequence[nn.Parameter] | None, Tensor]], Any]:
+    """What to run backward from, as (loss times its weight, parameters that it moves or None for all, the loss that the
+    step returned), and what it counts.
+
+    `scale` turns a sum into this rank's part of the global mean; None means that the micro-batch is the
+    whole of it. Without `reads_counts` a count that is a tensor stays one, on its device, in float64.
+    """
+    losses: list[tuple[Tensor, Sequence[nn.Parameter] | None, Tensor]]
+    count: Any
+    weight: Any
+    if parameters and isinstance(output, Mapping) and "loss" not in output:
+        wrong = sorted(set(map(str, output)) ^ set(parameters)) + [
+            name for name, value in output.items() if not isinstance(value, Tensor)
+        ]
+        if wrong:
+            raise ValueError(
+                f"training_step must return one mean loss (a tensor) for each optimizer ({', '.join(parameters)}), or None, but {', '.join(wrong)} is not; "
+                "name the losses after the optimizers"
+            )
+        losses = [(output[name], parameters[name], output[name]) for name in parameters]
+        numerator, count = float(num_samples), num_samples
+    else:
+        value, numerator, count = (
+            (output, num_samples, num_samples) if isinstance(output, Tensor) else split_loss(output, num_samples)
+        )
+        losses = [] if value is None else [(value, None, value)]
+    if reads_counts or not isinstance(count, Tensor):
+        count = float(count)
+        weight = numerator * scale if scale is not None else numerator / count if count else 0.0
+    else:
+        count = count.detach().double().reshape(())
+        weight = numerator * scale if scale is not None else torch.where(count != 0, numerator / count, 0.0)
+    for i, (value, inputs, returned) in enumerate(losses):
+        if faults.plan is not None:
+            value = faults.plan.poison(value)
+            losses[i] = value, inputs, returned
+        if value.numel() != 1:
+            raise ValueError(
+                f"training_step must return a scalar loss, but its loss has shape {list(value.shape)}; return its mean or Loss(total, count)"
+            )
+        if not value.requires_grad:
+            raise ValueError(
+                "training_step returned a loss without gradient: it does not depend on a trainable parameter, or was detached or computed under no_grad"
+            )
+        if isinstance(weight, Tensor):
+            losses[i] = value * weight.to(value.dtype), inputs, returned
+        elif weight != 1.0:
+            losses[i] = value * weight, inputs, returned
+    return losses, count
+
+
+def detach(output: Any) -> Any:
+    """`output` without the graph of its tensors, so that keeping it keeps no memory alive."""
+    if isinstance(output, Tensor):
+        return output.detach()
+    if isinstance(output, Loss):
+        return Loss(output.total.detach(), output.count)
+    if isinstance(output, Mapping):
+        return {key: detach(value) for key, value in output.items()}
+    return output
+
+
+def _nothing() -> None: ...
