@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from benchmarks._rounds import machine, quiet, summarise, table, take_turns, told, write_json
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
-from lockstep.trainer.checkpoint import writer as checkpoint_writer
+from lockstep.trainer.checkpoint import file_writer
 
 COPY, RAW, SAVE, UNCHECKED, BESIDE = (
     "memory copy of the state",
@@ -110,7 +110,7 @@ def write(tensors: list[Tensor], path: Path) -> None:
 
 
 def unchecked(save: Callable[[], Any]) -> None:
-    with patch.object(checkpoint_writer, "crc32", lambda data, value=0: 0):
+    with patch.object(file_writer, "crc32", lambda data, value=0: 0):
         save()
 
 

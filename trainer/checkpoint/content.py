@@ -120,3 +120,16 @@ def check_finite(path: Path, tensors: Mapping[str, TensorShard], finite: Contain
 def refusal(path: Path, where: str, what: str, remedy: str) -> CheckpointError:
     """The error for something that cannot be stored."""
     return CheckpointError(f"cannot save the checkpoint {path}: {where}: {what}; {remedy}")
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy in memory of its own on the CPU. From a device it waits for the computation and the copy."""
+    tensor = tensor.detach()
+    return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def global_step_of(state: Mapping[str, Any]) -> int:
+    """The step that a state was saved at, 0 if it does not say."""
+    progress = state.get("progress")
+    step = progress.get("global_step") if isinstance(progress, dict) else None
+    return step if isinstance(step, int) and step >= 0 else 0

@@ -1,6 +1,6 @@
 """Checkpoints: saved in one rename, opened with every byte checked, found, removed.
 
-`checkpoint_format.py` says what a checkpoint is, `checkpoint_writer.py` how one is written.
+`manifest.py` says what a checkpoint is, `writer.py` how one is written.
 """
 
 from __future__ import annotations

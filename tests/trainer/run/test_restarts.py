@@ -56,7 +56,7 @@ def test_what_the_caller_has_is_as_after_an_undisturbed_fit(
         f"rank {rank} was killed by SIGKILL (step 6, in callbacks): restart 2 of 3 from {newest}/epoch=0-step=4",
     ]
     assert equal(weights(model), weights(undisturbed)) and model.trainer is other
-    assert one.callback_metrics == other.callback_metrics and one.progress == other.progress
+    assert one.callback_metrics == other.callback_metrics and one._run.progress == other._run.progress
     assert other.checkpoint_callback.best_model_path == one.checkpoint_callback.best_model_path.replace(
         "version_0", "version_1"
     )
