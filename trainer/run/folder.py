@@ -106,7 +106,9 @@ class RunFolder:
                 "hyperparameters": dict(module.hparams),
             }
             config = json.dumps(given, indent=2, default=repr) + "\n"  # YAML, as all JSON is
-        versions = {"python": platform.python_version(), "platform": platform.platform(), "cuda": torch.version.cuda}
+        host = os.uname()  # `platform.platform` would start a process
+        system = f"{host.sysname}-{host.release}-{host.machine}"
+        versions = {"python": platform.python_version(), "platform": system, "cuda": torch.version.cuda}
         for name in PACKAGES:
             with suppress(importlib.metadata.PackageNotFoundError):
                 versions[name] = importlib.metadata.version(name)
