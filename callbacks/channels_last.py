@@ -24,11 +24,13 @@ class ChannelsLast(Callback):
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         if not any(parameter.dim() == 4 for parameter in module.parameters()):
             raise ValueError(
-                f"ChannelsLast lays out parameters of 4 dimensions, as convolutions have, but {type(module).__name__} has none; leave it out"
+                "ChannelsLast changes the memory format of 4-dimensional parameters, such as those of convolutions, "
+                f"but {type(module).__name__} has none; remove it"
             )
         if not trainer.strategy.capabilities.preserves_memory_format:
             name = type(trainer.strategy).__name__
             raise ValueError(
-                f"ChannelsLast does nothing under strategy {name}, which lays parameters out itself; leave it out, or use strategy='ddp'"
+                f"ChannelsLast has no effect under strategy {name}, which sets the memory format itself; remove it, or "
+                "use strategy='ddp'"
             )
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -39,17 +39,19 @@ KINDS = {
 class CommunicationLedger(Callback):
     """Counts the collectives of `num_steps` optimizer steps, whoever issues them: DDP, FSDP, DTensor, a pipeline, you.
 
-    Prints a table on rank 0 when training ends, and writes `communication.json` into the run's folder: calls and bytes a
-    step by collective and dtype, of rank 0 and summed over ranks. Bytes are the size of what a collective works on: of the
-    tensor for all-reduce, broadcast, send and recv, of the whole (not of one rank's part) for all-gather and reduce-scatter.
-    In a ring of N ranks each rank sends 2 (N - 1) / N of that in an all-reduce, (N - 1) / N in the other two.
+    Prints a table on rank 0 when training ends, and writes `communication.json` into the run's folder: calls and bytes
+    a step by collective and dtype, of rank 0 and summed over ranks. Bytes are the size of what a collective works on:
+    of the tensor for all-reduce, broadcast, send and recv, of the whole (not of one rank's part) for all-gather and
+    reduce-scatter. In a ring of N ranks each rank sends 2 (N - 1) / N of that in an all-reduce, (N - 1) / N in the
+    other two.
 
-    A step is all that happens from its first batch to its end; where it logs, the exchange of logged values too, and on several
-    nodes the control messages, which on one go through shared memory; not validation. Collectives of other threads than the
-    training's are not seen. The steps that are looked at are slower, and run without torch.compile.
+    A step is all that happens from its first batch to its end; where it logs, the exchange of logged values too, and on
+    several nodes the control messages, which on one go through shared memory; not validation. Collectives of other
+    threads than the training's are not seen. The steps that are looked at are slower, and run without torch.compile.
 
     Args:
-        first_step: Optimizer steps of this fit before the first one that is counted, at least 2: engines set themselves up.
+        first_step: Optimizer steps of this fit before the first one that is counted, at least 2: engines set themselves
+        up.
         num_steps: Optimizer steps that are counted.
     """
 
@@ -82,7 +84,10 @@ class CommunicationLedger(Callback):
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         self._stop()
         if trainer.is_global_zero:
-            late = f"communication: none, as training ended before step {self.first_step + self.num_steps}; lower first_step"
+            late = (
+                f"communication: not measured, because training ended before step {self.first_step + self.num_steps}; "
+                "lower first_step"
+            )
             safe_print(late if self.report is None else self.table())
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
@@ -97,7 +102,9 @@ class CommunicationLedger(Callback):
     def table(self) -> str:
         """What was counted, as text. Raises RuntimeError before the steps are done."""
         if self.report is None:
-            raise RuntimeError(f"nothing is counted before step {self.first_step + self.num_steps}; call table() later")
+            raise RuntimeError(
+                f"nothing has been measured before step {self.first_step + self.num_steps}; call table() later"
+            )
         ranks = self.report["world_size"]
         title = f"communication in a step, over {self.report['num_steps']} steps on {ranks} rank{'s' * (ranks > 1)}"
         if not self.report["rows"]:
@@ -165,7 +172,9 @@ class CommunicationLedger(Callback):
                 path.write_text(json.dumps(self.report, indent=2) + "\n")
             except OSError as error:
                 warnings.warn(
-                    f"CommunicationLedger cannot write {path}, training goes on: {error}", RuntimeWarning, stacklevel=2
+                    f"CommunicationLedger cannot write {path}, training continues: {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
                 )
 
     def _stop(self) -> None:

@@ -64,9 +64,9 @@ class EarlyStopping(Callback):
         log_rank_zero_only: bool = False,
     ) -> None:
         if mode not in ("min", "max"):
-            raise ValueError(f'EarlyStopping knows the modes "min" and "max", but got mode={mode!r}')
+            raise ValueError(f"mode of EarlyStopping must be 'min' or 'max', got {mode!r}")
         if patience < 0:
-            raise ValueError(f"EarlyStopping needs a patience of 0 or more checks, but got {patience}")
+            raise ValueError(f"patience of EarlyStopping must be at least 0 checks, got {patience}")
         self.monitor = monitor
         self.min_delta = abs(min_delta)
         self.patience = patience
@@ -119,7 +119,7 @@ class EarlyStopping(Callback):
             self._fitting and self.stopping_reason and self._reason()
         ):  # resumed where it had stopped: stop there again, unless the options allow more now
             trainer.should_stop = True
-            trainer.print(f"EarlyStopping: the run had ended already: {self.stopping_reason}")
+            trainer.print(f"EarlyStopping: the resumed run had already stopped: {self.stopping_reason}")
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         if self._fitting and not trainer.sanity_checking:
@@ -171,7 +171,7 @@ class EarlyStopping(Callback):
         if self.divergence_threshold is not None and self._better(self.divergence_threshold, self._last):
             return f"{shown} is worse than the divergence threshold {self.divergence_threshold:.6g}"
         if self.wait_count and self.wait_count >= self.patience:
-            return f"{shown} is check number {self.wait_count} in a row without improvement over {best}"
+            return f"{shown}: {self.wait_count} checks in a row without improvement over {best}"
         return None
 
     def _better(self, value: float, than: float) -> bool:

@@ -66,7 +66,8 @@ class Guard(Callback):
 
 
 def check_replicas(trainer: Trainer, module: Module) -> bool:
-    """Raise RuntimeError if a parameter that several ranks hold differs on them; whether there are any. Every rank calls it."""
+    """Raise RuntimeError if a parameter that several ranks hold differs on them; whether there are any. Every rank
+    calls it."""
     strategy = trainer.strategy
     mine = {
         _place(name, p): (name, fingerprint(p))
@@ -86,8 +87,10 @@ def check_replicas(trainer: Trainer, module: Module) -> bool:
             if content != expected:
                 name = strategy.broadcast(mine[place][0] if rank == strategy.topology.rank else None, rank)
                 raise RuntimeError(
-                    f"the replicas have drifted apart: after step {trainer.global_step} {name} on rank {rank} is not what it is on rank {holder}; "
-                    "look for code that changes parameters or gradients, or draws random numbers for them, differently by rank"
+                    f"the replicas have drifted apart: after step {trainer.global_step} {name} on rank {rank} is not "
+                    f"what it is on rank {holder}; "
+                    "look for code that changes parameters or gradients, or draws random numbers for them, differently "
+                    "by rank"
                 )
     return has_replicas
 
@@ -98,7 +101,8 @@ def _is_here(parameter: Tensor) -> bool:
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """A number that a change of the tensor's bits changes too: the wrapped sum of its elements' bits. A host synchronisation."""
+    """A number that a change of the tensor's bits changes too: the wrapped sum of its elements' bits. A host
+    synchronisation."""
     tensor = getattr(tensor, "_local_tensor", tensor).detach()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
@@ -112,7 +116,8 @@ def _place(name: str, parameter: Tensor) -> int:
     if local is not parameter:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1]  # type: ignore[attr-defined]
+        layout = parameter.shape, parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        offset = compute_local_shape_and_global_offset(*layout)[1]
     return (
         int.from_bytes(
             hashlib.blake2b(f"{name} {tuple(offset)} {tuple(local.shape)}".encode(), digest_size=7).digest(), "big"

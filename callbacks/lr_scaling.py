@@ -38,11 +38,11 @@ class LRScaling(LRFactor):
     ) -> None:
         super().__init__()
         if rule not in ("linear", "sqrt"):
-            raise ValueError(f'LRScaling knows the rules "linear" and "sqrt", but got rule={rule!r}')
+            raise ValueError(f"rule of LRScaling must be 'linear' or 'sqrt', got {rule!r}")
         if not 0 < reference_batch_size < math.inf:
-            raise ValueError(f"LRScaling needs a positive reference_batch_size, but got {reference_batch_size}")
+            raise ValueError(f"reference_batch_size of LRScaling must be above 0, got {reference_batch_size}")
         if global_batch_size is not None and not 0 < global_batch_size < math.inf:
-            raise ValueError(f"LRScaling needs a positive global_batch_size, but got {global_batch_size}")
+            raise ValueError(f"global_batch_size of LRScaling must be above 0, got {global_batch_size}")
         self.reference_batch_size = reference_batch_size
         self.rule = rule
         self.global_batch_size = global_batch_size
@@ -52,7 +52,8 @@ class LRScaling(LRFactor):
         size = self.global_batch_size or (None if loader is None else loader.batch_size)
         if size is None:
             raise ValueError(
-                "LRScaling needs the number of samples of an optimizer step, which this loader does not tell: give global_batch_size=..."
+                "LRScaling needs the number of samples of an optimizer step, which this loader does not report: set "
+                "global_batch_size=..."
             )
         ratio = size / self.reference_batch_size
         factor = self.factor = ratio if self.rule == "linear" else math.sqrt(ratio)
@@ -62,7 +63,11 @@ class LRScaling(LRFactor):
     def _arithmetic(self, trainer: Trainer, size: float) -> str:
         if self.global_batch_size is None:
             ranks, accumulation = trainer.strategy.topology.data_size, trainer.train_dataloader.num_micro_batches
-            origin = f"samples per rank {size / (ranks * accumulation):.10g} × ranks {ranks} × accumulation {accumulation} = global batch {size:.10g}"
+            origin = (
+                f"samples per rank {size / (ranks * accumulation):.10g} × ranks {ranks} "
+                f"× accumulation {accumulation} "
+                f"= global batch {size:.10g}"
+            )
         else:
             origin = f"global batch {size:.10g}, as given"
         # Float of a tensor rate waits for its device: once a run.
@@ -70,4 +75,7 @@ class LRScaling(LRFactor):
             float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups
         )
         scaled = ", ".join(f"{lr:g} → {lr * self.factor:g}" for lr in rates)
-        return f"LRScaling: {origin}; {self.rule} rule against {self.reference_batch_size:.10g}: factor {self.factor:g}; lr {scaled}"
+        return (
+            f"LRScaling: {origin}; {self.rule} rule against {self.reference_batch_size:.10g}: factor {self.factor:g}; "
+            f"lr {scaled}"
+        )

@@ -36,27 +36,27 @@ class LRWarmup(LRFactor):
     ) -> None:
         super().__init__()
         if (steps is None) == (epochs is None):
-            raise ValueError(
-                f"LRWarmup takes its length either as steps or as epochs, but got steps={steps} and epochs={epochs}: give one of them"
-            )
+            raise ValueError(f"LRWarmup needs either steps or epochs, got steps={steps} and epochs={epochs}")
         length = steps if steps is not None else epochs
         if length is None or length < 0 or not math.isfinite(length) or (steps is not None and steps != int(steps)):
             raise ValueError(
-                f"LRWarmup needs a length of 0 or more, in whole steps, but got {'epochs' if steps is None else 'steps'}={length}"
+                "the length of LRWarmup must be at least 0, and a whole number of steps, got "
+                f"{'epochs' if steps is None else 'steps'}={length}"
             )
         if not 0 <= start_factor <= 1:
-            raise ValueError(f"LRWarmup needs a start_factor from 0 to 1, but got {start_factor}")
+            raise ValueError(f"start_factor of LRWarmup must be from 0 to 1, got {start_factor}")
         if shape not in ("linear", "cosine"):
-            raise ValueError(f'LRWarmup knows the shapes "linear" and "cosine", but got shape={shape!r}')
+            raise ValueError(f"shape of LRWarmup must be 'linear' or 'cosine', got {shape!r}")
         self.steps = steps
         self.epochs = epochs
         self.start_factor = start_factor
         self.shape = shape
 
     def factor_at(self, step: int) -> float:
-        """The factor of the optimizer step that follows `step` completed ones. With `epochs`, known from `on_fit_start` on."""
+        """The factor of the optimizer step that follows `step` completed ones. With `epochs`, known from `on_fit_start`
+        on."""
         if self.steps is None:
-            raise RuntimeError("LRWarmup(epochs=...) knows its length in steps only once fit has started")
+            raise RuntimeError("the length of LRWarmup(epochs=...) in steps is unknown until fit has started")
         if step >= self.steps:
             return 1.0
         progress = (step + 1) / (self.steps + 1)
@@ -68,7 +68,8 @@ class LRWarmup(LRFactor):
         if self.epochs is not None:
             if trainer._run.windows_per_epoch is None:
                 raise ValueError(
-                    f"LRWarmup(epochs={self.epochs}) needs the length of an epoch, which this loader does not tell: give steps=... instead"
+                    f"LRWarmup(epochs={self.epochs}) needs the length of an epoch, which this loader does not report: "
+                    "set steps=... instead"
                 )
             self.steps = round(self.epochs * trainer._run.windows_per_epoch)
         self._multiply(trainer, lambda: self.factor_at(trainer.global_step))

@@ -93,29 +93,31 @@ class ModelCheckpoint(Callback):
         verbose: bool = False,
     ) -> None:
         if mode not in ("min", "max"):
-            raise ValueError(f'ModelCheckpoint knows the modes "min" and "max", but got mode={mode!r}')
+            raise ValueError(f"mode of ModelCheckpoint must be 'min' or 'max', got {mode!r}")
         if save_top_k < -1:
-            raise ValueError(f"ModelCheckpoint needs save_top_k of 0 or more, or -1 to keep all, but got {save_top_k}")
+            raise ValueError(f"save_top_k of ModelCheckpoint must be at least 0, or -1 to keep all, got {save_top_k}")
         periods = {"every_n_train_steps": every_n_train_steps, "every_n_epochs": every_n_epochs}
         for name, period in periods.items():
             if period is not None and period < 1:
-                raise ValueError(f"ModelCheckpoint needs {name} of 1 or more, but got {period}")
+                raise ValueError(f"{name} of ModelCheckpoint must be at least 1, got {period}")
         given = [
             name for name, value in {**periods, "train_time_interval": train_time_interval}.items() if value is not None
         ]
         if len(given) > 1:
             raise ValueError(
-                f"ModelCheckpoint saves by steps, by epochs or by time, but got {' and '.join(given)}: add one ModelCheckpoint for each"
+                f"ModelCheckpoint saves by steps, by epochs or by time, got {' and '.join(given)}: add one "
+                "ModelCheckpoint for each"
             )
         if save_on_train_epoch_end is not None and given and given != ["every_n_epochs"]:
             raise ValueError(
-                f"ModelCheckpoint with {given[0]} does not look at epoch ends, but got save_on_train_epoch_end={save_on_train_epoch_end}"
+                f"ModelCheckpoint with {given[0]} does not save at the end of epochs, but got "
+                f"save_on_train_epoch_end={save_on_train_epoch_end}"
             )
         self.filename = filename or "{epoch}-{step}"
         _check_template(self.filename)
         if save_last and self.filename == "last":
             raise ValueError(
-                'ModelCheckpoint keeps the latest state as "last" with save_last=True, but got filename="last" too: give another filename'
+                'filename="last" of ModelCheckpoint is reserved by save_last=True: choose another filename'
             )
         self.dirpath = self._given_dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
         self.monitor = monitor
@@ -227,11 +229,12 @@ class ModelCheckpoint(Callback):
                 os.makedirs(self.dirpath, exist_ok=True)
             except OSError as error:
                 raise ValueError(
-                    f"the checkpoint folder {self.dirpath} cannot be made ({error.strerror}): give ModelCheckpoint another dirpath"
+                    f"the checkpoint folder {self.dirpath} cannot be created ({error.strerror}): set another dirpath "
+                    "of ModelCheckpoint"
                 ) from error
             if not os.access(self.dirpath, os.W_OK | os.X_OK):
                 raise ValueError(
-                    f"the checkpoint folder {self.dirpath} cannot be written: give ModelCheckpoint another dirpath"
+                    f"the checkpoint folder {self.dirpath} is not writable: set another dirpath of ModelCheckpoint"
                 )
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
@@ -369,7 +372,8 @@ class ModelCheckpoint(Callback):
             if value is None:
                 self._warn_once(
                     trainer,
-                    f"{self.monitor!r}, which ModelCheckpoint monitors, has no value yet: what is saved until then ranks as the worst",
+                    f"{self.monitor!r}, which ModelCheckpoint monitors, has no value yet: checkpoints saved until "
+                    "then rank as the worst",
                 )
         self.current_score = None if self.monitor is None else score
         return score
@@ -421,7 +425,8 @@ class ModelCheckpoint(Callback):
         return os.path.basename(path) if os.path.dirname(path) == self.dirpath else path
 
     def _find_again(self, trainer: Trainer, folder: str) -> None:
-        """Look up the checkpoints of the resumed run: in `dirpath` where it was moved there, else where they were, or forget them."""
+        """Look up the checkpoints of the resumed run: in `dirpath` where it was moved there, else where they were, or
+        forget them."""
 
         def find(path: str) -> str:
             moved = os.path.join(str(self.dirpath), os.path.basename(path))
@@ -447,11 +452,13 @@ def _check_template(filename: str) -> None:
                 continue
         else:
             raise ValueError(
-                f"filename={filename!r} of ModelCheckpoint has the format specification {spec!r}, which no number takes: write it like ':.3f'"
+                f"filename={filename!r} of ModelCheckpoint has the format {spec!r}, which is invalid for a number: use "
+                "one such as ':.3f'"
             )
     if "{" in PLACEHOLDER.sub("", filename) or "}" in PLACEHOLDER.sub("", filename):
         raise ValueError(
-            f"filename={filename!r} of ModelCheckpoint has a brace without its pair: write placeholders like '{{epoch}}' or '{{val/loss:.3f}}'"
+            f"filename={filename!r} of ModelCheckpoint has an unmatched brace: write placeholders like '{{epoch}}' or "
+            f"'{{val/loss:.3f}}'"
         )
 
 

@@ -102,7 +102,10 @@ class Profiler(Callback):
             safe_print(
                 f"profile: {self.path}"
                 if written
-                else f"profile: none, as training ended before step {self.first_step + self.num_steps}; lower first_step"
+                else (
+                    f"profile: not measured, because training ended before step {self.first_step + self.num_steps}; "
+                    "lower first_step"
+                )
             )
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:

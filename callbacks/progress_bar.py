@@ -29,7 +29,8 @@ NEVER = math.inf
 
 
 class ProgressBar(Callback):
-    """Shows epoch, batches, rate, elapsed time, time left and the metrics logged with `prog_bar=True`, on rank 0, on stderr.
+    """Shows epoch, batches, rate, elapsed time, time left and the metrics logged with `prog_bar=True`, on rank 0, on
+    stderr.
 
     On a terminal one line is redrawn in place; in a notebook one output is updated; elsewhere a plain line
     is written every 30 seconds and at the end of each epoch. The time left of the epoch counts its training
@@ -307,7 +308,8 @@ class _Screen(ABC):
 
     @abstractmethod
     def show(self, parts: list[str], fraction: float | None, gap_s: float) -> None:
-        """Show the parts of the line; where lines stay, only `gap_s` seconds after the one before. Raises OSError or ValueError."""
+        """Show the parts of the line; where lines stay, only `gap_s` seconds after the one before. Raises OSError or
+        ValueError."""
 
     def clear(self) -> None:  # noqa: B027 - lines that stay need nothing
         """Make room for what the user wants to print. Raises OSError or ValueError."""
@@ -426,7 +428,8 @@ def _parts(meter: _Meter, run_s: float | None, metrics: Mapping[str, Any]) -> li
 
 
 def _fit(parts: list[str], fraction: float | None, columns: int, blocks: tuple[str, str]) -> str:
-    """Return the parts as one line of at most `columns`, with a bar behind the label if there is room, else with a percentage."""
+    """Return the parts as one line of at most `columns`, with a bar behind the label if there is room, else with a
+    percentage."""
     label, *rest = parts
     text = "  ".join(filter(None, rest))
     room = min(MAX_BAR_WIDTH, columns - _width(f"{label}    {text}"))

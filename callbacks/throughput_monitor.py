@@ -33,7 +33,8 @@ PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
 }
 """Peak of dense matrix products in 10^12 FLOP/s, in 16 bits, TensorFloat-32 and 32 bits, by words of the device's name.
 
-From the data sheets at https://www.nvidia.com/en-us/data-center, half of what they say with sparsity. The first match counts.
+From the data sheets at https://www.nvidia.com/en-us/data-center, half of what they say with sparsity. The first match
+counts.
 """
 
 PARTS = ("data", "compute", "optimizer", "saving", "rest")
@@ -44,26 +45,29 @@ _NUM_MEASURED = 2
 class ThroughputMonitor(Callback):
     """Logs every `log_every_n_steps` optimizer steps how fast training was since the last time, over all ranks.
 
-    - `throughput/samples_per_s`, `steps_per_s`, and with `tokens` `tokens_per_s`. Samples that several ranks share count
+    - `throughput/samples_per_s`, `steps_per_s`, and with `tokens` `tokens_per_s`. Samples that several ranks share
+    count
       once, padding not at all.
     - `throughput/flops_per_s`: FLOPs of matrix products, convolutions and attention of forward and backward, and
       `throughput/mfu`, their share of what the devices could do at most.
     - `throughput/share_data`, `share_compute` (forward, backward and the communication in them), `share_optimizer`,
-      `share_saving` (what training waits for checkpoints) and `share_rest`: of rank 0's wall-clock time; they sum to 1. Data
-      begins at the end of a step, so callbacks that come after this one are in it.
+      `share_saving` (what training waits for checkpoints) and `share_rest`: of rank 0's wall-clock time; they sum to 1.
+      Data begins at the end of a step, so callbacks that come after this one are in it.
 
     Validation is left out of all of them, as are the first two steps of a fit, in which engines and compilers start and
     FLOPs are counted: operation by operation, which is slower, and without torch.compile. Accelerators work behind the
-    host, whose clock this is: the device is waited for once, when values are logged, so rates are right, but what the host
-    waits for in one part may be the device's work of another.
+    host, whose clock this is: the device is waited for once, when values are logged, so rates are right, but what the
+    host waits for in one part may be the device's work of another.
 
     Args:
-        tokens: Counts the tokens of a batch: a function of it, or the key, index or attribute of the tensor whose elements
+        tokens: Counts the tokens of a batch: a function of it, or the key, index or attribute of the tensor whose
+        elements
             they are.
         flops_per_sample: FLOPs of forward and backward of one sample; None counts what the ranks compute for the second
             step (under `dp` the first), activations that are computed again included. 0 leaves FLOPs out.
         peak_flops_per_s: What one rank's devices can do at most, for MFU; None looks the GPU up in `PEAK_TFLOPS` by the
-            precision of the run, and leaves MFU out for others and on CPUs. Give it where a rank has several (`dp`, `model`).
+            precision of the run, and leaves MFU out for others and on CPUs. Give it where a rank has several (`dp`,
+            `model`).
     """
 
     def __init__(
@@ -192,7 +196,8 @@ class ThroughputMonitor(Callback):
 
     def _show(self, trainer: Trainer) -> None:
         if trainer.strategy.topology.device.type != "cpu":
-            torch.accelerator.synchronize()  # the only host synchronisation: the device is up to half an interval behind
+            # the only host sync: the device is up to half an interval behind
+            torch.accelerator.synchronize()
         self._enter(trainer, "rest")
         seconds = sum(self._seconds[part] for part in PARTS)
         samples_per_s = (trainer._run.progress.total_samples - self._begun[1]) / seconds
@@ -218,7 +223,8 @@ class ThroughputMonitor(Callback):
         return found.numel()
 
     def _collect(self, trainer: Trainer) -> None:
-        """Add what the run's logging has just summed over ranks; at the end of an epoch it shows the rest of the interval."""
+        """Add what the run's logging has just summed over ranks; at the end of an epoch it shows the rest of the
+        interval."""
         if self._uncollected:
             self._num_tokens += float(trainer.callback_metrics[_TOKENS])
             self._uncollected = False
@@ -234,14 +240,15 @@ class ThroughputMonitor(Callback):
             totals = trainer.strategy.all_reduce(
                 torch.tensor([flops for flops, _ in self._counts], dtype=torch.float64)
             ).tolist()
-            # The last one: in the first some engines compute shapes besides. Threads that exist from then on are not looked into.
+            # The last one: in the first some engines compute shapes besides. Threads that exist from then on are not
+            # looked into.
             known = [
                 total / samples for total, (_, samples) in zip(totals, self._counts, strict=True) if total and samples
             ]
             self.measured_flops_per_sample = known[-1] if known else None
             if not known and trainer.is_global_zero:
                 warnings.warn(
-                    "ThroughputMonitor found no operation whose FLOPs it knows; give flops_per_sample, 0 for none",
+                    "ThroughputMonitor counted no FLOPs; set flops_per_sample (0 for none)",
                     stacklevel=2,
                 )
 
@@ -252,7 +259,8 @@ class ThroughputMonitor(Callback):
 
 
 def known_peak(device: torch.device, precision: str) -> float | None:
-    """The most FLOP/s that `device` reaches in matrix products of `precision`, from `PEAK_TFLOPS`; None where it is not known."""
+    """The most FLOP/s that `device` reaches in matrix products of `precision`, from `PEAK_TFLOPS`; None where it is not
+    known."""
     if device.type != "cuda":
         return None
     rounds = torch.get_float32_matmul_precision() != "highest"

@@ -104,7 +104,8 @@ class Timer(Callback):
             trainer.should_stop = True
             if trainer.is_global_zero:
                 safe_print(
-                    f"Timer: {timedelta(seconds=round(self.time_elapsed('train')))} of training are used up, stopping at step {trainer.global_step}"
+                    f"Timer: {timedelta(seconds=round(self.time_elapsed('train')))} of training time used, stopping at "
+                    f"step {trainer.global_step}"
                 )
 
     def __getstate__(self) -> dict[str, Any]:

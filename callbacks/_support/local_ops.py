@@ -15,8 +15,8 @@ class LocalOps(TorchDispatchMode):
     """Calls `see(op, args, result)` for every operation on plain tensors, before autograd is applied to it.
 
     A DTensor is passed over, so that the operations on its local part are seen, and its collectives. Collectives that
-    engines issue in C++ (DDP's reducer) go through the same dispatcher. It sees the thread in which it is entered and the
-    backwards that this thread starts, and makes each operation some microseconds slower.
+    engines issue in C++ (DDP's reducer) go through the same dispatcher. It sees the thread in which it is entered and
+    the backwards that this thread starts, and makes each operation some microseconds slower.
     """
 
     def __init__(self, see: Callable[[Any, tuple[Any, ...], Any], None] | None = None) -> None:
@@ -37,8 +37,8 @@ class LocalOps(TorchDispatchMode):
 def watching(*modes: AbstractContextManager[Any]) -> ExitStack:
     """Enter `modes`, until `close` of what is returned. Close in the reverse order of entering: modes are a stack.
 
-    What torch.compile has made runs as it is written meanwhile: under a mode it would be passed over, and a function that
-    is first called under one is never compiled.
+    What torch.compile has made runs as it is written meanwhile: under a mode it would be passed over, and a function
+    that is first called under one is never compiled.
     """
     stack = ExitStack()
     if "torch._dynamo" in sys.modules:  # else nothing is compiled, and the import takes a second

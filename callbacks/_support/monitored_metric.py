@@ -43,12 +43,16 @@ class MonitoredMetric:
         if self.name in trainer.callback_metrics or not due:
             return None
         available = ", ".join(sorted(trainer.callback_metrics)) or "none"
-        return f"{self.owner} monitors {self.name!r}, which nothing has logged by now: log it or monitor one of the metrics that there are: {available}"
+        return (
+            f"{self.owner} monitors {self.name!r}, which was not logged: log it, or monitor one of the logged metrics: "
+            f"{available}"
+        )
 
 
 def check_keys(owner: str, state: dict[str, Any], expected: set[str]) -> None:
     """Raise ValueError where a saved state of `owner` lacks something or has more."""
     if state.keys() != expected:
         raise ValueError(
-            f"the saved state of {owner} must have the keys {sorted(expected)}, but it has {sorted(state)}: it comes from another version"
+            f"the saved state of {owner} must have the keys {sorted(expected)}, but it has {sorted(state)}: it comes "
+            "from another version"
         )

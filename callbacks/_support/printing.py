@@ -1,4 +1,5 @@
-"""Printing and logging that end no training: a closed terminal, `| head` and a full disk cost the text, never the run."""
+"""Printing and logging that end no training: a closed terminal, `| head` and a full disk cost the text, never the
+run."""
 
 from __future__ import annotations
 

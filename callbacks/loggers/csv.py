@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class CSVLogger(Logger):
-    """Writes `metrics.csv` (a row each time that metrics are logged, first column `step`) and `hparams.yaml` into the run's folder.
+    """Writes `metrics.csv` (a row each time that metrics are logged, first column `step`) and `hparams.yaml` into the
+    run's folder.
 
     A metric that appears later adds a column. When `fit` begins in a folder that has rows already,
     those of later steps than the one it begins at are dropped, and so are those that were written after

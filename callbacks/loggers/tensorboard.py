@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from lockstep import Module, Trainer
 
 HOLD_S = 0.5
-"""Seconds between two turns of handing scalars to the thread that writes: to wake it at each interval of fast steps costs more than the writing."""
+"""Seconds between two turns of handing scalars to the thread that writes: to wake it at each interval of fast steps
+costs more than the writing."""
 MISSING = "TensorBoardLogger needs the package tensorboard, which is not installed: pip install tensorboard"
 
 
 class TensorBoardLogger(Logger):
-    """Writes TensorBoard event files and `hparams.yaml` into the run's folder; `tensorboard --logdir <save_dir>` shows them.
+    """Writes TensorBoard event files and `hparams.yaml` into the run's folder; `tensorboard --logdir <save_dir>` shows
+    them.
 
     `logger.experiment` is a `torch.utils.tensorboard.SummaryWriter` on rank 0, for `add_image`,
     `add_histogram`, `add_audio`, `add_figure` and the like; on other ranks all its methods do nothing.
@@ -121,7 +123,8 @@ class TensorBoardLogger(Logger):
             self._hand_over(self._open())
 
     def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
-        """Show `params` on the HPARAMS and TEXT pages (nested names as `a/b`), and log `metrics` as scalars to compare runs by.
+        """Show `params` on the HPARAMS and TEXT pages (nested names as `a/b`), and log `metrics` as scalars to compare
+        runs by.
 
         Written with the first metrics, or by `save` or `finalize`.
         """
@@ -145,7 +148,7 @@ class TensorBoardLogger(Logger):
             return
         if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
             warnings.warn(
-                "TensorBoardLogger cannot draw the graph of a model that is sharded over ranks; set log_graph=False",
+                "TensorBoardLogger cannot trace the graph of a model that is sharded over ranks; set log_graph=False",
                 stacklevel=2,
             )
             return
@@ -238,7 +241,8 @@ class TensorBoardLogger(Logger):
         return min(HOLD_S, self.flush_secs / 2)
 
     def _hand_over(self, writer: SummaryWriter) -> None:
-        """Give `writer` what is held: an event for all scalars of a step, as the thread that writes works on each event for itself."""
+        """Give `writer` what is held: an event for all scalars of a step, as the thread that writes works on each event
+        for itself."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         held, self._held = self._held, []
@@ -272,7 +276,8 @@ class _Forgiving:
         self._failed = False
         worker = getattr(getattr(file, "_async_writer", None), "_worker", None)
         if worker is not None:
-            # The thread that writes keeps its exception for the next call, and prints it as well: that is one time too many.
+            # The thread that writes keeps its exception for the next call, and prints it as well: that is one time too
+            # many.
             worker._invoke_excepthook = lambda thread: None
 
     def get_logdir(self) -> str:
@@ -307,8 +312,8 @@ class _Nothing:
 
 
 def _wait_for_a_later_name(folder: str) -> None:
-    """TensorBoard reads event files by name, which begins with a second and goes on with a process id: of a run that was
-    started again within a second, the later file might be read first."""
+    """TensorBoard reads event files by name, which begins with a second and goes on with a process id: of a run that
+    was started again within a second, the later file might be read first."""
     files = os.listdir(folder) if os.path.isdir(folder) else []
     seconds = [int(found[1]) for name in files if (found := re.match(r"events\.out\.tfevents\.(\d+)\.", name))]
     while seconds and int(time.time()) == max(seconds):

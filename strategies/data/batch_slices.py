@@ -94,13 +94,15 @@ def _rows(batch: Any, num_rows: int, start: int, stop: int) -> Any:
 
 
 def _object_rows(batch: Any, num_rows: int, start: int, stop: int) -> Any:
-    """A shallow copy with the rows of each tensor; only where every tensor has one row a sample is it clear what the object's parts are."""
+    """A shallow copy with the rows of each tensor; only where every tensor has one row a sample is it clear what the
+    object's parts are."""
     for name, value in vars(batch).items():
         odd = [t for t in _tensors(value) if t.dim() and len(t) != num_rows]
         if odd:
             raise ValueError(
                 f"a batch of class {type(batch).__name__} cannot be split, as the first dimension of its {name} "
-                f"(shape {list(odd[0].shape)}) is not the number of samples, {num_rows}; let the loader make a dict, a named tuple or a dataclass"
+                f"(shape {list(odd[0].shape)}) is not the number of samples, {num_rows}; return a dict, a named tuple "
+                "or a dataclass from the loader"
             )
     part = copy.copy(batch)
     for name, value in vars(batch).items():

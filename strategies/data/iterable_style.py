@@ -21,7 +21,7 @@ class Streamed(Source):
     ) -> None:
         name = name_of(iterable)
         if shuffle:
-            raise ValueError(f"shuffle=True needs a dataset with indices, but {name} can only be iterated")
+            raise ValueError(f"shuffle=True needs a map-style dataset, but {name} is iterable-style")
         self.share = share
         self.window_micro_batches = share.accumulate
         self.batch_size = None if loader is None else loader.batch_size
@@ -31,10 +31,11 @@ class Streamed(Source):
         batch_size = None if loader is None else loader.batch_size
         if share.split and share.size * share.accumulate > 1:
             if batch_size is None:
-                raise ValueError(f"split needs batches that can be cut, but {name} yields ready ones")
+                raise ValueError(f"split_batches needs batches that can be split, but {name} yields ready-made ones")
             if batch_size % (share.size * share.accumulate):
                 raise ValueError(
-                    f"with split the batch_size of an iterable dataset must divide by ranks times micro-batches, but it is {batch_size} "
+                    "with split the batch_size of an iterable dataset must divide by ranks times micro-batches, but "
+                    f"it is {batch_size} "
                     f"and they are {share.size} * {share.accumulate}"
                 )
             batch_size //= share.size * share.accumulate
@@ -73,7 +74,7 @@ class Streamed(Source):
             raise cannot_share(name, share, "drop_last drops by the number of ranks", [share.planned])
         if share.whole or share.planned * share.accumulate % share.size:
             raise cannot_share(
-                name, share, "each rank takes whole batches", divisors(share.planned * share.accumulate, share)
+                name, share, "each rank gets complete batches", divisors(share.planned * share.accumulate, share)
             )
 
     def limit_here(self, limit: int | None) -> int | None:
@@ -84,13 +85,13 @@ class Streamed(Source):
             raise cannot_share(
                 self._iterable,
                 share,
-                f"each rank takes whole batches of the {limit * share.planned} of an epoch",
+                f"each rank gets complete batches of the {limit * share.planned} of an epoch",
                 [share.planned],
             )
         return limit * share.planned // share.size
 
     def describe(self) -> str:
-        return f"{name_of(self._iterable)} gives no item" + (
+        return f"{name_of(self._iterable)} yields no item" + (
             " or drop_last drops all" if self._fetcher.drop_last else ""
         )
 
@@ -98,7 +99,8 @@ class Streamed(Source):
         # A length that an iterable reports is an estimate, so `start` is not checked against it.
         if self._read and _ends_for_good(self._iterable):
             raise RuntimeError(
-                f"{name_of(self._iterable)} is an iterator and can be read only once: give a list, a DataLoader or a function that returns a new iterator"
+                f"{name_of(self._iterable)} is an iterator and can be read only once: give a list, a DataLoader or a "
+                "function that returns a new iterator"
             )
         self._read = True
 
@@ -159,7 +161,8 @@ class Streamed(Source):
 
 
 def _ends_for_good(iterable: Any) -> bool:
-    """Whether it can be read once only, as a generator. A user's class that is its own iterator may begin anew in `__iter__`."""
+    """Whether it can be read once only, as a generator. A user's class that is its own iterator may begin anew in
+    `__iter__`."""
     if not isinstance(iterable, Iterator):
         return False
     own = type(iterable).__iter__

@@ -26,7 +26,8 @@ from lockstep.strategies.data.workers import (
 )
 
 _READ_AHEAD, _READ_AHEAD_BATCHES = 1024, 32
-"""Indices, or batches of them, of a user's sampler that are read at once, as switching the random state costs about 0.1 ms."""
+"""Indices, or batches of them, of a user's sampler that are read at once, as switching the random state costs about 0.1
+ms."""
 _BLOCK = 4096
 """Indices of the permutation that are computed at once."""
 
@@ -42,13 +43,15 @@ class Indexed(Source):
         self._batches = loader.batch_sampler is not None and type(sampler) is not BatchSampler
         if self._batches and shuffle is not None:
             raise ValueError(
-                f"shuffle={shuffle} cannot be forced on {type(sampler).__name__}, which makes its own batches: give the DataLoader a batch_size"
+                f"shuffle={shuffle} cannot be forced on {type(sampler).__name__}, which makes its own batches: give "
+                "the DataLoader a batch_size"
             )
         cut = type(sampler) is BatchSampler
         self.counts_own = not cut and not self._batches
         if self.counts_own and share.split and share.size * share.accumulate > 1:
             raise ValueError(
-                f"split needs batches that can be cut, but {name_of(loader)} makes its own (batch_size is None)"
+                f"split_batches needs batches that can be split, but {name_of(loader)} makes its own (batch_size is "
+                "None)"
             )
         self._drop_last: bool
         batch_size, self._drop_last = (sampler.batch_size, sampler.drop_last) if cut else (1, False)
@@ -81,7 +84,8 @@ class Indexed(Source):
             self._drop_last = self._drop_last or sampler.drop_last
         elif getattr(sampler, "num_replicas", 1) != 1:
             raise ValueError(
-                f"{type(sampler).__name__} has num_replicas={sampler.num_replicas}, but Lockstep itself shares samples out: give it num_replicas=1 and rank=0"
+                f"{type(sampler).__name__} has num_replicas={sampler.num_replicas}, but Lockstep shards samples "
+                "itself: set num_replicas=1 and rank=0"
             )
         else:
             self._sampler, self._length = sampler, length_of(sampler)
@@ -108,8 +112,11 @@ class Indexed(Source):
 
     def describe(self) -> str:
         if self._drop_last and self._length:
-            return f"drop_last drops the only global micro-batch, as the dataset has {self._length} samples and a full one {self._unit}"
-        return f"{name_of(self._fetcher.dataset)} has {self._length or 0} samples or its sampler gives none"
+            return (
+                f"drop_last drops the only global micro-batch, as the dataset has {self._length} samples and a full "
+                f"one {self._unit}"
+            )
+        return f"{name_of(self._fetcher.dataset)} has {self._length or 0} samples or its sampler yields none"
 
     def check(self, start: int) -> None:
         if self.num_samples is not None and self._length is not None and start > self._length:
@@ -147,7 +154,7 @@ class Indexed(Source):
         share = self.share
         if share.whole and share.size < share.planned and (self._batches or self.counts_own):
             raise cannot_share(
-                self._fetcher.dataset, share, "each rank takes whole batches, one a step", [share.planned]
+                self._fetcher.dataset, share, "each rank gets complete batches, one a step", [share.planned]
             )
 
     def _items_before(self, epoch: int, start: int) -> int:
@@ -185,7 +192,8 @@ class Indexed(Source):
         return tasks if limit is None else islice(tasks, max(0, limit - done))
 
     def _units(self, epoch: int, start: int, unit: int, limit: int | None = None) -> Iterator[Sequence[Any]]:
-        """What is cut as a whole, of the first `limit` samples: positions of the order, or a user's sampler's own indices."""
+        """What is cut as a whole, of the first `limit` samples: positions of the order, or a user's sampler's own
+        indices."""
         if self._sampler is None:
             assert self._length is not None
             stop = self._length - self._length % self._unit if self._drop_last else self._length
@@ -243,7 +251,8 @@ class Indexed(Source):
                 begin = end
 
     def _batches_after(self, epoch: int, start: int) -> tuple[Iterator[list[Any]], int, int]:
-        """The batches of a user's batch sampler after `start` samples, how many they follow, and in how many parts if split."""
+        """The batches of a user's batch sampler after `start` samples, how many they follow, and in how many parts if
+        split."""
         batches = map(_listed, self._replay(epoch))
         passed = parts = 0
         while start > 0:

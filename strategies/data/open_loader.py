@@ -38,17 +38,20 @@ def source_of(loader: Any, share: Share, shuffle: bool | None) -> Source:
     if callable(loader):
         return Streamed(Factory(loader), share, shuffle)
     raise TypeError(
-        f"a loader is a DataLoader, an iterable of batches or a function that returns one, but it is {type(loader).__name__}"
+        "a loader is a DataLoader, an iterable of batches or a function that returns one, but it is "
+        f"{type(loader).__name__}"
     )
 
 
 def check_is_no_dataset(loader: Any) -> None:
-    """Raise TypeError for a dataset in the place of a loader: its items are samples, without the dimension of a batch."""
+    """Raise TypeError for a dataset in the place of a loader: its items are samples, without the dimension of a
+    batch."""
     if isinstance(loader, Dataset):
         name = type(loader).__name__
         raise TypeError(
-            f"a loader gives batches, but {name} is a dataset and gives samples; give DataLoader({name}(...), batch_size=...), "
-            "with batch_size=None where its items are batches already"
+            f"a loader yields batches, but {name} is a dataset, which yields samples; pass DataLoader({name}(...), "
+            "batch_size=...), "
+            "with batch_size=None if its items are already batches"
         )
 
 
@@ -58,7 +61,7 @@ class Combined(Source):
     def __init__(self, combined: CombinedLoader, share: Share, shuffle: bool | None) -> None:
         if share.split and share.size * share.accumulate > 1:
             raise ValueError(
-                "split needs batches that can be cut, but those of several loaders are not: leave split_batches out"
+                "split_batches cannot be used with several loaders, whose batches cannot be split: remove it"
             )
         self.share = share
         self.window_micro_batches = share.accumulate
@@ -70,7 +73,8 @@ class Combined(Source):
         for name, source in self._sources.items():
             if source.shards_itself:
                 raise ValueError(
-                    f"a dataset that shards itself cannot be combined with others, as ranks may have other numbers of batches, but {name!r} does"
+                    "a dataset that shards itself cannot be combined with others, as ranks may have other numbers of "
+                    f"batches, but {name!r} does"
                 )
         self.may_filter = any(source.may_filter for source in self._sources.values())
         self._asked: list[tuple[Source, Any, int]] = []
@@ -97,7 +101,7 @@ class Combined(Source):
     def check_planned(self, start: int) -> None:
         share = self.share
         if share.whole and share.size < share.planned:
-            raise cannot_share(self._combined, share, "each rank takes whole batches, one a step", [share.planned])
+            raise cannot_share(self._combined, share, "each rank gets complete batches, one a step", [share.planned])
 
     def pieces(self, epoch: int, start: int, limit: int | None) -> Iterator[Piece]:
         share, end = self.share, self._length
@@ -162,7 +166,8 @@ class Combined(Source):
     def _units(
         self, epoch: int, end: int | None, is_mine: Callable[[int], bool]
     ) -> Iterator[tuple[Any, list[tuple[Source, Any, int]]]]:
-        """(what a step gets, of which loader its parts are with their samples) unit by unit; None for what is not this rank's to fetch."""
+        """(what a step gets, of which loader its parts are with their samples) unit by unit; None for what is not this
+        rank's to fetch."""
         combined = self._combined
         if combined.mode == "sequential":
             unit = 0
@@ -189,7 +194,8 @@ class Combined(Source):
                         item = next(running[name], None)
                         if item is None:
                             raise ValueError(
-                                f"the loader {name!r} yielded no batch in epoch {epoch}: {self._sources[name].describe()}"
+                                f"the loader {name!r} yielded no batch in epoch {epoch}: "
+                                f"{self._sources[name].describe()}"
                             )
                 batches[name] = item[0]
                 parts.append((self._sources[name], *item))
@@ -199,7 +205,8 @@ class Combined(Source):
 def _numbered(
     source: Source, epoch: int, first: int, end: int | None, is_mine: Callable[[int], bool]
 ) -> Iterator[tuple[Any, int]]:
-    """(batch, samples) of an epoch of a loader on one process, the first of which has the number `first`; None where it is not to be fetched."""
+    """(batch, samples) of an epoch of a loader on one process, the first of which has the number `first`; None where it
+    is not to be fetched."""
     if not isinstance(source, Indexed) or source.counts_own:
         yield from ((batch, num_samples) for batch, num_samples, *_ in source.pieces(epoch, 0, None))
         return
@@ -216,7 +223,8 @@ def _numbered(
         return False
 
     def keys() -> Iterator[tuple[int, int, Any]]:
-        """Workers ask for several at once; without them none is read before its turn, as that may draw random numbers."""
+        """Workers ask for several at once; without them none is read before its turn, as that may draw random
+        numbers."""
         while to_fetch or look_ahead():
             if to_fetch:
                 yield to_fetch.popleft()

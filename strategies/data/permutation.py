@@ -13,7 +13,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 
-# Half-rounds of the network. All permutations of 5 are equally frequent from 16 on (8 and 12 fail a chi-square test); from n = 50 on 8 suffice.
+# Half-rounds of the network. All permutations of 5 are equally frequent from 16 on (8 and 12 fail a chi-square test);
+# from n = 50 on 8 suffice.
 _ROUNDS_SMALL, _ROUNDS = 16, 8
 _SMALL_BITS = 10
 

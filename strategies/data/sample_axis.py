@@ -16,17 +16,20 @@ class SampleCutter:
     """Cuts the batches of a run into slices of samples; raises ValueError for a batch of which it does not know how.
 
     A tensor or array is cut along its first dimension, which must be the number of samples; tensors without dimensions,
-    numbers and strings go to every slice. A list is one of fields, each of which is cut, or has an item for each sample.
-    What a batch leaves open, as `[8, 8]` numbers or a list of two pairs do for two samples, an earlier batch may have shown.
+    numbers and strings go to every slice. A list is one of fields, each of which is cut, or has an item for each
+    sample. What a batch leaves open, as `[8, 8]` numbers or a list of two pairs do for two samples, an earlier batch
+    may have shown.
 
     `stacks`: whether the loader is known to put samples first, as torch's own collate function does.
-    `single`: returns batches of one sample, made as the loader makes its own, which show where samples lie in a square one.
+    `single`: returns batches of one sample, made as the loader makes its own, which show where samples lie in a square
+    one.
     """
 
     def __init__(self, stacks: bool = False, single: Callable[[], Iterator[Any]] = lambda: iter(())) -> None:
         self.stacks, self._single = stacks, single
         self._kinds: dict[str, str] = {}
-        """What is known of the value at a path: its samples come first ("first"), or it is a list of "fields" or "samples"."""
+        """What is known of the value at a path: its samples come first ("first"), or it is a list of "fields" or
+        "samples"."""
 
     def cut(self, batch: Any, num_samples: int, num_slices: int) -> list[tuple[Any, int]]:
         """`batch` in at most `num_slices` slices, larger ones first, with the samples of each."""
@@ -62,7 +65,8 @@ class SampleCutter:
             fields = {f.name: (f"{path}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
             return [dataclasses.replace(value, **fields) for fields in self._cut_each(fields, num_samples, sizes)]
         raise ValueError(
-            f"strategy 'dp' cuts tensors, and lists, dicts and dataclasses of them, but {path} is of class {type(value).__name__}, whose "
+            f"strategy 'dp' splits tensors, and lists, dicts and dataclasses of them, but {path} is of class "
+            f"{type(value).__name__}, whose "
             "samples it does not know; return one of those from collate_fn, or use strategy='ddp'"
         )
 
@@ -84,15 +88,18 @@ class SampleCutter:
     def _check_first(self, value: Any, path: str, num_samples: int) -> None:
         if len(value) != num_samples:
             raise ValueError(
-                f"strategy 'dp' cuts along the first dimension, which must be the samples, but {path} has shape {list(value.shape)} in a "
+                f"strategy 'dp' splits along the first dimension, which must be the samples, but {path} has shape "
+                f"{list(value.shape)} in a "
                 f"batch of {num_samples} samples; put the samples first in collate_fn, or use strategy='ddp'"
             )
         if self.stacks or path in self._kinds:
             return
         if value.ndim > 1 and value.shape[1] == num_samples and not self._is_first_in_single(value, path):
             raise ValueError(
-                f"strategy 'dp' cuts along the first dimension, which must be the samples, but {path} has shape {list(value.shape)} in a "
-                f"batch of {num_samples} samples, where another dimension may be theirs; use another batch size, or strategy='ddp'"
+                f"strategy 'dp' splits along the first dimension, which must be the samples, but {path} has shape "
+                f"{list(value.shape)} in a "
+                f"batch of {num_samples} samples, where another dimension may be theirs; use another batch size, or "
+                "strategy='ddp'"
             )
         self._kinds[path] = "first"
 
@@ -118,7 +125,8 @@ class SampleCutter:
             self._kinds[path] = found[0]
             return found[0]
         raise ValueError(
-            f"strategy 'dp' cuts lists with an item for each sample, and lists of tensors whose first dimension is the samples, but {path} is a "
+            "strategy 'dp' splits lists with an item for each sample, and lists of tensors whose first dimension is "
+            f"the samples, but {path} is a "
             f"{type(value).__name__} of {len(value)} in a batch of {num_samples} samples"
             + (", which may be either" if found else "")
             + "; return a dict of tensors from collate_fn, or use strategy='ddp'"

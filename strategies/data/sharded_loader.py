@@ -42,7 +42,8 @@ class Window:
     num_samples: int
     """Samples asked for over all micro-batches and ranks: positions of the epoch count them."""
     num_batches: int = 0
-    """What it adds to the loader's count of batches: its micro-batches; after `resume_windows` those of the run that began."""
+    """What it adds to the loader's count of batches: its micro-batches; after `resume_windows` those of the run that
+    began."""
 
 
 class ShardedLoader:
@@ -102,7 +103,8 @@ class ShardedLoader:
         """The last batch with a sample: padding where all samples of a later one are left out."""
         if size > 1 and sum_over_ranks is None and self._source.counts_own:
             raise ValueError(
-                f"{type(loader).__name__} shows a rank only its own samples, so sum_over_ranks must be given when size is {size}"
+                f"{type(loader).__name__} gives a rank only its own samples, so sum_over_ranks is required if size is "
+                f"{size}"
             )
         if self._source.num_micro_batches == 0:
             raise ValueError(f"the loader is empty: {self._source.describe()}")
@@ -182,7 +184,8 @@ class ShardedLoader:
         }
 
     def resume_windows(self, plan: Mapping[str, Any], start: int = 0, whole: bool = False) -> str | None:
-        """Go on with the windows of a run that had `plan`, on another number of ranks; return what was done, None for nothing.
+        """Go on with the windows of a run that had `plan`, on another number of ranks; return what was done, None for
+        nothing.
 
         Windows keep their samples; batches are measured, limited and counted as in that run. Each window is
         cut anew over ranks and micro-batches, none of which has more samples a rank than was planned, or
@@ -201,9 +204,10 @@ class ShardedLoader:
         self._source.check_planned(start)
         size = self.batch_size
         return (
-            f"the run began on {plan['ranks']} ranks with different data and goes on on {share.size}: "
-            f"{f'global batches of {size} samples stay' if size else 'global batches stay'}, in {self.num_micro_batches} micro-batches a step "
-            f"(accumulate_grad_batches={share.accumulate} as it began); batches are counted as they were"
+            f"the run began on {plan['ranks']} data ranks and continues on {share.size}: "
+            f"{f'global batches keep {size} samples' if size else 'global batches are unchanged'}, in "
+            f"{self.num_micro_batches} micro-batches a step "
+            f"(accumulate_grad_batches={share.accumulate} at its start); batches are counted as before"
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -76,7 +76,8 @@ class Source(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
             raise ValueError(
-                "the loader's state comes from an iterable dataset with its own state, read without workers, which this loader is not"
+                "the loader's state comes from an iterable dataset with its own state, read without workers, which "
+                "this loader is not"
             )
 
     def resumed(self, epoch: int, start: int) -> tuple[int, int]:
@@ -101,8 +102,10 @@ class Factory:
 def cannot_share(loader: Any, share: Share, why: str, counts: Sequence[int]) -> ValueError:
     """What to say where a run cannot go on with its global batches on this number of ranks."""
     return ValueError(
-        f"the run began on {share.planned} ranks and cannot keep its global batches on {share.size}: of {name_of(loader)}, {why}; "
-        f"resume on {' or '.join(map(str, counts))}, or give another accumulate_grad_batches, which makes other global batches"
+        f"the run began on {share.planned} ranks and cannot keep its global batches on {share.size}: of "
+        f"{name_of(loader)}, {why}; "
+        f"resume on {' or '.join(map(str, counts))}, or change accumulate_grad_batches, which changes the global "
+        "batches"
     )
 
 
@@ -126,7 +129,8 @@ def length_of(value: Any) -> int | None:
 
 
 def bounds(length: int, part: int, parts: int) -> tuple[int, int]:
-    """Begin and end of one of `parts` contiguous pieces, the first of which are one longer where they must be uneven."""
+    """Begin and end of one of `parts` contiguous pieces, the first of which are one longer where they must be
+    uneven."""
     quotient, rest = divmod(length, parts)
     begin = part * quotient + min(part, rest)
     return begin, begin + quotient + (part < rest)

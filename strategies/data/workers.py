@@ -95,7 +95,8 @@ class Samples:
 
 
 def _stacked(dataset: Any) -> Sequence[torch.Tensor] | None:
-    """The tensors of a dataset whose batches are rows of them, so that indexing gives at once what stacking samples does; else None."""
+    """The tensors of a dataset whose batches are rows of them, so that indexing gives at once what stacking samples
+    does; else None."""
     tensors = (
         (dataset,) if type(dataset) is torch.Tensor else dataset.tensors if type(dataset) is TensorDataset else None
     )
@@ -280,7 +281,8 @@ class Randomness:
         self._gauss: Gauss = (0, 0.0)
 
     def __enter__(self) -> None:
-        self._outside = torch.default_generator.get_state(), random.getstate(), np.random.get_bit_generator(), _gauss()  # type: ignore[attr-defined]
+        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        self._outside = torch.default_generator.get_state(), random.getstate(), bits, _gauss()
         torch.default_generator.set_state(self._torch)
         random.setstate(self._python)
         _set_numpy(self._numpy, self._gauss)
@@ -323,7 +325,8 @@ def _gauss() -> Gauss:
 
 
 def _set_numpy(generator: Any, gauss: Gauss) -> None:
-    np.random.set_bit_generator(generator)  # type: ignore[attr-defined]  # a state as a whole would be copied; this forgets the gaussian number
+    # setting a complete state would copy it; this discards the cached Gaussian
+    np.random.set_bit_generator(generator)  # type: ignore[attr-defined]
     if gauss[0]:
         np.random.set_state(np.random.get_state(legacy=False) | dict(zip(("has_gauss", "gauss"), gauss, strict=True)))
 
@@ -348,7 +351,8 @@ class Workers:
             }
             if not loader.in_order:
                 warnings.warn(
-                    "in_order=False is not followed: batches come in order, as the same samples must meet in a window on every run",
+                    "in_order=False is ignored: batches are yielded in order, because a window must have the same "
+                    "samples in every run",
                     stacklevel=5,
                 )
         self._kept: tuple[_Keys, DataLoader[Any]] | None = None
@@ -447,8 +451,8 @@ class _StartWorker:
     def __call__(self, worker_id: int) -> None:
         info = torch_worker._worker_info
         assert info is not None
-        # Signals to all processes of a job, or from a terminal, are the rank's to answer: it may need its workers until it has
-        # saved. By functions, as programs that a worker starts would inherit that they are ignored.
+        # Signals to all processes of a job, or from a terminal, are the rank's to answer: it may need its workers until
+        # it has saved. By functions, as programs that a worker starts would inherit that they are ignored.
         for number in _OF_THE_RANK:
             signal.signal(number, _leave_to_the_rank)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_RANK)
@@ -470,22 +474,26 @@ def _leave_to_the_rank(number: int, frame: Any) -> None: ...
 
 
 def escaped(error: StopIteration, doing: str) -> RuntimeError:
-    """What to raise in place of a StopIteration of user code that is no end of an iteration, but would be taken for one."""
+    """What to raise in place of a StopIteration of user code that is no end of an iteration, but would be taken for
+    one."""
     frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
     code = frame.f_code
     where = f"{getattr(code, 'co_qualname', code.co_name)} ({code.co_filename}, line {line})"
     return RuntimeError(
-        f"{where} raised StopIteration while {doing}, which would end the epoch in silence; give next() a default, or catch it"
+        f"{where} raised StopIteration while {doing}, which would end the epoch silently; pass a default to next(), or "
+        "catch it"
     )
 
 
 def refuse_emptied(error: IndexError, samples: str) -> None:
-    """Raise ValueError in place of torch's error for a collate function that has called `default_collate` without samples."""
+    """Raise ValueError in place of torch's error for a collate function that has called `default_collate` without
+    samples."""
     frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]
     given = frame.f_locals.get("batch")
     if frame.f_code.co_filename == default_collate.__code__.co_filename and isinstance(given, list) and not given:
         raise ValueError(
-            f"the collate function drops all {samples}, and calls default_collate without any; return None where no sample is left"
+            f"the collate function drops all {samples}and calls default_collate with an empty list; return None if no "
+            "sample is left"
         ) from error
 
 

@@ -8,8 +8,8 @@ sets PMI_RANK: MPICH, Intel MPI), TF_CONFIG. Two variables overrule the detectio
     LOCKSTEP_INIT_METHOD  where ranks meet: env:// (MASTER_ADDR and MASTER_PORT), tcp://host:port or file:///path
                           (a path that all ranks see and that does not exist yet)
 
-A third one is for tests: with LOCKSTEP_FORCE_MESH=1 a strategy of several ranks that runs on one keeps its own process group,
-mesh and engine, of one rank, where it would otherwise do what `single` does.
+A third one is for tests: with LOCKSTEP_FORCE_MESH=1 a strategy of several ranks that runs on one keeps its own process
+group, mesh and engine, of one rank, where it would otherwise do what `single` does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class World:
     launcher: str
     """lockstep, torchrun, slurm, mpi or tf_config."""
     init_method: str | None
-    """env://, tcp://host:port or file:///path; None for mpirun on one node, where ranks meet at a file named after the run."""
+    """env://, tcp://host:port or file:///path; None for mpirun on one node, whose ranks meet at a file."""
 
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -50,9 +50,9 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 def detect(environ: Mapping[str, str] = os.environ) -> World | None:
     """Return this process's place among the ranks that a launcher has started, or None where none has.
 
-    A Slurm step or TF_CONFIG of one task counts as no launcher (the cluster gave a machine, not ranks); torchrun and mpirun
-    with one process are a world of one. torchrun inside Slurm or MPI is torchrun. Raises ValueError for variables that are
-    half set, not numbers, out of range, or that disagree between launchers. Reads only `environ`.
+    A Slurm step or TF_CONFIG of one task counts as no launcher (the cluster gave a machine, not ranks); torchrun and
+    mpirun with one process are a world of one. torchrun inside Slurm or MPI is torchrun. Raises ValueError for
+    variables that are half set, not numbers, out of range, or that disagree between launchers. Reads only `environ`.
     """
     chosen = environ.get("LOCKSTEP_LAUNCHER", "")
     if chosen == "none":
@@ -61,15 +61,13 @@ def detect(environ: Mapping[str, str] = os.environ) -> World | None:
         return _lockstep(environ)
     if chosen and chosen not in _READERS:
         raise ValueError(
-            f"LOCKSTEP_LAUNCHER must be one of {', '.join(_READERS)} or none, but it is {chosen!r}: correct it or unset it"
+            f"LOCKSTEP_LAUNCHER must be one of {', '.join(_READERS)} or none, got {chosen!r}: correct it or unset it"
         )
     if chosen or "TORCHELASTIC_RUN_ID" in environ:
         name = chosen or "torchrun"
         world = _READERS[name](environ)
         if world is None and chosen:
-            raise ValueError(
-                f"LOCKSTEP_LAUNCHER={chosen} needs ranks that {chosen} started, but its variables are not set: unset LOCKSTEP_LAUNCHER"
-            )
+            raise ValueError(f"LOCKSTEP_LAUNCHER={chosen} needs ranks that {chosen} started: unset it")
         return world
     worlds = [world for reader in _READERS.values() if (world := reader(environ)) is not None]
     if not worlds:
@@ -78,8 +76,10 @@ def detect(environ: Mapping[str, str] = os.environ) -> World | None:
     for other in worlds[1:]:
         if (other.rank, other.world_size) != (first.rank, first.world_size):
             raise ValueError(
-                f"Two launchers disagree: {first.launcher} says rank {first.rank} of {first.world_size}, {other.launcher} says rank "
-                f"{other.rank} of {other.world_size}; set LOCKSTEP_LAUNCHER to the one that started the ranks ({first.launcher} or {other.launcher})"
+                f"Two launchers disagree: {first.launcher} says rank {first.rank} of {first.world_size}, "
+                f"{other.launcher} says rank {other.rank} of {other.world_size}; set LOCKSTEP_LAUNCHER to the one that "
+                "started the ranks ("
+                f"{first.launcher} or {other.launcher})"
             )
     return first
 
@@ -91,7 +91,7 @@ def started_by_lockstep() -> bool:
 
 
 def forces_mesh(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether LOCKSTEP_FORCE_MESH asks for a mesh of one rank. Raises ValueError for a value that is neither 0 nor 1."""
+    """Whether LOCKSTEP_FORCE_MESH asks for a mesh of one rank. Raises ValueError for another value."""
     value = environ.get("LOCKSTEP_FORCE_MESH", "")
     if value not in ("", "0", "1"):
         raise ValueError(f"LOCKSTEP_FORCE_MESH must be 0 or 1, but it is {value!r}: correct it or unset it")
@@ -99,7 +99,7 @@ def forces_mesh(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def requeue(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Put this Slurm job back into the queue where LOCKSTEP_REQUEUE=1 asks for it; return what was done, as a line, or None.
+    """Requeue this Slurm job if LOCKSTEP_REQUEUE=1; return what was done, as a line, or None.
 
     One rank calls it, once a checkpoint is committed. What `scontrol` refuses is said, not raised.
     """
@@ -131,7 +131,8 @@ def expand_hosts(hosts: str) -> list[str]:
         names += expanded
     if not names or hosts.count("[") != hosts.count("]"):
         raise ValueError(
-            f"A Slurm node list looks like gpu[01-03,7],login, but it is {hosts!r}: correct SLURM_STEP_NODELIST or SLURM_JOB_NODELIST"
+            f"A Slurm node list looks like gpu[01-03,7],login, but it is {hosts!r}: correct SLURM_STEP_NODELIST or "
+            "SLURM_JOB_NODELIST"
         )
     return names
 
@@ -142,7 +143,8 @@ def _expand_ranges(ranges: str, hosts: str) -> list[str]:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
             raise ValueError(
-                f"A range in a Slurm node list looks like [01-03,7], but {hosts!r} has [{ranges}]: correct SLURM_JOB_NODELIST"
+                f"A range in a Slurm node list looks like [01-03,7], but {hosts!r} has [{ranges}]: correct "
+                "SLURM_JOB_NODELIST"
             )
         low, high = match[1], match[2] or match[1]
         numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
@@ -170,7 +172,8 @@ def _torchrun(environ: Mapping[str, str]) -> World | None:
         ):
             if name not in environ:
                 raise ValueError(
-                    f"RANK={rank} and WORLD_SIZE={world_size} are set but {name} is not: set it to the {meaning}, or start with torchrun"
+                    f"RANK={rank} and WORLD_SIZE={world_size} are set but {name} is not: set it to the {meaning}, or "
+                    "start with torchrun"
                 )
     local_world_size = _integer(environ, "LOCAL_WORLD_SIZE", low=1, high=world_size, default=world_size)
     local_rank = _integer(environ, "LOCAL_RANK", low=0, high=min(local_world_size - 1, rank), default=rank)
@@ -182,8 +185,8 @@ def _torchrun(environ: Mapping[str, str]) -> World | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> World | None:
-    # The shell of salloc has no SLURM_PROCID. A batch script, and the shell of `srun --pty bash`, are task 0 of a step of one;
-    # SLURM_NTASKS may tell there what the job was granted, not what runs, so the step's own count comes first.
+    # The shell of salloc has no SLURM_PROCID. A batch script, and the shell of `srun --pty bash`, are task 0 of a step
+    # of one; SLURM_NTASKS may tell there what the job was granted, not what runs, so the step's own count comes first.
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     if "SLURM_PROCID" not in environ or (size not in environ and environ["SLURM_PROCID"] == "0"):
         return None
@@ -201,13 +204,14 @@ def _slurm(environ: Mapping[str, str]) -> World | None:
     local_rank = _integer(
         environ, "SLURM_LOCALID", low=0, high=local_world_size - 1, default=rank if num_nodes == 1 else None
     )
-    # Two steps of one job may run side by side, so both numbers choose the port; the range lies below the ephemeral ports.
+    # Two steps of one job may run side by side, so both numbers choose the port, below the ephemeral ports.
     step = environ.get("SLURM_STEP_ID", "0")
     job = _integer(environ, "SLURM_JOB_ID", low=0, default=0)
     port = environ.get("MASTER_PORT") or str(10000 + (job + 101 * int(step if step.isdigit() else 0)) % 20000)
     if num_nodes > 1 and not hosts and "MASTER_ADDR" not in environ:
         raise ValueError(
-            f"SLURM_NODEID={node_rank} of {num_nodes} nodes is set but SLURM_JOB_NODELIST is not: set it, or MASTER_ADDR to the host of rank 0"
+            f"SLURM_NODEID={node_rank} of {num_nodes} nodes is set but SLURM_JOB_NODELIST is not: set it, or "
+            "MASTER_ADDR to the host of rank 0"
         )
     host = environ.get("MASTER_ADDR") or (hosts[0] if hosts else "127.0.0.1")
     return World(
@@ -276,7 +280,10 @@ def _tf_config(environ: Mapping[str, str]) -> World | None:
     text = environ.get("TF_CONFIG")
     if not text:
         return None
-    example = 'TF_CONFIG looks like {"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
+    example = (
+        'TF_CONFIG looks like {"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", '
+        '"index": 0}}'
+    )
     try:
         config = json.loads(text)
         cluster, task = config.get("cluster") or {}, config.get("task") or {}
@@ -296,7 +303,8 @@ def _tf_config(environ: Mapping[str, str]) -> World | None:
     rank = next((rank for rank, found in enumerate(tasks) if found[:2] == (kind, index)), None)
     if rank is None:
         raise ValueError(
-            f"TF_CONFIG names task {kind} {index}, but ranks are {[f'{kind} {index}' for kind, index, _ in tasks]}: start training on these only"
+            f"TF_CONFIG names task {kind} {index}, but ranks are {[f'{kind} {index}' for kind, index, _ in tasks]}: "
+            "start training on these only"
         )
     nodes = list(dict.fromkeys(hosts))
     if port is None:
@@ -326,7 +334,8 @@ def _integer(
     if text is None:
         if default is None:
             raise ValueError(
-                f"{name} is not set although the launcher's other variables are: set it, or start again with the launcher"
+                f"{name} is not set although the launcher's other variables are: set it, or start again with the "
+                "launcher"
             )
         return default
     if not re.fullmatch(r"-?\d+", text) or int(text) < low or (high is not None and int(text) > high):
@@ -349,7 +358,8 @@ def _rank_of(environ: Mapping[str, str], rank_name: str, size_name: str) -> tupl
     world_size = _integer(environ, size_name, low=1)
     if re.fullmatch(r"\d+", environ[rank_name]) and int(environ[rank_name]) >= world_size:
         raise ValueError(
-            f"{rank_name} must be below {size_name}, but {rank_name}={environ[rank_name]} and {size_name}={world_size}: correct one of them"
+            f"{rank_name} must be below {size_name}, but {rank_name}={environ[rank_name]} and "
+            f"{size_name}={world_size}: correct one of them"
         )
     return _integer(environ, rank_name, low=0, high=world_size - 1), world_size
 
@@ -378,7 +388,8 @@ def _init_method(environ: Mapping[str, str], default: str | None) -> str | None:
     if method == "env://":
         if not environ.get("MASTER_ADDR"):
             raise ValueError(
-                "MASTER_ADDR is not set although a launcher's variables are: set it to the host of rank 0, or LOCKSTEP_INIT_METHOD=tcp://host:port"
+                "MASTER_ADDR is not set although a launcher's variables are: set it to the host of rank 0, or "
+                "LOCKSTEP_INIT_METHOD=tcp://host:port"
             )
         _integer(environ, "MASTER_PORT", low=0, high=65535, default=None)
     return method

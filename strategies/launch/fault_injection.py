@@ -2,13 +2,15 @@
 
     LOCKSTEP_FAULTS="rank=1,step=3,point=backward,action=sigkill" lockstep fit ...
 
-The places are in the product code, as what is tested must be what runs. How to add one, at a place that is not in every step:
+The places are in the product code, as what is tested must be what runs. How to add one, at a place that is not in every
+step:
 
     from lockstep.strategies.launch.fault_injection import fault
 
     fault("save.write")  # returns at once where no plan is on
 
-In a step call `set_phase(step, phase)` (`strategies/launch/worker.py`), which reaches the point of that phase, or spare the call:
+In a step call `set_phase(step, phase)` (`strategies/launch/worker.py`), which reaches the point of that phase, or spare
+the call:
 
     if faults.plan is not None:
         faults.fault("backward")
@@ -50,9 +52,9 @@ POINTS = (
     "save.manifest",
     "teardown",
 )
-"""Where a strategy sets its rank up, before a batch is fetched, before the first forward and the backward of a step, between the two
-halves of its control message, before and after the optimizers step, before `on_train_batch_end`, at the stages of a save, and where a
-strategy leaves."""
+"""Where a strategy sets its rank up, before a batch is fetched, before the first forward and the backward of a step,
+between the two halves of its control message, before and after the optimizers step, before `on_train_batch_end`, at the
+stages of a save, and where a strategy leaves."""
 
 _PHASES = {
     "loading data": "next_batch",
@@ -66,7 +68,8 @@ _PHASES = {
 _SIGNALS = ("sigkill", "sigstop", "sigterm")
 _ERRNOS = ("enospc", "eio", "erofs")
 ACTIONS = ("raise", *_SIGNALS, "sleep", "hold_gil", *_ERRNOS, "nan")
-"""RuntimeError; a signal to this process; a pause of `seconds` without and with the GIL held; OSError; a loss that is NaN (at forward)."""
+"""RuntimeError; a signal to this process; a pause of `seconds` without and with the GIL held; OSError; a loss that is
+NaN (at forward)."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,8 @@ beat: Callable[[], None] | None = None
 
 
 def fault(point: str) -> None:
-    """Say that this process is at `point`, one of `POINTS`; any thread of any rank calls it. Raises what the plan wants."""
+    """Say that this process is at `point`, one of `POINTS`; any thread of any rank calls it. Raises what the plan
+    wants."""
     if beat is not None:
         beat()
     if plan is not None:
@@ -177,7 +181,8 @@ def unload() -> None:
 
 
 def parse(environ: Mapping[str, str]) -> list[Fault]:
-    """The faults in `LOCKSTEP_FAULTS`: JSON objects in a list, or `key=value,...` with `;` between faults. Raises ValueError."""
+    """The faults in `LOCKSTEP_FAULTS`: JSON objects in a list, or `key=value,...` with `;` between faults. Raises
+    ValueError."""
     text = environ.get(VARIABLE, "").strip()
     if not text:
         return []

@@ -1,11 +1,13 @@
 """The process that forks ranks: torch is imported once, and a rank starts in milliseconds.
 
-Not `multiprocessing`'s fork server: its children first run the user's script again (which cannot be switched off for one
-process without patching it), write to the files that were open when the server started, and outlive a launcher that was killed.
+Not `multiprocessing`'s fork server: its children first run the user's script again (which cannot be switched off for
+one process without patching it), write to the files that were open when the server started, and outlive a launcher that
+was killed.
 
 Who ends whom: the server sees the launcher's end (a socket, and its parent's process id once a second, as processes
-that the launcher forked may hold the socket open) and sends SIGKILL to every rank's process group. Ranks die with the server
-by PR_SET_PDEATHSIG (Linux). Neither needs anything from the rank, so code that holds the GIL for ever ends as well.
+that the launcher forked may hold the socket open) and sends SIGKILL to every rank's process group. Ranks die with the
+server by PR_SET_PDEATHSIG (Linux). Neither needs anything from the rank, so code that holds the GIL for ever ends as
+well.
 """
 
 from __future__ import annotations
@@ -53,17 +55,20 @@ class Server:
         self.control, theirs = socket.socketpair()
         # First the folder that this very package came from, whatever the user's path holds under the same name.
         path = [str(Path(__file__).absolute().parents[3]), *sys.path]
-        # Passes of the collector over modules while they are imported find next to nothing and take a fifth of the time.
+        # Passes of the collector over modules while they are imported find next to nothing and take a fifth of the
+        # time.
         code = (
             f"import gc, sys; gc.disable(); sys.path[:] = {path!r}; from {__name__} import serve; "
             f"serve({theirs.fileno()}, {_own_modules()!r})"
         )
-        # Blocked from its first instruction on: a signal to every process of a job must not cut the ranks' own ending short.
+        # Blocked from its first instruction on: a signal to every process of a job must not cut the ranks' own ending
+        # short.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, rank_module.SIGNALS)
         try:
             with theirs:
+                flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
                 self.process = subprocess.Popen(
-                    [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]
+                    [sys.executable, *flags, "-c", code],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
@@ -74,7 +79,8 @@ class Server:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def start(self, folder: str, fds: list[int]) -> None:
-        """Fork ranks. `fds`: a socket for signals and ends, standard output and error, program, work, a socket for each rank.
+        """Fork ranks. `fds`: a socket for signals and ends, standard output and error, program, work, a socket for each
+        rank.
 
         Raises OSError where the server is gone.
         """
@@ -148,8 +154,8 @@ def _num_cores() -> int:
 
 
 def readable(sources: Iterable[Any], timeout_s: float) -> list[Any]:
-    """Those of some sockets or descriptors that can be read, or have come to their end, within a time; by `poll`, as `select`
-    takes no descriptor above 1023."""
+    """Those of some sockets or descriptors that can be read, or have come to their end, within a time; by `poll`, as
+    `select` takes no descriptor above 1023."""
     poller = select.poll()
     by_descriptor = {source if isinstance(source, int) else source.fileno(): source for source in sources}
     for descriptor in by_descriptor:
@@ -191,7 +197,8 @@ def serve(control_fd: int, own: list[str]) -> None:
 
 
 def _watch(ranks: socket.socket, pids: dict[int, int], launcher: int, wake: int) -> bool:
-    """Pass signals on to the ranks and their ends to the launcher until all have ended; kill them when it is gone, which is returned."""
+    """Pass signals on to the ranks and their ends to the launcher until all have ended; kill them when it is gone,
+    which is returned."""
     alone = False
     while pids:
         sources: list[Any] = [wake] if alone else [wake, ranks]
@@ -203,7 +210,8 @@ def _watch(ranks: socket.socket, pids: dict[int, int], launcher: int, wake: int)
         for signum in signals:
             for pid in pids:
                 with suppress(OSError):
-                    # Loader workers and other children of a rank get the last signal only: before it they end with their rank.
+                    # Loader workers and other children of a rank get the last signal only: before it they end with
+                    # their rank.
                     (os.killpg if signum == signal.SIGKILL else os.kill)(pid, signum)
         with suppress(BlockingIOError):
             os.read(wake, 4096)

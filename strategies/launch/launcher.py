@@ -1,9 +1,11 @@
 """Start the ranks of one node, watch them, and bring rank 0's result home.
 
     launcher   the user's program: sends the work and supervises; never runs what the ranks run
-    └─ server  torch is imported; forks the ranks and kills them when the launcher is gone (`strategies/launch/forkserver.py`)
+    └─ server  torch is imported; forks the ranks and kills them when the launcher is gone
+    (`strategies/launch/forkserver.py`)
        ├─ rank 0
-       └─ rank 1 ...  each leads a process group, so that its data loader workers go with it (`strategies/launch/worker.py`)
+       └─ rank 1 ...  each leads a process group, so that its data loader workers go with it
+       (`strategies/launch/worker.py`)
 
 A rank never imports the user's `__main__`: what is defined there arrives by value (`strategies/launch/payload.py`).
 """
@@ -62,7 +64,8 @@ _STOPPED_S = 3.0  # after which a server that stands still by SIGSTOP is continu
 
 
 class RankFailure(RuntimeError):
-    """A rank ended without an exception that could be handed on: killed, exited, or with one that cannot be unpickled."""
+    """A rank ended without an exception that could be handed on: killed, exited, or with one that cannot be
+    unpickled."""
 
     def __init__(
         self,
@@ -111,19 +114,22 @@ class RankTraceback(Exception):
 def launch(fn: Callable[..., T], args: tuple[Any, ...], num_ranks: int, *, grace_s: float = 60.0) -> T:
     """Run `fn(*args)` in `num_ranks` new processes on this node and return what it returned on rank 0.
 
-    Each rank gets its own copy of `fn` and `args` (cloudpickle, so classes and functions of a notebook or an unguarded script
-    work); the bytes of CPU tensors and numpy arrays are shared until written to. Ranks start with this process's working folder,
-    environment, import path, warning filters, random number generators, garbage collector, default dtype and torch's numeric flags, with
-    cores / num_ranks threads each unless OMP_NUM_THREADS is set, without standard input, and find their place by `environment.detect()`.
+    Each rank gets its own copy of `fn` and `args` (cloudpickle, so classes and functions of a notebook or an unguarded
+    script work); the bytes of CPU tensors and numpy arrays are shared until written to. Ranks start with this process's
+    working folder, environment, import path, warning filters, random number generators, garbage collector, default
+    dtype and torch's numeric flags, with cores / num_ranks threads each unless OMP_NUM_THREADS is set, without standard
+    input, and find their place by `environment.detect()`.
 
-    The exception of a rank is raised here as itself, its traceback there as the cause; a rank that was killed or just exited raises
-    RankFailure. The other ranks then get SIGTERM and after 2 s SIGKILL, and so do processes that failed ranks have started.
-    Called in the main thread, SIGINT, SIGTERM and SIGUSR1 are passed on to the ranks, which may finish their way within `grace_s` seconds;
-    a third signal kills them. Raises TypeError for what cannot be pickled, ValueError for `num_ranks` out of 1 to 200.
+    The exception of a rank is raised here as itself, its traceback there as the cause; a rank that was killed or just
+    exited raises RankFailure. The other ranks then get SIGTERM and after 2 s SIGKILL, and so do processes that failed
+    ranks have started. Called in the main thread, SIGINT, SIGTERM and SIGUSR1 are passed on to the ranks, which may
+    finish their way within `grace_s` seconds; a third signal kills them. Raises TypeError for what cannot be pickled,
+    ValueError for `num_ranks` out of 1 to 200.
     """
     if not 1 <= num_ranks <= forkserver.MAX_RANKS:
         raise ValueError(
-            f"The number of ranks on a node must be from 1 to {forkserver.MAX_RANKS}, but it is {num_ranks}: give another number of devices"
+            f"The number of ranks on a node must be from 1 to {forkserver.MAX_RANKS}, but it is {num_ranks}: give "
+            "another number of devices"
         )
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # none, as in some daemons; gone; closed
@@ -205,7 +211,8 @@ class _Ranks:
         _raise(min(self.failures, key=lambda failure: (failure.secondary, failure.time)), bool(self.passed_on))
 
     def close(self) -> None:
-        """Leave no rank behind: the server kills what still runs when this end is shut, and shuts its own when all are gone."""
+        """Leave no rank behind: the server kills what still runs when this end is shut, and shuts its own when all are
+        gone."""
         with suppress(OSError):
             self.control.shutdown(socket.SHUT_WR)
             self.control.settimeout(5.0)
@@ -258,7 +265,10 @@ class _Ranks:
             outcome = unpack(fds[0])
         except Exception as error:
             outcome = Failure(rank, time.monotonic(), *self._place(rank), message="")
-            outcome.message = f"rank {rank} returned what cannot be unpickled in the launcher ({type(error).__name__}: {error}): return data"
+            outcome.message = (
+                f"rank {rank} returned what cannot be unpickled in the launcher ({type(error).__name__}: {error}): "
+                "return data"
+            )
         finally:
             os.close(fds[0])
         if isinstance(outcome, Failure):
@@ -300,7 +310,11 @@ class _Ranks:
             failure.stop, failure.error = True, dumps(_stop(-exitcode))
         elif exitcode < 0:
             failure.text = cut((self.folder / f"{rank}.fatal").read_text(errors="replace"))
-            hint = "; where nobody sent it, the kernel did, short of memory" if -exitcode == signal.SIGKILL else ""
+            hint = (
+                "; if you did not send it, this was probably the kernel's out-of-memory killer"
+                if -exitcode == signal.SIGKILL
+                else ""
+            )
             failure.message = f"rank {rank} was killed by {_name(-exitcode)}{place}{hint}"
         else:
             failure.message = f"rank {rank} exited with code {exitcode} before its work was done{place}"
@@ -309,7 +323,8 @@ class _Ranks:
             self._end_in(_SETTLE_S)
 
     def _wait_for_the_living(self, now: float, grace_s: float) -> None:
-        """Put off the kill after a signal while a rank sends heartbeats: it ends a validation or writes a checkpoint."""
+        """Put off the kill after a signal while a rank sends heartbeats: it ends a validation or writes a
+        checkpoint."""
         if now < self.kill_at or self.failures or self.sent or len(self.requests) >= 3:
             return
         heartbeats = [watchdog.read(self.folder / f"{rank}.heartbeat") for rank in self.running]
@@ -317,7 +332,8 @@ class _Ranks:
         self.kill_at = max([self.kill_at, *(time_s + grace_s for time_s in times)])
 
     def _continue_server(self, now: float) -> None:
-        """Let the server run where something has stopped it: without it no signal reaches a rank, and no end of a rank the launcher."""
+        """Let the server run where something has stopped it: without it no signal reaches a rank, and no end of a rank
+        the launcher."""
         if not self.server.is_stopped():
             self.stopped_since = math.inf
             return
@@ -346,7 +362,7 @@ class _Ranks:
             return
         first, *others = reports
         text = first.text(18) + "".join(f"\nbeside it {report.text(10)}" for report in others[:1])
-        hint = f"the run was ended; where it is only slow, set {watchdog.VARIABLE} to more seconds"
+        hint = f"the run was ended; if it is only slow, set {watchdog.VARIABLE} to more seconds"
         message = f"{first.headline(self.watchdog.limit_s)}; {hint}"
         self._note(Failure(first.rank, time.monotonic(), first.last.step, first.last.phase, message, text), grace_s)
 
@@ -398,7 +414,10 @@ def _stop(signum: int) -> BaseException:
 def _server_died(server: forkserver.Server) -> str:
     code = server.process.wait()  # it has closed its sockets, so it is at its end
     how = f"was killed by {_name(-code)}" if code < 0 else f"exited with code {code}"
-    return f"The process that starts the ranks {how}, and its ranks ended with it: see what it printed above, and start again"
+    return (
+        f"The process that starts the ranks {how}, and its ranks ended with it: see what it printed above, and start "
+        "again"
+    )
 
 
 def _name(signum: int) -> str:

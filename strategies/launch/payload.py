@@ -1,8 +1,8 @@
 """Objects in one anonymous file: how work reaches the ranks and how a result comes home.
 
 Functions and classes of `__main__` travel by value (cloudpickle), everything importable by name. The bytes of
-tensors on the CPU and of numpy arrays lie beside the pickle, and large ones are mapped, not read: any number of processes
-that unpack one file share its pages until they write to them. The file has no name, so nothing is left
+tensors on the CPU and of numpy arrays lie beside the pickle, and large ones are mapped, not read: any number of
+processes that unpack one file share its pages until they write to them. The file has no name, so nothing is left
 when the last process that holds it ends, however it ends.
 """
 
@@ -28,8 +28,8 @@ _LARGE = 1 << 20  # bytes from which on a tensor is mapped, not read
 def pack(value: Any) -> int:
     """Write `value` into an anonymous file and return its descriptor, which the caller closes.
 
-    Tensors that share memory share it again after `unpack`, tied parameters stay tied. Costs one copy of the tensors' bytes.
-    Raises TypeError for what cannot be pickled (a lock, an open file, a generator).
+    Tensors that share memory share it again after `unpack`, tied parameters stay tied. Costs one copy of the tensors'
+    bytes. Raises TypeError for what cannot be pickled (a lock, an open file, a generator).
     """
     buffers: list[pickle.PickleBuffer] = []
     data = dumps(value, buffers)
@@ -49,8 +49,8 @@ def pack(value: Any) -> int:
 def unpack(fd: int) -> Any:
     """Return what `pack` wrote to `fd`. Its tensors and arrays are private and writable.
 
-    Large ones are views of the file, copied page by page on write, each with a map of its own: one that stays keeps no other.
-    Their storages cannot be resized. Raises whatever importing or building the objects raises.
+    Large ones are views of the file, copied page by page on write, each with a map of its own: one that stays keeps no
+    other. Their storages cannot be resized. Raises whatever importing or building the objects raises.
     """
     (num_parts,) = struct.unpack("q", os.pread(fd, 8, 0))
     offset = 8 + 8 * num_parts
@@ -74,19 +74,22 @@ def _aligned(offset: int, size: int) -> int:
 
 
 def dumps(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes:
-    """Pickle as `pack` does; with `buffers` the bytes of tensors and arrays are appended there, not copied into the result."""
+    """Pickle as `pack` does; with `buffers` the bytes of tensors and arrays are appended there, not copied into the
+    result."""
     file = io.BytesIO()
     try:
         _Pickler(file, protocol=5, buffer_callback=None if buffers is None else buffers.append).dump(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise TypeError(
-            f"What goes to the ranks and what comes back must be picklable, but {error}: create it on the rank, or leave it out"
+            f"Everything that is sent to or returned from ranks must be picklable, but {error}: create it on the rank, "
+            "or remove it"
         ) from error
     return file.getvalue()
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Takes storages out of torch's own pickling of tensors, so that every kind of tensor keeps its way of being rebuilt."""
+    """Takes storages out of torch's own pickling of tensors, so that every kind of tensor keeps its way of being
+    rebuilt."""
 
     def reducer_override(self, obj: Any) -> Any:
         # By identity of the storage, which pickle's memo keeps: that is what preserves sharing between tensors.

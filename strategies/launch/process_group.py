@@ -32,13 +32,16 @@ def init_process_group(
     timeout_s: float = 1800.0,
     device: torch.device | None = None,
 ) -> None:
-    """Join the ranks of `world` in the default process group; every rank calls it. None is a group of this process alone.
+    """Join the ranks of `world` in the default process group; every rank calls it. None is a group of this process
+    alone.
 
-    `backend` None is gloo, and NCCL beside it where CUDA is available. `timeout_s` bounds the rendezvous and every collective.
-    `device`, if it is a GPU, is the only one that this rank's NCCL communicators use: they are made here, and not guessed later.
-    On one node all sockets are on the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME says otherwise, and rank 0
-    hosts a TCP store, where one is needed, there. On several nodes gloo uses the interface that leads to rank 0's host unless
-    GLOO_SOCKET_IFNAME names another. Ranks may leave and join again. Raises what torch raises where the ranks do not meet.
+    `backend` None is gloo, and NCCL beside it where CUDA is available. `timeout_s` bounds the rendezvous and every
+    collective.
+    `device`, if it is a GPU, is the only one that this rank's NCCL communicators use: they are made here, and not
+    guessed later. On one node all sockets are on the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME
+    says otherwise, and rank 0 hosts a TCP store, where one is needed, there. On several nodes gloo uses the interface
+    that leads to rank 0's host unless GLOO_SOCKET_IFNAME names another. Ranks may leave and join again. Raises what
+    torch raises where the ranks do not meet.
     """
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -68,8 +71,8 @@ def init_process_group(
 def plain_group(backend: str | None = None) -> dist.ProcessGroup:
     """A new group of all ranks; every rank calls it.
 
-    It lacks the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around groups: torch 2.13's DDP crashes in its constructor where it
-    meets one, and what is called in it waits for all ranks at once.
+    It lacks the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around groups: torch 2.13's DDP crashes in its
+    constructor where it meets one, and what is called in it waits for all ranks at once.
     """
     level = dist.get_debug_level()
     if level == dist.DebugLevel.DETAIL:
@@ -83,9 +86,11 @@ def plain_group(backend: str | None = None) -> dist.ProcessGroup:
 
 
 _kept: list[dist.ProcessGroup | None] = []
-"""The groups of this time, until the next or the end of the program: they must not end together with a DDP that was dropped after them.
+"""The groups of this time, until the next or the end of the program: they must not end together with a DDP that was
+dropped after them.
 
-Its C++ part would wait for gloo's thread with the GIL held, for which that thread waits to drop the tensors of its last call.
+Its C++ part would wait for gloo's thread with the GIL held, for which that thread waits to drop the tensors of its last
+call.
 """
 
 
@@ -126,8 +131,8 @@ _stores: dict[tuple[World, str, str], tuple[dist.Store, Iterator[int]]] = {}
 def _store(world: World, timeout: timedelta) -> dist.Store:
     """Where the ranks meet this time.
 
-    The store itself stays for the life of the process, for a rank may join again while rank 0, which may host it, has not left yet;
-    each time has its own names in it, where the addresses of the last time would lead nowhere.
+    The store itself stays for the life of the process, for a rank may join again while rank 0, which may host it, has
+    not left yet; each time has its own names in it, where the addresses of the last time would lead nowhere.
     """
     key = world, os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if key not in _stores:
@@ -162,9 +167,10 @@ def _open_store(world: World, timeout: timedelta) -> dist.Store:
 def _of_this_start(store: dist.Store, world: World, timeout: timedelta) -> dist.Store:
     """The part of the store of torchrun's agents that belongs to this start of the ranks; every rank calls it.
 
-    The store stays over restarts, and gloo would find the addresses of ranks that died in it. Nothing that the agents tell is new with
-    every start and equal on all nodes, so rank 0 calls the roll: it gives a name, each rank answers under it with a name of its own,
-    and the list of these tells them that they were counted. Who finds a list without itself has met an earlier start, and looks again.
+    The store stays over restarts, and gloo would find the addresses of ranks that died in it. Nothing that the agents
+    tell is new with every start and equal on all nodes, so rank 0 calls the roll: it gives a name, each rank answers
+    under it with a name of its own, and the list of these tells them that they were counted. Who finds a list without
+    itself has met an earlier start, and looks again.
     """
     roll, mine = (
         f"lockstep/roll-of-{world.world_size}",
@@ -189,12 +195,14 @@ def _of_this_start(store: dist.Store, world: World, timeout: timedelta) -> dist.
             time.sleep(0.01)
         time.sleep(0.01)
     raise RuntimeError(
-        f"rank {world.rank} was not counted by rank 0 within {timeout.total_seconds():g} s: see why rank 0 has not started"
+        f"rank {world.rank} got no response from rank 0 within {timeout.total_seconds():g} s: check why rank 0 has not "
+        "started"
     )
 
 
 def _host_and_port(world: World) -> tuple[str, int]:
-    """Rank 0's host and the port of the store, as `environment.detect` has checked them; ("", 0) where ranks meet at a file."""
+    """Rank 0's host and the port of the store, as `environment.detect` has checked them; ("", 0) where ranks meet at a
+    file."""
     url = urlsplit(world.init_method or "")
     if url.scheme == "env":
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -238,7 +246,8 @@ def _address_of(interface: str, probe: socket.socket) -> str:
 def _mpi_file() -> str:
     """A path that the ranks of one mpirun on this node agree on, and no other mpirun does.
 
-    Open MPI tells every rank the address of its own server, new with every run; elsewhere the parent process is mpirun's.
+    Open MPI tells every rank the address of its own server, new with every run; elsewhere the parent process is
+    mpirun's.
     """
     run = [
         value
@@ -254,7 +263,8 @@ def _mpi_file() -> str:
     status = folder.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
         raise RuntimeError(
-            f"Ranks of mpirun meet in {folder}, which must be a folder that only this user may enter: remove it, or set MASTER_ADDR"
+            f"Ranks of mpirun meet in {folder}, which must be a folder that only this user may enter: remove it, or "
+            "set MASTER_ADDR"
         )
     return str(folder / hashlib.sha256(json.dumps(run).encode()).hexdigest()[:32])
 

@@ -13,10 +13,12 @@ _log = logging.getLogger("lockstep")
 
 
 def keep_going(attempt: Callable[[int], T], max_restarts: int, *, name: Callable[[int], str]) -> T:
-    """Return what `attempt(n)` returns, the first n, counted from 0, that does not fail; the process that launches calls it.
+    """Return what `attempt(n)` returns, the first n, counted from 0, that does not fail; the process that launches
+    calls it.
 
-    Raises what an attempt raised: at once for a stop that was asked for (SIGTERM, SIGINT, SIGUSR1) and for what went wrong before
-    the first step or after the last, unless a rank or its connections died; after a failure that came twice at the same step; after
+    Raises what an attempt raised: at once for a stop that was asked for (SIGTERM, SIGINT, SIGUSR1) and for what went
+    wrong before the first step or after the last, unless a rank or its connections died; after a failure that came
+    twice at the same step; after
     `max_restarts` restarts. A note on the exception says why. `name(n)` says what restart n begins from.
     """
     before: object = None
@@ -34,12 +36,13 @@ def keep_going(attempt: Callable[[int], T], max_restarts: int, *, name: Callable
             if kind == before:
                 _add_note(
                     error,
-                    f"the run was not restarted again: the same failure came twice {at}, so it would come again (restart {restart} of {max_restarts})",
+                    f"the run was not restarted: the same failure happened twice {at}, so it would happen again "
+                    f"(restart {restart} of {max_restarts})",
                 )
                 raise
             if restart == max_restarts:
                 if restart:
-                    _add_note(error, f"the run was not restarted again: all of max_restarts={max_restarts} are used up")
+                    _add_note(error, f"the run was not restarted: all of max_restarts={max_restarts} were used")
                 raise
             before = kind
             what = (

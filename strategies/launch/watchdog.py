@@ -1,12 +1,14 @@
-"""A run that stands still is found from outside of the ranks, where neither the GIL nor SIGSTOP can keep the watcher from it.
+"""A run that stands still is found from outside of the ranks, where neither the GIL nor SIGSTOP can keep the watcher
+from it.
 
 Each rank keeps a heartbeat file in shared memory: its process, step and phase, and when it last said so (`set_phase` in
-`strategies/launch/worker.py`). A watcher looks at the heartbeat files: the launcher for the ranks that it started, a small process beside each rank
-that torchrun, Slurm or MPI started, for which this file is also a program (`python watchdog.py`), so it imports no torch.
+`strategies/launch/worker.py`). A watcher looks at the heartbeat files: the launcher for the ranks that it started, a
+small process beside each rank that torchrun, Slurm or MPI started, for which this file is also a program (`python
+watchdog.py`), so it imports no torch.
 
-In steps time without a heartbeat counts. Set-up has no steps, so there a rank is also taken to live while it computes, unless that is a
-collective that looks for the other ranks without a pause, and while it is in `prepare_data`, the place of downloads; after the last
-step nothing counts.
+In steps time without a heartbeat counts. Set-up has no steps, so there a rank is also taken to live while it computes,
+unless that is a collective that looks for the other ranks without a pause, and while it is in `prepare_data`, the place
+of downloads; after the last step nothing counts.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ _WAITS = re.compile(
 _PREPARES = re.compile(r" in prepare_data$", re.MULTILINE)
 """A frame of a rank that may take any time."""
 _COMPUTES = 0.05
-"""The share of a core from which on a rank that is setting up computes; one that waits, and looks for what it waits for, takes 0.01."""
+"""The share of a core from which on a rank that is setting up computes; one that waits, and looks for what it waits
+for, takes 0.01."""
 _PATIENCE_S = 10.0
 """A rank that only waits for others is ended this much later, so that the one that hangs is reported first."""
 
@@ -59,7 +62,8 @@ class Heartbeat(NamedTuple):
 
 
 def limit_s() -> float:
-    """The seconds that a run may stand still; infinity for any time. Raises ValueError for a variable that is no number of seconds."""
+    """The seconds that a run may stand still; infinity for any time. Raises ValueError for a variable that is no number
+    of seconds."""
     text = os.environ.get(VARIABLE) or str(DEFAULT_S)
     try:
         seconds = float(text)
@@ -130,7 +134,8 @@ class Watchdog:
         return now - max(heartbeat.time_ns, self._begin) > self.limit_s * 1e9
 
     def _spins(self, file: Path | str, pid: int, now: int) -> bool:
-        """Whether a rank that computes in a long set-up only waits for the others: NCCL looks for them without a pause."""
+        """Whether a rank that computes in a long set-up only waits for the others: NCCL looks for them without a
+        pause."""
         limit_ns = self.limit_s * 1e9
         since, asked, spins = self._set_up.get(pid, (now, now, False))
         if now - since > 2 * limit_ns and now - asked > limit_ns / 4:  # seldom, as it costs a signal and half a second
@@ -175,7 +180,8 @@ class Report(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int]:
-        """The rank that hangs has the lowest: one that is stopped, else one that does not wait for others, else the first to fall silent."""
+        """The rank that hangs has the lowest: one that is stopped, else one that does not wait for others, else the
+        first to fall silent."""
         return 0 if self.state.startswith("stopped") else 2 if self.waits else 1, self.last.time_ns
 
     @property
@@ -200,7 +206,8 @@ class Report(NamedTuple):
 
 
 def examine(files: Mapping[int, Path | str], answers: Mapping[int, Path | str]) -> list[Report]:
-    """What each of the ranks that stand still does; the one that hangs comes first. `answers`: the files that stacks are written to.
+    """What each of the ranks that stand still does; the one that hangs comes first. `answers`: the files that stacks
+    are written to.
 
     Empty where one is in `prepare_data`, which counts as its heartbeat then.
     """
@@ -268,7 +275,8 @@ def _state(pid: int) -> str:
 
 
 def _main_first(dump: str) -> str:
-    """Faulthandler's dumps of a process and its children, each from its newest thread to its main one: main threads first, cut to size."""
+    """Faulthandler's dumps of a process and its children, each from its newest thread to its main one: main threads
+    first, cut to size."""
     dumps: list[list[str]] = [[]]
     for thread in re.findall(r"^(?:Current t|T)hread .*\n(?: .*\n?)*", dump, re.MULTILINE):
         if any(_ident(other) == _ident(thread) for other in dumps[-1]):  # a fork keeps the ids of threads
@@ -329,7 +337,8 @@ class Sidecar:
 
 
 def private_folder() -> Path:
-    """The folder in which the ranks of this user on this machine find each other's files: nobody else may write or look there.
+    """The folder in which the ranks of this user on this machine find each other's files: nobody else may write or look
+    there.
 
     Raises RuntimeError where another user has taken its name, for the heartbeat files tell whom to kill.
     """
@@ -339,7 +348,7 @@ def private_folder() -> Path:
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise RuntimeError(
-            f"the watchdog keeps what ranks tell it in {folder}, which must be a folder that only this user may enter: "
+            f"the watchdog keeps heartbeats in {folder}, which must be a folder that only this user may enter: "
             f"remove it, or set {VARIABLE}=0 for no watchdog"
         )
     return folder
@@ -368,7 +377,8 @@ def _remove_dead(folder: Path) -> None:
 
 
 def holder(file: int) -> int | None:
-    """The process that holds the record lock of an open file, None for none; 0 for one that this machine or container does not see."""
+    """The process that holds the record lock of an open file, None for none; 0 for one that this machine or container
+    does not see."""
     lock = struct.Struct("hhqqi")  # struct flock of Linux on machines of 64 bits
     kind, _, _, _, pid = lock.unpack(fcntl.fcntl(file, fcntl.F_GETLK, lock.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)))
     return None if kind == fcntl.F_UNLCK else max(pid, 0)
@@ -387,7 +397,8 @@ def _living(folder: Path, job: str) -> dict[int, Path]:
 def main(folder: Path, name: str, num_local: int, num_nodes: int) -> None:
     """Watch the parent process, a rank, and its fellows until it ends; report and kill the one that hangs.
 
-    The watcher of the first rank does so for all; another one only kills its own rank, later, where nobody has ended what is left.
+    The watcher of the first rank does so for all; another one only kills its own rank, later, where nobody has ended
+    what is left.
     """
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(
@@ -443,7 +454,8 @@ def _told(reports: list[Report], limit_s: float, num_missing: int, num_local: in
     lines = [first.headline(limit_s)]
     if num_missing:
         lines.append(
-            f"{num_missing} of the {num_local} ranks that were started with it had not come to the set-up of their strategy, or have ended"
+            f"{num_missing} of the {num_local} ranks that were started with it have not reached the set-up of their "
+            "strategy, or have ended"
         )
     return "\n".join([*lines, first.text(30), *(f"beside it {report.text(10)}" for report in others[:1])])
 

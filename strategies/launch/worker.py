@@ -1,4 +1,5 @@
-"""A rank started by `processes.launch`: take over the program's state, do the work, report the result or what went wrong."""
+"""A rank started by `processes.launch`: take over the program's state, do the work, report the result or what went
+wrong."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ os.register_at_fork(after_in_child=_forget_heartbeat)
 
 
 def open_heartbeat(file: int, answers: Any, phase: str) -> None:
-    """Show what this process does in `file` (a descriptor), and write stacks to the file `answers` when a watchdog asks."""
+    """Show what this process does in `file` (a descriptor), and write stacks to the file `answers` when a watchdog
+    asks."""
     global _heartbeat
     _heartbeat = mmap.mmap(file, watchdog.FORMAT.size)
     set_phase(None, phase)
@@ -192,7 +194,8 @@ def _take_over_library(state: dict[str, Any]) -> None:
             owner.fp32_precision = precision
     warnings.resetwarnings()  # also forgets what was shown
     warnings.filters.extend(state["warnings"])  # type: ignore[attr-defined]
-    gc.freeze()  # the modules and the work, which stay to the end: the server has turned the collector off for their import
+    # the modules and the work, which stay to the end: the server has turned the collector off for their import
+    gc.freeze()
     enabled, thresholds = state["collector"]
     gc.set_threshold(*thresholds)
     if enabled:
@@ -226,7 +229,8 @@ class Failure:
 
 
 def run(rank: int, num_ranks: int, folder: str, program_fd: int, work_fd: int, channel: socket.socket) -> None:
-    """Main of a rank, entered with `SIGNALS` blocked. Sends one file over `channel`: the result (of rank 0) or a `Failure`."""
+    """Main of a rank, entered with `SIGNALS` blocked. Sends one file over `channel`: the result (of rank 0) or a
+    `Failure`."""
     process = os.getpid()
     _take_over_program(unpack(program_fd))
     os.close(program_fd)
@@ -234,7 +238,8 @@ def run(rank: int, num_ranks: int, folder: str, program_fd: int, work_fd: int, c
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # for what it starts
     os.environ.update(LOCKSTEP_LAUNCHER="lockstep", LOCKSTEP_INIT_METHOD=f"file://{folder}/store")
-    answers, fatal = (open(Path(folder, f"{rank}.{name}"), "w") for name in ("stacks", "fatal"))  # noqa: SIM115  # for the life of the process
+    # open for the life of the process
+    answers, fatal = (open(Path(folder, f"{rank}.{name}"), "w") for name in ("stacks", "fatal"))  # noqa: SIM115
     with open(Path(folder, f"{rank}.heartbeat"), "r+b") as file:
         open_heartbeat(file.fileno(), answers, watchdog.STARTING)
     faulthandler.enable(fatal, all_threads=False)
@@ -257,7 +262,7 @@ def run(rank: int, num_ranks: int, folder: str, program_fd: int, work_fd: int, c
         outcome = pack(_describe(rank, error))
     if os.getpid() != process:
         raise RuntimeError(
-            "a process that a rank forked came to the end of the rank's work; end it by os._exit or sys.exit"
+            "a process forked by a rank reached the end of the rank's work; end it with os._exit or sys.exit"
         )
     socket.send_fds(channel, [b"."], [outcome])
     # What an interpreter does at its end: wait for threads, stop idle executors, flush what registered for it.
@@ -272,7 +277,8 @@ def ends_well(error: SystemExit) -> bool:
 
 # A peer that failed, in the words of a save, or is gone, in those of gloo, NCCL and torch's stores.
 _CONSEQUENCE = re.compile(
-    r"see its own error|gloo/|ProcessGroup(Gloo|NCCL|MPI)|NCCL|Connection (closed|reset) by peer|Broken pipe|Socket (closed|[Tt]imeout)|TCPStore|FileStore"
+    r"see its own error|gloo/|ProcessGroup(Gloo|NCCL|MPI)|NCCL|Connection (closed|reset) by peer|Broken pipe|"
+    r"Socket (closed|[Tt]imeout)|TCPStore|FileStore"
 )
 
 

@@ -134,12 +134,15 @@ def test_the_table_is_shown_at_the_end(capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_a_run_that_is_too_short_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     quiet(callbacks=[CommunicationLedger(first_step=20)]).fit(net(), loader(64))
-    assert "communication: none, as training ended before step 23; lower first_step" in capsys.readouterr().out
+    assert (
+        "communication: not measured, because training ended before step 23; lower first_step"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("options", [{"first_step": 1}, {"num_steps": True}])
 def test_options_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be a whole number of at least"):
         CommunicationLedger(**options)
-    with pytest.raises(RuntimeError, match=r"nothing is counted before step 5; call table\(\) later"):
+    with pytest.raises(RuntimeError, match=r"nothing has been measured before step 5; call table\(\) later"):
         CommunicationLedger().table()

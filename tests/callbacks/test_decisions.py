@@ -1,4 +1,5 @@
-"""Callbacks that decide do so alike on all ranks, by the value over all samples, also where each rank's own would say otherwise."""
+"""Callbacks that decide do so alike on all ranks, by the value over all samples, also where each rank's own would say
+otherwise."""
 
 from __future__ import annotations
 

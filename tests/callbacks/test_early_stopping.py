@@ -53,7 +53,7 @@ def test_it_stops_after_patience_checks_without_improvement(capsys: pytest.Captu
     assert callback.wait_count == 2
     assert callback.stopped_epoch == 5
     assert callback.best_score.item() == 1.5
-    assert callback.stopping_reason == "val/loss = 1.75 is check number 2 in a row without improvement over 1.5"
+    assert callback.stopping_reason == "val/loss = 1.75: 2 checks in a row without improvement over 1.5"
     assert capsys.readouterr().out == f"EarlyStopping: {callback.stopping_reason}\n"
 
 
@@ -103,7 +103,7 @@ def test_a_run_that_is_resumed_where_it_had_stopped_stops_unless_more_is_allowed
     same.load_state_dict(first.state_dict())
     patient.load_state_dict(first.state_dict())
     assert start(same, step=3).should_stop
-    assert "the run had ended already: val/loss = 1 is check number 2" in capsys.readouterr().out
+    assert "the resumed run had already stopped: val/loss = 1: 2 checks" in capsys.readouterr().out
     trainer = start(patient, step=3)
     assert not trainer.should_stop
     assert checks(patient, trainer, 1.0, 1.0) == 2
@@ -142,7 +142,8 @@ def test_sanity_check_validate_and_fast_dev_run_do_not_count() -> None:
 
 
 def moments(callback: EarlyStopping, trainer: Any, epochs: str) -> list[int]:
-    """Run epochs of 'v' (validation logs val/loss), 'e' (the epoch ends and logs train/loss), all worse and worse; the wait counts."""
+    """Run epochs of 'v' (validation logs val/loss), 'e' (the epoch ends and logs train/loss), all worse and worse; the
+    wait counts."""
     counts = []
     for position, moment in enumerate(epochs):
         trainer.global_step += 1
@@ -185,7 +186,7 @@ def test_a_metric_that_nothing_logs_is_an_error_once_it_should_be_there() -> Non
     trainer = start(callback)
     moments(callback, trainer, "v")
     with pytest.raises(
-        ValueError, match=r"EarlyStopping monitors 'val/los', which nothing has logged by now: .*: train/loss, val/loss"
+        ValueError, match=r"EarlyStopping monitors 'val/los', which was not logged: .*: train/loss, val/loss"
     ):
         moments(callback, trainer, "e")
     callback = EarlyStopping("val/los", check_on_train_epoch_end=False)
@@ -213,7 +214,10 @@ def test_verbose_prints_improvements_where_asked(capsys: pytest.CaptureFixture[s
         checks(callback, start(callback, global_rank=rank, is_global_zero=rank == 0, world_size=2), 2.0, 1.5)
         return capsys.readouterr().out
 
-    line = "EarlyStopping on rank {}: val/loss improved from inf to 2\nEarlyStopping on rank {}: val/loss improved from 2 to 1.5\n"
+    line = (
+        "EarlyStopping on rank {}: val/loss improved from inf to 2\nEarlyStopping on rank {}: val/loss improved from 2 "
+        "to 1.5\n"
+    )
     assert said(verbose=True, rank=1) == line.format(1, 1)
     assert said(verbose=True, log_rank_zero_only=True, rank=1) == ""
     assert said(verbose=True, log_rank_zero_only=True, rank=0) == line.format(0, 0)

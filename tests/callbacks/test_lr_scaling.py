@@ -47,7 +47,8 @@ def test_rank_0_prints_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> Non
     run = trainer(sgd(0.001), sgd(0.001), sgd(0.5))
     start(LRScaling(64), run)
     assert capsys.readouterr().out == (
-        "LRScaling: samples per rank 32 × ranks 4 × accumulation 2 = global batch 256; linear rule against 64: factor 4; lr 0.001 → 0.004, 0.5 → 2\n"
+        "LRScaling: samples per rank 32 × ranks 4 × accumulation 2 = global batch 256; linear rule against 64: factor "
+        "4; lr 0.001 → 0.004, 0.5 → 2\n"
     )
     start(LRScaling(64), trainer(sgd(0.001), rank=1))
     assert capsys.readouterr().out == ""
@@ -98,7 +99,7 @@ def test_a_resumed_run_takes_the_factor_of_its_own_global_batch_once() -> None:
 
 
 def test_an_unknown_global_batch_must_be_given() -> None:
-    with pytest.raises(ValueError, match="give global_batch_size="):
+    with pytest.raises(ValueError, match="set global_batch_size="):
         start(LRScaling(64), trainer(sgd(0.1), batch_size=None))
 
 

@@ -139,7 +139,7 @@ def test_steps_are_optimizer_steps_whatever_a_step_accumulates() -> None:
 
 def test_epochs_are_counted_in_the_steps_of_this_run() -> None:
     warmup = LRWarmup(epochs=1.5)
-    with pytest.raises(RuntimeError, match="once fit has started"):
+    with pytest.raises(RuntimeError, match="until fit has started"):
         warmup.factor_at(0)
     run = Run(None, warmup).start()
     assert warmup.steps == 4  # 1.5 epochs of 3 steps, 4.5, rounded to even
@@ -147,7 +147,7 @@ def test_epochs_are_counted_in_the_steps_of_this_run() -> None:
 
     endless = Run(None, LRWarmup(epochs=1))
     endless.trainer._run.windows_per_epoch = None
-    with pytest.raises(ValueError, match="give steps="):
+    with pytest.raises(ValueError, match="set steps="):
         endless.start()
 
 
@@ -195,12 +195,12 @@ def test_training_is_bitwise_that_of_a_hand_written_warmup() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "either as steps or as epochs"),
-        ({"steps": 1, "epochs": 1}, "either as steps or as epochs"),
+        ({}, "either steps or epochs"),
+        ({"steps": 1, "epochs": 1}, "either steps or epochs"),
         ({"steps": -1}, "steps=-1"),
         ({"steps": 1.5}, "steps=1.5"),
         ({"epochs": math.inf}, "epochs=inf"),
-        ({"steps": 1, "start_factor": 2}, "start_factor from 0 to 1, but got 2"),
+        ({"steps": 1, "start_factor": 2}, "must be from 0 to 1, got 2"),
         ({"steps": 1, "shape": "square"}, "'square'"),
     ],
 )

@@ -241,7 +241,8 @@ def test_time_is_looked_at_every_log_every_n_steps(run: Callable[..., Run], monk
 
 
 def _on_a_rank(folder: Path) -> list[list[int]]:
-    """Two fits of 300 steps of one second, but none by rank 1's clock; for each rank and fit the steps saved at, and which names got a version."""
+    """Two fits of 300 steps of one second, but none by rank 1's clock; for each rank and fit the steps saved at, and
+    which names got a version."""
     strategy = DDP()
     strategy.configure(devices=2, accelerator="cpu")
     strategy.setup()
@@ -360,12 +361,12 @@ def test_a_metric_that_nothing_logs_is_an_error_once_it_should_be_there(run: Cal
     r = run(monitor="val/los")
     r.train(10).validate(val_loss=1.0, val_acc=0.5)
     with pytest.raises(
-        ValueError, match=r"ModelCheckpoint monitors 'val/los', which nothing has logged by now: .*: val/acc, val/loss"
+        ValueError, match=r"ModelCheckpoint monitors 'val/los', which was not logged: .*: val/acc, val/loss"
     ):
         r.end_epoch()
     r = run(dirpath="b", monitor="train/los")
     r.val_dataloaders = []
-    with pytest.raises(ValueError, match="that there are: none"):
+    with pytest.raises(ValueError, match="one of the logged metrics: none"):
         r.train(10).end_epoch()
 
 
@@ -452,7 +453,7 @@ def test_a_save_that_fails_comes_out_and_leaves_the_older_checkpoint(
 
 def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"checkpoint folder .*file/checkpoints cannot be made \(Not a directory\)"):
+    with pytest.raises(ValueError, match=r"checkpoint folder .*file/checkpoints cannot be created \(Not a directory\)"):
         Run(ModelCheckpoint(), tmp_path / "file")
 
 
@@ -573,12 +574,12 @@ def test_verbose_says_what_was_saved(run: Callable[..., Run], capsys: pytest.Cap
     ("options", "message"),
     [
         ({"mode": "auto"}, "'auto'"),
-        ({"save_top_k": -2}, "but got -2"),
-        ({"every_n_epochs": 0}, "every_n_epochs of 1 or more, but got 0"),
+        ({"save_top_k": -2}, "got -2"),
+        ({"every_n_epochs": 0}, "every_n_epochs of ModelCheckpoint must be at least 1, got 0"),
         ({"every_n_epochs": 1, "every_n_train_steps": 1}, "every_n_train_steps and every_n_epochs"),
         ({"every_n_train_steps": 1, "save_on_train_epoch_end": True}, "save_on_train_epoch_end=True"),
         ({"filename": "{epoch:zz}"}, "'zz'"),
-        ({"filename": "{epoch"}, "brace without its pair"),
+        ({"filename": "{epoch"}, "unmatched brace"),
         ({"filename": "last", "save_last": True}, "another filename"),
     ],
 )
@@ -603,7 +604,8 @@ class Measures(Net):
 def test_saves_by_steps_are_ranked_by_what_was_measured_on_their_weights(
     tmp_path: Path, every: int, kept: dict[str, float]
 ) -> None:
-    """Validation comes every fourth step: a save at that step waits for it, any other has no value, whatever was measured before."""
+    """Validation comes every fourth step: a save at that step waits for it, any other has no value, whatever was
+    measured before."""
     callback = ModelCheckpoint(tmp_path / "kept", "{step}", monitor="val/loss", every_n_train_steps=every, save_top_k=2)
     steps = 8 if every == 2 else 12
     quiet(

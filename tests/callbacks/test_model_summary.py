@@ -46,8 +46,8 @@ def test_layers_totals_and_flops() -> None:
     conv, linear = 2 * 4 * 8 * 9 * 64, 2 * 4 * 512 * 10
     # The example needs no gradient, so backward of the first layer computes the gradient of its weight only.
     assert (
-        f"{(conv + linear) / 1000:.1f} kFLOPs forward, {(2 * conv + 3 * linear) / 1000:.1f} kFLOPs forward and backward, for a batch of 4"
-        in summary
+        f"{(conv + linear) / 1000:.1f} kFLOPs forward, {(2 * conv + 3 * linear) / 1000:.1f} kFLOPs forward and "
+        "backward, for a batch of 4" in summary
     )
 
 

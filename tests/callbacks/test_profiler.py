@@ -61,7 +61,7 @@ def test_torch_writes_a_trace_of_the_steps_asked_for(devices: int, capfd: pytest
 
 def test_a_run_that_is_too_short_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     quiet(callbacks=[Profiler("torch", first_step=20)]).fit(Net(), loader(64))
-    assert "profile: none, as training ended before step 23; lower first_step" in capsys.readouterr().out
+    assert "profile: not measured, because training ended before step 23; lower first_step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("options", [{"first_step": 0}, {"num_steps": 1.5}])

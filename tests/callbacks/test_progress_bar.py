@@ -141,7 +141,8 @@ def fit(
     first_batch: int = 0,
     each_batch: Callable[[int], None] = lambda n: None,
 ) -> None:
-    """The hooks of a run in their order, 2 seconds of validation and 1 of checkpoint an epoch; `each_batch` hears the number of batches done."""
+    """The hooks of a run in their order, 2 seconds of validation and 1 of checkpoint an epoch; `each_batch` hears the
+    number of batches done."""
     bar.setup(trainer, MODULE, "fit")
     bar.on_fit_start(trainer, MODULE)
     bar.on_train_start(trainer, MODULE)

@@ -1,4 +1,5 @@
-"""ThroughputMonitor: rates over all ranks, FLOPs of any strategy, shares that add up; it changes no number of the run."""
+"""ThroughputMonitor: rates over all ranks, FLOPs of any strategy, shares that add up; it changes no number of the
+run."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from lockstep.callbacks.throughput_monitor import known_peak, peak_of
 from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
 
 FLOPS = 2 * 8 * 16 * 2 + 2 * 16 * 3 * 3
-"""Of a sample of Net: two matrix products of the first layer, whose input needs no gradient, and three of the second."""
+"""Of a sample of Net: two matrix products of the first layer, whose input needs no gradient, and three of the
+second."""
 
 
 def ragged(items: list[Any]) -> tuple[Any, Any]:
@@ -66,7 +68,8 @@ class Tokens(Callback):
         monitor = next(item for item in trainer.callbacks if isinstance(item, ThroughputMonitor))
         if trainer.is_global_zero and monitor.values:
             print(
-                f"at {trainer.global_step}: {monitor.values['throughput/tokens_per_s'] / monitor.values['throughput/steps_per_s']:.6f} a step",
+                f"at {trainer.global_step}: "
+                f"{monitor.values['throughput/tokens_per_s'] / monitor.values['throughput/steps_per_s']:.6f} a step",
                 flush=True,
             )
 
@@ -224,7 +227,7 @@ def test_flops_may_be_given_or_unknown() -> None:
     quiet(callbacks=[given], log_every_n_steps=4).fit(net(), loader(64))
     assert given.values["throughput/flops_per_s"] == pytest.approx(1000 * given.values["throughput/samples_per_s"])
     none = ThroughputMonitor()
-    with pytest.warns(UserWarning, match="give flops_per_sample, 0 for none"):
+    with pytest.warns(UserWarning, match="set flops_per_sample"):
         quiet(callbacks=[none], log_every_n_steps=4).fit(Sum(), loader(64))
     assert "throughput/flops_per_s" not in none.values
 

@@ -306,7 +306,7 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
     "data module": (lambda: quiet().fit(Net(), datamodule=Late()), "the loader is empty: TensorDataset has 0 samples"),
     "stream": (
         lambda: quiet().fit(Net(), DataLoader(Stream(0))),
-        "the loader yielded no batch in epoch 0: Stream gives no item",
+        "the loader yielded no batch in epoch 0: Stream yields no item",
     ),
     "fraction": (
         lambda: quiet(limit_train_batches=0.1).fit(Net(), loader(16)),
@@ -330,7 +330,7 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "sampler": (
         lambda: quiet(devices=1, split_batches=True, accumulate_grad_batches=2).fit(Net(), [[torch.zeros(1)]]),
-        "split needs batches that can be cut",
+        "split_batches needs batches that can be split",
     ),
 }
 

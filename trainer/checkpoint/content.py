@@ -1,4 +1,5 @@
-"""What may lie in a checkpoint: dense tensors of known dtypes under plain names, JSON data, and finite numbers where they are asked for."""
+"""What may lie in a checkpoint: dense tensors of known dtypes under plain names, JSON data, and finite numbers where
+they are asked for."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def check_tensor(path: Path, name: str, shard: TensorShard) -> None:
         raise refusal(
             path,
             name,
-            f"a piece of shape {tuple(tensor.shape)} at {tuple(shard.offsets)} does not lie in the global shape {tuple(shard.global_shape)}",
+            f"a piece of shape {tuple(tensor.shape)} at {tuple(shard.offsets)} is outside of the global shape "
+            f"{tuple(shard.global_shape)}",
             "correct the shard",
         )
 
@@ -62,7 +64,7 @@ def check_json(path: Path, where: str, value: Any, depth: int = 0) -> None:
             path,
             where[:200] + "...",
             f"<nested deeper than {_MAX_DEPTH}>",
-            "flatten it, or look for a container that holds itself",
+            "flatten it, or check for a container that contains itself",
         )
     elif isinstance(value, dict):
         for key, inner in value.items():

@@ -44,15 +44,17 @@ class Weights:
 def export_weights(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> Path:
     """Write the weights of a checkpoint as one safetensors file under the module's own names; return its absolute path.
 
-    Replaces a file at `target` in one rename. Holds the largest tensor in memory, not the model. Raises CheckpointError.
+    Replaces a file at `target` in one rename. Holds the largest tensor in memory, not the model. Raises
+    CheckpointError.
     """
     target = Path(os.path.abspath(target))
     names = checkpoint.names("model/")
     if not names:
-        raise CheckpointError(f"checkpoint {checkpoint.path} holds no weights; export one that a fit has saved")
+        raise CheckpointError(f"checkpoint {checkpoint.path} has no weights; export one that fit saved")
     if target.is_dir():
         raise CheckpointError(
-            f"cannot export to {target}: it is a folder; give the path of a file, such as {target / 'model.safetensors'}"
+            f"cannot export to {target}: it is a folder; give the path of a file, such as "
+            f"{target / 'model.safetensors'}"
         )
     state = checkpoint.state
     note = {
@@ -84,29 +86,31 @@ def import_weights(
 ) -> Weights:
     """Make a checkpoint of the weights in `source`; return what was found.
 
-    `source` is a safetensors file, or, with `trust_pickle`, a Lightning checkpoint or a state dict of torch, which is first
-    read by torch's restricted unpickler and, where that refuses, run as the program that a pickle is. The checkpoint holds
-    weights, hyperparameters and counters: enough for `load_from_checkpoint`, `validate`, `test` and `predict`, not to resume.
-    Raises CheckpointError, and replaces nothing that is at `target`.
+    `source` is a safetensors file, or, with `trust_pickle`, a Lightning checkpoint or a state dict of torch, which is
+    first read by torch's restricted unpickler and, where that refuses, run as the program that a pickle is. The
+    checkpoint holds weights, hyperparameters and counters: enough for `load_from_checkpoint`, `validate`, `test` and
+    `predict`, not to resume. Raises CheckpointError, and replaces nothing that is at `target`.
     """
     source, target = Path(source), Path(os.path.abspath(target))
     if os.path.lexists(target):
         raise CheckpointError(f"cannot import to {target}: it exists; choose another path")
     if not source.is_file():
         raise CheckpointError(
-            f"cannot import {source}: it is no file; give a safetensors file, a Lightning checkpoint or a state dict of torch"
+            f"cannot import {source}: it is not a file; pass a safetensors file, a Lightning checkpoint or a torch "
+            "state dict"
         )
     try:
         with open(source, "rb") as file:
             head = file.read(9)
     except OSError as error:
-        raise CheckpointError(f"cannot import {source}: {reason(error)}; give a file that can be read") from error
+        raise CheckpointError(f"cannot import {source}: {reason(error)}; pass a readable file") from error
     if head[8:] == b"{":
         found = _read_safetensors(source)
     elif not trust_pickle:
         raise CheckpointError(
-            f"cannot import {source}: it is no safetensors file, so it would have to be unpickled, and a pickle is a program that may do anything: "
-            "give --trust-pickle if you trust whoever made it"
+            f"cannot import {source}: it is not a safetensors file and would have to be unpickled, which can run any "
+            "code: "
+            "pass --trust-pickle if you trust its author"
         )
     else:
         found = _read_pickle(source)
@@ -131,7 +135,7 @@ def _write(found: Weights, source: Path, target: Path) -> None:
     except TypeError as error:
         raise CheckpointError(f"cannot import {source}: {error}; leave it out") from error
     if not model:
-        raise CheckpointError(f"cannot import {source}: it holds no tensor; give a file with a state dict")
+        raise CheckpointError(f"cannot import {source}: it has no tensors; pass a file with a state dict")
     save(target, rank=0, world_size=1, tensors=tensors, state=state)
 
 
@@ -139,9 +143,9 @@ def _read_safetensors(source: Path) -> Weights:
     try:
         with safe_open(source, "pt") as file:
             note = json.loads((file.metadata() or {}).get(_NOTE, "{}"))
-            values: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            values: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if not isinstance(note, dict):
-            raise ValueError(f"its metadata {_NOTE!r} is no JSON object")
+            raise ValueError(f"its metadata {_NOTE!r} is not a JSON object")
         for name in note.get("complex128", []):
             values[name] = torch.view_as_complex(values[name].contiguous())
         progress = _progress(note.get("progress"))
@@ -151,15 +155,17 @@ def _read_safetensors(source: Path) -> Weights:
         whole |= {name: unpack(value, lambda key: values[key.removeprefix("model/")]) for name, value in extra.items()}
         hyperparameters = unpack(note.get("hyperparameters", {}), values.__getitem__)
         if not isinstance(hyperparameters, dict) or not all(isinstance(name, str) for name in hyperparameters):
-            raise ValueError("its hyperparameters are no JSON object")
+            raise ValueError("its hyperparameters are not a JSON object")
         if note.get("hyperparameters_name") is not None:
             hyperparameters = {note["hyperparameters_name"]: hyperparameters}
         return Weights(whole, hyperparameters, progress["global_step"], progress["current_epoch"])
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot import {source}: it is no safetensors file ({error}); fetch it again") from error
+        raise CheckpointError(
+            f"cannot import {source}: it is not a valid safetensors file ({error}); download it again"
+        ) from error
     except (ValueError, TypeError, AttributeError, LookupError, RuntimeError, RecursionError) as error:
         raise CheckpointError(
-            f"cannot import {source}: what its metadata {_NOTE!r} says does not fit its tensors ({error}); export it again"
+            f"cannot import {source}: what its metadata {_NOTE!r} does not match its tensors ({error}); export it again"
         ) from error
 
 
@@ -171,13 +177,15 @@ def _read_pickle(source: Path) -> Weights:
             loaded = torch.load(source, map_location="cpu", weights_only=False)
     except Exception as error:  # whatever the pickled program does
         raise CheckpointError(
-            f"cannot import {source}: torch cannot load it ({type(error).__name__}: {str(error)[:200]}); fetch it again"
+            f"cannot import {source}: torch cannot load it ({type(error).__name__}: {str(error)[:200]}); download it "
+            "again"
         ) from error
     if isinstance(loaded, torch.nn.Module):
         loaded = loaded.state_dict()
     if not isinstance(loaded, Mapping):
         raise CheckpointError(
-            f"cannot import {source}: it holds {type(loaded).__name__}, no state dict; save module.state_dict() instead"
+            f"cannot import {source}: it holds {type(loaded).__name__}, not a state dict; save module.state_dict() "
+            "instead"
         )
     nested = next(
         (key for key in ("state_dict", "model_state_dict", "model") if isinstance(loaded.get(key), Mapping)), None

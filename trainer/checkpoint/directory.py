@@ -34,7 +34,7 @@ def folders(folder: Path) -> list[Path]:
         return []
     except OSError as error:
         raise CheckpointError(
-            f"cannot look for checkpoints in {folder}: {reason(error)}; give a folder that can be read"
+            f"cannot list checkpoints in {folder}: {reason(error)}; pass a readable folder"
         ) from error
 
 
@@ -107,7 +107,7 @@ def refuse_foreign(path: Path, verb: str) -> None:
     """Leave alone what is not a checkpoint, whole or damaged. An empty folder is nobody's loss."""
     mode = os.lstat(path).st_mode
     if not stat.S_ISDIR(mode) or (not os.path.lexists(path / MANIFEST) and os.listdir(path)):
-        kind = "a link" if stat.S_ISLNK(mode) else "no checkpoint"
+        kind = "a link" if stat.S_ISLNK(mode) else "not a checkpoint"
         raise CheckpointError(
             f"{path} exists and is {kind}, so it is not {verb}: choose another path, or remove it by hand"
         )

@@ -44,7 +44,7 @@ class CheckpointError(RuntimeError):
 def manifest_fault(manifest: dict[str, Any]) -> str | None:
     """What is wrong with a parsed manifest, or None."""
     if manifest.pop("checksum", None) != manifest_checksum(manifest):
-        return "does not have its own checksum: it was changed after it was written"
+        return "does not match its own checksum: it was changed after it was written"
     if not _is_sizes([manifest.get(key) for key in ("format", "global_step", "saved_at_ns", "world_size")]):
         return "has no valid format, global_step, saved_at_ns and world_size"
     files, tensors = manifest.get("files"), manifest.get("tensors")
@@ -71,11 +71,14 @@ def manifest_fault(manifest: dict[str, Any]) -> str | None:
                 return f"has an invalid piece of {name}"
             file = piece.get("file")
             if not isinstance(file, str) or file not in files or not file.endswith(".safetensors") or file in seen:
-                return f"has a piece of {name} in {file!r}, which is not listed, holds no tensors or has a piece of it already"
+                return (
+                    f"has a piece of {name} in {file!r}, which is not listed, holds no tensors or has a piece of it "
+                    "already"
+                )
             seen.add(file)
         fault = tiling_fault(entry["shape"], entry["pieces"])
         if fault:
-            return f"has a wrong index: of {name} {fault}"
+            return f"has an invalid index of {name}: {fault}"
     return None
 
 
@@ -112,12 +115,15 @@ def tiling_fault(shape: Sequence[int], pieces: Sequence[dict[str, Any]]) -> str 
     in a sweep along the dimension with most cuts, so a row-wise, column-wise or grid-wise cut costs little.
     """
     if not pieces:
-        return "no piece was saved"
+        return "no shard was saved"
     for piece in pieces:
         if not len(piece["offsets"]) == len(piece["shape"]) == len(shape) or any(
             first + size > whole for first, size, whole in zip(piece["offsets"], piece["shape"], shape, strict=True)
         ):
-            return f"a piece of shape {tuple(piece['shape'])} at {tuple(piece['offsets'])} does not lie in shape {tuple(shape)}"
+            return (
+                f"a piece of shape {tuple(piece['shape'])} at {tuple(piece['offsets'])} does not lie in shape "
+                f"{tuple(shape)}"
+            )
     covered, whole = sum(_volume(piece["shape"]) for piece in pieces), _volume(shape)
     if covered < whole:
         return f"{whole - covered} of {whole} elements are missing"
@@ -152,7 +158,7 @@ def _volume(shape: Sequence[int]) -> int:
 
 def unusable(folder: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint {folder} cannot be used: {what}; otherwise load another one (ckpt_path='auto' finds the newest that is whole)"
+        f"checkpoint {folder} cannot be used: {what}; or load another one (ckpt_path='auto' finds the newest valid one)"
     )
 
 

@@ -34,7 +34,8 @@ def listing(folder: Path) -> str:
 
 
 def leave_part(folder: Path, rank: int, part: dict[str, Any]) -> None:
-    """Leave `part` for rank 0, whole or not at all. One that cannot be written says by its absence that this rank failed."""
+    """Leave `part` for rank 0, whole or not at all. One that cannot be written says by its absence that this rank
+    failed."""
     path = folder / part_file(rank)
     with suppress(OSError):
         hidden_path = path.with_name(f".{path.name}")
@@ -72,7 +73,8 @@ def merge_tensors(parts: Sequence[dict[str, Any]], final: Path) -> dict[str, Any
                 raise refusal(
                     final,
                     name,
-                    f"ranks differ on it: {known['dtype']} {tuple(known['shape'])} and {entry['dtype']} {tuple(entry['shape'])}",
+                    f"ranks differ on it: {known['dtype']} {tuple(known['shape'])} and {entry['dtype']} "
+                    f"{tuple(entry['shape'])}",
                     "save the same tensor on all ranks",
                 )
             if 0 not in entry["shape"] or not known["pieces"]:

@@ -37,7 +37,8 @@ _LFS = b"version https://git-lfs.github.com/spec"
 
 
 class Checkpoint:
-    """A checkpoint that has been opened: a `lockstep.strategies.checkpoint_state.Reader` over any number of files and pieces.
+    """A checkpoint that has been opened: a `lockstep.strategies.checkpoint_state.Reader` over any number of files and
+    pieces.
 
     Any process may open it. Tensors are read on demand, through the page cache, into new CPU memory.
     """
@@ -129,7 +130,8 @@ class Checkpoint:
             f < 0 or n < 0 or f + n > size for size, f, n in zip(whole, start, extent, strict=True)
         ):
             raise ValueError(
-                f"{name} has shape {whole}, so a rectangle of shape {extent} at {start} does not lie in it: pass one that does"
+                f"{name} has shape {whole}, so the region of shape {extent} at {start} is outside of it: pass one "
+                "inside it"
             )
         result = torch.empty(extent, dtype=dtype)
         target = torch.view_as_real(result) if dtype in PAIRS else result
@@ -171,10 +173,11 @@ class Checkpoint:
                 if found.get_dtype() != CODES[dtype] or found.get_shape() != stored:
                     raise unusable(
                         self.path,
-                        f"{name} holds {tensor} as {found.get_dtype()} {found.get_shape()}, the manifest as {CODES[dtype]} {stored}",
+                        f"{name} holds {tensor} as {found.get_dtype()} {found.get_shape()}, the manifest as "
+                        f"{CODES[dtype]} {stored}",
                     )
         except (OSError, SafetensorError) as error:
-            raise unusable(self.path, f"{name} is no safetensors file ({error})") from error
+            raise unusable(self.path, f"{name} is not a valid safetensors file ({error})") from error
         self._opened[name] = opened
         return opened
 
@@ -198,14 +201,15 @@ def _locate(path: Path) -> Path:
         for aside in asides(path):
             if is_checkpoint(aside):
                 return aside
-        raise CheckpointError(f"there is no checkpoint at {path}: give the path of an existing one") from None
+        raise CheckpointError(f"there is no checkpoint at {path}: pass the path of an existing one") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"the checkpoint {path} cannot be opened: {reason(error)}; give a path that can be read"
+            f"the checkpoint {path} cannot be opened: {reason(error)}; pass a readable path"
         ) from error
     if not stat.S_ISDIR(mode):
         raise CheckpointError(
-            f"{path} is no folder, and a checkpoint is a folder with a {MANIFEST}: give the path of one, or make one with `lockstep checkpoint import`"
+            f"{path} is not a folder, and a checkpoint is a folder with a {MANIFEST}: pass the path of one, or create "
+            "one with `lockstep checkpoint import`"
         )
     return path
 
@@ -269,9 +273,9 @@ def _read_json(folder: Path, name: str, entry: dict[str, Any] | None) -> dict[st
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
-        raise unusable(folder, f"{name} is no valid JSON ({str(error)[:200]})") from error
+        raise unusable(folder, f"{name} is not valid JSON ({str(error)[:200]})") from error
     if not isinstance(value, dict):
-        raise unusable(folder, f"{name} holds no JSON object")
+        raise unusable(folder, f"{name} is not a JSON object")
     return value
 
 
@@ -285,7 +289,7 @@ def _open_regular(folder: Path, name: str) -> BinaryIO:
         raise unusable(folder, f"{name} {what}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise unusable(folder, f"{name} is no regular file")
+        raise unusable(folder, f"{name} is not a regular file")
     return os.fdopen(descriptor, "rb", buffering=0)
 
 

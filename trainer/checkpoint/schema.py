@@ -25,7 +25,8 @@ Check = Callable[[Any], bool]
 
 
 def fault(checkpoint: Checkpoint) -> str | None:
-    """The key of the first part of a fit's checkpoint that is not as a fit saves it, with what is wrong; None if all is."""
+    """The key of the first part of a fit's checkpoint that is not as a fit saves it, with what is wrong; None if all
+    is."""
     state = checkpoint.state
     for key, check in _STATE.items():
         if key not in state or not check(state[key]):
@@ -56,7 +57,7 @@ def _rank_faults(checkpoint: Checkpoint) -> str | None:
     expected = {f"rank-{rank:05d}.json" for rank in range(min(checkpoint.world_size, _MOST_RANKS))}
     found = {name for name, *_ in checkpoint.files() if name.startswith("rank-")}
     if checkpoint.world_size != len(found) or expected != found:
-        return f"world_size is {checkpoint.world_size}, but there are {len(found)} files of ranks"
+        return f"world_size is {checkpoint.world_size}, but there are {len(found)} rank files"
     for rank in range(checkpoint.world_size):
         state = checkpoint.rank_state(rank) or {}
         for key, check in _RANK.items():
@@ -65,9 +66,7 @@ def _rank_faults(checkpoint: Checkpoint) -> str | None:
         if not 0 <= state["data_rank"] < state["data_size"] <= checkpoint.world_size:
             return f"rank-{rank:05d}.json has data_rank={state['data_rank']} and data_size={state['data_size']}"
         if (name := _misnamed(state["sums"], state["torchmetrics"])) is not None:
-            return (
-                f"rank-{rank:05d}.json does not say alike in sums and torchmetrics which metric was logged as {name!r}"
-            )
+            return f"rank-{rank:05d}.json has different metrics in sums and torchmetrics for the name {name!r}"
     return None
 
 
@@ -101,9 +100,9 @@ def _reference_fault(checkpoint: Checkpoint) -> str | None:
     referred = set(references(checkpoint.state))
     missing = next(iter(sorted(referred - names)), None)
     if missing is not None:
-        return f"state.json refers to the tensor {missing!r}, which is not there"
+        return f"state.json refers to the tensor {missing!r}, which is missing"
     lost = next((name for name in checkpoint.names("optimizer/") if name not in referred), None)
-    return None if lost is None else f"state.json does not refer to the tensor {lost!r}"
+    return None if lost is None else f"state.json has no reference to the tensor {lost!r}"
 
 
 def references(value: Any) -> Iterator[str]:

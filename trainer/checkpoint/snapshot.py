@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,8 @@ def save(
     also: Sequence[str | Path] = (),
     outdated: Sequence[str | Path] = (),
 ) -> files.Saving | None:
-    """Write a checkpoint of the run at `path`; without `wait` return once it is copied. Every rank calls it, at the same place."""
+    """Write a checkpoint of the run at `path`; without `wait` return once it is copied. Every rank calls it, at the
+    same place."""
     strategy = run.strategy
     gathered = strategy.state_dict(run.wrapped, run.optimizers)
     tensors, mine = gathered.tensors, strategy.topology.rank == 0
@@ -157,7 +159,8 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
 
 
 def rewind(run: RunState, module: Module, path: str | Path) -> None:
-    """Put weights, optimizers, schedulers and callbacks back to a checkpoint of this run; data and metrics go on from where they are.
+    """Put weights, optimizers, schedulers and callbacks back to a checkpoint of this run; data and metrics go on from
+    where they are.
 
     Every rank calls it, between windows.
     """
@@ -238,7 +241,8 @@ def _say_what_is_dropped(run: RunState, checkpoint: Checkpoint) -> None:
     dropped = [key for key, saved in checkpoint.state["callbacks"].items() if saved and key not in given]
     if dropped and run.is_global_zero:
         _log.info(
-            f"checkpoint {checkpoint.path} holds the state of {', '.join(dropped)}, which this run does not have among its callbacks: "
+            f"checkpoint {checkpoint.path} holds the state of {', '.join(dropped)}, which this run does not have among "
+            "its callbacks: "
             "that state is dropped; give the same callback with the same arguments to continue it"
         )
 
@@ -247,7 +251,7 @@ def _callback_states(run: RunState, kept: dict[str, TensorShard]) -> dict[str, A
     states = {}
     for callback in run.callbacks:
         key = callback.state_key
-        state = publish.state_of(run, callback, lambda state, key=key: pack(state, f"callbacks/{key}", kept))  # type: ignore[misc]
+        state = publish.state_of(run, callback, partial(pack, name=f"callbacks/{key}", tensors=kept))
         if state is not None:
             states[key] = state
     return states
@@ -258,7 +262,8 @@ def check_resumable(checkpoint: Checkpoint) -> None:
     state = checkpoint.state
     if "seed" not in state:
         raise CheckpointError(
-            f"checkpoint {checkpoint.path} holds weights alone, so there is nothing to resume: load them with load_from_checkpoint, and fit without ckpt_path"
+            f"checkpoint {checkpoint.path} has only weights, so it cannot be resumed: load them with "
+            "load_from_checkpoint, and fit without ckpt_path"
         )
     with refused(checkpoint.path):
         wrong = checkpoint_schema.fault(checkpoint)
@@ -305,7 +310,8 @@ def _place(rank_state: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _shared_sums(saved: list[dict[str, Any]], strategy: Strategy) -> dict[str, Any]:
-    """What this rank goes on with of the running sums of other ranks: over all ranks nothing is lost or counted twice."""
+    """What this rank goes on with of the running sums of other ranks: over all ranks nothing is lost or counted
+    twice."""
     sums: dict[str, Any] = {}
     for rank, state in enumerate(saved):
         for name, (reduce_fx, *flags, rank_zero_only, metric, number, count, epoch_value, epoch_count) in state.items():
@@ -333,7 +339,8 @@ def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Cal
                 isinstance(entry["state"][key], (Tensor, list)) for key in own
             ):
                 raise ValueError(
-                    f"torchmetric {name} has the state {sorted(own)}, of tensors and lists, but the checkpoint has another"
+                    f"torchmetric {name} has the state {sorted(own)}, tensors and lists, but the checkpoint has "
+                    "different state"
                 )
             if metric._update_count:
                 metric.merge_state(entry["state"])
@@ -345,7 +352,8 @@ def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Cal
 
 
 def _restore_streams(run: RunState, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:
-    """Go on with the random streams of the rank that saw the same samples; where samples are shared out anew, with streams that nobody drew from."""
+    """Go on with the random streams of the rank that saw the same samples; where samples are shared out anew, with
+    streams that nobody drew from."""
     strategy = run.strategy
     if len(saved) == strategy.topology.data_size:
         state = next(rank_state for rank_state in saved if rank_state["data_rank"] == strategy.topology.data_rank)

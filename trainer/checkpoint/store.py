@@ -118,7 +118,8 @@ def newest(folder: str | os.PathLike[str], without: Container[Any] = ()) -> Path
     """The checkpoint in `folder` with the highest (global_step, time of saving) that verifies, or None.
 
     Reads every byte of the one that it returns. Warns once for each damaged one that is newer. Temporary folders
-    are skipped; an aside copy counts where a kill fell between the two renames of a replacement. Those in `without`, which
+    are skipped; an aside copy counts where a kill fell between the two renames of a replacement. Those in `without`,
+    which
     `present` returned, do not count.
     """
     folder = Path(os.path.abspath(folder))
@@ -179,7 +180,8 @@ def clean(folder: str | os.PathLike[str]) -> list[Path]:
                 shutil.rmtree(entry)
         except OSError as error:
             warnings.warn(
-                f"{entry} was left by an interrupted save and cannot be cleaned up ({reason(error)}): remove it by hand",
+                f"{entry} was left by an interrupted save and cannot be cleaned up ({reason(error)}): remove it by "
+                "hand",
                 stacklevel=2,
             )
         else:
@@ -189,6 +191,4 @@ def clean(folder: str | os.PathLike[str]) -> list[Path]:
 
 def _check_meeting(world_size: int, barrier: Any, broadcast: Any) -> None:
     if world_size > 1 and (barrier is None or broadcast is None):
-        raise ValueError(
-            f"save needs barrier and broadcast where world_size is {world_size}: pass those of the strategy"
-        )
+        raise ValueError(f"save needs barrier and broadcast if world_size is {world_size}: pass those of the strategy")

@@ -266,7 +266,7 @@ class Saving:
         """Write this rank's files; return what the manifest must know of them."""
         if not self.temporary.is_dir():
             raise CheckpointError(
-                f"cannot save the checkpoint {self.final}: rank {self.rank} does not see {self.temporary}, which rank 0 made; "
+                f"cannot save the checkpoint {self.final}: rank {self.rank} does not see {self.temporary}, which rank 0 created; "
                 "choose a folder on a file system that all nodes share"
             )
         check_finite(self.final, self._tensors, self._finite, f"on rank {self.rank} in step {self._global_step}")
@@ -361,7 +361,7 @@ class Saving:
     def _stopped(self, what: str, number: int | None) -> CheckpointError:
         return CheckpointError(
             f"cannot save the checkpoint {self.final}: {what}, after rank {self.rank} had written {self._written_bytes} of its "
-            f"{self._total_bytes} bytes; {_ADVICE.get(number or 0, 'choose another folder')} (what was saved there before is intact)"
+            f"{self._total_bytes} bytes; {_ADVICE.get(number or 0, 'choose another folder')} (the previous checkpoint there is intact)"
         )
 
     def _read_back(self, files: dict[str, Any] | None, *, checksums: bool) -> None:

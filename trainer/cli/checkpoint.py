@@ -26,7 +26,7 @@ examples:
   lockstep checkpoint import digits.safetensors imported
   lockstep checkpoint import --trust-pickle epoch=3.ckpt imported
 
-Exit codes: 0; 1 where a checkpoint is damaged, differs or cannot be written; 2 for a wrong command.
+Exit codes: 0; 1 if a checkpoint is damaged, differs or cannot be written; 2 for a wrong command.
 """
 
 _SHOWN = 20
@@ -51,7 +51,8 @@ def main(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = arg
     else:
         weights = interchange.import_weights(given.source, given.target, trust_pickle=given.trust_pickle)
         print(
-            f"{given.target.absolute()}: {len(weights.values)} tensors, step {weights.global_step}, {len(weights.hyperparameters)} hyperparameters"
+            f"{given.target.absolute()}: {len(weights.values)} tensors, step {weights.global_step}, "
+            f"{len(weights.hyperparameters)} hyperparameters"
         )
         if weights.skipped:
             print(f"skipped: {', '.join(weights.skipped)}", file=sys.stderr)
@@ -77,7 +78,7 @@ def parse(
     diff_parser = commands.add_parser(
         "diff",
         usage="lockstep checkpoint diff ONE OTHER [--tolerance T]",
-        help="which tensors and state differ between two checkpoints; exit code 1 where any do",
+        help="which tensors and state differ between two checkpoints; exit code 1 if any do",
     )
     export_parser = commands.add_parser(
         "export", usage="lockstep checkpoint export PATH [TARGET]", help="write the weights as one safetensors file"
@@ -85,7 +86,7 @@ def parse(
     import_parser = commands.add_parser(
         "import",
         usage="lockstep checkpoint import [--trust-pickle] SOURCE TARGET",
-        help="make a checkpoint of weights from elsewhere",
+        help="create a checkpoint from weights",
     )
     for each in (show_parser, verify_parser, export_parser):
         each.add_argument("path", type=Path, help="a checkpoint")
@@ -95,7 +96,7 @@ def parse(
         "--tolerance",
         type=float,
         default=0.0,
-        help="difference of a tensor, relative to its largest element, to let pass (default: 0)",
+        help="difference of a tensor, relative to its largest element, to allow (default: 0)",
     )
     export_parser.add_argument(
         "target", type=Path, nargs="?", default=Path("model.safetensors"), help="the file (default: model.safetensors)"
@@ -145,7 +146,7 @@ def verify(path: Path) -> str:
     for rank in range(checkpoint.world_size):
         checkpoint.rank_state(rank)
     files = checkpoint.files()
-    return f"{checkpoint.path}: {len(files)} files, {_bytes(sum(size for _, size, _ in files))}, every checksum fits"
+    return f"{checkpoint.path}: {len(files)} files, {_bytes(sum(size for _, size, _ in files))}, all checksums match"
 
 
 def differences(one: Checkpoint, other: Checkpoint, tolerance: float = 0.0) -> list[str]:
@@ -167,7 +168,10 @@ def differences(one: Checkpoint, other: Checkpoint, tolerance: float = 0.0) -> l
             continue
         largest, relative, count = _distance(one.read(name), other.read(name))
         if count and not relative <= tolerance:
-            text = f"tensor {name}: {count} of {math.prod(one.shape(name))} elements differ, by up to {largest:.6g} ({relative:.3g} of the largest)"
+            text = (
+                f"tensor {name}: {count} of {math.prod(one.shape(name))} elements differ, by up to {largest:.6g} "
+                f"({relative:.3g} of the largest)"
+            )
             far.append((math.inf if math.isnan(relative) else relative, text))
     lines += _cut([text for _, text in sorted(far, key=lambda pair: (-pair[0], pair[1]))], "tensors")
     changed = list(_tree_differences("", {"state": one.state}, {"state": other.state}))
@@ -182,7 +186,8 @@ def differences(one: Checkpoint, other: Checkpoint, tolerance: float = 0.0) -> l
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float, int]:
-    """Largest difference, the same relative to the largest finite element, and the number of elements whose bits differ."""
+    """Largest difference, the same relative to the largest finite element, and the number of elements whose bits
+    differ."""
     unequal = one.resolve_conj().reshape(-1, 1).view(torch.uint8) != other.resolve_conj().reshape(-1, 1).view(
         torch.uint8
     )

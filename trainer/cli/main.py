@@ -31,14 +31,17 @@ from lockstep.trainer.cli.config import ConfigError, Resolved, Run
 from lockstep.trainer.trainer import Trainer
 
 COMMANDS = {
-    "fit": "train, then print the metrics and where the run lies",
+    "fit": "train, then print the metrics and the run's folder",
     "validate": "run the validation data through a checkpoint",
     "test": "run the test data through a checkpoint",
-    "predict": "write what predict_step returns (tensors) to output=FILE, by default predictions.safetensors in the run's folder",
+    "predict": (
+        "write what predict_step returns (tensors) to output=FILE, by default predictions.safetensors in the run's "
+        "folder"
+    ),
     "config": "print the resolved config",
-    "plan": "show the stages of a pipeline, who works and waits when, and its bubble",
+    "plan": "show the stages of a pipeline, its schedule and its bubble",
     "checkpoint": "show, verify, compare, export or import a checkpoint (lockstep checkpoint --help)",
-    "compare": "train under several strategies and show where the numbers part (lockstep compare --help)",
+    "compare": "train under several strategies and show where the numbers differ (lockstep compare --help)",
 }
 
 USAGE = "lockstep fit|validate|test|predict|config|plan|compare CONFIG... [key=value...]"
@@ -157,10 +160,10 @@ def _parse_compare(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--tolerance",
         type=float,
-        help="relative difference that is let pass (default: 1e-12 in 64-true, 1e-5 in 32-true)",
+        help="relative difference that is allowed (default: 1e-12 in 64-true, 1e-5 in 32-true)",
     )
     parser.add_argument(
-        "--ignore", default=compare.IGNORED_METRICS, help="pattern of metric names to leave out (default: %(default)s)"
+        "--ignore", default=compare.IGNORED_METRICS, help="pattern of metric names to skip (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every difference by name")
     given = parser.parse_intermixed_args(words)  # overrides may follow options
@@ -272,7 +275,8 @@ def _join(predictions: list[Any]) -> dict[str, Tensor]:
         named = dict(enumerate(named)) if isinstance(named, tuple | list) else named
         if not isinstance(named, dict) or not all(isinstance(tensor, Tensor) for tensor in named.values()):
             raise TypeError(
-                f"`lockstep predict` writes tensors, but predict_step returned {type(batch).__name__}: return a tensor, or a dict or tuple of tensors, "
+                f"`lockstep predict` writes tensors, but predict_step returned {type(batch).__name__}: return a "
+                "tensor, or a dict or tuple of tensors, "
                 "or call Trainer.predict from Python"
             )
         for name, tensor in named.items():

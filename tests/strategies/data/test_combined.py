@@ -222,7 +222,7 @@ def test_errors_name_what_is_wrong() -> None:
         sharded(CombinedLoader({"a": DataLoader(Numbers(2)), "b": DataLoader(Numbers(1), 2, drop_last=True)}))
     with pytest.raises(ValueError, match="a dataset that shards itself cannot be combined with others, .*but 'b' does"):
         sharded(CombinedLoader({"a": DataLoader(Numbers(2)), "b": DataLoader(OwnStream(4, 0, 1), 2)}))
-    with pytest.raises(ValueError, match="split needs batches that can be cut, but those of several loaders are not"):
+    with pytest.raises(ValueError, match="split_batches cannot be used with several loaders"):
         sharded(CombinedLoader([DataLoader(Numbers(4), 2)]), 0, 2, split=True)
     with pytest.raises(ValueError, match="the loader 1 yielded no batch in epoch 0"):
         list(sharded(CombinedLoader([DataLoader(Numbers(4), 2), DataLoader(Stream(0), 2)])).windows(0))

@@ -168,7 +168,7 @@ def none_left(items: list[Any]) -> Any:
     ("dataset", "samples"), [(SAMPLES, r"samples \[0, 1, 2, 3\] of list"), (Stream(), "samples of batch 0 of Stream")]
 )
 def test_default_collate_without_samples_is_one_sentence(dataset: Any, samples: str) -> None:
-    with pytest.raises(ValueError, match=f"the collate function drops all {samples}.*; return None where no sample"):
+    with pytest.raises(ValueError, match=f"the collate function drops all {samples}.*; return None if no sample"):
         quiet(accelerator="cpu").fit(Plain(), loader(dataset, collate_fn=none_left))
 
 

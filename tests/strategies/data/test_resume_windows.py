@@ -1,4 +1,4 @@
-"""A run that goes on on another number of ranks: the same windows, whatever ranks and micro-batches they are cut over."""
+"""A run that continues on another number of ranks: the same windows, whatever ranks and micro-batches they are cut over."""
 
 from __future__ import annotations
 
@@ -174,19 +174,19 @@ def test_streams_say_on_which_ranks_they_go_on() -> None:
 
     with pytest.raises(
         ValueError,
-        match="of Stream, each rank takes whole batches; resume on 1 or 2 or 4, or give another accumulate_grad_batches",
+        match="of Stream, each rank gets complete batches; resume on 1 or 2 or 4, or change accumulate_grad_batches",
     ):
         go_on(lambda: DataLoader(Stream(40), 2), 2, 3)
-    with pytest.raises(ValueError, match="each rank takes whole batches; resume on 2,"):
+    with pytest.raises(ValueError, match="each rank gets complete batches; resume on 2,"):
         go_on(lambda: DataLoader(Stream(40), 2), 2, 4, whole=True)
     with pytest.raises(ValueError, match="drop_last drops by the number of ranks; resume on 2,"):
         go_on(lambda: DataLoader(Stream(40), 2, drop_last=True), 2, 4)
     with pytest.raises(ValueError, match="which shards itself, other ranks would see other samples"):
         go_on(lambda: DataLoader(OwnStream(40, 0, 2), 2), 2, 4, start=16)
     assert go_on(lambda: DataLoader(OwnStream(40, 0, 2), 2), 2, 4).num_micro_batches == 1
-    with pytest.raises(ValueError, match="each rank takes whole batches of the 6 of an epoch"):
+    with pytest.raises(ValueError, match="each rank gets complete batches of the 6 of an epoch"):
         go_on(lambda: DataLoader(Stream(40), 2), 2, 4).windows(0, limit=3)
-    with pytest.raises(ValueError, match="each rank takes whole batches, one a step; resume on 3,"):
+    with pytest.raises(ValueError, match="each rank gets complete batches, one a step; resume on 3,"):
         go_on(lambda: DataLoader(Numbers(20), batch_sampler=Uneven(20, 3)), 3, 2, whole=True)
 
 
@@ -211,6 +211,6 @@ def test_another_batch_size_or_accumulation_is_taken_for_what_is_wanted() -> Non
     assert loader.resume_windows(loader.plan | {"ranks": 2}) is None, "a split global batch never depends on ranks"
     loader = ShardedLoader(DataLoader(Numbers(40), 4), rank=0, size=3, seed=3, accumulate=2)
     assert loader.resume_windows(plan) == (
-        "the run began on 2 ranks with different data and goes on on 3: global batches of 16 samples stay, in 2 micro-batches a step "
-        "(accumulate_grad_batches=2 as it began); batches are counted as they were"
+        "the run began on 2 data ranks and continues on 3: global batches keep 16 samples, in 2 micro-batches a step "
+        "(accumulate_grad_batches=2 at its start); batches are counted as before"
     )

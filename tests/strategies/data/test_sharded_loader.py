@@ -616,7 +616,7 @@ def test_an_error_in_a_worker_comes_out_as_itself() -> None:
 @pytest.mark.ranks
 def test_order_is_kept_where_the_loader_would_not() -> None:
     make = DataLoader(Numbers(8), 2, num_workers=2, in_order=False)
-    with pytest.warns(UserWarning, match="in_order=False is not followed"):
+    with pytest.warns(UserWarning, match="in_order=False is ignored"):
         loader = ShardedLoader(make, rank=0, size=1, seed=3)
     assert flat([to_list(window.micro_batches[0].batch) for window in loader.windows(0)]) == list(range(8))
 
@@ -732,7 +732,7 @@ def test_ready_batches_by_index(kind: str) -> None:
     assert (len(loader), loader.num_samples, loader.batch_size) == (3, None, None)
     with pytest.raises(ValueError, match="sum_over_ranks"):
         read(make, 2)
-    with pytest.raises(ValueError, match="split needs batches"):
+    with pytest.raises(ValueError, match="split_batches needs batches"):
         read(make, 1, split=True, accumulate=2)
 
 
@@ -810,7 +810,7 @@ def test_any_iterable_of_batches(kind: str) -> None:
     else:
         with pytest.raises(TypeError, match="no length"):
             len(loader)
-    with pytest.raises(ValueError, match="split needs batches"):
+    with pytest.raises(ValueError, match="split_batches needs batches"):
         read(make, 2, split=True)
     list(loader.windows(0))
     if kind == "iterator":
@@ -931,7 +931,7 @@ def test_every_cut_of_a_stream_is_exact(
     kept = n - n % unit if drop_last else n
     if not kept:
         with pytest.raises(
-            ValueError, match="yielded no batch in epoch 0: Stream gives no item or drop_last drops all"
+            ValueError, match="yielded no batch in epoch 0: Stream yields no item or drop_last drops all"
         ):
             read(make, size)
         return

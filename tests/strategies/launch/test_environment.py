@@ -179,7 +179,7 @@ def test_launchers_that_disagree_and_the_way_out() -> None:
         detect(both)
     assert detect({**both, "LOCKSTEP_LAUNCHER": "mpi"}) == detect(MPI)
     assert detect({**both, "LOCKSTEP_LAUNCHER": "none"}) is None
-    with pytest.raises(ValueError, match="LOCKSTEP_LAUNCHER must be one of .* but it is 'srun'"):
+    with pytest.raises(ValueError, match="LOCKSTEP_LAUNCHER must be one of .*, got 'srun'"):
         detect({**both, "LOCKSTEP_LAUNCHER": "srun"})
     with pytest.raises(ValueError, match="LOCKSTEP_LAUNCHER=mpi needs ranks that mpi started"):
         detect({**SLURM, "LOCKSTEP_LAUNCHER": "mpi"})

@@ -590,7 +590,7 @@ def unreturnable() -> Any:
 
 
 def test_a_result_that_cannot_be_pickled() -> None:
-    with pytest.raises(TypeError, match="what comes back must be picklable") as caught:
+    with pytest.raises(TypeError, match="returned from ranks must be picklable") as caught:
         launch(unreturnable, (), 2)
     assert "in return of the result" in str(caught.value.__cause__)
 

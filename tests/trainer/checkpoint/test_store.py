@@ -273,7 +273,7 @@ def test_three_dimensions_and_random_rectangles(tmp_path: Path) -> None:
 def test_read_refuses_a_rectangle_outside_and_an_unknown_name(tmp_path: Path) -> None:
     loaded = Checkpoint.open(save_alone(tmp_path / "a", {"model/w": torch.zeros(4, 4)}))
     for offsets, shape in (((0, 0), (5, 4)), ((-1, 0), (1, 1)), ((0,), (4,)), ((3, 3), (2, 1)), ((5, 0), None)):
-        with pytest.raises(ValueError, match="does not lie in it"):
+        with pytest.raises(ValueError, match="is outside of it"):
             loaded.read("model/w", offsets, shape)
     for ask in (loaded.read, loaded.shape, loaded.dtype):
         with pytest.raises(KeyError, match="model/v"):
@@ -313,7 +313,7 @@ def first_has_a_set(rank: int) -> dict[str, Any]:
     [
         (whole_twice, "model/w: over all ranks the piece .* overlaps another"),
         (half_missing, "model/w: over all ranks 2 of 4 elements are missing"),
-        (empty_everywhere, "model/w: over all ranks no piece was saved"),
+        (empty_everywhere, "model/w: over all ranks no shard was saved"),
         (two_dtypes, "model/w: ranks differ on it: float32 .* float16"),
         (one_has_a_set, "rank_state.seen: <type set>"),
         (first_has_a_set, "rank_state.seen: <type set>"),
@@ -443,9 +443,9 @@ def test_tensor_names_that_do_not_match_the_pattern_are_refused(tmp_path: Path, 
         (TensorShard.whole(torch.zeros(2, 2).to_sparse()), "layout torch.sparse_coo"),
         (TensorShard.whole(torch.zeros(2, device="meta")), "device meta"),
         (TensorShard.whole(torch.zeros(2, dtype=torch.bits8)), "<dtype torch.bits8>"),
-        (TensorShard(torch.zeros(3), (4,), (2,)), "does not lie in the global shape"),
-        (TensorShard(torch.zeros(3), (4, 4), (0,)), "does not lie in the global shape"),
-        (TensorShard(torch.zeros(3), (4,), (-1,)), "does not lie in the global shape"),
+        (TensorShard(torch.zeros(3), (4,), (2,)), "is outside of the global shape"),
+        (TensorShard(torch.zeros(3), (4, 4), (0,)), "is outside of the global shape"),
+        (TensorShard(torch.zeros(3), (4,), (-1,)), "is outside of the global shape"),
     ],
 )
 def test_tensors_that_cannot_be_stored_are_refused_by_name(tmp_path: Path, shard: TensorShard, message: str) -> None:

@@ -59,7 +59,7 @@ def test_verify_names_the_first_wrong_file(
     folder = tmp_path / "copy"
     shutil.copytree(trained[1], folder)
     assert run("verify", folder) == 0
-    assert "every checksum fits" in capsys.readouterr().out
+    assert "all checksums match" in capsys.readouterr().out
     for name in sorted(os.listdir(folder)):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
@@ -279,7 +279,7 @@ def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
     lightning_file(tmp_path / "a.ckpt")
     run("import", "--trust-pickle", "a.ckpt", "b")
     with pytest.raises(
-        CheckpointError, match="holds weights alone, so there is nothing to resume: load them with load_from_checkpoint"
+        CheckpointError, match="has only weights, so it cannot be resumed: load them with load_from_checkpoint"
     ):
         quiet().fit(Net(width=10), loader(), ckpt_path="b")
 
@@ -291,13 +291,13 @@ def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
         (["list", "x"], 2, "invalid choice: 'list'"),
         ([], 2, "required: command"),
         (["show", "nothing"], 1, "there is no checkpoint at"),
-        (["verify", "empty.pt"], 1, "is no folder"),
-        (["import", "nothing", "b"], 1, "it is no file"),
+        (["verify", "empty.pt"], 1, "is not a folder"),
+        (["import", "nothing", "b"], 1, "it is not a file"),
         (["import", "--trust-pickle", "empty.pt", "b"], 1, "torch cannot load it"),
-        (["import", "--trust-pickle", "list.pt", "b"], 1, "it holds list, no state dict"),
-        (["import", "--trust-pickle", "none.pt", "b"], 1, "it holds no tensor"),
-        (["import", "cut.safetensors", "b"], 1, "no safetensors file"),
-        (["import", "note.safetensors", "b"], 1, "does not fit its tensors"),
+        (["import", "--trust-pickle", "list.pt", "b"], 1, "it holds list, not a state dict"),
+        (["import", "--trust-pickle", "none.pt", "b"], 1, "it has no tensors"),
+        (["import", "cut.safetensors", "b"], 1, "not a valid safetensors file"),
+        (["import", "note.safetensors", "b"], 1, "does not match its tensors"),
         (["import", "note.safetensors", "empty.pt"], 1, "it exists; choose another path"),
     ],
 )

@@ -288,11 +288,11 @@ def test_nothing_is_built_where_anything_is_wrong(monkeypatch: pytest.MonkeyPatc
         ("module.class=shop.Nett", "module.class (command line): shop has no class 'Nett'; did you mean 'Net'?"),
         (
             "module.class=shop.Data",
-            "module.class (command line): shop.Data is not a subclass of Module, which this place asks for",
+            "module.class (command line): shop.Data is not a subclass of Module, which is required here",
         ),
         (
             "module.class=os.system",
-            "module.class (command line): os.system is not a subclass of Module, which this place asks for",
+            "module.class (command line): os.system is not a subclass of Module, which is required here",
         ),
         ("module.class=Net", "module.class (command line): 'Net' is not an import path; write package.file.Net"),
         (
@@ -317,7 +317,7 @@ def test_nothing_is_built_where_anything_is_wrong(monkeypatch: pytest.MonkeyPatc
         ),
         (
             "callbacks=[{class: shop.Net, width: 1}]",
-            "trainer.callbacks.0.class (command line): shop.Net is not a subclass of Callback, which this place asks for",
+            "trainer.callbacks.0.class (command line): shop.Net is not a subclass of Callback, which is required here",
         ),
         (
             "strategy.class=Strategy",
@@ -333,7 +333,7 @@ def test_nothing_is_built_where_anything_is_wrong(monkeypatch: pytest.MonkeyPatc
         ),
         (
             "optimizer={class: shop.Net}",
-            "module.optimizer.class (command line): shop.Net is not a subclass of Optimizer, which this place asks for",
+            "module.optimizer.class (command line): shop.Net is not a subclass of Optimizer, which is required here",
         ),
         ("ckpt_path=3", "ckpt_path (command line): must be a string or null, but it is 3"),
         ("module=[1]", "module (command line): must be a mapping of arguments, but it is [1]"),

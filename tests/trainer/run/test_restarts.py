@@ -109,9 +109,9 @@ def test_without_restarts_the_summary_names_the_rank_that_died(monkeypatch: pyte
         fit("ddp", 2)
     assert not getattr(caught.value, "__notes__", [])
     summary = json.loads(Path("runs/Net/version_0/summary.json").read_text())
-    assert (
-        summary["exit"]
-        == f"failed: RankFailure: rank {rank} was killed by SIGKILL (step 3, in training step); where nobody sent it, the kernel did, short of memory"
+    assert summary["exit"] == (
+        f"failed: RankFailure: rank {rank} was killed by SIGKILL (step 3, in training step); "
+        "if you did not send it, this was probably the kernel's out-of-memory killer"
     )
 
 
@@ -120,7 +120,8 @@ def test_the_same_failure_at_the_same_step_is_not_tried_again(monkeypatch: pytes
     with pytest.raises(RuntimeError, match="planned by LOCKSTEP_FAULTS at forward of step 3") as caught:
         fit("ddp", 2, max_restarts=5)
     assert caught.value.__notes__ == [
-        "the run was not restarted again: the same failure came twice at step 3, so it would come again (restart 1 of 5)"
+        "the run was not restarted: the same failure happened twice at step 3, so it would happen again (restart 1 of "
+        "5)"
     ]
     assert Path("count").read_text() == "0\n0\n"
     assert "planned by LOCKSTEP_FAULTS" in json.loads(Path("runs/Net/version_0/summary.json").read_text())["exit"]
@@ -133,7 +134,7 @@ def test_when_all_restarts_are_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RankFailure, match="rank 0 was killed by SIGKILL") as caught:
         trainer.fit(model, loader(40, 4))
     assert caught.value.step == 6
-    assert caught.value.__notes__ == ["the run was not restarted again: all of max_restarts=1 are used up"]
+    assert caught.value.__notes__ == ["the run was not restarted: all of max_restarts=1 were used"]
     assert equal(weights(model), before) and trainer.global_step == 0 and trainer.log_dir is None
 
 
@@ -231,7 +232,8 @@ def test_wrong_numbers_are_refused() -> None:
 
 
 def test_the_random_streams_of_the_caller_are_those_of_every_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a seed, what the caller has drawn so far decides, and a restart from the beginning draws the same again."""
+    """Without a seed, what the caller has drawn so far decides, and a restart from the beginning draws the same
+    again."""
     runs = []
     for plan in ("", "step=2,point=forward,action=sigkill,file=count"):
         monkeypatch.setenv(faults.VARIABLE, plan)

@@ -1,4 +1,4 @@
-"""A run goes on on another number of ranks: the same global batches, losses, rates and validations."""
+"""A run continues on another number of ranks: the same global batches, losses, rates and validations."""
 
 from __future__ import annotations
 

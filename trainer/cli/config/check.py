@@ -105,7 +105,7 @@ def _import(resolved: Resolved, key: Key, path: Any, base: type) -> type:
         classes = [n for n, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)]
         raise resolved.error(key, f"{module_name} has no class '{name}'{nearest(name, classes)}")
     if not isinstance(target, type) or not issubclass(target, base):
-        raise resolved.error(key, f"{path} is not a subclass of {base.__name__}, which this place asks for")
+        raise resolved.error(key, f"{path} is not a subclass of {base.__name__}, which is required here")
     if inspect.isabstract(target):
         raise resolved.error(key, f"{path} is abstract; name a subclass of it")
     return target

@@ -48,7 +48,8 @@ def bounded(fn: Callable[P, T]) -> Callable[P, T]:
             return fn(*args, **kwargs)
         except RecursionError:
             raise ConfigError(
-                "the config is nested too deeply to be read; flatten it, or look for an anchor or interpolation that refers to itself"
+                "the config is nested too deeply; flatten it, or check for an anchor or interpolation that refers to "
+                "itself"
             ) from None
 
     return call

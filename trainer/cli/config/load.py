@@ -94,7 +94,8 @@ def _canonical(tree: dict[str, Any], lines: dict[Key, str]) -> tuple[dict[str, A
             raise error_at(
                 (name,),
                 origin,
-                f"is short for {section[0]}.{name}, which the same file sets as well ({lines[(*section, name)]}); keep one of them",
+                f"is short for {section[0]}.{name}, which the same file sets as well ({lines[(*section, name)]}); "
+                "keep one of them",
             )
         else:
             _assign(result, (*section, name), tree[name], origin)
@@ -153,7 +154,8 @@ def _interpolate(raw: Resolved) -> dict[str, Any]:
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     try:
-        return OmegaConf.to_container(OmegaConf.create(raw.values), resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+        values = OmegaConf.create(raw.values)
+        return OmegaConf.to_container(values, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         name = re.sub(r"\[(\d+)\]", r".\1", getattr(error, "full_key", None) or "")
         message = (

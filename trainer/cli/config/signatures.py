@@ -98,13 +98,14 @@ def describe(annotation: Any) -> str:
         return (
             f"a mapping with the class of a {parts[-1].__name__}"
             if parts and is_slot(parts[-1])
-            else "a callable, which a config cannot give"
+            else "a callable, which a config cannot contain"
         )
     kind = origin or annotation
     if is_slot(kind):
         return f"a mapping with the class of a {kind.__name__}"
     scalars: dict[Any, str] = {
-        int: "an integer", float: "a number", bool: "true or false", str: "a string", types.NoneType: "null", None: "null", dict: "a mapping",
+        int: "an integer", float: "a number", bool: "true or false", str: "a string",
+        types.NoneType: "null", None: "null", dict: "a mapping",
         datetime.timedelta: "a mapping such as {minutes: 5}", Any: "any value",
     }  # fmt: skip
     if kind in scalars:
