@@ -22,7 +22,8 @@ parser.add_argument("--height", type=int, default=700, help="of the window, in p
 arguments = parser.parse_args()
 
 TIDY = """
-const table = [...document.querySelectorAll("mat-checkbox")].find(box => box.textContent.includes("Enable step selection"));
+const boxes = [...document.querySelectorAll("mat-checkbox")];
+const table = boxes.find(box => box.textContent.includes("Enable step selection"));
 table.querySelector("input").click();  // the table below each chart
 document.querySelector('button[aria-label="Close side pane"]').click();
 """

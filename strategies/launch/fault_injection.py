@@ -209,7 +209,7 @@ def _fault(entry: dict[str, Any]) -> Fault:
     for name, known in (("point", POINTS), ("action", ACTIONS)):
         entry[name] = str(entry.get(name, "")).strip().lower()
         if entry[name] not in known:
-            raise ValueError(f"{name}={entry[name]!r} is none of {', '.join(known)}")
+            raise ValueError(f"{name}={entry[name]!r} is not one of {', '.join(known)}")
     if entry["action"] == "nan" and entry["point"] != "forward":
         raise ValueError("action=nan needs point=forward, where the loss is made")
     for name, kind, least in (("rank", int, 0), ("step", int, 0), ("times", int, 1), ("seconds", float, 0)):

@@ -11,7 +11,7 @@ from lockstep.strategies.pipeline.strategy import Pipeline
 
 LEGEND = (
     "A column is the time of a forward. F3 is the forward of part 3, B its backward, I and W its backward for inputs and for\n"
-    "weights; ~ goes on, · waits; small letters are stages of a second round. Sending takes no time in this picture."
+    "weights; ~ continues, · waits; small letters are stages of a second round. Sending takes no time in this picture."
 )
 
 

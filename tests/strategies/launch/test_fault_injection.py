@@ -40,8 +40,8 @@ def test_plans_as_text_and_as_json() -> None:
     ("text", "reason"),
     [
         ("nonsense", "correct it or unset it"),
-        ("point=lunch,action=raise", "point='lunch' is none of setup, next_batch, forward"),
-        ("point=forward", "action='' is none of raise"),
+        ("point=lunch,action=raise", "point='lunch' is not one of setup, next_batch, forward"),
+        ("point=forward", "action='' is not one of raise"),
         ("point=forward,action=raise,rank=-1", "rank=-1 must be at least 0"),
         ("point=forward,action=raise,rank=two", "invalid literal"),
         ("point=forward,action=raise,node=1", "it has no node, only point"),
