@@ -6,7 +6,7 @@ drive it (`tests/strategies/test_contract.py` does). It holds no trainer, user m
 
 The life of a strategy, in order:
 
-    strategy.configure(devices, accelerator, num_nodes, precision)   # may refuse; nothing has started
+    strategy = strategy.configure(devices=…, precision=…)            # may refuse; nothing has started
     if strategy.starts_ranks: return strategy.launch(fn, *args)      # fn runs on every rank, from here
     topology = strategy.setup()                                      # which rank this is, of how many, on which device
     wrapped = strategy.setup_module(model)                                   # move, wrap or shard
@@ -180,8 +180,10 @@ class Strategy(ABC):
     @abstractmethod
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
-    ) -> None:
-        """Take the run's layout. One process calls it, before anything starts; starts nothing.
+    ) -> Strategy:
+        """Take the run's layout and return the strategy to use, which is another one if one rank needs no code of its own.
+
+        One process calls it, before anything starts; starts nothing.
 
         `devices` is the number of devices on this node. Raises ValueError for a layout that this
         strategy or this machine cannot give.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.strategies.base import NO_HOOKS, Loss, StepHooks, StepResult
+from lockstep.strategies.base import NO_HOOKS, Loss, StepHooks, StepResult, Strategy
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.devices import resolve_accelerator
 from lockstep.strategies.launch.process_group import plain_group
@@ -22,6 +22,7 @@ from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.modules.step_state import numbers, refuse_changed_numbers
+from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import share_buffers
 
@@ -42,6 +43,8 @@ class DDP(SPMDStrategy):
     `activation_checkpointing`: compute what lies within blocks again in the backward; True, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
+
+    one_rank = SingleDevice
 
     def __init__(
         self,
@@ -75,12 +78,13 @@ class DDP(SPMDStrategy):
 
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
-    ) -> None:
-        super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
+    ) -> Strategy:
+        chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
         if self.sync_batchnorm and resolve_accelerator(accelerator) == "cpu":
             raise ValueError(
                 "sync_batchnorm=True needs CUDA devices: torch's SyncBatchNorm does not run on CPU; leave it out"
             )
+        return chosen
 
     def setup_module(self, model: nn.Module) -> nn.Module:
         self._first_window = True
@@ -90,12 +94,12 @@ class DDP(SPMDStrategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         model = model.to(self.topology.device)
-        return Replica(model, self._options) if self._in_group else model
+        return Replica(model, self._options)
 
     def teardown_module(self, wrapped: nn.Module) -> None:
         super().teardown_module(wrapped)
-        if isinstance(wrapped, Replica):
-            wrapped.unwrap()
+        assert isinstance(wrapped, Replica)
+        wrapped.unwrap()
         revert_batchnorm(self._converted)
         self._converted = []
 
@@ -106,9 +110,9 @@ class DDP(SPMDStrategy):
         window: Window,
         hooks: StepHooks = NO_HOOKS,
     ) -> StepResult:
-        if isinstance(wrapped, Replica):
-            wrapped.begin_window()
-            self._stale_buffers = self._shares_buffers
+        assert isinstance(wrapped, Replica)
+        wrapped.begin_window()
+        self._stale_buffers = self._shares_buffers
         result = super().forward_backward(wrapped, step_fn, window, hooks)
         self._first_window = False
         return result
@@ -122,21 +126,20 @@ class DDP(SPMDStrategy):
         return super().evaluate(wrapped, step_fn, micro_batch, *args, **options)
 
     def extra_state(self, wrapped: nn.Module) -> dict[str, Any]:
-        return {"bucket_order": wrapped.bucket_order()} if isinstance(wrapped, Replica) else {}
+        assert isinstance(wrapped, Replica)
+        return {"bucket_order": wrapped.bucket_order()}
 
     def load_extra_state(self, wrapped: nn.Module, saved: dict[str, Any]) -> None:
-        if isinstance(wrapped, Replica) and isinstance(order := saved.get("bucket_order"), list):
+        assert isinstance(wrapped, Replica)
+        if isinstance(order := saved.get("bucket_order"), list):
             wrapped.lay_out(order)
 
     def run_step(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-        return (
-            functools.partial(wrapped, step_fn) if isinstance(wrapped, Replica) else super().run_step(wrapped, step_fn)
-        )
+        return functools.partial(wrapped, step_fn)
 
     def run_padding(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         """The step without effect, for the collectives that it calls, and a loss of zero."""
-        if not isinstance(wrapped, Replica):
-            return super().run_padding(wrapped, step_fn)
+        assert isinstance(wrapped, Replica)
         model, stand_in = wrapped.model, functools.partial(wrapped, None)
 
         def without_weight(batch: Any, batch_idx: int) -> Any:
@@ -151,14 +154,15 @@ class DDP(SPMDStrategy):
         return without_weight
 
     def set_gradient_sync(self, wrapped: nn.Module, on: bool) -> None:
-        if isinstance(wrapped, Replica) and wrapped.ddp is not None:
+        assert isinstance(wrapped, Replica)
+        if wrapped.ddp is not None:
             # What DDP.no_sync does. With static_graph the whole first window must be exchanged: torch records
             # the graph in it and asserts otherwise.
             wrapped.ddp.require_backward_grad_sync = on or (self._first_window and self._options["static_graph"])
 
     def _after_backwards(self, wrapped: nn.Module) -> None:
-        if isinstance(wrapped, Replica):
-            wrapped.check_reduced()
+        assert isinstance(wrapped, Replica)
+        wrapped.check_reduced()
 
     def _concluded(
         self, wrapped: nn.Module, result: StepResult, after_backward: Callable[[], None] | None = None
@@ -170,18 +174,20 @@ class DDP(SPMDStrategy):
                 "the others; change it in a hook such as on_train_batch_start"
             )
         control = self._agreement
-        asks = isinstance(wrapped, Replica) and wrapped.used is not None
-        if asks and control is not None and control.first_rank(wrapped.stood_in) is not None:  # type: ignore[arg-type]
-            wrapped.drop_unused()  # type: ignore[operator]
+        assert isinstance(wrapped, Replica)
+        asks = wrapped.used is not None
+        if asks and control is not None and control.first_rank(wrapped.stood_in) is not None:
+            wrapped.drop_unused()
         return super()._concluded(wrapped, result, after_backward)
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
-        return wrapped.model if isinstance(wrapped, Replica) else wrapped
+        assert isinstance(wrapped, Replica)
+        return wrapped.model
 
     def _trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
-        if isinstance(wrapped, Replica):
-            wrapped.wrap(init_sync=False)
-            self._first_window = True
+        assert isinstance(wrapped, Replica)
+        wrapped.wrap(init_sync=False)
+        self._first_window = True
 
 
 class Replica(nn.Module):

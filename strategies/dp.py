@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import replicate
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Topology, split_loss
+from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Strategy, Topology, split_loss
 from lockstep.strategies.data.sample_axis import SampleCutter
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.devices import move
@@ -63,12 +63,13 @@ class DataParallel(SPMDStrategy):
 
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
-    ) -> None:
-        super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
+    ) -> Strategy:
+        chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
         refused = dict.fromkeys(("manual_optimization", "several_optimizers"), ONE_OPTIMIZER)
         self.capabilities = (
             Capabilities(runs_step_once=False, refuses=refused) if self._num_devices > 1 else Capabilities()
         )
+        return chosen
 
     def setup(self) -> Topology:
         super().setup()

@@ -67,8 +67,9 @@ def build(
         strategy = _find(name)()
     elif not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be a name or a Strategy object, but strategy={strategy!r}")
-    strategy.configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
-    return strategy, reason
+    return strategy.configure(
+        devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision
+    ), reason
 
 
 def names() -> list[str]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Topology
+from lockstep.strategies.base import NO_HOOKS, Strategy, Topology
 from lockstep.strategies.checkpoint_state import Reader, State, gather_state, restore_state
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.devices import check_launcher, device_index, resolve_accelerator, resolve_devices
@@ -46,8 +46,8 @@ class SPMDStrategy(SPMDStep):
 
     single_process = False
     """True where one process is all there ever is."""
-    needs_group = False
-    """True where even one rank needs a process group, as the engine asks for one."""
+    one_rank: type[SPMDStrategy] | None = None
+    """What runs in place of this strategy on one rank, unless LOCKSTEP_FORCE_MESH=1 asks for the strategy itself."""
     max_devices: int | None = None
     """The most devices that the strategy can use on a node, or None for all."""
     timeout_s = 1800.0
@@ -64,7 +64,6 @@ class SPMDStrategy(SPMDStep):
         )
         self._num_devices = 1
         self._num_nodes = 1
-        self._keeps_mesh = False
         self._accelerator = "cpu"
         self._ready = False
         self._trained: set[str] = set()
@@ -74,15 +73,20 @@ class SPMDStrategy(SPMDStep):
 
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
-    ) -> None:
+    ) -> Strategy:
         self.precision = Precision(precision)
         self._accelerator = resolve_accelerator(accelerator)
         self._num_nodes = num_nodes
         self._num_devices = resolve_devices(devices, self._accelerator, self.max_devices)
         faults.parse(os.environ)
         watchdog.limit_s()
-        self._keeps_mesh = not self.single_process and environment.forces_mesh()
         check_launcher(type(self).__name__, self.single_process, devices, self._num_devices, num_nodes)
+        world = environment.detect()
+        several = (self._num_devices if world is None else world.world_size) > 1
+        if self.one_rank is None or environment.forces_mesh() or several:
+            return self
+        alone = self.one_rank(activation_checkpointing=self.activation_checkpointing)
+        return alone.configure(devices=1, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
 
     @property
     def starts_ranks(self) -> bool:  # type: ignore[override]
@@ -120,7 +124,7 @@ class SPMDStrategy(SPMDStep):
             make((), dtype=torch.float32, device=self.topology.device) for make in (torch.zeros, torch.ones)
         )
         self.precision.setup(self.topology.device)
-        self._in_group = self.topology.world_size > 1 or self._keeps_mesh or self.needs_group
+        self._in_group = not self.single_process
         if self._in_group:
             if self.topology.world_size == 1:
                 world = None  # a group of one meets nobody
@@ -244,7 +248,9 @@ class SPMDStrategy(SPMDStep):
             if self._scaler_used:
                 self._update_scaler()
             state.meta["scaler"] = self.precision.scaler.state_dict()
-        state.meta["extra"] = {type(self).__name__: self.extra_state(wrapped)}
+        extra = self.extra_state(wrapped)
+        if extra:
+            state.meta["extra"] = {type(self).__name__: extra}
         return state
 
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:

@@ -207,7 +207,7 @@ def test_the_strategy_contract_does_not_grow() -> None:
     assert len(hooks) <= MAX_STRATEGY_HOOKS, hooks
     assert all(inspect.getdoc(getattr(SPMDHooks, name)) for name in hooks)
     for cls in strategy_classes():
-        extra = {name for name, value in vars(cls).items() if not name.startswith("_") and callable(value)}
+        extra = {name for name, value in vars(cls).items() if inspect.isfunction(value) and not name.startswith("_")}
         extra -= {*verbs, *hooks}
         assert not extra, f"{cls.__name__} has public methods that are neither verbs of the contract nor hooks: {extra}"
 
@@ -362,7 +362,7 @@ LONGER = {
     "strategies/launch/launcher.py": 450,
     "strategies/launch/watchdog.py": 464,
     "strategies/mesh/axes.py": 546,
-    "strategies/mesh/sharded.py": 597,
+    "strategies/mesh/sharded.py": 569,
     "strategies/mesh/tensor_layout.py": 538,
     "strategies/modules/optimizer_probe.py": 512,
     "strategies/pipeline/staged_module.py": 713,

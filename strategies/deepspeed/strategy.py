@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Topology
+from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Strategy, Topology
 from lockstep.strategies.checkpoint_state import (
     HOW,
     Reader,
@@ -65,7 +65,7 @@ class DeepSpeed(SPMDStrategy):
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
 
-    cuts_gradients = needs_group = True
+    cuts_gradients = True
     capabilities = Capabilities(
         preserves_memory_format=False,
         refuses={
@@ -105,8 +105,8 @@ class DeepSpeed(SPMDStrategy):
 
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
-    ) -> None:
-        super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
+    ) -> Strategy:
+        chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
         if importlib.util.find_spec("deepspeed") is None:
             raise ImportError(
                 "strategy='deepspeed' needs the package deepspeed; install it with `pip install 'lockstep[deepspeed]'`"
@@ -122,6 +122,7 @@ class DeepSpeed(SPMDStrategy):
         )
         self._given_batches = {key: self._config.pop(key) for key in BATCH_KEYS if key in self._config}
         self._given_clip = self._config.pop("gradient_clipping", None) or None
+        return chosen
 
     def setup(self) -> Topology:
         # torch 2.13 renamed collectives that DeepSpeed calls by their old names, several times a step.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.strategies.base import Strategy
 from lockstep.strategies.mesh.mesh import devices_of, parse
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.mesh.sharded import ShardedStrategy
@@ -62,10 +63,11 @@ class MeshParallel(ShardedStrategy):
 
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
-    ) -> None:
-        super().configure(
+    ) -> Strategy:
+        chosen = super().configure(
             devices=devices_of(self._parsed, devices, num_nodes),
             accelerator=accelerator,
             num_nodes=num_nodes,
             precision=precision,
         )
+        return chosen

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Topology
+from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Strategy, Topology
 from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, gather_whole
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch import environment
@@ -25,6 +25,7 @@ from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
 from lockstep.strategies.modules.side_effect_free import side_effect_free
+from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
@@ -47,6 +48,7 @@ class ShardedStrategy(SPMDStrategy):
     """
 
     cuts_gradients = True
+    one_rank = SingleDevice
 
     def __init__(self, options: Options, timeout_s: float, activation_checkpointing: bool | Rule = False) -> None:
         super().__init__(
@@ -72,22 +74,21 @@ class ShardedStrategy(SPMDStrategy):
 
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
-    ) -> None:
-        super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
+    ) -> Strategy:
+        chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
         world = environment.detect()
         sizes = resolve(self._axes, world.world_size if world is not None else self._num_devices)
         several = max(sizes.values()) > 1
-        self._sizes = {name: size for name, size in sizes.items() if size > 1 or (self._keeps_mesh and not several)}
+        self._sizes = {name: size for name, size in sizes.items() if size > 1 or not several}
         self.capabilities = Capabilities(
             preserves_memory_format=not self._sizes,
             dynamic_shapes="tensor" not in self._sizes,  # on torch 2.13 a symbolic size of a DTensor refers to itself
             builds_on_meta=bool(self._sizes),
         )
+        return chosen
 
     def setup(self) -> Topology:
         super().setup()
-        if not self._in_group:
-            return self.topology
         from torch.distributed.device_mesh import init_device_mesh
 
         from lockstep.strategies.mesh import dtensors
@@ -118,13 +119,12 @@ class ShardedStrategy(SPMDStrategy):
         self._named = self._buffered = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        if self._mesh is None:
-            return model.to(self.topology.device)
         compute_dtype = (
             self.precision.autocast_dtype if self.options.low_precision_gather and "fsdp" in self._sizes else None
         )
         from lockstep.strategies.mesh.axes import apply_axes
 
+        assert self._mesh is not None
         wrapped = apply_axes(model, self._mesh, self.options, compute_dtype)
         if wrapped.units:
             self._order = wrapped.order = CallOrder(
@@ -139,20 +139,19 @@ class ShardedStrategy(SPMDStrategy):
         return wrapped
 
     def teardown_module(self, wrapped: nn.Module) -> None:
-        if self._mesh is not None:
-            wrapped.close()  # type: ignore[operator]
-            keeps = self.topology.rank == 0 or not environment.started_by_lockstep()  # the others end with the run
-            pieces = {name: self.local_shard(parameter) for name, parameter in self.unwrap(wrapped).named_parameters()}
-            whole = gather_whole(
-                self, State({name: piece for name, piece in pieces.items() if piece is not None}), keep=keeps
-            )
-            if keeps:
-                wrapped.restore(whole.tensors)  # type: ignore[operator]
+        wrapped.close()  # type: ignore[operator]
+        keeps = self.topology.rank == 0 or not environment.started_by_lockstep()  # the others end with the run
+        pieces = {name: self.local_shard(parameter) for name, parameter in self.unwrap(wrapped).named_parameters()}
+        whole = gather_whole(
+            self, State({name: piece for name, piece in pieces.items() if piece is not None}), keep=keeps
+        )
+        if keeps:
+            wrapped.restore(whole.tensors)  # type: ignore[operator]
         super().teardown_module(wrapped)
 
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         for optimizer in optimizers.values():
-            if self._mesh is not None and isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Rprop)):
+            if isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Rprop)):
                 raise ValueError(
                     f"{type(optimizer).__name__} does not step parameters that are cut over ranks; use another optimizer, or strategy='ddp'"
                 )
@@ -165,7 +164,7 @@ class ShardedStrategy(SPMDStrategy):
 
     @contextmanager
     def whole(self, wrapped: nn.Module) -> Iterator[None]:
-        if self._mesh is None or self._is_whole:
+        if self._is_whole:
             yield
             return
         if self._in_step or wrapped.depth:
@@ -192,8 +191,6 @@ class ShardedStrategy(SPMDStrategy):
         window: Window,
         hooks: StepHooks = NO_HOOKS,
     ) -> StepResult:
-        if self._mesh is None:
-            return super().forward_backward(wrapped, step_fn, window, hooks)
         from lockstep.strategies.mesh.mixed_tensors import explained
 
         self._sync_each = self.options.sync_every_micro_batch or bool(hooks.parameters)
@@ -219,8 +216,6 @@ class ShardedStrategy(SPMDStrategy):
         *args: Any,
         hooks: StepHooks = NO_HOOKS,
     ) -> Any:
-        if self._mesh is None:
-            return super().evaluate(wrapped, step_fn, micro_batch, *args, hooks=hooks)
         try:
             with self.precision.autocast(self.topology.device):
                 if micro_batch.num_samples:
@@ -232,8 +227,6 @@ class ShardedStrategy(SPMDStrategy):
             wrapped.close()  # type: ignore[operator]
 
     def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
-        if self._mesh is None:
-            return super().backward(wrapped, loss, weight)
         if self._scaler_used:
             self._update_scaler()
         loss = loss if weight == 1.0 else loss * weight
@@ -249,8 +242,6 @@ class ShardedStrategy(SPMDStrategy):
     def clip_gradients(
         self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
-        if self._mesh is None:
-            return super().clip_gradients(wrapped, optimizer, value, algorithm)
         from lockstep.strategies.mesh import dtensors
 
         self._complete_local_gradients(wrapped, optimizer)
@@ -266,8 +257,6 @@ class ShardedStrategy(SPMDStrategy):
     def optimizer_step(
         self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
     ) -> bool:
-        if self._mesh is None:
-            return super().optimizer_step(wrapped, optimizer, closure)
         from lockstep.strategies.mesh import dtensors
         from lockstep.strategies.mesh.mixed_tensors import explained
 
@@ -281,13 +270,11 @@ class ShardedStrategy(SPMDStrategy):
     # ---- 4. checkpointing ------------------------------------------------------------------------
 
     def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
-        if self._mesh is not None:
-            wrapped.close()  # type: ignore[operator]
+        wrapped.close()  # type: ignore[operator]
         return super().state_dict(wrapped, optimizers)
 
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        if self._mesh is not None:
-            wrapped.close()  # type: ignore[operator]
+        wrapped.close()  # type: ignore[operator]
         super().load_state_dict(wrapped, optimizers, state)
 
     # ---- what SPMDStrategy asks -------------------------------------------------------------------
@@ -299,19 +286,16 @@ class ShardedStrategy(SPMDStrategy):
     def _concluded(
         self, wrapped: nn.Module, result: StepResult, after_backward: Callable[[], None] | None = None
     ) -> StepResult:
-        if self._mesh is not None:
-            from lockstep.strategies.mesh import dtensors
+        from lockstep.strategies.mesh import dtensors
 
-            wrapped.close()  # type: ignore[operator]
-            self._check_used(wrapped)
-            dtensors.settle(self._watched or wrapped.parameters())
-            self._sum([p for p in wrapped.unsharded if p.requires_grad])  # type: ignore[union-attr]
-            self._in_step = False
+        wrapped.close()  # type: ignore[operator]
+        self._check_used(wrapped)
+        dtensors.settle(self._watched or wrapped.parameters())
+        self._sum([p for p in wrapped.unsharded if p.requires_grad])  # type: ignore[union-attr]
+        self._in_step = False
         return super()._concluded(wrapped, result, after_backward)
 
     def run_step(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-        if self._mesh is None:
-            return super().run_step(wrapped, step_fn)
         run: Callable[..., Any] = wrapped.run  # type: ignore[assignment]
         step = functools.partial(self._checked_step, step_fn)
         return functools.partial(run, step) if self._steps is None else self._steps.told(run, step)
@@ -348,34 +332,27 @@ class ShardedStrategy(SPMDStrategy):
 
     def set_gradient_sync(self, wrapped: nn.Module, on: bool) -> None:
         self._micro_batches += 1
-        if self._mesh is not None:
-            wrapped.synchronizes = on or self._sync_each  # type: ignore[assignment]
+        wrapped.synchronizes = on or self._sync_each  # type: ignore[assignment]
 
     @torch.no_grad()
     def _sum_gradients(self, wrapped: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        if self._mesh is None:
-            return super()._sum_gradients(wrapped, parameters)
         from lockstep.strategies.mesh import dtensors
 
         dtensors.settle(parameters)
         self._sum([p for p in parameters if not self._is_sharded(p)])
 
     def _gradient_of(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
-        if self._mesh is None:
-            return super()._gradient_of(wrapped, parameter)
         from lockstep.strategies.mesh.whole_model import gradient_of
 
         return gradient_of(parameter)
 
     def _put_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
-        if self._mesh is None:
-            return super()._put_gradient(wrapped, parameter, gradient)
         from lockstep.strategies.mesh.whole_model import put_gradient
 
         put_gradient(parameter, gradient)
 
     def _trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
-        if self._in_step and self._micro_batches and self._mesh is not None and wrapped.units:
+        if self._in_step and self._micro_batches and wrapped.units:
             raise RuntimeError(
                 f"requires_grad of {shortened(names)} changed between the micro-batches of an accumulation window, whose gradients "
                 f"{type(self).__name__} reduces as one; change it before the first of them (on_train_epoch_start, or on_train_batch_end "
@@ -387,11 +364,9 @@ class ShardedStrategy(SPMDStrategy):
             super()._share_again(parameter)
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
-        return wrapped if self._mesh is None else wrapped.model  # type: ignore[return-value]
+        return wrapped.model  # type: ignore[return-value]
 
     def local_shard(self, tensor: Tensor) -> TensorShard | None:
-        if self._mesh is None:
-            return super().local_shard(tensor)
         from lockstep.strategies.mesh import dtensors
 
         return dtensors.piece(tensor, self._coordinate())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Topology
+from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Strategy, Topology
 from lockstep.strategies.checkpoint_state import (
     Reader,
     State,
@@ -42,6 +42,7 @@ from lockstep.strategies.pipeline.microbatches import Feed, Tally, merged, runs
 from lockstep.strategies.pipeline.optimizers import hide, show, shown
 from lockstep.strategies.pipeline.schedules import schedule as find_schedule
 from lockstep.strategies.pipeline.staged_module import Staged
+from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.collectives import sum_gradients
 
@@ -82,6 +83,7 @@ class Pipeline(SPMDStrategy):
     """
 
     cuts_gradients = True
+    one_rank = SingleDevice
 
     def __init__(
         self,
@@ -139,8 +141,8 @@ class Pipeline(SPMDStrategy):
 
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
-    ) -> None:
-        super().configure(
+    ) -> Strategy:
+        chosen = super().configure(
             devices=devices_of(self._axes, devices, num_nodes),
             accelerator=accelerator,
             num_nodes=num_nodes,
@@ -148,7 +150,7 @@ class Pipeline(SPMDStrategy):
         )
         world = environment.detect()
         num_ranks = world.world_size if world is not None else self._num_devices
-        if num_ranks > 1 or self._keeps_mesh:
+        if chosen is self:
             self.num_stage_ranks = resolve(self._axes, num_ranks)["pipeline"]
             self.schedule.check(self.num_stage_ranks, self.num_parts)
             self.capabilities = Capabilities(
@@ -160,12 +162,11 @@ class Pipeline(SPMDStrategy):
             raise ValueError(
                 "precision='16-mixed' scales losses, which stages of a pipeline cannot agree on; use 'bf16-mixed'"
             )
+        return chosen
 
     def setup(self) -> Topology:
         super().setup()
         self._engines, self._seed = {}, None
-        if not self._in_group:
-            return self.topology
         sizes = {
             name: size
             for name, size in resolve(self._axes, self.topology.world_size).items()
@@ -203,8 +204,6 @@ class Pipeline(SPMDStrategy):
         self._engines, self._group, self._data_group, self._mesh = {}, None, None, None
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        if not self._in_group:
-            return model.to(self.topology.device)
         if not environment.started_by_lockstep():  # each rank has drawn initial weights of its own
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.data, 0)
@@ -240,13 +239,11 @@ class Pipeline(SPMDStrategy):
         return staged
 
     def teardown_module(self, wrapped: nn.Module) -> None:
-        if isinstance(wrapped, Staged):
-            keeps = (
-                self.topology.rank == 0 or not environment.started_by_lockstep()
-            )  # else this process ends with the run
-            whole = gather_whole(self, self.state_dict(wrapped, {}), keep=keeps)
-            if keeps:
-                wrapped.restore({name.removeprefix("model/"): tensor for name, tensor in whole.tensors.items()})
+        assert isinstance(wrapped, Staged)
+        keeps = self.topology.rank == 0 or not environment.started_by_lockstep()  # else this process ends with the run
+        whole = gather_whole(self, self.state_dict(wrapped, {}), keep=keeps)
+        if keeps:
+            wrapped.restore({name.removeprefix("model/"): tensor for name, tensor in whole.tensors.items()})
         super().teardown_module(wrapped)
 
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
@@ -254,13 +251,13 @@ class Pipeline(SPMDStrategy):
 
         Their groups go on listing all, so that hooks find none missing without a word.
         """
-        if isinstance(wrapped, Staged):
-            for key, optimizer in optimizers.items():
-                self._check_optimizer(wrapped, key, optimizer)
-                self._optimizers.add(optimizer)
-                show(optimizer)
+        assert isinstance(wrapped, Staged)
+        for key, optimizer in optimizers.items():
+            self._check_optimizer(wrapped, key, optimizer)
+            self._optimizers.add(optimizer)
+            show(optimizer)
         optimizers = super().setup_optimizers(wrapped, optimizers)
-        for optimizer in optimizers.values() if isinstance(wrapped, Staged) else ():
+        for optimizer in optimizers.values():
             hide(optimizer)
         return optimizers
 
@@ -273,8 +270,7 @@ class Pipeline(SPMDStrategy):
         window: Window,
         hooks: StepHooks = NO_HOOKS,
     ) -> StepResult:
-        if not isinstance(wrapped, Staged):
-            return super().forward_backward(wrapped, step_fn, window, hooks)
+        assert isinstance(wrapped, Staged)
         return self._by_schedule(wrapped, step_fn, window, hooks)
 
     def _by_schedule(
@@ -355,8 +351,7 @@ class Pipeline(SPMDStrategy):
         *args: Any,
         hooks: StepHooks = NO_HOOKS,
     ) -> Any:
-        if not isinstance(wrapped, Staged):
-            return super().evaluate(wrapped, step_fn, micro_batch, *args, hooks=hooks)
+        assert isinstance(wrapped, Staged)
         if not micro_batch.num_samples:
             with wrapped.gathered():  # with the ranks that run the step
                 return None
@@ -367,14 +362,13 @@ class Pipeline(SPMDStrategy):
             return wrapped.run_evaluation(noise, lambda: step_fn(micro_batch.batch, *args))
 
     def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
-        if isinstance(wrapped, Staged):
-            raise ValueError(BY_SCHEDULE)
-        super().backward(wrapped, loss, weight)
+        raise ValueError(BY_SCHEDULE)
 
     def clip_gradients(
         self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
-        if algorithm != "norm" or not isinstance(wrapped, Staged):
+        assert isinstance(wrapped, Staged)
+        if algorithm != "norm":
             with _own_parameters(optimizer):
                 return super().clip_gradients(wrapped, optimizer, value, algorithm)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if is_here(p)]
@@ -396,8 +390,7 @@ class Pipeline(SPMDStrategy):
     def optimizer_step(
         self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
     ) -> bool:
-        if not isinstance(wrapped, Staged):
-            return super().optimizer_step(wrapped, optimizer, closure)
+        assert isinstance(wrapped, Staged)
         with shown(optimizer), _own_parameters(optimizer):
             if self._mesh is None:
                 return super().optimizer_step(wrapped, optimizer, closure)
@@ -408,10 +401,7 @@ class Pipeline(SPMDStrategy):
 
     @contextmanager
     def whole(self, wrapped: nn.Module) -> Iterator[None]:
-        if not isinstance(wrapped, Staged):
-            with super().whole(wrapped):
-                yield
-            return
+        assert isinstance(wrapped, Staged)
         if self._in_step or (wrapped.shards is not None and wrapped.shards.gathered):
             raise RuntimeError(
                 "whole() was called within a step, which a pipeline's ranks do not run alike; call it in a hook"
@@ -433,8 +423,7 @@ class Pipeline(SPMDStrategy):
     # ---- 4. checkpointing ------------------------------------------------------------------------
 
     def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
-        if not isinstance(wrapped, Staged):
-            return super().state_dict(wrapped, optimizers)
+        assert isinstance(wrapped, Staged)
         with shown(*optimizers.values()):
             state = gather_state(wrapped.model, optimizers, self.local_shard)
         own = {name: value for name, value in state.meta["model"].items() if wrapped.is_here(name)}
@@ -457,7 +446,7 @@ class Pipeline(SPMDStrategy):
         return state
 
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        with shown(*optimizers.values()) if isinstance(wrapped, Staged) else nullcontext():
+        with shown(*optimizers.values()):
             super().load_state_dict(wrapped, optimizers, state)
 
     # ---- what SPMDStrategy asks -------------------------------------------------------------------
@@ -502,12 +491,13 @@ class Pipeline(SPMDStrategy):
         parameter.grad = gradient
 
     def _trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
-        if isinstance(wrapped, Staged):  # what travels between stages has a gradient or not
-            wrapped.forget_layouts()
-            self._engines.clear()
+        assert isinstance(wrapped, Staged)
+        wrapped.forget_layouts()
+        self._engines.clear()
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
-        return wrapped.model if isinstance(wrapped, Staged) else wrapped
+        assert isinstance(wrapped, Staged)
+        return wrapped.model
 
     # ---- helpers -----------------------------------------------------------------------------------
 

@@ -104,7 +104,7 @@ def build() -> Model:
 
 def run(strategy: Strategy, devices: int, plan: Plan, folder: Path, accelerator: str = "cpu") -> dict[str, Any]:
     """Train under `strategy` and leave the final checkpoint in `folder`; return rank 0's losses and facts."""
-    strategy.configure(devices=devices, accelerator=accelerator, precision=plan.precision)
+    strategy = strategy.configure(devices=devices, accelerator=accelerator, precision=plan.precision)
     return (
         strategy.launch(on_rank, strategy, plan, str(folder))
         if strategy.starts_ranks
@@ -114,8 +114,10 @@ def run(strategy: Strategy, devices: int, plan: Plan, folder: Path, accelerator:
 
 def run_each(runs: Mapping[str, tuple[Strategy, Plan]], devices: int, folder: Path) -> dict[str, dict[str, Any]]:
     """What `run` gives for each of `runs`, with its checkpoint in `folder` under its name; one after the other on the same ranks."""
-    for strategy, plan in runs.values():
-        strategy.configure(devices=devices, accelerator="cpu", precision=plan.precision)
+    runs = {
+        name: (strategy.configure(devices=devices, accelerator="cpu", precision=plan.precision), plan)
+        for name, (strategy, plan) in runs.items()
+    }
     first, _ = next(iter(runs.values()))
     return first.launch(each_on_rank, runs, str(folder)) if first.starts_ranks else each_on_rank(runs, str(folder))
 

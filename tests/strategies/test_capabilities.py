@@ -8,14 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.strategies import DDP, FSDP, DataParallel, DeepSpeed, MeshParallel, Pipeline, SingleDevice, Strategy
+from lockstep.strategies import (
+    DDP,
+    FSDP,
+    DataParallel,
+    DeepSpeed,
+    MeshParallel,
+    Pipeline,
+    SingleDevice,
+    Strategy,
+    TensorParallel,
+)
 from lockstep.strategies.base import Topology
 from tests.trainer.toy import loader, net, quiet
 
 
 def configured(strategy: Strategy, devices: int = 2) -> Strategy:
-    strategy.configure(devices=devices, accelerator="cpu")
-    return strategy
+    return strategy.configure(devices=devices, accelerator="cpu")
 
 
 def test_capabilities_are_known_before_anything_starts() -> None:
@@ -62,6 +71,25 @@ def on_rank(strategy: Strategy) -> list[list[int]]:
 
 
 @pytest.mark.ranks
+@pytest.mark.ranks
 def test_ranks_that_share_samples_share_a_data_rank() -> None:
     strategy = configured(Pipeline())
     assert strategy.launch(on_rank, strategy) == [[0, 0, 1, 0], [1, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("make", [DDP, FSDP, TensorParallel, Pipeline, lambda: MeshParallel("fsdp=1,tensor=1")])
+def test_one_rank_is_a_single_device_unless_a_mesh_is_forced(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCKSTEP_FORCE_MESH", raising=False)
+    assert type(configured(make(), 1)) is SingleDevice
+    monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
+    strategy = make()
+    assert configured(strategy, 1) is strategy
+
+
+def test_one_rank_keeps_the_blocks_to_recompute() -> None:
+    assert configured(FSDP(activation_checkpointing="net.*"), 1).activation_checkpointing == "net.*"  # type: ignore[attr-defined]
+
+
+def test_deepspeed_runs_its_engine_on_one_rank_too() -> None:
+    strategy = DeepSpeed(offload_optimizer=True)
+    assert configured(strategy, 1) is strategy

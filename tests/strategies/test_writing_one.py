@@ -17,6 +17,8 @@ from tests.strategies import contract
 from tests.strategies.contract import difference, reference, saved_weights
 from tests.strategies.test_contract import HALF, PLANS
 
+pytestmark = pytest.mark.ranks
+
 PAGE = REPO_ROOT / "docs/strategies/writing-one.md"
 
 

@@ -40,7 +40,7 @@ class Wrong(DDP):
     def forward_backward(self, wrapped: Any, *args: Any, **options: Any) -> Any:
         result = super().forward_backward(wrapped, *args, **options)
         for parameter in wrapped.parameters():
-            parameter.grad *= self.data_size
+            parameter.grad *= self.topology.data_size
         return result
 
 
