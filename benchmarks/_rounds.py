@@ -74,7 +74,8 @@ def quiet() -> Iterator[None]:
 def summarise(
     values: Mapping[str, Sequence[float]], unit: str, references: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """Median, least and most of each variant, and the medians of ratio and difference to its reference of the same round."""
+    """Median, least and most of each variant, and the medians of ratio and difference to its reference of the same
+    round."""
     rows: dict[str, dict[str, Any]] = {}
     for name, own in values.items():
         rows[name] = {

@@ -1,13 +1,17 @@
-"""What a careful engineer adds to a loop by hand and Lockstep takes as one argument: a step without and with each of them.
+"""What a careful engineer adds to a loop by hand and Lockstep takes as one argument: a step without and with each of
+them.
 
-    python -m benchmarks.additions [--rounds 5] [--steps 20] [--width 128] [--depth 4] [--batch 4] [--match TEXT] [--json FILE]
+    python -m benchmarks.additions [--rounds 5] [--steps 20] [--width 128] [--depth 4] [--batch 4] [--match TEXT]
+    [--json FILE]
 
 Through the Trainer, one process with one thread on the CPU, or on the GPU where there is one; in float32. "GPT" is the
-model of examples/gpt.py on `batch` sequences of 64 tokens. "Small operations" are as many blocks of half its width with a
-norm and a gate written out, on 1,024 x `batch` rows. "1,000 tensors" is a perceptron with as many parameter tensors of 8
-numbers. The convolutions are three, each with a batch norm and a ReLU, on 4 x `batch` images of 3 x 32 x 32.
-Accumulation runs on two gloo ranks of the CPU, beside DistributedDataParallel by hand, with micro-batches of a quarter of
-`batch`; its step is a window of 8. Tensor parallelism cuts the GPT over two such ranks. Activation checkpointing is what
+model of examples/gpt.py on `batch` sequences of 64 tokens. "Small operations" are as many blocks of half its width with
+a norm and a gate written out, on 1,024 x `batch` rows. "1,000 tensors" is a perceptron with as many parameter tensors
+of 8 numbers. The convolutions are three, each with a batch norm and a ReLU, on 4 x `batch` images of 3 x 32 x 32.
+Accumulation runs on two gloo ranks of the CPU, beside DistributedDataParallel by hand, with micro-batches of a quarter
+of
+`batch`; its step is a window of 8. Tensor parallelism cuts the GPT over two such ranks. Activation checkpointing is
+what
 `benchmarks.recompute` measures, its time that of the fastest forward and backward. A time is milliseconds a step, the
 median over rounds; a ratio is the median of the ratios to the first variant of the addition in the same round, in time
 and in CPU time of the process. What is compiled has new processes in each round: `first s` are the seconds of its first
@@ -127,7 +131,8 @@ class Steps(Clock):
 
 
 class Work:
-    """The tasks of every variant in one process; each returns what a run took, in ms and s, and the loss of its last step."""
+    """The tasks of every variant in one process; each returns what a run took, in ms and s, and the loss of its last
+    step."""
 
     def __init__(self, arguments: argparse.Namespace, cache: str) -> None:
         self.cache = cache

@@ -2,9 +2,9 @@
 
     python -m benchmarks.control_message [--steps 1000] [--width 640] [--collectives 0] [--json FILE]
 
-Half of the steps go without it, in the same run, in turns of 20: a rank that waits in one step for the other would else gain it
-back in the next. A time is the mean of a turn on rank 0; what the message costs is the median over pairs of neighbouring turns.
-CPU time is that of the process, all threads. With `--collectives` the module
+Half of the steps go without it, in the same run, in turns of 20: a rank that waits in one step for the other would else
+gain it back in the next. A time is the mean of a turn on rank 0; what the message costs is the median over pairs of
+neighbouring turns. CPU time is that of the process, all threads. With `--collectives` the module
 calls so many all_reduces in its step, whose operations, types and sizes the message then compares. Expect a minute.
 """
 
@@ -132,7 +132,8 @@ def main() -> None:
     row = measure(arguments.steps, arguments.width, arguments.collectives)
     print(told(facts))
     print(
-        f"a step of {row['without_ms']:.2f} ms takes {row['with_ms']:.2f} ms with the message: {row['over_ms']:+.3f} ms "
+        f"a step of {row['without_ms']:.2f} ms takes {row['with_ms']:.2f} ms with the message: {row['over_ms']:+.3f} "
+        "ms "
         f"({100 * row['over_ms'] / row['without_ms']:+.2f} %), CPU time {row['cpu_over_ms']:+.3f} ms"
     )
     write_json(arguments.json, facts, row)

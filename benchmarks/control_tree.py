@@ -5,9 +5,9 @@
 Each rank is a light process of this machine that does nothing but exchange eleven numbers a step, over loopback, in a
 network of its own where the kernel allows that, so that what its interface counts is what the ranks sent: `packets` and
 `KiB` a step, of all ranks together, acknowledgements included. `sockets` are the connections that the exchange adds,
-`set-up s` how long it takes to make them, `ms` and `CPU ms` what a step takes and what it costs all ranks together. A few
-cores run all ranks, so the times say what the ranks' work adds up to, not what they wait for each other on real nodes;
-there `hops` counts, the messages of a step that follow one after the other. Expect a minute.
+`set-up s` how long it takes to make them, `ms` and `CPU ms` what a step takes and what it costs all ranks together. A
+few cores run all ranks, so the times say what the ranks' work adds up to, not what they wait for each other on real
+nodes; there `hops` counts, the messages of a step that follow one after the other. Expect a minute.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""DDP, FSDP, tensor and pipeline parallelism through the Trainer, beside a hand-written use of the same engine of torch.
+"""DDP, FSDP, tensor and pipeline parallelism through the Trainer, beside a hand-written use of the same engine of
+torch.
 
-    python -m benchmarks.engines [--rounds 9] [--steps 40] [--width 128] [--depth 4] [--batch 4] [--match TEXT] [--json FILE]
+    python -m benchmarks.engines [--rounds 9] [--steps 40] [--width 128] [--depth 4] [--batch 4] [--match TEXT] [--json
+    FILE]
 
-Two gloo ranks train the model of examples/gpt.py under AdamW in float32. The ranks of all variants are started alike, so
-only what runs in them differs. A time is milliseconds a step on rank 0, the median over rounds, beside the CPU time of
-its process, which other programs on the machine hardly change and which waiting does not count in; a ratio is the
+Two gloo ranks train the model of examples/gpt.py under AdamW in float32. The ranks of all variants are started alike,
+so only what runs in them differs. A time is milliseconds a step on rank 0, the median over rounds, beside the CPU time
+of its process, which other programs on the machine hardly change and which waiting does not count in; a ratio is the
 median of the ratios to the hand-written loop of the same round. `peak` is the most that torch's allocator had handed
 out on a rank at any moment of the second step, in bytes as torch's profiler counts them: parameters, gradients,
 optimizer state, activations and buckets; what gloo holds for a transfer is not in it. The profiler does not see what
@@ -53,7 +55,8 @@ class Job:
         return GPT(self.width, self.depth, head_width=self.width // 4, context=CONTEXT)
 
     def loader(self, shards: int) -> DataLoader:
-        """`batch` sequences a batch for this rank, where `shards` ranks see different ones; the Trainer cuts by itself."""
+        """`batch` sequences a batch for this rank, where `shards` ranks see different ones; the Trainer cuts by
+        itself."""
         tokens = torch.randint(
             VOCABULARY,
             (self.num_batches * self.batch * shards, CONTEXT + 1),
@@ -216,7 +219,8 @@ def lockstep(job: Job, name: str) -> None:
 
 
 def on_rank(name: str, by_hand: bool, job: Job, counts_bytes: bool) -> list[float]:
-    """Seconds a step on rank 0, those of its CPU time and, where they are counted, the most bytes that each rank held."""
+    """Seconds a step on rank 0, those of its CPU time and, where they are counted, the most bytes that each rank
+    held."""
     world = environment.detect()
     assert world is not None
     with (
@@ -233,7 +237,8 @@ def on_rank(name: str, by_hand: bool, job: Job, counts_bytes: bool) -> list[floa
 
 
 def peak_bytes(profiled: Any) -> int:
-    """The most bytes that were allocated at once between the two marks. The profile begins with the process's first tensors."""
+    """The most bytes that were allocated at once between the two marks. The profile begins with the process's first
+    tensors."""
     held = peak = marks = 0
     for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         marks += event.name() == MARK

@@ -77,7 +77,8 @@ class Job:
 
 
 class DeviceClock(Clock):
-    """Waits for the device at its marks; in between it may count host synchronisations, by the line that they come from."""
+    """Waits for the device at its marks; in between it may count host synchronisations, by the line that they come
+    from."""
 
     def __init__(self, num_steps: int, warmup: int, counts: bool) -> None:
         super().__init__(num_steps, warmup)
@@ -246,7 +247,8 @@ def main() -> None:
         row["peak_ratio"] = row["peak_bytes"] / results[REFERENCES[name]]["peak_bytes"]
     elements = sum(p.numel() for p in job.gpt().parameters())
     print(
-        f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps; {elements:,} parameters, {job.batch} x {job.context} tokens a step"
+        f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps; {elements:,} parameters, {job.batch} x "
+        f"{job.context} tokens a step"
     )
     columns = {
         "tokens/s": ("median_per_s", ",.0f"),

@@ -60,7 +60,8 @@ def main() -> None:
     )  # bytes; else glibc keeps what engines free, and sharding does not show in the peak
     elements = sum(p.numel() for p in Model(arguments.width, arguments.depth).parameters())
     print(
-        f"torch {torch.__version__}, AdamW, float32; {elements:,} parameters, {4 * elements:,} bytes; bytes a rank, peaks in MiB"
+        f"torch {torch.__version__}, AdamW, float32; {elements:,} parameters, {4 * elements:,} bytes; bytes a rank, "
+        "peaks in MiB"
     )
     print(
         f"{'':<28}{'ranks':>6}"

@@ -2,9 +2,9 @@
 
     python -m benchmarks.restart [--restarts 20] [--ranks 2] [--strategy ddp] [--json FILE]
 
-One `fit` with `max_restarts`, a checkpoint every second step; every third step one rank kills itself, the ranks in turns. Besides
-the ranks' start this holds finding the death, ending the others, verifying the checkpoint and computing the lost step again.
-Expect half a minute.
+One `fit` with `max_restarts`, a checkpoint every second step; every third step one rank kills itself, the ranks in
+turns. Besides the ranks' start this holds finding the death, ending the others, verifying the checkpoint and computing
+the lost step again. Expect half a minute.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ EVERY = 3
 
 
 class Dies(Module):
-    """A perceptron of 30,000 weights whose rank `kills % ranks` dies at the end of every third step, the first time that it gets there."""
+    """A perceptron of 30,000 weights whose rank `kills % ranks` dies at the end of every third step, the first time
+    that it gets there."""
 
     def __init__(self, folder: str, restarts: int) -> None:
         super().__init__()
@@ -85,7 +86,8 @@ def main() -> None:
         + f"; {arguments.ranks} ranks of {arguments.strategy}"
     )
     print(
-        f"down for {statistics.median(downs):.2f} s (median), {p95:.2f} s (95 %), {max(downs):.2f} s (worst) in {len(downs)} restarts"
+        f"down for {statistics.median(downs):.2f} s (median), {p95:.2f} s (95 %), {max(downs):.2f} s (worst) in "
+        f"{len(downs)} restarts"
     )
     if arguments.json:
         arguments.json.write_text(

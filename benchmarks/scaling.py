@@ -1,9 +1,10 @@
 """How costs grow: with parameter tensors, logged values, callbacks, ranks, steps and samples.
 
-    python -m benchmarks.scaling [--parts tensors values callbacks ranks memory samples] [--ranks 1 2 4 8] [--rounds 5] [--effort 1.0] [--json FILE]
+    python -m benchmarks.scaling [--parts tensors values callbacks ranks memory samples] [--ranks 1 2 4 8] [--rounds 5]
+    [--effort 1.0] [--json FILE]
 
-`tensors`, `values`, `callbacks`, `ranks`: microseconds that a step takes beyond that of a hand-written loop with the same
-model, which logs nothing and has no callbacks (on several ranks: one around DistributedDataParallel); medians over
+`tensors`, `values`, `callbacks`, `ranks`: microseconds that a step takes beyond that of a hand-written loop with the
+same model, which logs nothing and has no callbacks (on several ranks: one around DistributedDataParallel); medians over
 rounds in which all take turns; CPU time is that of the process (of rank 0). The callbacks override nothing.
 `memory`: what a process holds after 10^6 values were logged and reduced every 50, and after a fit of 10^6 steps, beyond
 what it held after a tenth of them: bytes resident, and blocks of Python's allocator, which are counted one by one.
@@ -99,7 +100,8 @@ class Passive(Callback):
 
 
 class Rows(Dataset):
-    """32 numbers and the number of a class. Each sample is asked for: Lockstep reads batches of a plain tensor by one index, which would hide its own cost."""
+    """32 numbers and the number of a class. Each sample is asked for: Lockstep reads batches of a plain tensor by one
+    index, which would hide its own cost."""
 
     def __init__(self, num_samples: int) -> None:
         self.rows = torch.cat([torch.randn(num_samples, 32), torch.randint(10, (num_samples, 1))], dim=1)

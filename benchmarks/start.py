@@ -2,10 +2,10 @@
 
     python -m benchmarks.start [--rounds 5] [--match TEXT] [--json FILE]
 
-The first step is that of examples/digits.py, on one and on two CPU ranks, beside a script that does the same by hand and
-has the same metric (two ranks: `torch.multiprocessing.spawn` and DistributedDataParallel). Every measurement is a fresh
-process; all of them take turns in each round. A time is seconds, the median over rounds; a ratio is the median of those
-to `import torch`, or to the script on one rank, of the same round. Expect two minutes.
+The first step is that of examples/digits.py, on one and on two CPU ranks, beside a script that does the same by hand
+and has the same metric (two ranks: `torch.multiprocessing.spawn` and DistributedDataParallel). Every measurement is a
+fresh process; all of them take turns in each round. A time is seconds, the median over rounds; a ratio is the median of
+those to `import torch`, or to the script on one rank, of the same round. Expect two minutes.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 The step of `benchmarks.step_overhead` with everything on, beside a loop that logs the same values, and those of
 `benchmarks.engines` on two ranks, of which the last is looked at. A timer of the process's CPU time interrupts it
 every millisecond, and the innermost Python frame says what it was doing; kernels count for the line that calls them,
-what gloo's threads do for the line that waits. Numbers are microseconds a step, medians over rounds. Files with less than
-half a percent of the step are summed up. Interrupts come a little late, at the next call or loop of Python, so small
-numbers are good to a few microseconds. Expect two minutes.
+what gloo's threads do for the line that waits. Numbers are microseconds a step, medians over rounds. Files with less
+than half a percent of the step are summed up. Interrupts come a little late, at the next call or loop of Python, so
+small numbers are good to a few microseconds. Expect two minutes.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def main() -> None:
     )
     results = {name: compared(turns[f"{name}, by hand"], turns[f"{name}, lockstep"]) for name in parts}
     print(
-        f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps on two ranks, {10 * arguments.steps} in one process; CPU us a step"
+        f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps on two ranks, {10 * arguments.steps} in "
+        "one process; CPU us a step"
     )
     columns: Mapping[str, tuple[str, str]] = {"by hand": ("by_hand_us", ",.0f"), "lockstep": ("lockstep_us", ",.0f")}
     for name, rows in results.items():

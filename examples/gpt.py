@@ -152,7 +152,8 @@ class Windows(Dataset):
 
 
 class Text(DataModule):
-    """`text` is a file, or null for the standard library's source; of its first `max_bytes` the last tenth is for validation."""
+    """`text` is a file, or null for the standard library's source; of its first `max_bytes` the last tenth is for
+    validation."""
 
     def __init__(self, text: Path | None = None, max_bytes: int = 1_000_000, context: int = 128, batch_size: int = 16):
         super().__init__()
@@ -163,7 +164,8 @@ class Text(DataModule):
         content = bytes(chain.from_iterable(file.read_bytes() for file in files))[: self.max_bytes]
         if len(content) < 20 * self.context:
             raise ValueError(
-                f"the text has {len(content)} bytes, too few for training and validation with a context of {self.context}"
+                f"the text has {len(content)} bytes, too few for training and validation with a context of "
+                f"{self.context}"
             )
         data = torch.tensor(list(content), dtype=torch.uint8)
         cut = len(data) * 9 // 10

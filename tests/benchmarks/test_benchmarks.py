@@ -22,7 +22,8 @@ Run = Callable[..., tuple[str, dict[str, Any]]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs a benchmark as `python -m benchmarks.NAME` does, but here, where torch is imported; returns what it printed and its JSON."""
+    """Runs a benchmark as `python -m benchmarks.NAME` does, but here, where torch is imported; returns what it printed
+    and its JSON."""
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")  # which one of them sets
 
     def run(name: str, *arguments: str, file: Path) -> tuple[str, dict[str, Any]]:

@@ -23,7 +23,8 @@ def linear(t: int, steps: int = 5, start: float = 0.0) -> float:
 
 
 class Run:
-    """A training of one number, in the loop's order; `effective` are the rates that moved it, `shown` those in the group."""
+    """A training of one number, in the loop's order; `effective` are the rates that moved it, `shown` those in the
+    group."""
 
     def __init__(
         self, scheduler: Callable[[torch.optim.Optimizer], Any] | None, *callbacks: LRWarmup, accumulate: int = 1
@@ -63,7 +64,8 @@ class Run:
 
 
 def one_cycle(t: int) -> float:
-    """`OneCycleLR(max_lr=1, total_steps=11, pct_start=0.4, linear)`: up from 1/25 until step 3.4, down to 1/25e4 at step 10."""
+    """`OneCycleLR(max_lr=1, total_steps=11, pct_start=0.4, linear)`: up from 1/25 until step 3.4, down to 1/25e4 at
+    step 10."""
     low, high, end = 1 / 25, 1.0, 1 / 25e4
     return low + (high - low) * t / 3.4 if t <= 3.4 else high + (end - high) * (t - 3.4) / (10 - 3.4)
 

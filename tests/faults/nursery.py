@@ -1,8 +1,9 @@
-"""Starts launchers of the crash suite: forked from here, where torch is imported already, so that one costs milliseconds.
+"""Starts launchers of the crash suite: forked from here, where torch is imported already, so that one costs
+milliseconds.
 
-Reads a JSON object a line, `{"folder", "undisturbed", "strategy", "devices", "steps", "restarts", "faults"}`; answers each with the process id
-of a launcher, which trains in that folder, and goes on from what it finds there; before, unless that is done, without faults in the
-folder `undisturbed`. Ends with its input.
+Reads a JSON object a line, `{"folder", "undisturbed", "strategy", "devices", "steps", "restarts", "faults"}`; answers
+each with the process id of a launcher, which trains in that folder, and goes on from what it finds there; before,
+unless that is done, without faults in the folder `undisturbed`. Ends with its input.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from lockstep.trainer.checkpoint.store import Checkpoint, newest
 
 
 def outcome(run: Path, num_steps: int) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[Any], str]:
-    """Tensors (weights, optimizer, random streams), progress and metrics, what each rank keeps, and all that was logged."""
+    """Tensors (weights, optimizer, random streams), progress and metrics, what each rank keeps, and all that was
+    logged."""
     path = newest(run / "checkpoints")
     assert path is not None
     checkpoint = Checkpoint.open(path)

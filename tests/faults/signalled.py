@@ -1,7 +1,9 @@
-"""Starts the programs of `test_signals_anywhere`: forked from here, where torch is imported already, or one of its own (`cold`).
+"""Starts the programs of `test_signals_anywhere`: forked from here, where torch is imported already, or one of its own
+(`cold`).
 
-Reads a JSON object a line, `{"folder", "strategy", "workers", "resume"}`; answers with the process id of a program that trains in that
-folder and leads a process group, and with its exit code (negative for a signal) once it has ended. Ends with its input.
+Reads a JSON object a line, `{"folder", "strategy", "workers", "resume"}`; answers with the process id of a program that
+trains in that folder and leads a process group, and with its exit code (negative for a signal) once it has ended. Ends
+with its input.
 """
 
 from __future__ import annotations

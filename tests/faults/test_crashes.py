@@ -1,4 +1,5 @@
-"""Ranks and launchers killed at random, again and again: what the training ends with is, bit by bit, what it would have been.
+"""Ranks and launchers killed at random, again and again: what the training ends with is, bit by bit, what it would have
+been.
 
 Five kills for each strategy in twelve steps by default, forty in four times 24 steps in the slow run (`-m slow`).
 """
@@ -136,7 +137,8 @@ def planned(kills: int, strategy: str, steps: int, folder: Path, chance: random.
 def crash(
     nursery: subprocess.Popen, tmp_path: Path, strategy: str, kills: int, steps: int, seed: int
 ) -> tuple[Training, int]:
-    """Train `strategy` for `steps` under `kills` kills, three of five at points of the product; return it and how many there were."""
+    """Train `strategy` for `steps` under `kills` kills, three of five at points of the product; return it and how many
+    there were."""
     chance = random.Random(f"{strategy}-{seed}")
     at_random = 2 * kills // 5
     folder = tmp_path / f"disturbed{seed}"

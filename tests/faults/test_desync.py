@@ -1,7 +1,10 @@
-"""One rank that does something else than the others: stopped before a parameter changes, and named where there is a majority.
+"""One rank that does something else than the others: stopped before a parameter changes, and named where there is a
+majority.
 
-A collective whose tensors do not fit gloo ends by itself, by an abort or at the strategy's `timeout_s`, before the ranks could compare
-anything: then it is the end that is tested, not the name. The slow run takes every case under ddp and fsdp on 2 and 3 ranks.
+A collective whose tensors do not fit gloo ends by itself, by an abort or at the strategy's `timeout_s`, before the
+ranks could compare
+anything: then it is the end that is tested, not the name. The slow run takes every case under ddp and fsdp on 2 and 3
+ranks.
 """
 
 from __future__ import annotations
@@ -63,7 +66,8 @@ ENDED = {
 
 
 class Watched(Net):
-    """Leaves on the disk which steps each rank has taken, and whether its parameters are those of before when it fails."""
+    """Leaves on the disk which steps each rank has taken, and whether its parameters are those of before when it
+    fails."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.before = self.parts()

@@ -1,4 +1,5 @@
-"""Ways to leave a run other than by an exception: none of them ends the program with code 0 as if the work were done."""
+"""Ways to leave a run other than by an exception: none of them ends the program with code 0 as if the work were
+done."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """SIGTERM and SIGINT at random instants, from the start of a program to its end, to any of its processes.
 
-The exit code is 143 or 130. There is a checkpoint of the last step if one was done, and none before. Code 0 only comes if all was done
-before the signal. Nothing hangs, and nothing is left running. Twelve signals by default, 200 in the slow run (`-m slow`).
+The exit code is 143 or 130. There is a checkpoint of the last step if one was done, and none before. Code 0 only comes
+if all was done before the signal. Nothing hangs, and nothing is left running. Twelve signals by default, 200 in the
+slow run (`-m slow`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""A long training in which a rank is killed every 15 s: most steps are useful, and the end is, bit by bit, that of an undisturbed one.
+"""A long training in which a rank is killed every 15 s: most steps are useful, and the end is, bit by bit, that of an
+undisturbed one.
 
-`LOCKSTEP_SOAK_S` sets the seconds, 1800 unless given: `LOCKSTEP_SOAK_S=120 pytest tests/faults/test_soak.py -m slow -s`.
+`LOCKSTEP_SOAK_S` sets the seconds, 1800 unless given: `LOCKSTEP_SOAK_S=120 pytest tests/faults/test_soak.py -m slow
+-s`.
 """
 
 from __future__ import annotations

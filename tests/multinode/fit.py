@@ -1,4 +1,5 @@
-"""What every rank runs: `torchrun … fit.py STRATEGIES NUM_NODES DEVICES FOLDER` (names with commas); leaves what it finds in FOLDER/<strategy>."""
+"""What every rank runs: `torchrun … fit.py STRATEGIES NUM_NODES DEVICES FOLDER` (names with commas); leaves what it
+finds in FOLDER/<strategy>."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Data(DataModule):
 
 
 def trainer(folder: Path, **options: Any) -> Trainer:
-    """Epochs of seven steps, the last with two samples, so with more ranks than samples on four; leaves a checkpoint `last`."""
+    """Epochs of seven steps, the last with two samples, so with more ranks than samples on four; leaves a checkpoint
+    `last`."""
     options = {
         "precision": "64-true",
         "accelerator": "cpu",

@@ -19,7 +19,8 @@ from pathlib import Path
 ADDRESSES = ("10.199.0.1", "10.199.0.2")
 INTERFACE = "cable"
 
-# Says which process it is, by its number outside, then waits for the end of its input, which comes at the latest when the test's process dies.
+# Says which process it is, by its number outside, then waits for the end of its input, which comes at the latest when
+# the test's process dies.
 _HOLD = "read -r pid rest < /proc/self/stat; echo $pid; exec cat"
 
 
@@ -27,7 +28,8 @@ class Host:
     """A machine of its own to what runs on it, but for the file system."""
 
     def __init__(self, address: str, make: Sequence[str]) -> None:
-        """`make` is the command that makes the namespaces and runs what follows in them. Raises OSError where it may not."""
+        """`make` is the command that makes the namespaces and runs what follows in them. Raises OSError where it may
+        not."""
         self.address = address
         self._holder = subprocess.Popen(
             [*make, "sh", "-c", _HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -70,7 +72,8 @@ class Host:
 
 
 def enter(pid: int, *namespaces: str) -> list[str]:
-    """The command that runs what follows in namespaces of a process; an ordinary user owns them through a user namespace."""
+    """The command that runs what follows in namespaces of a process; an ordinary user owns them through a user
+    namespace."""
     return [
         "nsenter",
         "--target",
@@ -82,11 +85,13 @@ def enter(pid: int, *namespaces: str) -> list[str]:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts that reach each other under `ADDRESSES`, and nothing else. Raises OSError with the reason where that is not permitted."""
+    """Two hosts that reach each other under `ADDRESSES`, and nothing else. Raises OSError with the reason where that is
+    not permitted."""
     missing = [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]
     if missing or sys.platform != "linux":
         raise OSError(
-            f"namespaces need Linux with {', '.join(missing) or 'unshare, nsenter and ip'} (Debian: util-linux, iproute2)"
+            f"namespaces need Linux with {', '.join(missing) or 'unshare, nsenter and ip'} (Debian: util-linux, "
+            "iproute2)"
         )
     make = ["unshare", "--net", "--pid", "--fork", "--kill-child=SIGKILL"]
     hosts: list[Host] = []

@@ -1,6 +1,8 @@
-"""Every model and habit of the zoo under every strategy, as a table: equal to one process, refused by name, or documented.
+"""Every model and habit of the zoo under every strategy, as a table: equal to one process, refused by name, or
+documented.
 
-`python -m tests.zoo.table` writes the table into docs/exactness.md; `test_zoo.py` compares what happens with what is there.
+`python -m tests.zoo.table` writes the table into docs/exactness.md; `test_zoo.py` compares what happens with what is
+there.
 """
 
 from __future__ import annotations
@@ -109,7 +111,8 @@ def train_all(
 
 
 def results(strategy: str, devices: int, names: list[str]) -> dict[str, Result]:
-    """Every case under one strategy, one after the other on the same ranks; a case that ends these is trained by itself."""
+    """Every case under one strategy, one after the other on the same ranks; a case that ends these is trained by
+    itself."""
     precision = precision_of(strategy)
     if strategy in ("dp", "model"):
         return train_all(names, strategy, devices, precision)

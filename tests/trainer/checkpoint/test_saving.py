@@ -79,7 +79,8 @@ def test_a_checkpoint_saved_beside_the_training_is_the_same_to_the_byte(
 
 
 class Steps(Callback):
-    """Notes each finished step, and what a rank leaves with; from step `slow_from` on it pauses at the begin and end of each."""
+    """Notes each finished step, and what a rank leaves with; from step `slow_from` on it pauses at the begin and end of
+    each."""
 
     def __init__(self, folder: Path, pause_s: float = 0.0, slow_from: int = 0) -> None:
         self.folder, self.pause_s, self.slow_from = str(folder), pause_s, slow_from

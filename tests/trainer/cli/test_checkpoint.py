@@ -79,8 +79,8 @@ def test_diff_tells_what_differs(trained: tuple[Net, Path], tmp_path: Path, caps
     one, two = Checkpoint.open(trained[1]), Checkpoint.open(other)
     a, b = one.read("model/net.0.weight"), two.read("model/net.0.weight")
     assert (
-        f"tensor model/net.0.weight: {(a != b).sum()} of 96 elements differ, by up to {float((a.double() - b.double()).abs().max()):.6g} ("
-        in out
+        f"tensor model/net.0.weight: {(a != b).sum()} of 96 elements differ, by up to "
+        f"{float((a.double() - b.double()).abs().max()):.6g} (" in out
     )
     assert "state.progress.global_step: 3 and 4\n" in out
     capsys.readouterr()
