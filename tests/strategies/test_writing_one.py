@@ -1,4 +1,4 @@
-"""The strategy of docs/strategies/writing-one.md passes the contract suite, and examples/by_hand.py drives any strategy."""
+"""The strategy of docs/strategies/writing-one.md passes the contract suite; examples/by_hand.py drives any strategy."""
 
 from __future__ import annotations
 
