@@ -181,6 +181,10 @@ class Trainer:
         """The run's callbacks in the order in which they are called: loggers first, ModelCheckpoint last."""
         return self._run.callbacks
 
+    @callbacks.setter
+    def callbacks(self, value: list[Callback]) -> None:
+        self._run.callbacks = value
+
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """Every logged value, reduced over ranks, as of the last logging interval or epoch end (0-dim, CPU)."""
@@ -228,6 +232,10 @@ class Trainer:
     def accumulate_grad_batches(self) -> int:
         """Micro-batches of each rank in one optimizer step."""
         return self._run.accumulate_grad_batches
+
+    @accumulate_grad_batches.setter
+    def accumulate_grad_batches(self, value: int) -> None:
+        self._run.accumulate_grad_batches = value
 
     @property
     def should_stop(self) -> bool:
