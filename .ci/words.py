@@ -33,7 +33,7 @@ BANNED = {
     r"pass(es|ed|ing)? over": "skip",
     r"told": "reported, set, configured",
     r"(?<!there )(is|are) no(?= \w)(?! longer| more)": "is not a, is not an",
-    r"(?<!there )(is|are) none": "is not, none is",
+    r"(?<!there )(is|are) (?-i:none)": "is not, none is",
     r"without a word": "silently",
     r"beside the training": "asynchronously, in the background",
     r"(compute|computes|computed|computing) again": "recompute, activation checkpointing",

@@ -47,7 +47,7 @@ class CommunicationLedger(Callback):
 
     A step is all that happens from its first batch to its end; where it logs, the exchange of logged values too, and on
     several nodes the control messages, which on one go through shared memory; not validation. Collectives of other
-    threads than the training's are not seen. The steps that are looked at are slower, and run without torch.compile.
+    threads than the training's are not seen. The measured steps are slower, and run without torch.compile.
 
     Args:
         first_step: Optimizer steps of this fit before the first one that is counted, at least 2: engines set themselves

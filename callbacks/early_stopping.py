@@ -29,7 +29,7 @@ class EarlyStopping(Callback):
         min_delta: The least change, in the metric's unit, that counts as improvement; its sign does not matter.
         patience: Stop at the check that is this many without improvement, counted in checks, not epochs.
         mode: "min" where lower is better, "max" where higher is.
-        strict: Raise ValueError when the metric should be there and is not; False warns once and goes on.
+        strict: Raise ValueError when the metric should be there and is not; False warns once and continues.
         check_finite: Stop when the metric is NaN or infinite.
         stopping_threshold: Stop once the metric is better than this: good enough.
         divergence_threshold: Stop once the metric is worse than this: beyond hope.

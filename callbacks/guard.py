@@ -22,7 +22,7 @@ class Guard(Callback):
     Without this callback a loss or gradient that is not finite, on any rank, ends the run with FloatingPointError
     on all of them before a parameter changes. "skip" leaves the optimizer step of that window out instead, with all
     that the window has logged by `self.log`, and counts no step; "roll_back" also puts weights, optimizers,
-    schedulers and callbacks back to the newest checkpoint of the run and goes on with the samples that follow the
+    schedulers and callbacks back to the newest checkpoint of the run and continues with the samples that follow the
     window. What torchmetrics objects and buffers have taken in stays. Both say so each time.
 
     On accelerators "skip" and "roll_back" wait for the device in each step; "raise" does not: a bad step is left
@@ -30,7 +30,7 @@ class Guard(Callback):
 
     Args:
         non_finite: "raise", "skip" or "roll_back".
-        max_in_a_row: Windows in a row that may be left out; one more raises FloatingPointError.
+        max_in_a_row: Steps in a row that may be skipped; one more raises FloatingPointError.
         check_replicas_every_n_steps: Optimizer steps between comparisons of the parameters over ranks; None for none.
             Every parameter, or part of one, that several ranks hold must be equal on them in every bit. Also compared
             before a checkpoint and at the end. Reads the parameters once and sends 16 bytes a tensor. A difference
@@ -54,9 +54,9 @@ class Guard(Callback):
         self.max_in_a_row = max_in_a_row
         self.check_replicas_every_n_steps = check_replicas_every_n_steps
         self.skipped_steps = 0
-        """Windows left out so far."""
+        """Steps skipped so far."""
         self.in_a_row = 0
-        """Windows left out since the last optimizer step."""
+        """Steps skipped since the last optimizer step."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"skipped_steps": self.skipped_steps, "in_a_row": self.in_a_row}
@@ -102,7 +102,7 @@ def _is_here(parameter: Tensor) -> bool:
 
 def fingerprint(tensor: Tensor) -> int:
     """A number that a change of the tensor's bits changes too: the wrapped sum of its elements' bits. A host
-    synchronisation."""
+    host sync."""
     tensor = getattr(tensor, "_local_tensor", tensor).detach()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]

@@ -24,7 +24,7 @@ class LRWarmup(LRFactor):
     As a function of `global_step` it needs no state, and a resumed run continues where it was.
 
     Args:
-        steps: Length in optimizer steps, however many micro-batches and ranks one has; 0 is no warmup.
+        steps: Length in optimizer steps, however many micro-batches and ranks one has; 0 disables it.
         epochs: Length in epochs instead, fractions allowed: that many times the optimizer steps of one
             epoch of this run, rounded. Needs a loader with a length.
         start_factor: Where the factor starts from, 0 to 1, as a fraction of the full rate.

@@ -58,7 +58,7 @@ class ModelCheckpoint(Callback):
             finished first.
         every_n_train_steps: Save every that many optimizer steps instead.
         every_n_epochs: Save only in every that-many-th epoch.
-        train_time_interval: Save whenever that much time of training has passed instead. Looked at
+        train_time_interval: Save whenever that much time of training has passed instead. Checked
             every `log_every_n_steps` optimizer steps, because ranks have to agree.
         save_on_train_epoch_end: True saves only at the end of training epochs, False only after
             validations.
@@ -73,7 +73,7 @@ class ModelCheckpoint(Callback):
     last_model_path: str
     """Path of the `last` checkpoint, or ""."""
     current_score: Tensor | None
-    """The metric when it was looked at last."""
+    """The metric when it was last checked."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class ModelCheckpoint(Callback):
         )
         self._warnings: set[str] = set()  # given already
         self._moved_from: str | None = None  # dirpath of the run that was resumed, until paths are found again
-        self._considered_step = 0  # the last step that was looked at, saved or not
+        self._considered_step = 0  # the last step that was checked, saved or not
         self._ended = False
         self._waits_at = -1  # the step whose save waits for its validation
         self._seen_step = 0  # global_step at the last batch end
@@ -187,7 +187,7 @@ class ModelCheckpoint(Callback):
                 text = format(value, spec)
             except (
                 ValueError
-            ):  # an integer's specification and a value that is none: a plain name rather than no checkpoint
+            ):  # an integer's specification and a value that does not fit: a plain name rather than no checkpoint
                 text = format(value)
             return f"{name}={text}" if self.auto_insert_metric_name else text
 

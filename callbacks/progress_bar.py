@@ -319,7 +319,7 @@ class _Screen(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the line as it is and go on below."""
+        """Leave the line as it is and continue below."""
 
 
 class _Terminal(_Screen):

@@ -54,17 +54,17 @@ class ThroughputMonitor(Callback):
       `share_saving` (what training waits for checkpoints) and `share_rest`: of rank 0's wall-clock time; they sum to 1.
       Data begins at the end of a step, so callbacks that come after this one are in it.
 
-    Validation is left out of all of them, as are the first two steps of a fit, in which engines and compilers start and
-    FLOPs are counted: operation by operation, which is slower, and without torch.compile. Accelerators work behind the
-    host, whose clock this is: the device is waited for once, when values are logged, so rates are right, but what the
-    host waits for in one part may be the device's work of another.
+    Validation is excluded from all of them, as are the first two steps of a fit, in which engines and compilers start
+    and FLOPs are counted: operation by operation, which is slower, and without torch.compile. Accelerators work behind
+    the host, whose clock this is: the device is waited for once, when values are logged, so rates are right, but what
+    the host waits for in one part may be the device's work of another.
 
     Args:
         tokens: Counts the tokens of a batch: a function of it, or the key, index or attribute of the tensor whose
         elements
             they are.
         flops_per_sample: FLOPs of forward and backward of one sample; None counts what the ranks compute for the second
-            step (under `dp` the first), activations that are computed again included. 0 leaves FLOPs out.
+            step (under `dp` the first), recomputed activations included. 0 logs no FLOPs.
         peak_flops_per_s: What one rank's devices can do at most, for MFU; None looks the GPU up in `PEAK_TFLOPS` by the
             precision of the run, and leaves MFU out for others and on CPUs. Give it where a rank has several (`dp`,
             `model`).
@@ -90,7 +90,7 @@ class ThroughputMonitor(Callback):
         self._seconds = dict.fromkeys((*PARTS, "validation"), 0.0)
         self._part, self._mark, self._waited = "rest", 0.0, 0.0
         self._begun: tuple[int, int] = (0, 0)  # steps and samples when the interval began
-        self._steps = 0  # of this fit, those that were left out included
+        self._steps = 0  # of this fit, with those that were not measured
         self._last_step = 0
         self._num_tokens, self._uncollected, self._knows_tokens = 0.0, False, True
         self._counts: list[tuple[float, int]] = []  # FLOPs of this rank and samples of all, by window
@@ -101,7 +101,7 @@ class ThroughputMonitor(Callback):
         self._num_tokens, self._uncollected = 0.0, False
         self._knows_tokens = (
             trainer.global_step % trainer.arguments.log_every_n_steps == 0
-        )  # else the sum goes on from the run that is resumed
+        )  # else the sum continues that of the resumed run
         self.measured_flops_per_sample = self.flops_per_sample
         self._peak = self.peak_flops_per_s or known_peak(
             trainer.strategy.topology.device, str(trainer.arguments.precision)
@@ -113,7 +113,7 @@ class ThroughputMonitor(Callback):
         if self.tokens is not None:  # summed by the logging of the run, in the exchange that it has anyway
             counts = (
                 trainer._run.batch_share and self._steps >= _NUM_MEASURED
-            )  # padding and what the clock leaves out do not
+            )  # padding and what the clock skips do not
             self.log(
                 _TOKENS,
                 self._count(batch) if counts else 0,

@@ -19,14 +19,14 @@ Stage = Literal["train", "validate", "test", "predict"]
 class Timer(Callback):
     """Measures the time spent in each stage and ends training when `duration` is used up.
 
-    Training time runs from `on_train_start` to `on_train_end`, validation within it included, and goes on
+    Training time runs from `on_train_start` to `on_train_end`, validation within it included, and continues
     from the checkpoint's value when a run is resumed. Ranks whose clocks differ still stop at the same
     step: the Trainer stops all of them as soon as `should_stop` is set on one.
 
     Args:
         duration: training time as `"DD:HH:MM:SS"`, a timedelta, or a dict of timedelta's arguments such as
             `{"hours": 1, "minutes": 30}`; None only measures.
-        interval: when to look at the clock: "step", after each batch, or "epoch", after each training epoch.
+        interval: when to check the clock: "step", after each batch, or "epoch", after each training epoch.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Looking at the operations that a process runs, for the few steps in which somebody measures them."""
+"""Records the operations that a process runs, for the few steps that are measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class LocalOps(TorchDispatchMode):
     """Calls `see(op, args, result)` for every operation on plain tensors, before autograd is applied to it.
 
-    A DTensor is passed over, so that the operations on its local part are seen, and its collectives. Collectives that
+    A DTensor is skipped, so that the operations on its local part are seen, and its collectives. Collectives that
     engines issue in C++ (DDP's reducer) go through the same dispatcher. It sees the thread in which it is entered and
     the backwards that this thread starts, and makes each operation some microseconds slower.
     """
@@ -37,7 +37,7 @@ class LocalOps(TorchDispatchMode):
 def watching(*modes: AbstractContextManager[Any]) -> ExitStack:
     """Enter `modes`, until `close` of what is returned. Close in the reverse order of entering: modes are a stack.
 
-    What torch.compile has made runs as it is written meanwhile: under a mode it would be passed over, and a function
+    What torch.compile has made runs as it is written meanwhile: under a mode it would be skipped, and a function
     that is first called under one is never compiled.
     """
     stack = ExitStack()

@@ -43,7 +43,7 @@ def add_lr_factor(optimizer: Optimizer, factor: Callable[[], float]) -> Callable
     """Multiply the rate of every group of `optimizer` by `factor()`, asked before each step; return what ends that.
 
     Every rank calls it and must ask for the same factor. Groups added later are included; tensor rates
-    are replaced for the step by a product on their own device, without a synchronisation.
+    are replaced for the step by a product on their own device, without a host sync.
     """
     scaled = _scaled.get(optimizer)
     if scaled is None:

@@ -13,7 +13,7 @@ class MonitoredMetric:
 
     It is fresh after each validation or at the end of each training epoch: `at_epoch_end` False or
     True; None finds out which of the two brings it first and keeps to that, so that a validation metric
-    is not looked at twice and one of the training epoch not before it is there.
+    is not checked twice and one of the training epoch not before it is there.
     """
 
     def __init__(self, name: str, owner: str, at_epoch_end: bool | None) -> None:
@@ -27,7 +27,7 @@ class MonitoredMetric:
         self._validated = self._epoch_ended = False
 
     def fresh(self, trainer: Trainer, *, epoch_end: bool) -> bool:
-        """Whether to look at it now. Call it after every validation of fit and at every end of a training epoch."""
+        """Whether to check it now. Call it after every validation of fit and at every end of a training epoch."""
         self._validated |= not epoch_end
         self._epoch_ended |= epoch_end
         if self.at_epoch_end is None and self.name in trainer.callback_metrics:

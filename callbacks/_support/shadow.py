@@ -18,7 +18,7 @@ M = TypeVar("M", bound=nn.Module)
 def shadow(module: M, convert: Callable[[Tensor], Tensor]) -> M:
     """Return a module of the same structure and code that holds `convert(tensor)` for every parameter and buffer.
 
-    Hooks are left out, so those that a strategy or a user has hung in do not run; what forward assigns to
+    Hooks are skipped, so those that a strategy or a user has hung in do not run; what forward assigns to
     an attribute stays on the copy. A tensor or submodule that occurs twice is converted once. Attributes
     other than parameters, buffers and submodules are shared with the original. Calls no collective if
     `convert` does not.

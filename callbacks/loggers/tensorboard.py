@@ -39,7 +39,7 @@ class TensorBoardLogger(Logger):
     Hyperparameters that are logged before the first metrics are written together with them: TensorBoard
     keeps the first set that a run has. Its HPARAMS page compares runs by every scalar that they logged.
 
-    When `fit` begins in a folder that has events already, TensorBoard is told to hide those of later
+    When `fit` begins in a folder that has events already, TensorBoard hides those of later
     steps than the one it begins at, so a resumed run has each step once. What was logged before a checkpoint is
     on disk before it. A file that cannot be written any more, on a full disk for example, costs one warning.
 
@@ -312,7 +312,7 @@ class _Nothing:
 
 
 def _wait_for_a_later_name(folder: str) -> None:
-    """TensorBoard reads event files by name, which begins with a second and goes on with a process id: of a run that
+    """TensorBoard reads event files by name, which begins with a second and continues with a process id: of a run that
     was started again within a second, the later file might be read first."""
     files = os.listdir(folder) if os.path.isdir(folder) else []
     seconds = [int(found[1]) for name in files if (found := re.match(r"events\.out\.tfevents\.(\d+)\.", name))]

@@ -1,4 +1,4 @@
-"""What may lie in a checkpoint: dense tensors of known dtypes under plain names, JSON data, and finite numbers where
+"""What may be in a checkpoint: dense tensors of known dtypes under plain names, JSON data, and finite numbers where
 they are asked for."""
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def check_json(path: Path, where: str, value: Any, depth: int = 0) -> None:
 def check_finite(path: Path, tensors: Mapping[str, TensorShard], finite: Container[str], whose: str) -> None:
     """Raise FloatingPointError for a NaN or an infinity where only finite numbers may be.
 
-    A sum is finite only if all are; one that is not may have overflowed, so that tensor is looked at again.
-    One synchronisation for each device that holds tensors.
+    A sum is finite only if all are; one that is not may have overflowed, so that tensor is checked again.
+    One host sync for each device that holds tensors.
     """
     names = [
         name

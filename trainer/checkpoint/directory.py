@@ -26,7 +26,7 @@ def hidden(final: Path, kind: str) -> Path:
 
 
 def folders(folder: Path) -> list[Path]:
-    """The real folders in `folder`, links left out; none where it is not there."""
+    """The real folders in `folder`, without links; none if it does not exist."""
     try:
         with os.scandir(folder) as entries:
             return sorted(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))

@@ -1,7 +1,7 @@
 """Reading checkpoints, and nothing but what their manifest lists.
 
 Checksums are CRC-32 of the bytes. CRC-32 finds every flipped bit and every burst of up to 32 bits and misses one
-in 4e9 of other damage. It is no defence against a forger. Safety needs none: data names no code.
+in 4e9 of other damage. It does not protect against a forger. Safety needs none: data names no code.
 """
 
 from __future__ import annotations

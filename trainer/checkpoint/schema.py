@@ -1,6 +1,6 @@
 """What the JSON of a fit's checkpoint must look like to be resumed: kinds, ranges, and what must agree with what.
 
-Checksums find damage; a file that was edited and signed anew passes them. So nothing is used of `state.json` and
+Checksums find damage; a file that was edited and signed again passes them. So nothing is used of `state.json` and
 `rank-*.json` before its shape was checked here, at the one place where it enters the program. What only an optimizer, a
 scheduler, a callback or user code knows is compared with its state in this run, where it is loaded.
 """
