@@ -101,8 +101,7 @@ def _is_here(parameter: Tensor) -> bool:
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """A number that a change of the tensor's bits changes too: the wrapped sum of its elements' bits. A host
-    host sync."""
+    """A number that changes with the tensor's bits: the wrapped sum of its elements' bits. Costs a host sync."""
     tensor = getattr(tensor, "_local_tensor", tensor).detach()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
