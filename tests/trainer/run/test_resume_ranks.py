@@ -154,7 +154,7 @@ def test_every_number_of_ranks_goes_on_from_every_other(
         assert {name: value.item() for name, value in trainer.callback_metrics.items()} == pytest.approx(
             metrics, rel=1e-12
         ), "over all of the epoch"
-        said = capfd.readouterr().err.count("global batches of 24 samples stay")
+        said = capfd.readouterr().err.count("global batches keep 24 samples")
         assert said == (began != ranks), "once, by rank 0"
 
 
