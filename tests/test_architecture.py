@@ -368,7 +368,16 @@ LONGER = {
     "strategies/pipeline/staged_module.py": 713,
     "strategies/pipeline/strategy.py": 644,
 }
-MAX_FUNCTION_LINES = 60
+MAX_FUNCTION_LINES = 60  # those that are longer may only shrink
+LONGER_FUNCTIONS = {
+    "callbacks/model_checkpoint.py:__init__": 75,
+    "strategies/deepspeed/engine.py:attach": 63,
+    "strategies/dp.py:_in_slices": 73,
+    "strategies/pipeline/strategy.py:_by_schedule": 69,
+    "strategies/step.py:forward_backward": 80,
+    "trainer/cli/config/check.py:_fit": 62,
+    "trainer/metrics/store.py:log": 81,
+}
 
 
 def test_a_file_and_a_folder_fit_in_the_head() -> None:
@@ -379,6 +388,18 @@ def test_a_file_and_a_folder_fit_in_the_head() -> None:
     assert {name: limit for name, limit in LONGER.items() if lines.get(name, 0) < limit - 20} == {}, (
         "lower these limits"
     )
+
+
+def test_a_function_fits_on_a_screen() -> None:
+    lines: dict[str, int] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                name = f"{path.relative_to(REPO_ROOT)}:{node.name}"
+                lines[name] = max(lines.get(name, 0), (node.end_lineno or 0) - node.lineno + 1)
+    long = {name: count for name, count in lines.items() if count > LONGER_FUNCTIONS.get(name, MAX_FUNCTION_LINES)}
+    assert long == {}
+    assert {name for name in LONGER_FUNCTIONS if lines.get(name, 0) <= MAX_FUNCTION_LINES} == set(), "remove these"
 
 
 IMPORT_COST = """

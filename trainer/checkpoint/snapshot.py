@@ -55,50 +55,9 @@ def save(
     extra: dict[str, Any] = {}
     for hook in run.hooks.on_save_checkpoint:
         hook(extra)
-    metrics, sums = torchmetrics_of(module), run.metrics.state_dict()
     with refused(path):
-        state = {
-            "progress": run.progress.state_dict(),
-            "seed": run.seed,
-            "strategy_name": type(strategy).__name__,
-            "strategy": gathered.meta,
-            "schedulers": [
-                pack(config.scheduler.state_dict(), f"schedulers/{i}", kept) for i, config in enumerate(run.schedulers)
-            ],
-            "callbacks": _callback_states(run, kept),
-            "datamodule": pack(run.datamodule.state_dict(), "datamodule/state", kept)
-            if run.datamodule is not None
-            else {},
-            "module": pack(extra, "module/extra", kept),
-            "hyperparameters": pack(dict(module.hparams), "module/hparams", kept),
-            "hyperparameters_name": module.hparams_name,
-            "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
-            "windows": run.train_dataloader.plan,
-            "configured": run.configured,
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        }
-        rank_state = {
-            "data_rank": strategy.topology.data_rank,
-            "data_size": strategy.topology.data_size,
-            "reports": strategy.topology.is_reporting_rank,
-            "trainability": {
-                name: trained
-                for name, trained in resume_checks.trainability(module).items()
-                if trained != run.trainable_at_start.get(name, trained)
-            },
-            "rng": pack(rng_state(run.streams), f"ranks/{strategy.topology.rank}/rng", tensors),
-            "sums": sums,
-            "loader": pack(run.train_dataloader.state_dict(), f"ranks/{strategy.topology.rank}/loader", tensors),
-            "torchmetrics": {
-                name: pack(
-                    {"state": metric.metric_state, "count": metric._update_count},
-                    f"ranks/{strategy.topology.rank}/metrics/{name}",
-                    tensors,
-                )
-                | {"names": [logged for logged, entry in sums.items() if entry[6] == name]}
-                for name, metric in metrics.items()
-            },
-        }
+        state = _shared_state(run, module, gathered.meta, extra, kept)
+        rank_state = _rank_state(run, module, tensors)
     trained = {
         f"model/{name}"
         for entry in gathered.meta["optimizers"].values()
@@ -121,6 +80,57 @@ def save(
         return files.begin(path, **options)
     files.save(path, barrier=strategy.barrier, **options)
     return None
+
+
+def _shared_state(
+    run: RunState, module: Module, meta: dict[str, Any], extra: dict[str, Any], tensors: dict[str, TensorShard]
+) -> dict[str, Any]:
+    """What all ranks hold alike, as JSON; its tensors go to `tensors`. `extra` is what hooks have added."""
+    datamodule = run.datamodule
+    return {
+        "progress": run.progress.state_dict(),
+        "seed": run.seed,
+        "strategy_name": type(run.strategy).__name__,
+        "strategy": meta,
+        "schedulers": [
+            pack(config.scheduler.state_dict(), f"schedulers/{i}", tensors) for i, config in enumerate(run.schedulers)
+        ],
+        "callbacks": _callback_states(run, tensors),
+        "datamodule": {} if datamodule is None else pack(datamodule.state_dict(), "datamodule/state", tensors),
+        "module": pack(extra, "module/extra", tensors),
+        "hyperparameters": pack(dict(module.hparams), "module/hparams", tensors),
+        "hyperparameters_name": module.hparams_name,
+        "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
+        "windows": run.train_dataloader.plan,
+        "configured": run.configured,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def _rank_state(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict[str, Any]:
+    """What each rank holds for itself, as JSON; its tensors go to `tensors`."""
+    topology, sums = run.strategy.topology, run.metrics.state_dict()
+    folder = f"ranks/{topology.rank}"
+    return {
+        "data_rank": topology.data_rank,
+        "data_size": topology.data_size,
+        "reports": topology.is_reporting_rank,
+        "trainability": {
+            name: trained
+            for name, trained in resume_checks.trainability(module).items()
+            if trained != run.trainable_at_start.get(name, trained)
+        },
+        "rng": pack(rng_state(run.streams), f"{folder}/rng", tensors),
+        "sums": sums,
+        "loader": pack(run.train_dataloader.state_dict(), f"{folder}/loader", tensors),
+        "torchmetrics": {
+            name: pack(
+                {"state": metric.metric_state, "count": metric._update_count}, f"{folder}/metrics/{name}", tensors
+            )
+            | {"names": [logged for logged, entry in sums.items() if entry[6] == name]}
+            for name, metric in torchmetrics_of(module).items()
+        },
+    }
 
 
 def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:

@@ -52,19 +52,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
             f"{name} has no trainable parameter; give it layers, or set requires_grad on what is to be trained"
         )
     if not module.automatic_optimization:
-        refused = run.strategy.capabilities.refuses.get("manual_optimization")
-        if refused is not None:
-            raise ValueError(refused)
-        if run.accumulate_grad_batches > 1:
-            raise ValueError(
-                f"accumulate_grad_batches={run.accumulate_grad_batches} needs automatic optimization; "
-                f"{name} optimizes manually, so accumulate in its training_step"
-            )
-        if run.arguments.gradient_clip_val is not None:
-            raise ValueError(
-                f"gradient_clip_val={run.arguments.gradient_clip_val} needs automatic optimization; "
-                f"{name} optimizes manually, so call trainer.clip_gradients in its training_step"
-            )
+        _manual_optimization(run, name)
     validates = run.arguments.limit_val_batches != 0 and not run.arguments.overfit_batches
     if validates and not overrides(module, "validation_step", Module) and _is_given(sources, module, "val"):
         warnings.warn(
@@ -87,6 +75,22 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
     roots = {str(run_plan.place_of(run, item)[0].parent) for item in run.loggers}
     for folder in roots | {str(item.dirpath or root) for item in savers}:
         writable(folder)
+
+
+def _manual_optimization(run: RunState, name: str) -> None:
+    refused = run.strategy.capabilities.refuses.get("manual_optimization")
+    if refused is not None:
+        raise ValueError(refused)
+    if run.accumulate_grad_batches > 1:
+        raise ValueError(
+            f"accumulate_grad_batches={run.accumulate_grad_batches} needs automatic optimization; "
+            f"{name} optimizes manually, so accumulate in its training_step"
+        )
+    if run.arguments.gradient_clip_val is not None:
+        raise ValueError(
+            f"gradient_clip_val={run.arguments.gradient_clip_val} needs automatic optimization; "
+            f"{name} optimizes manually, so call trainer.clip_gradients in its training_step"
+        )
 
 
 def hooks(run: RunState, module: Module, datamodule: DataModule | None) -> None:
