@@ -15,8 +15,8 @@ The life of a strategy, in order:
     loader = strategy.shard_loader(loader, seed=0)
     for window in loader.windows(epoch=0):
         strategy.forward_backward(wrapped, step_fn, window)
-        strategy.clip_gradients(wrapped, optimizer, 1.0)               # optional, as is: with strategy.whole(wrapped): ...
-        strategy.optimizer_step(wrapped, optimizer)
+        strategy.clip_gradients(wrapped, optimizer, 1.0)               # optional, as is: with strategy.whole(wrapped):
+        ... strategy.optimizer_step(wrapped, optimizer)
         optimizer.zero_grad()
         strategy.adopt_changes(wrapped)                               # after own code that freezes layers or adds hooks
     strategy.state_dict(wrapped, optimizers)
@@ -77,8 +77,8 @@ class StepResult(NamedTuple):
     stop: int
     """The largest `StepVote.stop` of all ranks."""
     non_finite: str | None
-    """What was NaN or infinite: the loss of the first such rank, or a gradient by its parameter's name; None if nothing was.
-    Such a window leaves no gradient."""
+    """What was NaN or infinite: the loss of the first such rank, or a gradient by its parameter's name; None if nothing
+    was. Such a window leaves no gradient."""
     loss: float | None = None
     """The loss of the window, Σ total / Σ count; None where knowing it would cost a host synchronization."""
     later: Callable[[], str | None] | None = None
@@ -130,7 +130,8 @@ class Capabilities:
     builds_on_meta: bool = False
     """Ranks other than 0 build modules on the meta device, as their values come from rank 0 in `setup_module`."""
     refuses: Mapping[str, str] = field(default_factory=dict)
-    """What the strategy refuses ("manual_optimization", "several_optimizers", "closures", "16-mixed"), and why, in one sentence."""
+    """What the strategy refuses ("manual_optimization", "several_optimizers", "closures", "16-mixed"), and why, in one
+    sentence."""
 
 
 def _no_scope(num_samples: int) -> AbstractContextManager[Any]:
@@ -143,9 +144,9 @@ class StepHooks(NamedTuple):
     vote: Callable[[], StepVote] = StepVote
     """Called after the last forward; the votes of all ranks are exchanged during the last backward."""
     log_scope: Callable[[int], AbstractContextManager[Any]] = _no_scope
-    """A strategy that runs the step on parts of a micro-batch does so within `log_scope(number of samples)`, in any thread;
-    the caller weights by it what the step logs. What is logged within `log_scope(0)` does not count: the step runs on these
-    samples a second time, or on another rank."""
+    """A strategy that runs the step on parts of a micro-batch does so within `log_scope(number of samples)`, in any
+    thread; the caller weights by it what the step logs. What is logged within `log_scope(0)` does not count: the step
+    runs on these samples a second time, or on another rank."""
     before_backward: Callable[[Tensor], None] | None = None
     """Called with each loss, as the step returned it."""
     after_backward: Callable[[], None] | None = None
@@ -155,8 +156,8 @@ class StepHooks(NamedTuple):
     prepare: Callable[[Window], Iterable[MicroBatch]] | None = None
     """Yields the micro-batches of a window, prepared one at a time."""
     automatic: bool = True
-    """False if the step itself runs backward and steps (`backward`, `clip_gradients`, `optimizer_step`): it is only called,
-    on padding too."""
+    """False if the step itself runs backward and steps (`backward`, `clip_gradients`, `optimizer_step`): it is only
+    called, on padding too."""
 
 
 NO_HOOKS = StepHooks()
@@ -173,7 +174,8 @@ class Strategy(ABC):
     topology: Topology = Topology()
     """Valid after `setup`, which returns it; before, that of one process on CPU."""
     starts_ranks: bool
-    """True if this process is the launcher and the ranks are still to be started by `launch`; valid after `configure`."""
+    """True if this process is the launcher and the ranks are still to be started by `launch`; valid after
+    `configure`."""
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 
@@ -181,7 +183,8 @@ class Strategy(ABC):
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
     ) -> Strategy:
-        """Take the run's layout and return the strategy to use, which is another one if one rank needs no code of its own.
+        """Take the run's layout and return the strategy to use, which is another one if one rank needs no code of its
+        own.
 
         One process calls it, before anything starts; starts nothing.
 
@@ -200,7 +203,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def setup(self) -> Topology:
-        """Join the ranks (rendezvous, process group) and return where this rank is, which `topology` holds from here on."""
+        """Join the ranks (rendezvous, process group) and return where this rank is, which `topology` holds from here
+        on."""
 
     @abstractmethod
     def teardown(self) -> None:
@@ -225,18 +229,21 @@ class Strategy(ABC):
         return optimizers
 
     def adopt_changes(self, wrapped: nn.Module) -> None:  # noqa: B027 - one process notices by itself
-        """Take over what user code has changed in the model since it was wrapped; call it after such code, on every rank.
+        """Take over what user code has changed in the model since it was wrapped; call it after such code, on every
+        rank.
 
         That is `requires_grad` of parameters and gradient hooks registered on them. Raises RuntimeError for what this
-        strategy cannot take over, such as parameters added during a run, by name. Costs a few hundred nanoseconds a parameter.
+        strategy cannot take over, such as parameters added during a run, by name. Costs a few hundred nanoseconds a
+        parameter.
         """
 
     @contextmanager
     def whole(self, wrapped: nn.Module) -> Iterator[None]:
-        """While it lasts every parameter of the caller's model is whole on every rank, a plain tensor with its whole `.grad`.
+        """While it lasts every parameter of the caller's model is whole on every rank, a plain tensor with its whole
+        `.grad`.
 
-        `state_dict()` is complete too. What was changed within, alike on all ranks, holds afterwards. Every rank calls it,
-        between steps; it needs the memory of the whole model. Raises RuntimeError where it is called within a step.
+        `state_dict()` is complete too. What was changed within, alike on all ranks, holds afterwards. Every rank calls
+        it, between steps; it needs the memory of the whole model. Raises RuntimeError where it is called within a step.
         """
         yield
 
@@ -360,8 +367,8 @@ def split_loss(output: Any, num_samples: int) -> tuple[Tensor | None, float, int
     if isinstance(output, Mapping) and "loss" in output:
         return split_loss(output["loss"], num_samples)
     raise TypeError(
-        f"training_step must return a scalar tensor, a dict with 'loss', Loss(total, count) or None, but it returned {type(output).__name__}"
-        + (f" with keys {sorted(map(str, output))}" if isinstance(output, Mapping) else "")
+        "training_step must return a scalar tensor, a dict with 'loss', Loss(total, count) or None, but it returned "
+        f"{type(output).__name__}" + (f" with keys {sorted(map(str, output))}" if isinstance(output, Mapping) else "")
     )
 
 

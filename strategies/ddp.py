@@ -34,7 +34,8 @@ class DDP(SPMDStrategy):
     it exchange nothing.
 
     `find_unused_parameters`: allow steps in which some parameters get no gradient (walks the graph every step).
-    `static_graph`: promise that every step uses the same parameters in the same way. On three and more ranks a resumed run
+    `static_graph`: promise that every step uses the same parameters in the same way. On three and more ranks a resumed
+    run
         then sums its first two gradients in another order than the run that was not stopped.
     `gradient_as_bucket_view`: gradients live in the communication buckets (saves one copy of them).
     `broadcast_buffers`: rank 0's buffers (BatchNorm statistics) overwrite the others' at each forward.
@@ -170,7 +171,8 @@ class DDP(SPMDStrategy):
         changed = self._changes.trainability() if self._changes is not None else []
         if changed:
             raise RuntimeError(
-                f"requires_grad was changed within a step ({shortened(changed)}), after DDP had begun to reduce the gradients of "
+                f"requires_grad was changed within a step ({shortened(changed)}), after DDP had begun to reduce the "
+                "gradients of "
                 "the others; change it in a hook such as on_train_batch_start"
             )
         control = self._agreement
@@ -191,7 +193,8 @@ class DDP(SPMDStrategy):
 
 
 class Replica(nn.Module):
-    """The user's model with torch's DDP around its step, which is built anew when other parameters are to be trained."""
+    """The user's model with torch's DDP around its step, which is built anew when other parameters are to be
+    trained."""
 
     ddp: DistributedDataParallel | None = None
     """None if no parameter is trained: DDP refuses such a model, and nothing is to be reduced."""
@@ -302,12 +305,14 @@ class Replica(nn.Module):
             return
         unused = [name for name, p in self._trained.items() if p.grad is None]
         try:
-            self.ddp.reducer._rebuild_buckets()  # says which parameters are missing, also if an earlier backward had them
+            # says which parameters are missing, also if an earlier backward had them
+            self.ddp.reducer._rebuild_buckets()
         except RuntimeError as error:
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             unused = [list(self._trained)[int(i)] for i in found.group(1).split()] if found else unused
         raise RuntimeError(
-            f"these parameters got no gradient in a step: {shortened(unused) or 'some parameters'}; use them in training_step, "
+            f"these parameters got no gradient in a step: {shortened(unused) or 'some parameters'}; use them in "
+            "training_step, "
             "freeze them (requires_grad=False), or give strategy=DDP(find_unused_parameters=True)"
         )
 
@@ -336,7 +341,8 @@ class Replica(nn.Module):
 
 
 class _Step(nn.Module):
-    """What DDP wraps: a module whose forward is a training step, so that DDP brackets the step and nothing is patched."""
+    """What DDP wraps: a module whose forward is a training step, so that DDP brackets the step and nothing is
+    patched."""
 
     def __init__(self, replica: Replica) -> None:
         super().__init__()

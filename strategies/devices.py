@@ -60,26 +60,31 @@ def check_launcher(name: str, single_process: bool, devices: int | str, num_devi
     if world is None:
         if num_nodes != 1:
             raise ValueError(
-                f"num_nodes={num_nodes} needs a launcher that starts the ranks on every node, such as torchrun --nnodes={num_nodes}; none was found"
+                f"num_nodes={num_nodes} needs a launcher that starts the ranks on every node, such as torchrun "
+                f"--nnodes={num_nodes}; none was found"
             )
         return
     if single_process and world.world_size > 1:
         raise ValueError(
-            f"strategy {name} runs on one process, but {world.launcher} started {world.world_size}; use strategy='ddp' or start one process"
+            f"strategy {name} runs on one process, but {world.launcher} started {world.world_size}; use strategy='ddp' "
+            "or start one process"
         )
     if not single_process and devices != "auto" and num_devices != world.local_world_size:
         raise ValueError(
-            f"devices={devices} contradicts {world.launcher}, which started {world.local_world_size} ranks on this node; "
+            f"devices={devices} contradicts {world.launcher}, which started {world.local_world_size} ranks on this "
+            "node; "
             "give the same number or devices='auto'"
         )
     if num_nodes not in (1, world.num_nodes):
         raise ValueError(
-            f"num_nodes={num_nodes} contradicts {world.launcher}, which runs on {world.num_nodes} nodes; give the same number or leave it out"
+            f"num_nodes={num_nodes} contradicts {world.launcher}, which runs on {world.num_nodes} nodes; give the same "
+            "number or leave it out"
         )
 
 
 def device_index(world: environment.World | None, visible: int, environ: Mapping[str, str] = os.environ) -> int:
-    """Which of the `visible` CUDA devices is this rank's: by its place on the node, or the only one that its launcher shows it.
+    """Which of the `visible` CUDA devices is this rank's: by its place on the node, or the only one that its launcher
+    shows it.
 
     Raises ValueError if there are fewer than ranks.
     """
@@ -88,8 +93,10 @@ def device_index(world: environment.World | None, visible: int, environ: Mapping
     if visible == 1 and environ.get("CUDA_VISIBLE_DEVICES"):  # as with one GPU a task under Slurm
         return 0
     raise ValueError(
-        f"each rank needs a CUDA device of its own, but {world.launcher} started {world.local_world_size} ranks on this node and "
-        f"rank {world.rank} sees {visible} (CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')!r}); start as many ranks as "
+        f"each rank needs a CUDA device of its own, but {world.launcher} started {world.local_world_size} ranks on "
+        "this node and "
+        f"rank {world.rank} sees {visible} (CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')!r}); start "
+        "as many ranks as "
         "devices, or show each rank one device"
     )
 

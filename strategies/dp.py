@@ -40,14 +40,14 @@ ONE_OPTIMIZER = "strategy 'dp' needs automatic optimization with one optimizer; 
 class DataParallel(SPMDStrategy):
     """Each micro-batch is cut into one slice a device, and the step runs on all slices at once, in threads.
 
-    Replicas are made anew for each micro-batch, on several GPUs those of `torch.nn.parallel.replicate`. Prefer `ddp`: it
-    needs no copies of the parameters in a step and no lock of the interpreter is shared.
+    Replicas are made anew for each micro-batch, on several GPUs those of `torch.nn.parallel.replicate`. Prefer `ddp`:
+    it needs no copies of the parameters in a step and no lock of the interpreter is shared.
 
-    The model is the first replica. What the step changes alike on all slices (a counter, a target network that it moves)
-    changes once. An attribute that it sets by its samples cannot be read after the step, a buffer is refused; statistics of
-    BatchNorm are those of the first slice, as in torch's DataParallel, and torchmetrics objects are merged. A step that draws
-    random numbers runs its slices one after the other, since threads would share one random stream. Evaluation runs on
-    the first device. The samples of a batch must be certain: see `SampleCutter`.
+    The model is the first replica. What the step changes alike on all slices (a counter, a target network that it
+    moves) changes once. An attribute that it sets by its samples cannot be read after the step, a buffer is refused;
+    statistics of BatchNorm are those of the first slice, as in torch's DataParallel, and torchmetrics objects are
+    merged. A step that draws random numbers runs its slices one after the other, since threads would share one random
+    stream. Evaluation runs on the first device. The samples of a batch must be certain: see `SampleCutter`.
 
     `activation_checkpointing`: compute what lies within blocks again in the backward; True, or which blocks.
     """

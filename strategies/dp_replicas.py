@@ -21,7 +21,8 @@ _HOOKS = (
 def replica(model: nn.Module) -> nn.Module:
     """A structural copy with parameters, gradients, buffers, lists and dicts of its own; other objects are shared.
 
-    What a step changes in place, such as a target network or a counter, it so changes once in each replica, from the same values.
+    What a step changes in place, such as a target network or a counter, it so changes once in each replica, from the
+    same values.
     """
     aliases: dict[int, nn.Parameter] = {}
     copies: dict[int, nn.Module] = {}
@@ -76,8 +77,10 @@ def check_hooks(model: nn.Module) -> None:
                 if id(owner) in known or not _remembers(hook):
                     continue
                 raise ValueError(
-                    f"{name or type(model).__name__} has a hook, {getattr(hook, '__qualname__', type(hook).__name__)}, that strategy 'dp' would call "
-                    "for each slice of a batch, in any order, and that may keep what it sees; make it a method of the module, or use strategy='ddp'"
+                    f"{name or type(model).__name__} has a hook, {getattr(hook, '__qualname__', type(hook).__name__)}, "
+                    "that strategy 'dp' would call "
+                    "for each slice of a batch, in any order, and that may keep what it sees; make it a method of the "
+                    "module, or use strategy='ddp'"
                 )
 
 
@@ -108,7 +111,8 @@ def join_state(model: nn.Module, others: list[nn.Module]) -> None:
             for key, buffer in module._buffers.items():
                 if any(not _same(buffer, copied._buffers.get(key)) for copied in copies):
                     raise RuntimeError(
-                        f"training_step changed the buffer {name + '.' if name else ''}{key} by the samples of a slice, and strategy 'dp' runs it "
+                        f"training_step changed the buffer {name + '.' if name else ''}{key} by the samples of a "
+                        "slice, and strategy 'dp' runs it "
                         "on slices; change it in on_train_batch_end, or use strategy='single'"
                     )
         if type(module).__module__.startswith("torch.nn."):
@@ -120,7 +124,8 @@ def join_state(model: nn.Module, others: list[nn.Module]) -> None:
 
 
 def _joined(value: Any, others: list[Any], name: str) -> Any:
-    """`value` if it is that of all replicas, with what differs in lists and dicts replaced in place, else an `OfSlices`."""
+    """`value` if it is that of all replicas, with what differs in lists and dicts replaced in place, else an
+    `OfSlices`."""
     if all(_same(value, other) for other in others):
         return value
     alike = all(type(value) is type(other) for other in others)
@@ -141,7 +146,8 @@ class OfSlices:
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError(
-            f"{vars(self)['_name']} was set by training_step, which strategy 'dp' runs on slices of a batch, so there is one for each slice and none "
+            f"{vars(self)['_name']} was set by training_step, which strategy 'dp' runs on slices of a batch, so there "
+            "is one for each slice and none "
             "of the batch; return it from training_step or log it, or use strategy='single' or 'ddp'"
         )
 
@@ -157,7 +163,8 @@ class OfSlices:
 
 
 for _verb in (
-    "add radd iadd sub rsub mul rmul truediv rtruediv pow matmul neg lt le gt ge bool float int len iter getitem setitem contains call "
+    "add radd iadd sub rsub mul rmul truediv rtruediv pow matmul neg lt le gt ge bool float int len iter getitem "
+    "setitem contains call "
     "array"
 ).split():
     setattr(OfSlices, f"__{_verb}__", OfSlices._refuse)

@@ -27,7 +27,8 @@ class SPMDHooks(Strategy):
 
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Move, wrap or shard `model`, which has the precision's dtype, and return what the other hooks take as `wrapped`."""
+        """Move, wrap or shard `model`, which has the precision's dtype, and return what the other hooks take as
+        `wrapped`."""
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
         """Return the module that `wrap` was given."""

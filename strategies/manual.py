@@ -47,7 +47,8 @@ class ManualOptimization(SPMDHooks):
             bad = self._agreement.first_rank(bad) is not None
         if bad:
             raise FloatingPointError(
-                f"a gradient that {type(optimizer).__name__} is to apply is NaN or infinite; no parameter was changed by it. "
+                f"a gradient that {type(optimizer).__name__} is to apply is NaN or infinite; no parameter was changed "
+                "by it. "
                 "Look for the first operation that gives such a value with torch.autograd.set_detect_anomaly(True)"
             )
 
@@ -68,7 +69,8 @@ class ManualOptimization(SPMDHooks):
         self._local.update(map(id, self._watched))
 
     def _complete_local_gradients(self, wrapped: nn.Module, optimizer: Optimizer) -> None:
-        """Manual optimization: sum over data ranks what backwards have added since the last time, and run users' hooks."""
+        """Manual optimization: sum over data ranks what backwards have added since the last time, and run users'
+        hooks."""
         if not self._local:
             return
         mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._local]
@@ -99,7 +101,8 @@ class ManualOptimization(SPMDHooks):
         )
 
     def _gradient_of(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
-        """The whole gradient of a parameter, a plain tensor; ranks that share the parameter call it in the same order."""
+        """The whole gradient of a parameter, a plain tensor; ranks that share the parameter call it in the same
+        order."""
         return parameter.grad
 
     def _put_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -92,7 +92,8 @@ class ModelParallel(SPMDStrategy):
                 other, before = places.setdefault(id(parameter), (name, index))
                 if before != index:
                     raise ValueError(
-                        f"a parameter lies on one device, but {name} on device {index} is {other} on device {before}; give a device_map with "
+                        f"a parameter lies on one device, but {name} on device {index} is {other} on device {before}; "
+                        "give a device_map with "
                         "both on one device"
                     )
 
@@ -127,7 +128,8 @@ def balanced(model: nn.Module, count: int) -> dict[str, int]:
     layers = _layers(model, count)
     if len(layers) < count:
         raise ValueError(
-            f"strategy 'model' cuts between layers, but {type(model).__name__} has {len(layers)} for devices={count}; lower devices or give a device_map"
+            f"strategy 'model' cuts between layers, but {type(model).__name__} has {len(layers)} for devices={count}; "
+            "lower devices or give a device_map"
         )
     sizes = [sum(p.numel() * p.element_size() for p in layer.parameters()) for _, layer in layers]
     total, before, placed = sum(sizes), 0, {}

@@ -20,7 +20,8 @@ ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mix
 
 
 COMPLEX = {torch.float64: torch.complex128}
-"""The complex dtype that goes with a dtype; none has numbers as short as bfloat16's, beside which complex tensors stay as they are."""
+"""The complex dtype that goes with a dtype; none has numbers as short as bfloat16's, beside which complex tensors stay
+as they are."""
 
 
 def dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:

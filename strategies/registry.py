@@ -73,7 +73,8 @@ def build(
 
 
 def names() -> list[str]:
-    """Every strategy name that `build` takes, those of other distributions included; it takes meshes such as "fsdp=2,tensor=2" too."""
+    """Every strategy name that `build` takes, those of other distributions included; it takes meshes such as
+    "fsdp=2,tensor=2" too."""
     return [
         "auto",
         *STRATEGIES,
@@ -82,7 +83,8 @@ def names() -> list[str]:
 
 
 def training_bytes(model: nn.Module) -> int:
-    """Memory that training needs for a model's state: parameters, gradients, and two moments of each trainable parameter (AdamW)."""
+    """Memory that training needs for a model's state: parameters, gradients, and two moments of each trainable
+    parameter (AdamW)."""
     return sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in model.parameters())
 
 
@@ -108,7 +110,8 @@ def _choose(devices: int | str, accelerator: str, num_nodes: int, model: nn.Modu
         if needed > have:
             return (
                 "fsdp",
-                f"{reason}, and training needs {needed / 2**30:.1f} GiB for parameters, gradients and AdamW's state where a device has {have / 2**30:.1f}",
+                f"{reason}, and training needs {needed / 2**30:.1f} GiB for parameters, gradients and AdamW's state "
+                f"where a device has {have / 2**30:.1f}",
             )
     return "ddp", reason
 

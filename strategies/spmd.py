@@ -57,7 +57,8 @@ class SPMDStrategy(SPMDStep):
         super().__init__()
         if isinstance(activation_checkpointing, (int, float)) and not isinstance(activation_checkpointing, bool):
             raise ValueError(
-                f"activation_checkpointing must be True, False or say which blocks, but activation_checkpointing={activation_checkpointing!r}"
+                "activation_checkpointing must be True, False or say which blocks, but "
+                f"activation_checkpointing={activation_checkpointing!r}"
             )
         self.activation_checkpointing: bool | Rule = (
             "auto" if activation_checkpointing is True else activation_checkpointing

@@ -26,7 +26,8 @@ _GRADIENT, _EXISTS = operator.attrgetter("grad"), functools.partial(operator.is_
 
 
 class SPMDStep(ManualOptimization):
-    """The step of `SPMDStrategy`. The weights of the mean, clipping, loss scaling, and the check that all is finite are here."""
+    """The step of `SPMDStrategy`. The weights of the mean, clipping, loss scaling, and the check that all is finite are
+    here."""
 
     cuts_gradients = False
     """True if ranks hold different parts of the gradient, so that one cannot see whether all of it is finite."""
@@ -186,7 +187,8 @@ class SPMDStep(ManualOptimization):
             return True
         if closure is not None:
             raise ValueError(
-                "precision='16-mixed' scales gradients, and an optimizer that takes a closure would step with scaled ones; use 'bf16-mixed'"
+                "precision='16-mixed' scales gradients, and an optimizer that takes a closure would step with scaled "
+                "ones; use 'bf16-mixed'"
             )
         self._unscale(optimizer)
         self._skipped = None
@@ -258,7 +260,8 @@ class SPMDStep(ManualOptimization):
         send(*((count, finite, total) if self.topology.is_reporting_rank else (0.0, finite, 0.0)))
 
     def _may_step(self, optimizer: Optimizer) -> bool:
-        """Whether to call `optimizer`: one that can skips a step with bad gradients on the device, else the host waits."""
+        """Whether to call `optimizer`: one that can skips a step with bad gradients on the device, else the host
+        waits."""
         if skips_on_device(optimizer) and not self._steps_on_host:
             optimizer.found_inf = self._non_finite  # type: ignore[attr-defined]
             return True
@@ -268,12 +271,14 @@ class SPMDStep(ManualOptimization):
         """Raise RuntimeError for parameters that came during the run and would not be trained as on one process."""
         if names and not self.sees_whole_gradients:
             raise RuntimeError(
-                f"parameters were added or replaced during the run ({shortened(names)}), which {type(self).__name__} cannot "
+                f"parameters were added or replaced during the run ({shortened(names)}), which {type(self).__name__} "
+                "cannot "
                 "take over; create them in __init__, setup or configure_model, or copy values into the existing ones"
             )
 
     def _in_model_order(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """What `optimizer` steps and has a gradient, in the order of the model's parameters: a norm depends on it in its last bits."""
+        """What `optimizer` steps and has a gradient, in the order of the model's parameters: a norm depends on it in
+        its last bits."""
         own = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         ordered = [parameter for p in self._watched if (parameter := own.pop(id(p), None)) is not None]
         return ordered + list(own.values())
@@ -321,7 +326,8 @@ def weighted_losses(
         ]
         if wrong:
             raise ValueError(
-                f"training_step must return one mean loss (a tensor) for each optimizer ({', '.join(parameters)}), or None, but {', '.join(wrong)} is not; "
+                f"training_step must return one mean loss (a tensor) for each optimizer ({', '.join(parameters)}), or "
+                f"None, but {', '.join(wrong)} is not; "
                 "name the losses after the optimizers"
             )
         losses = [(output[name], parameters[name], output[name]) for name in parameters]
@@ -343,11 +349,13 @@ def weighted_losses(
             losses[i] = value, inputs, returned
         if value.numel() != 1:
             raise ValueError(
-                f"training_step must return a scalar loss, but its loss has shape {list(value.shape)}; return its mean or Loss(total, count)"
+                f"training_step must return a scalar loss, but its loss has shape {list(value.shape)}; return its mean "
+                "or Loss(total, count)"
             )
         if not value.requires_grad:
             raise ValueError(
-                "training_step returned a loss without gradient: it does not depend on a trainable parameter, or was detached or computed under no_grad"
+                "training_step returned a loss without gradient: it does not depend on a trainable parameter, or was "
+                "detached or computed under no_grad"
             )
         if isinstance(weight, Tensor):
             losses[i] = value * weight.to(value.dtype), inputs, returned

@@ -1,4 +1,5 @@
-"""Settings of every test: one thread a process, a folder of its own, the same random numbers, no launcher's variables."""
+"""Settings of every test: one thread a process, a folder of its own, the same random numbers, no launcher's
+variables."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ class TrainerArguments:
         `val_check_interval`: batches (int) or fraction of an epoch (float) between validations.
         `check_val_every_n_epoch`: epochs between validations; None counts `val_check_interval` across epochs.
         `num_sanity_val_steps`: validation batches before training; -1 all, 0 none.
-        `limit_train_batches`, `limit_val_batches`, `limit_test_batches`: batches of each rank (int) or fraction (float).
+        `limit_train_batches`, `limit_val_batches`, `limit_test_batches`: batches of each rank (int) or fraction
+        (float).
         `overfit_batches`: train and validate on these first training batches, in order.
         `fast_dev_run`: one batch (or as many as given) of everything, nothing written.
     What is seen and kept
@@ -53,9 +54,11 @@ class TrainerArguments:
         `seed`: seeds every random stream when a run begins; None uses the streams of the process as they are.
         `deterministic`: only deterministic algorithms of torch.
     Speed
-        `compile`: True, or a dict of arguments of torch.compile, compiles the module's repeated blocks, or its submodules
+        `compile`: True, or a dict of arguments of torch.compile, compiles the module's repeated blocks, or its
+        submodules
             if it has none. Numbers are those of the plain module up to rounding, checkpoints are the same.
-        `profiler`: "simple" prints where the time went, "torch" writes a trace of some steps (`lockstep.callbacks.Profiler`).
+        `profiler`: "simple" prints where the time went, "torch" writes a trace of some steps
+        (`lockstep.callbacks.Profiler`).
     When something fails
         `max_restarts`: how often `fit` restarts ranks that died, from the newest checkpoint of the run. Above 0
             even a single rank gets a process of its own, so that the caller survives it.
@@ -120,11 +123,13 @@ class TrainerArguments:
     def _check_validation_and_clipping(self) -> None:
         if self.limit_train_batches == 0 or self.val_check_interval == 0:
             raise ValueError(
-                "limit_train_batches and val_check_interval must be above 0; to turn validation off set limit_val_batches=0"
+                "limit_train_batches and val_check_interval must be above 0; to turn validation off set "
+                "limit_val_batches=0"
             )
         if self.check_val_every_n_epoch is None and not isinstance(self.val_check_interval, int):
             raise ValueError(
-                "check_val_every_n_epoch=None counts batches across epochs, so val_check_interval must be a whole number, "
+                "check_val_every_n_epoch=None counts batches across epochs, so val_check_interval must be a whole "
+                "number, "
                 f"but it is {self.val_check_interval!r}"
             )
         if self.gradient_clip_algorithm not in ("norm", "value"):

@@ -60,13 +60,15 @@ class Module(HyperParameters, nn.Module):
         return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def configure_model(self) -> None:
-        """Build large layers here instead of in `__init__`, so that a strategy that shards can create them without memory.
+        """Build large layers here instead of in `__init__`, so that a strategy that shards can create them without
+        memory.
 
         Every rank calls it; it may be called on a module that is built already.
         """
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer; a list of them; (optimizers, schedulers); a dict with "optimizer" and "lr_scheduler"; or a dict of these by name."""
+        """Return an optimizer; a list of them; (optimizers, schedulers); a dict with "optimizer" and "lr_scheduler"; or
+        a dict of these by name."""
         raise NotImplementedError
 
     def configure_gradient_clipping(
@@ -137,7 +139,8 @@ class Module(HyperParameters, nn.Module):
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
     def on_validation_model_eval(self) -> None:
-        """Put the model into evaluation mode before a validation; afterwards every submodule has the mode that it had."""
+        """Put the model into evaluation mode before a validation; afterwards every submodule has the mode that it
+        had."""
         self.eval()
 
     def on_validation_model_train(self) -> None:
@@ -240,7 +243,8 @@ class Module(HyperParameters, nn.Module):
         return run.strategy.clip_gradients(run.wrapped, optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm of the gradient that the optimizers are to apply, over all parameters and ranks (0-dim); every rank calls it.
+        """The 2-norm of the gradient that the optimizers are to apply, over all parameters and ranks (0-dim); every
+        rank calls it.
 
         Call it in `on_before_optimizer_step` or, in manual optimization, before `step`. The same under every strategy.
         """
@@ -268,7 +272,8 @@ class Module(HyperParameters, nn.Module):
         """Stack each tensor of `data` over ranks: shape `[world_size, …]`. Every rank calls it; no gradient flows."""
         if sync_grads:
             raise ValueError(
-                "all_gather(sync_grads=True) is not offered: a loss over gathered outputs weighs ranks differently; compute the loss on each rank's batch"
+                "all_gather(sync_grads=True) is not offered: a loss over gathered outputs weighs ranks differently; "
+                "compute the loss on each rank's batch"
             )
         gather = self._running().strategy.all_gather
         if isinstance(data, Mapping):
@@ -279,7 +284,8 @@ class Module(HyperParameters, nn.Module):
         return gather(data if isinstance(data, Tensor) else torch.tensor(data))
 
     def random_stream(self, name: str, device: str | torch.device = "cpu") -> torch.Generator:
-        """This run's random stream `name`: a generator apart from all others, for `torch.rand(…, generator=…)` and the like.
+        """This run's random stream `name`: a generator apart from all others, for `torch.rand(…, generator=…)` and the
+        like.
 
         Seeded from the run's seed, the name and the data rank when it is first asked for: ranks that see other
         samples draw other numbers, ranks that share samples the same. It is in every checkpoint; validation
@@ -290,7 +296,8 @@ class Module(HyperParameters, nn.Module):
         run = self._running()
         if run.metrics.in_batch and not run.strategy.capabilities.runs_step_once:
             raise RuntimeError(
-                f"random_stream({name!r}) was called in a step, but {type(run.strategy).__name__} runs the parts of a step apart; "
+                f"random_stream({name!r}) was called in a step, but {type(run.strategy).__name__} runs the parts of a "
+                "step apart; "
                 "draw from torch's own stream there, which begins alike for each part on all ranks"
             )
         return named_stream(run.streams, name, device, run.seed, run.strategy.topology.data_rank)
@@ -364,7 +371,8 @@ class Module(HyperParameters, nn.Module):
         trainer = self.__dict__.get("_trainer")
         if trainer is None:
             raise RuntimeError(
-                f"this {type(self).__name__} is not attached to a Trainer; it is while fit, validate, test or predict runs"
+                f"this {type(self).__name__} is not attached to a Trainer; it is while fit, validate, test or predict "
+                "runs"
             )
         return trainer._run
 

@@ -34,7 +34,8 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
 
 
 def deterministic() -> Callable[[], None]:
-    """Let torch take deterministic algorithms only, and raise where there is none; returns what sets everything back."""
+    """Let torch take deterministic algorithms only, and raise where there is none; returns what sets everything
+    back."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -59,7 +60,8 @@ def derive(seed: int, *stream: str | int) -> int:
 def named_stream(
     streams: dict[str, torch.Generator], name: str, device: str | torch.device, seed: int, data_rank: int
 ) -> torch.Generator:
-    """The generator `name` among `streams`; made, as a function of seed, name and data rank, where it is first asked for."""
+    """The generator `name` among `streams`; made, as a function of seed, name and data rank, where it is first asked
+    for."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
         raise ValueError(
             f"the name of a random stream must be of letters, digits, '_', '.' and '-', but it is {name!r}"

@@ -140,19 +140,21 @@ class Trainer:
         """Write a checkpoint folder at `path`, replacing one that is there. Every rank calls it, while `fit` runs.
 
         With `wait` False it returns once the state is copied to host memory, and the files are written asynchronously.
-        A new save waits for the previous one to finish. What fails is raised on all ranks in the next step, save or at the end.
-        `also` are paths beside `path` for the same checkpoint; `outdated` are checkpoints to remove once this one is committed.
-        Raises CheckpointError if it cannot be written (what was there stays), FloatingPointError if a trainable parameter
-        or the state of an optimizer is NaN or infinite, RuntimeError inside an accumulation window.
+        A new save waits for the previous one to finish. What fails is raised on all ranks in the next step, save or at
+        the end.
+        `also` are paths beside `path` for the same checkpoint; `outdated` are checkpoints to remove once this one is
+        committed. Raises CheckpointError if it cannot be written (what was there stays), FloatingPointError if a
+        trainable parameter or the state of an optimizer is NaN or infinite, RuntimeError inside an accumulation window.
         """
         saving.save(self._run, path, wait=wait, also=also, outdated=outdated)
 
     def whole(self, module: Module) -> AbstractContextManager[None]:
         """While it lasts `module` has whole parameters on every rank, with their whole `.grad`, under any strategy.
 
-        `with trainer.whole(module): …` in a hook, on every rank, to read or change weights and gradients, or for a complete
-        `module.state_dict()`. Each change must be the same on all ranks; it holds afterwards. Needs the memory of the whole
-        model. Raises RuntimeError within a step, and for a `module` that is not the module that runs.
+        `with trainer.whole(module): …` in a hook, on every rank, to read or change weights and gradients, or for a
+        complete
+        `module.state_dict()`. Each change must be the same on all ranks; it holds afterwards. Needs the memory of the
+        whole model. Raises RuntimeError within a step, and for a `module` that is not the module that runs.
         """
         run = self._run
         if module is not run.module or run.wrapped is None:

@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 _ALLOWED = frozenset(
     (
-        "requires_grad requires_grad_ grad dtype device layout is_leaf grad_fn retains_grad names _version _is_view is_nested get_device "
-        "is_cuda is_cpu is_meta is_mps is_sparse is_sparse_csr is_mkldnn is_quantized is_floating_point is_complex element_size __repr__ "
-        "_backward_hooks _post_accumulate_grad_hooks register_hook register_post_accumulate_grad_hook __deepcopy__ output_nr name untyped_storage"
+        "requires_grad requires_grad_ grad dtype device layout is_leaf grad_fn retains_grad names _version _is_view "
+        "is_nested get_device "
+        "is_cuda is_cpu is_meta is_mps is_sparse is_sparse_csr is_mkldnn is_quantized is_floating_point is_complex "
+        "element_size __repr__ "
+        "_backward_hooks _post_accumulate_grad_hooks register_hook register_post_accumulate_grad_hook __deepcopy__ "
+        "output_nr name untyped_storage"
     ).split()
 )
 """What may be asked of an empty parameter, as the answer is that of the whole one."""
@@ -96,8 +99,10 @@ class _Guarded:
         access = self.zero_access
         if access is not None and access.is_users and access.hides_gradients:
             raise RuntimeError(
-                f"the gradient of {self.zero_name} is in DeepSpeed's engine, in pieces, and not in .grad; read or change it within "
-                "`with trainer.whole(module):`, ask module.grad_norm() for the norm of all, or use strategy='ddp' or 'fsdp'"
+                f"the gradient of {self.zero_name} is in DeepSpeed's engine, in pieces, and not in .grad; read or "
+                "change it within "
+                "`with trainer.whole(module):`, ask module.grad_norm() for the norm of all, or use strategy='ddp' or "
+                "'fsdp'"
             )
 
 
@@ -134,8 +139,10 @@ def _ask_empty(parameter: _Cut, func: Callable[..., Any], args: tuple[Any, ...],
         return _SIZES[name](*args, **kwargs)
     if name not in _ALLOWED:
         raise RuntimeError(
-            f"{parameter.zero_name} is in pieces over the ranks under ZeRO-3, and empty here, so {name} would not see it; read or change it in "
-            "a hook within `with trainer.whole(module):`, or use strategy='deepspeed_stage_2', which keeps parameters whole"
+            f"{parameter.zero_name} is in pieces over the ranks under ZeRO-3, and empty here, so {name} would not see "
+            "it; read or change it in "
+            "a hook within `with trainer.whole(module):`, or use strategy='deepspeed_stage_2', which keeps parameters "
+            "whole"
         )
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)

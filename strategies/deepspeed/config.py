@@ -1,4 +1,5 @@
-"""DeepSpeed's configuration: what the user gave, merged with what the run says, or one sentence on where they contradict each other."""
+"""DeepSpeed's configuration: what the user gave, merged with what the run says, or one sentence on where they
+contradict each other."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def _get(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _set(config: dict[str, Any], key: str, ours: Any, setting: str, always: bool = False) -> None:
-    """Raise ValueError where the configuration says something else than `ours`; with `always` write it where it says nothing."""
+    """Raise ValueError where the configuration says something else than `ours`; with `always` write it where it says
+    nothing."""
     theirs = _get(config, key)
     if theirs not in (None, ours):
         raise ValueError(f"DeepSpeed's config has {key}={theirs!r}, but the run has {setting}; drop one of them")

@@ -29,9 +29,11 @@ from lockstep.strategies.sync.call_order import END_FORWARD, GATHER, REDUCE, Cal
 
 
 class ZeroStep(nn.Module):
-    """What the engine wraps: a module whose forward is a step of the user's module. Knows where the engine keeps what it cuts.
+    """What the engine wraps: a module whose forward is a step of the user's module. Knows where the engine keeps what
+    it cuts.
 
-    The step and its output pass by the engine's hooks, which would take batches and outputs apart; only the loss goes through them.
+    The step and its output pass by the engine's hooks, which would take batches and outputs apart; only the loss goes
+    through them.
     """
 
     engine: Any = None
@@ -126,7 +128,8 @@ class ZeroStep(nn.Module):
                 self.access.guard(name, parameter)
         if engine.optimizer.optimizer is not optimizer:
             raise ValueError(
-                f"DeepSpeed replaces {type(optimizer).__name__} by an optimizer of its own, which schedulers do not reach; use another optimizer"
+                f"DeepSpeed replaces {type(optimizer).__name__} by an optimizer of its own, which schedulers do not "
+                "reach; use another optimizer"
             )
 
     def release(self, keep: bool) -> None:
@@ -142,7 +145,8 @@ class ZeroStep(nn.Module):
             parameter.data = value
 
     def detach(self) -> None:
-        """Remove the engine and what it has put on the model. Calls no collective; where parameters were cut, they stay so."""
+        """Remove the engine and what it has put on the model. Calls no collective; where parameters were cut, they stay
+        so."""
         if self.engine is None:
             return
         for hook in self.hooks:
@@ -167,7 +171,8 @@ class ZeroStep(nn.Module):
         self.access.hides_gradients = self.has_gradients = False
         optimizer = self.engine.optimizer
         if self.stage == 3:
-            optimizer.grad_partitions_flat_buffer.zero_()  # a parameter without gradient would be stepped by its last one
+            # a parameter without gradient would be stepped by its last one
+            optimizer.grad_partitions_flat_buffer.zero_()
         elif self.offloads:
             for flat, gradient in zip(self.flats(), self.kept, strict=True):
                 flat.grad = (
@@ -193,7 +198,8 @@ class ZeroStep(nn.Module):
         return _with_loss(self._taken(), value)
 
     def weightless_step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Loss:
-        """Padding: the other ranks exchange parameters and gradients in this micro-batch, in the order in which they are used."""
+        """Padding: the other ranks exchange parameters and gradients in this micro-batch, in the order in which they
+        are used."""
         self.call, self.counts = functools.partial(step_fn, batch, batch_idx), False
         before = numbers(self.model)
         with no_trace(self.model, self.step_hooks):
@@ -243,7 +249,8 @@ class ZeroStep(nn.Module):
         if self.last is None or (self.ran and self.stage == 3):
             when = "for a rank's first micro-batch" if self.last is None else "after it had run the model"
             raise RuntimeError(
-                f"training_step returned None {when}, but under ZeRO-{self.stage} a rank must do what the others do, as they exchange tensors on the way; "
+                f"training_step returned None {when}, but under ZeRO-{self.stage} a rank must do what the others do, "
+                "as they exchange tensors on the way; "
                 "return Loss(total * 0, 0) for no weight"
             )
         with no_trace(self.model, self.step_hooks):  # do again what the other ranks do now
@@ -280,7 +287,8 @@ class ZeroStep(nn.Module):
             self.used.add(index)
 
     def _reduce_all(self, reduce: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """In place of what ends the engine's backward under stages 1 and 2: ranks exchange a gradient for each parameter.
+        """In place of what ends the engine's backward under stages 1 and 2: ranks exchange a gradient for each
+        parameter.
 
         One that this rank's samples did not use gets zeros here, as another rank may have used it.
         """
@@ -295,7 +303,8 @@ class ZeroStep(nn.Module):
         return reduce(*args, **options)
 
     def order(self) -> int:
-        """A number below 2**32 of what this rank exchanged in the window, in its order; equal on ranks that did the same."""
+        """A number below 2**32 of what this rank exchanged in the window, in its order; equal on ranks that did the
+        same."""
         if self.stage == 1 and not self.engine.optimizer.overlap_comm:
             return 0  # whole gradients, reduced in the order of the parameters
         return zlib.crc32(array("q", [*self.arrived, -1, *self.called]).tobytes())
@@ -313,7 +322,8 @@ class ZeroStep(nn.Module):
     def adopt_weights(self) -> None:
         """Let the weights that the optimizer steps follow what user code has changed in the model's parameters.
 
-        Calls no collective. Where masters are more precise than parameters, only elements that were changed are taken over.
+        Calls no collective. Where masters are more precise than parameters, only elements that were changed are taken
+        over.
         """
         optimizer, rank = self.engine.optimizer, dist.get_rank()
         if self.stage == 3:
@@ -347,7 +357,8 @@ class ZeroStep(nn.Module):
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Parameters, and gradients where there are, whole while it lasts; what was changed then holds. Every rank calls it."""
+        """Parameters, and gradients where there are, whole while it lasts; what was changed then holds. Every rank
+        calls it."""
         parameters = list(self.model.parameters())
         self.adopt_weights()
         cut = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
@@ -364,7 +375,8 @@ class ZeroStep(nn.Module):
                 for parameter in self.trained if gathers else ():
                     if parameter.grad is None:
                         raise RuntimeError(
-                            f"the gradient of {self.names([self.trained.index(parameter)])[0]} was dropped, but ZeRO steps all "
+                            f"the gradient of {self.names([self.trained.index(parameter)])[0]} was dropped, but ZeRO "
+                            "steps all "
                             "parameters together; set it to zeros, or use strategy='ddp'"
                         )
                     self.set_gradient(parameter, parameter.grad)
@@ -467,7 +479,8 @@ class ZeroStep(nn.Module):
             piece.source.copy_(read(piece.offset, piece.source.numel()))
 
     def refresh(self) -> None:
-        """Let the parameters that the model computes with follow the weights that the optimizer steps. Every rank calls it."""
+        """Let the parameters that the model computes with follow the weights that the optimizer steps. Every rank calls
+        it."""
         optimizer = self.engine.optimizer
         if self.stage < 3:
             optimizer.update_lp_params()

@@ -1,7 +1,7 @@
 """Applying the axes of a mesh to a model, and taking them off again.
 
-    ranks of one `tensor` group hold slices of layers       (torch's parallelize_module, `strategies/mesh/tensor_layout.py`)
-    ranks along `fsdp` hold slices of every parameter       (torch's fully_shard)
+    ranks of one `tensor` group hold slices of layers       (torch's parallelize_module,
+    `strategies/mesh/tensor_layout.py`) ranks along `fsdp` hold slices of every parameter       (torch's fully_shard)
     ranks along `ddp` hold the same                         (torch's replicate, or fully_shard on both axes)
 
 Values come from the mesh's first rank, block by block, so that no rank but that one ever needs the whole model.
@@ -107,7 +107,8 @@ class MeshModel(nn.Module):
         self._reshards = reshards
         self.model = model
         self.units: list[Any] = []
-        """What is gathered and freed as one: the blocks and this module, which holds the rest. Empty without data axes."""
+        """What is gathered and freed as one: the blocks and this module, which holds the rest. Empty without data
+        axes."""
         self.unsharded: list[nn.Parameter] = []
         """Parameters that the units leave whole; their gradients are averaged over data ranks by hand."""
         self.watched_hooks: list[tuple[nn.Module, str, Any]] = []
@@ -117,9 +118,11 @@ class MeshModel(nn.Module):
         self.depth = 0
         """How many brackets are open."""
         self.manual = False
-        """Whether the bracket is of a step that walks back by itself, so that what requires gradients may change within it."""
+        """Whether the bracket is of a step that walks back by itself, so that what requires gradients may change within
+        it."""
         self.synchronizes = True
-        """Whether the backward of the next step exchanges gradients; one within the step must not, of what was accumulated."""
+        """Whether the backward of the next step exchanges gradients; one within the step must not, of what was
+        accumulated."""
         self._synchronized = True
         self._kept = self._flushes = False
         self._calls: set[Any] = set()
@@ -176,7 +179,8 @@ class MeshModel(nn.Module):
             self.order.note(kind, index, size)
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """`fn(*args)` as a forward of this module, of which `args` are no arguments: torch would move those to the device."""
+        """`fn(*args)` as a forward of this module, of which `args` are no arguments: torch would move those to the
+        device."""
         return self(functools.partial(fn, *args))
 
     @contextmanager
@@ -208,7 +212,8 @@ class MeshModel(nn.Module):
             unit.reshard()
 
     def _called(self, unit: Any, output: Any) -> None:
-        """A forward hook of a block: see to what torch expects to be a block's only backward, without a graph of itself."""
+        """A forward hook of a block: see to what torch expects to be a block's only backward, without a graph of
+        itself."""
         if not self.depth or not torch.is_grad_enabled():
             return
         if unit in self._calls:
@@ -475,7 +480,8 @@ def sum_gradients_of(unit: Any) -> None:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Normalisation computes in full precision, beside running statistics that are kept in it; its parameters are few."""
+    """Normalisation computes in full precision, beside running statistics that are kept in it; its parameters are
+    few."""
     return "norm" in type(module).__name__.lower()
 
 

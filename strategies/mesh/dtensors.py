@@ -1,4 +1,5 @@
-"""What differs where parameters are DTensors of one or several meshes beside plain tensors: pieces of state, norms, steps, loss scaling."""
+"""What differs where parameters are DTensors of one or several meshes beside plain tensors: pieces of state, norms,
+steps, loss scaling."""
 
 from __future__ import annotations
 
@@ -61,12 +62,14 @@ def take(reader: Reader, name: str, like: Tensor | None) -> Tensor:
 
 
 def cut_like(whole: Tensor, like: Tensor) -> Tensor:
-    """`whole` as this rank holds `like`, a parameter: all of it, or where parameters are cut over ranks its part, a DTensor."""
+    """`whole` as this rank holds `like`, a parameter: all of it, or where parameters are cut over ranks its part, a
+    DTensor."""
     return take(Whole({"": whole}, {}), "", like) if isinstance(like, DTensor) else whole.to(like.device)
 
 
 def settle(parameters: Iterable[Tensor]) -> None:
-    """Sum gradients that are still spread over the ranks of a tensor group, as those of layers on shares of the sequence are."""
+    """Sum gradients that are still spread over the ranks of a tensor group, as those of layers on shares of the
+    sequence are."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
@@ -126,7 +129,8 @@ def clip_by_value(parameters: Sequence[nn.Parameter], value: float) -> None:
 def groups_by_mesh(optimizer: Optimizer) -> Iterator[None]:
     """Within it, no param group mixes what one foreach or fused kernel does not take together.
 
-    What the optimizer writes into a group is kept. Raises RuntimeError where it writes different values for the parts of one.
+    What the optimizer writes into a group is kept. Raises RuntimeError where it writes different values for the parts
+    of one.
     """
     groups = optimizer.param_groups
     if not any((group.get("foreach") or group.get("fused")) and len(by_mesh(group["params"])) > 1 for group in groups):
@@ -143,7 +147,8 @@ def groups_by_mesh(optimizer: Optimizer) -> Iterator[None]:
             values = [part.get(key) for part in parts]
             if any(not _same(value, values[0]) for value in values):
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} keeps {key!r} in its param_groups by all parameters of a group, but those of a "
+                    f"{type(optimizer).__name__} keeps {key!r} in its param_groups by all parameters of a group, but "
+                    "those of a "
                     "sharded model are stepped in parts under foreach=True or fused=True; leave these options out"
                 )
             group[key] = values[0]

@@ -18,7 +18,8 @@ class FSDP(ShardedStrategy):
     `replicas`: 1 cuts over all ranks; n cuts over groups of ranks / n, which hold the same (hybrid sharding).
     `wrap`, `reshard_after_forward`, `cpu_offload`, `find_unused_parameters`, `sync_every_micro_batch`,
     `low_precision_gather`, `broadcast_buffers`: as in `Options`.
-    `activation_checkpointing`: compute what lies within blocks again in the backward; True for those of `wrap`, or which blocks.
+    `activation_checkpointing`: compute what lies within blocks again in the backward; True for those of `wrap`, or
+    which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
 

@@ -36,20 +36,23 @@ def parse(text: str) -> dict[str, int | None]:
             )
         if equals and not (size.isdecimal() and int(size) >= 1):
             raise ValueError(
-                f"the size of a mesh axis is a whole number of at least 1, but strategy={text!r} has {name}={size or 'nothing'}"
+                f"the size of a mesh axis is a whole number of at least 1, but strategy={text!r} has "
+                f"{name}={size or 'nothing'}"
             )
         found[name] = int(size) if equals else None
     free = [name for name, size in found.items() if size is None]
     if len(free) > 1:
         raise ValueError(
-            f"one axis of a mesh may go without a size and take the ranks that are left, but strategy={text!r} has {' and '.join(free)}; "
+            f"one axis of a mesh may go without a size and take the ranks that are left, but strategy={text!r} has "
+            f"{' and '.join(free)}; "
             "give all but one a size"
         )
     return {name: found[name] for name in AXES if name in found}
 
 
 def resolve(axes: Mapping[str, int | None], world_size: int) -> dict[str, int]:
-    """The size of every axis on `world_size` ranks. Raises ValueError with the arithmetic and the nearest mesh that fits."""
+    """The size of every axis on `world_size` ranks. Raises ValueError with the arithmetic and the nearest mesh that
+    fits."""
     product = math.prod(size for size in axes.values() if size is not None)
     free = [name for name, size in axes.items() if size is None]
     if world_size % product or (not free and product != world_size):
@@ -63,7 +66,8 @@ def resolve(axes: Mapping[str, int | None], world_size: int) -> dict[str, int]:
 
 
 def devices_of(axes: Mapping[str, int | None], devices: int | str, num_nodes: int) -> int | str:
-    """The number of devices on a node: what was given, else what the sizes multiply to where no launcher has started ranks."""
+    """The number of devices on a node: what was given, else what the sizes multiply to where no launcher has started
+    ranks."""
     sizes = list(axes.values())
     if devices != "auto" or None in sizes or environment.detect() is not None:
         return devices

@@ -41,7 +41,8 @@ class MeshParallel(ShardedStrategy):
         self._parsed = parse(axes)
         if "pipeline" in self._parsed:
             raise ValueError(
-                f"MeshParallel has the axes ddp, fsdp and tensor, but axes={axes!r} has pipeline; use strategy='pipeline', or leave the axis out"
+                f"MeshParallel has the axes ddp, fsdp and tensor, but axes={axes!r} has pipeline; use "
+                "strategy='pipeline', or leave the axis out"
             )
         options = Options(
             wrap=wrap,

@@ -1,4 +1,5 @@
-"""What user code meets that computes with sharded weights and gradients: global numbers, and errors that say what to do."""
+"""What user code meets that computes with sharded weights and gradients: global numbers, and errors that say what to
+do."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 INSTEAD = (
-    "in a hook use whole ones, as in `with trainer.whole(module): ...`, module.grad_norm(), or gradient_clip_val to clip; "
+    "in a hook use whole ones, as in `with trainer.whole(module): ...`, module.grad_norm(), or gradient_clip_val to "
+    "clip; "
     "for a step or an optimizer that needs them use strategy='ddp'"
 )
 
@@ -30,7 +32,8 @@ def install() -> None:
     def assign(self: DTensor, value: Tensor) -> None:
         if not isinstance(value, DTensor):  # torch would keep the shard and lose the value
             raise RuntimeError(
-                f"a tensor was assigned to `data` of a parameter of shape {list(self.shape)} of which this rank holds a shard; "
+                f"a tensor was assigned to `data` of a parameter of shape {list(self.shape)} of which this rank holds "
+                "a shard; "
                 f"{INSTEAD}"
             )
         data.__set__(self, value)
@@ -40,7 +43,8 @@ def install() -> None:
 
 
 def _number(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """`.item()`, `float()` and the like: of the whole, where torch would give this rank's part. Every rank of the mesh calls it."""
+    """`.item()`, `float()` and the like: of the whole, where torch would give this rank's part. Every rank of the mesh
+    calls it."""
     with torch.no_grad():
         return op(args[0].full_tensor())
 
@@ -73,7 +77,8 @@ def explanation(error: BaseException, what: str) -> RuntimeError | None:
         return None
     found = re.search(r"aten\.\w+", text)
     return RuntimeError(
-        f"{what} computes ({found[0] if found else text.split()[0][:40]}) with weights or gradients that are sharded over ranks "
+        f"{what} computes ({found[0] if found else text.split()[0][:40]}) with weights or gradients that are sharded "
+        "over ranks "
         f"together with tensors that are whole or sharded over other ranks; {INSTEAD}"
     )
 

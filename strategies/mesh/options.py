@@ -14,20 +14,23 @@ class Options:
     """Each field concerns the axes named in its first word; the others leave it alone."""
 
     wrap: Rule = "auto"
-    """fsdp, ddp: the blocks that are gathered and freed as one. "auto": the items of lists and sequences that are more than a
-    layer; a class or a name such as `"gpt.blocks.*"`, or a list of them; a function of (name, module); None: the model is one."""
+    """fsdp, ddp: the blocks that are gathered and freed as one. "auto": the items of lists and sequences that are more
+    than a layer; a class or a name such as `"gpt.blocks.*"`, or a list of them; a function of (name, module); None: the
+    model is one."""
     reshard_after_forward: bool | int | None = None
-    """fsdp: free a block's parameters between its forward and backward (None and True), keep them (False: more memory, a
-    third less traffic), or keep a share on groups of that many ranks (int, a divisor of the axis)."""
+    """fsdp: free a block's parameters between its forward and backward (None and True), keep them (False: more memory,
+    a third less traffic), or keep a share on groups of that many ranks (int, a divisor of the axis)."""
     cpu_offload: bool = False
     """fsdp: keep parameters, gradients and optimizer state in host memory, and step there."""
     find_unused_parameters: bool = False
-    """fsdp, ddp: allow steps in which some ranks use parameters of a block that others do not; what no rank uses gets a gradient
-    of zeros too, where one process would leave it without."""
+    """fsdp, ddp: allow steps in which some ranks use parameters of a block that others do not; what no rank uses gets a
+    gradient of zeros too, where one process would leave it without."""
     sync_every_micro_batch: bool = False
-    """fsdp, ddp: exchange gradients after each micro-batch: the memory of whole gradients is saved, traffic multiplied."""
+    """fsdp, ddp: exchange gradients after each micro-batch: the memory of whole gradients is saved, traffic
+    multiplied."""
     low_precision_gather: bool = True
-    """fsdp: in mixed precision gather parameters in the format that the forward computes in; gradients meet in float32."""
+    """fsdp: in mixed precision gather parameters in the format that the forward computes in; gradients meet in
+    float32."""
     broadcast_buffers: bool = True
     """fsdp, ddp, tensor: rank 0's buffers (BatchNorm statistics) overwrite the others' after each step."""
     plan: str | Mapping[str, Any] = "auto"

@@ -153,7 +153,8 @@ class ShardedStrategy(SPMDStrategy):
         for optimizer in optimizers.values():
             if isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Rprop)):
                 raise ValueError(
-                    f"{type(optimizer).__name__} does not step parameters that are cut over ranks; use another optimizer, or strategy='ddp'"
+                    f"{type(optimizer).__name__} does not step parameters that are cut over ranks; use another "
+                    "optimizer, or strategy='ddp'"
                 )
         attached = super().setup_optimizers(wrapped, optimizers)
         self._named, self._buffered = (
@@ -313,7 +314,8 @@ class ShardedStrategy(SPMDStrategy):
         changed = [name for (name, p), flag in zip(before, flags, strict=True) if p.requires_grad != flag]
         if changed:
             raise RuntimeError(
-                f"requires_grad was changed within a step ({shortened(changed)}), whose whole parameters are given up after it; "
+                f"requires_grad was changed within a step ({shortened(changed)}), whose whole parameters are given up "
+                "after it; "
                 "change it in a hook such as on_train_batch_start"
             )
         if marks != gradient_marks(p for _, p in before):
@@ -354,8 +356,10 @@ class ShardedStrategy(SPMDStrategy):
     def _trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
         if self._in_step and self._micro_batches and wrapped.units:
             raise RuntimeError(
-                f"requires_grad of {shortened(names)} changed between the micro-batches of an accumulation window, whose gradients "
-                f"{type(self).__name__} reduces as one; change it before the first of them (on_train_epoch_start, or on_train_batch_end "
+                f"requires_grad of {shortened(names)} changed between the micro-batches of an accumulation window, "
+                "whose gradients "
+                f"{type(self).__name__} reduces as one; change it before the first of them (on_train_epoch_start, or "
+                "on_train_batch_end "
                 "of the last)"
             )
 
@@ -400,7 +404,8 @@ class ShardedStrategy(SPMDStrategy):
             yield
 
     def _check_used(self, wrapped: nn.Module) -> None:
-        """Raise RuntimeError where the ranks gave gradients to different parameters: torch has averaged one with another."""
+        """Raise RuntimeError where the ranks gave gradients to different parameters: torch has averaged one with
+        another."""
         if self._steps is None:
             return
         cut = self._cut_by_name(wrapped) if self._named is None else self._named
@@ -431,13 +436,15 @@ class ShardedStrategy(SPMDStrategy):
         names = [name for i, (name, _) in enumerate(cut) if len({int(mask[i]) for mask in masks}) > 1]
         ranks = [rank for rank, mask in enumerate(masks) if not torch.equal(mask, masks.amax(0))]
         raise RuntimeError(
-            f"on rank {', '.join(map(str, ranks))} these parameters got no gradient, but on others they did: {', '.join(names[:10])}"
+            f"on rank {', '.join(map(str, ranks))} these parameters got no gradient, but on others they did: "
+            f"{', '.join(names[:10])}"
             + (f" and {len(names) - 10} more" if len(names) > 10 else "")
             + "; use them on every rank, or give find_unused_parameters=True"
         )
 
     def _compare_writes(self, parameters: list[tuple[str, nn.Parameter]], changed: dict[int, int]) -> None:
-        """Raise RuntimeError for weights that a step has set to other values than on other ranks. Every rank calls it."""
+        """Raise RuntimeError for weights that a step has set to other values than on other ranks. Every rank calls
+        it."""
         numbers = self.all_gather(torch.tensor([changed.get(id(p), -1) for _, p in parameters]))
         for first in range(self._sizes.get("tensor", 1)):  # ranks that would have the same values
             same = numbers[first :: self._sizes.get("tensor", 1)]
@@ -445,8 +452,10 @@ class ShardedStrategy(SPMDStrategy):
             names = [name for (name, _), bad in zip(parameters, differ.tolist(), strict=True) if bad]
             if names:
                 raise RuntimeError(
-                    f"training_step changed the weights {shortened(names)} to values that are not the same on all ranks of "
-                    f"{type(self).__name__}, which hold parts of one model; make the change depend on what all ranks share "
+                    f"training_step changed the weights {shortened(names)} to values that are not the same on all "
+                    "ranks of "
+                    f"{type(self).__name__}, which hold parts of one model; make the change depend on what all ranks "
+                    "share "
                     "(weights, global_step), or use a registered buffer"
                 )
 
@@ -502,7 +511,8 @@ def _drop_unused(parameters: list[tuple[str, nn.Parameter]], used: bytes) -> Non
 
 
 class Steps:
-    """Finds a rank whose step returned None while others walk back and wait for it, before it waits for them for ever."""
+    """Finds a rank whose step returned None while others walk back and wait for it, before it waits for them for
+    ever."""
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         self._rank = rank
@@ -518,8 +528,10 @@ class Steps:
                 other = self._losses.reduced().lowest[0]
                 if other != math.inf:
                     raise RuntimeError(
-                        f"training_step returned None on rank {self._rank}, but a loss on rank {other:.0f}; parameters cut over ranks "
-                        "need the backward of all, so return None on every rank, or a loss without weight: Loss(loss * 0, 0)"
+                        f"training_step returned None on rank {self._rank}, but a loss on rank {other:.0f}; parameters "
+                        "cut over ranks "
+                        "need the backward of all, so return None on every rank, or a loss without weight: Loss(loss * "
+                        "0, 0)"
                     )
             return output
 

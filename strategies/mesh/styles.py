@@ -1,4 +1,5 @@
-"""How one layer is cut: torch's parallel styles, with layouts that follow whether activations are cut along the sequence."""
+"""How one layer is cut: torch's parallel styles, with layouts that follow whether activations are cut along the
+sequence."""
 
 from __future__ import annotations
 
@@ -36,10 +37,12 @@ class SequenceSharding:
     def of(
         cls, model: nn.Module, blocks: Mapping[str, nn.Module], styles: dict[str, Any], size: int
     ) -> SequenceSharding:
-        """Find the rows of blocks and add their normalisation layers to `styles`. Raises ValueError naming what does not fit."""
+        """Find the rows of blocks and add their normalisation layers to `styles`. Raises ValueError naming what does
+        not fit."""
         if not blocks:
             raise ValueError(
-                f"sequence_parallel=True works between the blocks of a list or sequence, but {type(model).__name__} has none; "
+                f"sequence_parallel=True works between the blocks of a list or sequence, but {type(model).__name__} "
+                "has none; "
                 "leave it out, or name them with wrap"
             )
         for name, block in blocks.items():
@@ -50,7 +53,8 @@ class SequenceSharding:
                 elif full not in styles and next(layer.parameters(recurse=False), None) is not None:
                     leaf = next(leaf for leaf, _ in layer.named_parameters(recurse=False))
                     raise ValueError(
-                        f"sequence_parallel=True needs every layer of a block in the plan, or to be LayerNorm or RMSNorm, but {full}.{leaf} is neither; "
+                        "sequence_parallel=True needs every layer of a block in the plan, or to be LayerNorm or "
+                        f"RMSNorm, but {full}.{leaf} is neither; "
                         "leave it out, or add the layer to the plan"
                     )
         rows: dict[str, list[str]] = {}
@@ -66,7 +70,8 @@ class SequenceSharding:
             if self._turn != index:
                 self._turn, self.on = 0, False
                 raise RuntimeError(
-                    f"sequence_parallel=True needs the blocks of a list to run in their order, but a {type(module).__name__} ran out of turn; leave it out"
+                    "sequence_parallel=True needs the blocks of a list to run in their order, but a "
+                    f"{type(module).__name__} ran out of turn; leave it out"
                 )
             self._turn = (index + 1) % len(row)
             x = args[0] if args else None
@@ -86,7 +91,8 @@ class SequenceSharding:
             self.on = False
             if not isinstance(output, Tensor):
                 raise ValueError(
-                    f"sequence_parallel=True needs blocks that return one tensor, but {type(module).__name__} returned {type(output).__name__}"
+                    f"sequence_parallel=True needs blocks that return one tensor, but {type(module).__name__} returned "
+                    f"{type(output).__name__}"
                 )
             return (
                 DTensor.from_local(output, mesh, [Shard(1)], run_check=False)
@@ -175,7 +181,8 @@ class Row(RowwiseParallel):
 
 
 class Position(ParallelStyle):
-    """A layer that works on each position alone: whole parameters, whose gradients are summed over the shares of the sequence."""
+    """A layer that works on each position alone: whole parameters, whose gradients are summed over the shares of the
+    sequence."""
 
     def __init__(self, sequence: SequenceSharding | None) -> None:
         super().__init__()
@@ -229,7 +236,8 @@ _CALL, _SEQUENTIAL = nn.Module.__call__.__code__, nn.Sequential.forward.__code__
 
 
 def writable(module: nn.Module, args: Any, output: Any) -> Any:
-    """A forward hook of a sharded layer: its output may be changed in place, which torch forbids for what DTensor hands out."""
+    """A forward hook of a sharded layer: its output may be changed in place, which torch forbids for what DTensor hands
+    out."""
     if torch.compiler.is_compiling() or not isinstance(output, Tensor) or isinstance(output, DTensor):
         return None
     return _Writable.apply(output) if output.requires_grad and output._is_view() else None

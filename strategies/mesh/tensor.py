@@ -17,7 +17,8 @@ class TensorParallel(ShardedStrategy):
     them whole. What is in no plan is repeated on every rank.
 
     `plan`, `sequence_parallel`, `loss_parallel`, `broadcast_buffers`, `wrap`: as in `Options`.
-    `activation_checkpointing`: compute what lies within blocks again in the backward; True for those of `wrap`, or which blocks.
+    `activation_checkpointing`: compute what lies within blocks again in the backward; True for those of `wrap`, or
+    which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
 

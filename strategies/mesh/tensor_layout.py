@@ -70,7 +70,8 @@ HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "d_head", "attention_head_
 ELEMENTWISE = tuple(
     getattr(nn, name)
     for name in (
-        "ReLU ReLU6 LeakyReLU ELU SELU CELU GELU SiLU Mish Tanh Sigmoid LogSigmoid Softplus Softsign Hardtanh Hardswish Hardsigmoid Identity Dropout"
+        "ReLU ReLU6 LeakyReLU ELU SELU CELU GELU SiLU Mish Tanh Sigmoid LogSigmoid Softplus Softsign Hardtanh "
+        "Hardswish Hardsigmoid Identity Dropout"
     ).split()
 )
 """What may stand between two cut linear layers of a sequence."""
@@ -95,11 +96,13 @@ class Plan:
     left: list[str] = field(default_factory=list)
     """Linear layers that stay whole, as they have hooks or a weight that something computes."""
     traced: set[nn.Module] = field(default_factory=set)
-    """What lies within a compiled block: torch would take a graph for each of its hooks that is called after a failure as well."""
+    """What lies within a compiled block: torch would take a graph for each of its hooks that is called after a failure
+    as well."""
 
 
 def make_plan(model: nn.Module, blocks: Mapping[str, nn.Module], size: int, options: Options) -> Plan:
-    """Decide what is cut over `size` ranks. Raises ValueError where a layer's size does not divide, or nothing can be cut."""
+    """Decide what is cut over `size` ranks. Raises ValueError where a layer's size does not divide, or nothing can be
+    cut."""
     plan = Plan(traced=within_compiled(model))
     given = _given(model, options)
     if given is not None:
@@ -108,7 +111,8 @@ def make_plan(model: nn.Module, blocks: Mapping[str, nn.Module], size: int, opti
         _find(model, size, plan)
     if not plan.styles:
         raise ValueError(
-            f"strategy tensor finds nothing to cut in {type(model).__name__}: no attention, pair of linear layers or linear layer; "
+            f"strategy tensor finds nothing to cut in {type(model).__name__}: no attention, pair of linear layers or "
+            "linear layer; "
             "give strategy=TensorParallel(plan={...}) or define tensor_plan() in a module, or use another strategy"
             + (f" (hooks or computed weights leave these whole: {shortened(plan.left)})" if plan.left else "")
         )
@@ -116,7 +120,8 @@ def make_plan(model: nn.Module, blocks: Mapping[str, nn.Module], size: int, opti
         _cut_classes(model, plan)
     elif "classes" in plan.styles.values():
         raise ValueError(
-            "a plan that cuts a layer by 'classes' needs loss_parallel=True, which computes the loss on cut logits; give it, or cut the layer by 'gather'"
+            "a plan that cuts a layer by 'classes' needs loss_parallel=True, which computes the loss on cut logits; "
+            "give it, or cut the layer by 'gather'"
         )
     _check_sizes(model, size, plan)
     _refuse_altered(model, plan, blocks if options.sequence_parallel else ())
@@ -126,7 +131,8 @@ def make_plan(model: nn.Module, blocks: Mapping[str, nn.Module], size: int, opti
 
 
 def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> None:
-    """Cut the layers of `unit` (named `prefix` in the model) that are still whole. All ranks of `mesh` hold the same values."""
+    """Cut the layers of `unit` (named `prefix` in the model) that are still whole. All ranks of `mesh` hold the same
+    values."""
 
     def inside(names: Any) -> Iterator[tuple[str, str, nn.Module]]:
         for name in names:
@@ -179,13 +185,15 @@ def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> No
     for name, module, wanted in zip(names, modules, expected, strict=True):
         if wanted is not None and not _agree(_computed(module), wanted):
             raise ValueError(
-                f"the automatic plan cuts {', '.join(plan.checked[name])}, but {name or type(unit).__name__} then computes something else; "
+                f"the automatic plan cuts {', '.join(plan.checked[name])}, but {name or type(unit).__name__} then "
+                "computes something else; "
                 "give strategy=TensorParallel(plan={...}) or define tensor_plan() in a module"
             )
 
 
 class Guard:
-    """Refuses the call of a layer whose outputs are cut from anywhere but the module for which the automatic plan cut it."""
+    """Refuses the call of a layer whose outputs are cut from anywhere but the module for which the automatic plan cut
+    it."""
 
     def __init__(self, name: str) -> None:
         self._name, self._running = name, 0
@@ -201,13 +209,15 @@ class Guard:
             return
         if not self._running:
             raise RuntimeError(
-                f"{layer} was called without {self._name}, but strategy tensor has cut its outputs over ranks for {self._name} to use; "
+                f"{layer} was called without {self._name}, but strategy tensor has cut its outputs over ranks for "
+                f"{self._name} to use; "
                 "give strategy=TensorParallel(plan={...}) that leaves it whole"
             )
 
 
 class SlicedDropout:
-    """Dropout of a cut activation: this rank's part of the noise that the whole activation would get, so that ranks do not repeat it."""
+    """Dropout of a cut activation: this rank's part of the noise that the whole activation would get, so that ranks do
+    not repeat it."""
 
     def __init__(self, layer: nn.Module, width: int, mesh: DeviceMesh) -> None:
         self._layer, self._width, self._rank = layer, width, mesh.get_local_rank()
@@ -245,12 +255,14 @@ def _given(model: nn.Module, options: Options) -> dict[str, Any] | None:
         for pattern, style in plan.items():
             if not isinstance(style, ParallelStyle) and style not in STYLES:
                 raise ValueError(
-                    f"{where} must say one of {', '.join(STYLES)} or a ParallelStyle of torch, but {pattern!r} has {style!r}"
+                    f"{where} must say one of {', '.join(STYLES)} or a ParallelStyle of torch, but {pattern!r} has "
+                    f"{style!r}"
                 )
             found = [name for name in named if fnmatch.fnmatchcase(name, prefix + pattern)]
             if not found:
                 raise ValueError(
-                    f"{where} names {pattern!r}, which is no submodule; there are {', '.join(name for name in named if name)[:200]}"
+                    f"{where} names {pattern!r}, which is no submodule; there are "
+                    f"{', '.join(name for name in named if name)[:200]}"
                 )
             styles |= dict.fromkeys(found, style)
     return styles if sources else None
@@ -347,7 +359,8 @@ def _heads(
     for name, value in counts.items():
         if value % size:
             raise ValueError(
-                f"strategy tensor cuts attention by heads, but {dot}{name}={value} is not divisible by the {size} ranks of a tensor group; "
+                f"strategy tensor cuts attention by heads, but {dot}{name}={value} is not divisible by the {size} "
+                "ranks of a tensor group; "
                 "change it, or the mesh"
             )
     if counts:
@@ -358,7 +371,8 @@ def _heads(
     for name in names[:3]:
         if linear[name].out_features % (size * width):
             raise ValueError(
-                f"strategy tensor cuts attention by heads, but {dot}{name} has out_features={linear[name].out_features}, which is not a whole number "
+                f"strategy tensor cuts attention by heads, but {dot}{name} has "
+                f"out_features={linear[name].out_features}, which is not a whole number "
                 f"of heads of {width} on each of the {size} ranks of a tensor group; change it, or the mesh"
             )
     return {}
@@ -371,7 +385,8 @@ def _cut_classes(model: nn.Module, plan: Plan) -> None:
     heads = heads or [name for name, _ in linear[-1:] if plan.styles.get(name, "gather") in ("gather", "scatter")]
     if not heads:
         raise ValueError(
-            "loss_parallel=True cuts the last linear layer by classes, but the plan uses it otherwise; name the layer in the plan with 'classes'"
+            "loss_parallel=True cuts the last linear layer by classes, but the plan uses it otherwise; name the layer "
+            "in the plan with 'classes'"
         )
     for name in heads:
         plan.styles[name] = "classes"
@@ -402,7 +417,8 @@ def _check_sizes(model: nn.Module, size: int, plan: Plan) -> None:
         )
         if getattr(layer, attribute) % size:
             raise ValueError(
-                f"strategy tensor cuts {name} by {attribute}={getattr(layer, attribute)}, which is not divisible by the {size} ranks of a tensor group; "
+                f"strategy tensor cuts {name} by {attribute}={getattr(layer, attribute)}, which is not divisible by "
+                f"the {size} ranks of a tensor group; "
                 "change the layer or the mesh, or leave it out with a plan"
             )
 
@@ -421,7 +437,8 @@ def _inside(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_altered(layer: nn.Module) -> bool:
-    """Whether a linear layer has hooks, or computes its weight: by a parametrization, or the hook of weight_norm or prune."""
+    """Whether a linear layer has hooks, or computes its weight: by a parametrization, or the hook of weight_norm or
+    prune."""
     if not isinstance(layer, nn.Linear):
         return False
     return _has_hooks(layer) or "weight" not in layer._parameters or "parametrizations" in layer._modules
@@ -446,7 +463,8 @@ def _refuse_altered(model: nn.Module, plan: Plan, blocks: Iterable[str]) -> None
 
 
 def watch_hooks(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, str, Any]]:
-    """From now on refuse hooks on modules that work on shards. Returns what to put back: modules, attributes and values."""
+    """From now on refuse hooks on modules that work on shards. Returns what to put back: modules, attributes and
+    values."""
     names = {*plan.styles, *plan.between}
     for holder in plan.checked:
         names |= {f"{holder}.{inner}".strip(".") for inner, _ in model.get_submodule(holder).named_modules() if inner}
@@ -475,8 +493,10 @@ class _RefusesMore(OrderedDict[int, Any]):
     def __setitem__(self, key: int, hook: Any) -> None:
         if "_name" in vars(self):
             raise RuntimeError(
-                f"a hook was registered on {self._name}, which works on shards under strategy tensor, so that the hook would "
-                "see a part of its inputs or outputs; register it in __init__, so that the automatic plan leaves the layer "
+                f"a hook was registered on {self._name}, which works on shards under strategy tensor, so that the hook "
+                "would "
+                "see a part of its inputs or outputs; register it in __init__, so that the automatic plan leaves the "
+                "layer "
                 "whole, or give strategy=TensorParallel(plan={...}) without the layer"
             )
         super().__setitem__(key, hook)
@@ -532,7 +552,8 @@ def _tie(places: list[tuple[nn.Module, str]], prefix: str, unit: nn.Module) -> N
         names = {id(module): name for name, module in unit.named_modules()}
         shown = " and ".join(".".join(filter(None, (prefix, names[id(module)], leaf))) for module, leaf in places)
         raise ValueError(
-            f"{shown} are one parameter, but the plan cuts them in different ways; name both layers in the plan, cut alike, or neither"
+            f"{shown} are one parameter, but the plan cuts them in different ways; name both layers in the plan, cut "
+            "alike, or neither"
         )
     for module, leaf in places:
         module._parameters[leaf] = parameters[0]

@@ -1,4 +1,5 @@
-"""Weights that user code changes while FSDP has them whole: the change is brought to the shards before the whole is freed."""
+"""Weights that user code changes while FSDP has them whole: the change is brought to the shards before the whole is
+freed."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ def whole_model(model: nn.Module, strategy: str) -> Iterator[None]:
     def refuse(module: nn.Module, args: Any) -> None:
         if module in names:
             raise RuntimeError(
-                f"{names[module]} was called within whole(), where {strategy} has its parameters whole and not as it computes "
+                f"{names[module]} was called within whole(), where {strategy} has its parameters whole and not as it "
+                "computes "
                 "with them; call it outside of the block"
             )
 
@@ -57,7 +58,8 @@ def whole_model(model: nn.Module, strategy: str) -> Iterator[None]:
             _write_back(sharded, whole)
     if replaced:
         raise RuntimeError(
-            f"within whole() the parameters {', '.join(replaced[:5])} were replaced by other ones, which {strategy} cannot take "
+            f"within whole() the parameters {', '.join(replaced[:5])} were replaced by other ones, which {strategy} "
+            "cannot take "
             "over; copy values into the existing ones, as in weight.data.copy_(values)"
         )
 

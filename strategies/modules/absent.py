@@ -1,4 +1,5 @@
-"""Parameters and buffers that lie on another rank: they say what they are like, and refuse what would need their values."""
+"""Parameters and buffers that lie on another rank: they say what they are like, and refuse what would need their
+values."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ class Absent(Tensor):
     """Stands for a parameter or buffer of the model that another rank holds.
 
     Shape, strides, dtype, device, `requires_grad`, `detach`, views and tensors made like it are those of the real one.
-    What only writes to it (`clamp_`, `copy_`, `zero_`, an assignment to `data` or `grad`) does nothing here: the rank that
-    holds the real one runs the same code. All else raises RuntimeError naming it.
+    What only writes to it (`clamp_`, `copy_`, `zero_`, an assignment to `data` or `grad`) does nothing here: the rank
+    that holds the real one runs the same code. All else raises RuntimeError naming it.
     """
 
     path: str

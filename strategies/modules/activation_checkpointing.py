@@ -27,13 +27,15 @@ def recompute(model: nn.Module, rule: Rule) -> None:
     found = match(model, rule, "activation_checkpointing")
     if not found:
         raise ValueError(
-            f"activation_checkpointing needs blocks to compute again, but {'the rule' if callable(rule) else repr(rule)} finds none in {type(model).__name__}; "
+            "activation_checkpointing needs blocks to compute again, but "
+            f"{'the rule' if callable(rule) else repr(rule)} finds none in {type(model).__name__}; "
             "give their class or name, such as activation_checkpointing='net.*'"
         )
     for name, block in found.items():
         if "forward" in vars(block):
             raise ValueError(
-                f"activation_checkpointing wraps the forward of a block's class, but {name} has one of its own; define it in {type(block).__name__}"
+                f"activation_checkpointing wraps the forward of a block's class, but {name} has one of its own; define "
+                f"it in {type(block).__name__}"
             )
         block.__class__ = type(block) if type(block) in _PLAIN else _recomputed(type(block))  # type: ignore[arg-type]
 
@@ -92,7 +94,8 @@ def _call(forward: Any, devices: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _Again:
-    """What the second run of a forward finds as it was in the first, and leaves as it is: buffers, and how activations are laid out."""
+    """What the second run of a forward finds as it was in the first, and leaves as it is: buffers, and how activations
+    are laid out."""
 
     def __init__(self, block: nn.Module) -> None:
         self._buffers = [
@@ -116,7 +119,8 @@ class _Again:
         return nullcontext(), self
 
     def forward_is_over(self) -> None:
-        """Keep the buffers of modules that changed any. BatchNorm's kernels count no version of its statistics, but its counter has one."""
+        """Keep the buffers of modules that changed any. BatchNorm's kernels count no version of its statistics, but its
+        counter has one."""
         changed = {
             module
             for module, name, buffer, _, version in self._buffers

@@ -48,7 +48,8 @@ def match(model: nn.Module, rule: Rule, option: str) -> dict[str, nn.Module]:
         nothing = [item for item, names in matches.items() if not names]
         if nothing:
             raise ValueError(
-                f"{option} must name classes or submodules that have parameters, but {nothing[0]} is none in {type(model).__name__}; "
+                f"{option} must name classes or submodules that have parameters, but {nothing[0]} is none in "
+                f"{type(model).__name__}; "
                 f"there are {', '.join(candidates[:6])}"
             )
         found = [name for name in candidates if any(name in names for names in matches.values())]

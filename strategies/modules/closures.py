@@ -12,8 +12,8 @@ from torch.optim import LBFGS, Optimizer
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `step` cannot do without a closure: LBFGS, or of classes that are not torch's (sharpness-aware ones), those
-    that require the argument, raise without it, or call it without asking whether it is there.
+    """Whether `step` cannot do without a closure: LBFGS, or of classes that are not torch's (sharpness-aware ones),
+    those that require the argument, raise without it, or call it without asking whether it is there.
 
     Read from the source of `step`: calling it, even on a copy, would be seen by those who count steps.
     """

@@ -12,7 +12,8 @@ from lockstep.strategies.modules.absent import is_here
 
 @torch.no_grad()
 def found(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """0-dim float32 on `device`: 1 where an element of the gradients (DTensors: of this rank's part) is NaN or infinite, else 0."""
+    """0-dim float32 on `device`: 1 where an element of the gradients (DTensors: of this rank's part) is NaN or
+    infinite, else 0."""
     result = torch.zeros((), dtype=torch.float32, device=device)
     mine = [
         getattr(gradient, "_local_tensor", gradient) for gradient in gradients
@@ -35,7 +36,8 @@ def later(found: Tensor) -> Callable[[], str | None]:
 
 
 def to_host(number: Tensor) -> Callable[[], float]:
-    """What a 0-dim tensor holds, on its way to the host while the device works on: calling it waits for what came before."""
+    """What a 0-dim tensor holds, on its way to the host while the device works on: calling it waits for what came
+    before."""
     host = torch.empty((), dtype=number.dtype, pin_memory=number.is_cuda)
     host.copy_(number.detach(), non_blocking=True)
     event = torch.cuda.Event() if number.is_cuda else None

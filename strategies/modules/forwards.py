@@ -21,7 +21,8 @@ def within_compiled(model: nn.Module) -> set[nn.Module]:
 
 
 def with_forward(cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass of `cls` with its name and `forward`, for `module.__class__ = …`; copies and pickles are of the plain class."""
+    """A subclass of `cls` with its name and `forward`, for `module.__class__ = …`; copies and pickles are of the plain
+    class."""
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         found: Any = super(made, self).__reduce_ex__(protocol)

@@ -17,7 +17,8 @@ def materialize(model: nn.Module) -> nn.Module:
             continue
         if not callable(getattr(module, "reset_parameters", None)):
             raise ValueError(
-                f"{name or type(model).__name__}.{own[0][0]} is on the meta device and {type(module).__name__} has no reset_parameters to give it values; "
+                f"{name or type(model).__name__}.{own[0][0]} is on the meta device and {type(module).__name__} has no "
+                "reset_parameters to give it values; "
                 "build the layer in configure_model, or define reset_parameters"
             )
         module.to_empty(device="cpu", recurse=False)

@@ -55,7 +55,8 @@ class ModelChanges:
 
 
 def gradient_marks(parameters: Iterable[Tensor]) -> list[int | None]:
-    """What changes when a backward adds to the gradients of these parameters: nothing, or how often each was written."""
+    """What changes when a backward adds to the gradients of these parameters: nothing, or how often each was
+    written."""
     return [None if (gradient := p.grad) is None else gradient._version for p in parameters]
 
 
@@ -67,8 +68,10 @@ def remarked(named: Iterable[tuple[str, Tensor]], marks: list[int | None]) -> li
 def own_backward(names: list[str]) -> RuntimeError:
     """The error of a step that ran a backward of its own, which nobody weighs by this rank's share of the batch."""
     return RuntimeError(
-        f"training_step changed gradients by itself ({', '.join(names[:3])}{', …' if len(names) > 3 else ''}), which automatic "
-        "optimization cannot weigh by the samples of a rank or micro-batch; add the losses and return their sum, or set "
+        f"training_step changed gradients by itself ({', '.join(names[:3])}{', …' if len(names) > 3 else ''}), which "
+        "automatic "
+        "optimization cannot weigh by the samples of a rank or micro-batch; add the losses and return their sum, or "
+        "set "
         "automatic_optimization = False and call self.manual_backward"
     )
 
@@ -80,8 +83,10 @@ def refuse_max_norm(model: nn.Module, data_size: int, strategy: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
-                f"{name or type(model).__name__} has max_norm={module.max_norm}, which changes its weight in the forward for the "
-                f"samples that a rank sees, so ranks of {strategy} would drift apart; leave max_norm out and normalize the weight in "
+                f"{name or type(model).__name__} has max_norm={module.max_norm}, which changes its weight in the "
+                "forward for the "
+                f"samples that a rank sees, so ranks of {strategy} would drift apart; leave max_norm out and normalize "
+                "the weight in "
                 "on_train_batch_end"
             )
 

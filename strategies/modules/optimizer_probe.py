@@ -147,7 +147,10 @@ class _Probe:
             try:
                 part = self._trial(alone=alone)
             except Exception as error:
-                return f"it fails on some of its parameters without the others ({type(error).__name__}: {_first_line(error)})"
+                return (
+                    f"it fails on some of its parameters without the others ({type(error).__name__}: "
+                    f"{_first_line(error)})"
+                )
             starts = [sum(map(len, self._kept[:g])) for g in range(len(self._kept))]
             held = [start + i for start, group in zip(starts, alone, strict=True) for i in group]
             if not all(_close(whole.moved[i], t) for i, t in zip(held, part.moved, strict=True)):
@@ -342,7 +345,8 @@ class _Probe:
 
 
 class _Walk:
-    """What an optimizer holds: its parameters, other tensors, optimizers within. Raises _Unknown for what may reach the real ones."""
+    """What an optimizer holds: its parameters, other tensors, optimizers within. Raises _Unknown for what may reach the
+    real ones."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.parameters: list[Tensor] = []
@@ -423,7 +427,8 @@ _SHARED = (dist.ProcessGroup, torch.device, types.ModuleType)
 
 
 def _duplicate(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """A deep copy without hooks, and without what replaces `step` on the object. `copy.deepcopy` of an optimizer leaves out its attributes."""
+    """A deep copy without hooks, and without what replaces `step` on the object. `copy.deepcopy` of an optimizer leaves
+    out its attributes."""
     own = optimizer.__dict__.get("step")
     if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
         raise _Unknown("its step is replaced on the object")

@@ -1,9 +1,10 @@
 """Gradient hooks that users register on parameters, run once an accumulation window on the final gradient.
 
-`parameter.register_hook(fn)` and `parameter.register_post_accumulate_grad_hook(fn)` are called by autograd with what one
-backward on one rank has computed, of the tensor that was registered. Under a strategy that is a part of the gradient, or the
-tensor takes no part in the backward at all, so a hook that is not linear (a clamp, a norm) would change the numbers. The hooks
-are therefore taken off the parameters before anything wraps them, and called with the gradient that the optimizer gets.
+`parameter.register_hook(fn)` and `parameter.register_post_accumulate_grad_hook(fn)` are called by autograd with what
+one backward on one rank has computed, of the tensor that was registered. Under a strategy that is a part of the
+gradient, or the tensor takes no part in the backward at all, so a hook that is not linear (a clamp, a norm) would
+change the numbers. The hooks are therefore taken off the parameters before anything wraps them, and called with the
+gradient that the optimizer gets.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class ParameterHooks:
 
     def __init__(self) -> None:
         self.taken: dict[str, dict[str, dict[int, Any]]] = {}
-        """By name and attribute: the dict of hooks of the user's own parameter. Empty as long as no user registered any."""
+        """By name and attribute: the dict of hooks of the user's own parameter. Empty as long as no user registered
+        any."""
 
     def take(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Let autograd call none of the users' hooks on these parameters."""
@@ -66,7 +68,8 @@ class ParameterHooks:
     ) -> None:
         """Call the hooks of these parameters. Ranks that share a parameter call it alike.
 
-        `gradient_of` gives the whole gradient as a plain tensor, None if there is none; `put_gradient` takes the new one.
+        `gradient_of` gives the whole gradient as a plain tensor, None if there is none; `put_gradient` takes the new
+        one.
         """
         for name, parameter in named_parameters:
             hooks = self.taken.get(name)

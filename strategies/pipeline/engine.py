@@ -111,8 +111,10 @@ class Engine:
         except Exception as error:
             if "appears to not have been used in the graph" in str(error):
                 new = RuntimeError(
-                    f"training_step asks for a gradient by torch.autograd.grad, but on the last stage of a pipeline the graph begins with "
-                    f"what the stage before has sent, so inputs and weights of earlier stages have none in {wrapped.name}; use strategy='ddp' or 'fsdp'"
+                    "training_step asks for a gradient by torch.autograd.grad, but on the last stage of a pipeline "
+                    "the graph begins with "
+                    "what the stage before has sent, so inputs and weights of earlier stages have none in "
+                    f"{wrapped.name}; use strategy='ddp' or 'fsdp'"
                 )
                 new.__cause__ = error
                 error = new
@@ -131,7 +133,8 @@ class Engine:
         """The part of the global mean that this part's loss makes."""
         if feed.hooks.parameters is not None and isinstance(output, Mapping) and "loss" not in output:
             raise ValueError(
-                "a pipeline walks back once a step, so training_step must return one loss for all optimizers; join the losses, or use another strategy"
+                "a pipeline walks back once a step, so training_step must return one loss for all optimizers; join the "
+                "losses, or use another strategy"
             )
         losses, count = weighted_losses(output, num_samples, feed.scale, None)
         feed.tally.count += count
@@ -155,7 +158,8 @@ class Engine:
 
 
 class OpenStage(PipelineStage):
-    """A stage that waits for what the one before sends where its first layer is called: what lies before that runs meanwhile."""
+    """A stage that waits for what the one before sends where its first layer is called: what lies before that runs
+    meanwhile."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -237,7 +241,8 @@ class OpenStage(PipelineStage):
 
 
 class WindowStage(OpenStage):
-    """A stage of a window that may have several runs of several schedules: each leaves parameters whole and gradients in place."""
+    """A stage of a window that may have several runs of several schedules: each leaves parameters whole and gradients
+    in place."""
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None: ...
     def _post_metadata_inference_cleanup(

@@ -53,7 +53,8 @@ class StepState:
 
     @contextmanager
     def micro_batch(self, num_parts: int) -> Iterator[None]:
-        """Around all runs of a step on one micro-batch. Raises RuntimeError naming what they have changed that cannot be followed."""
+        """Around all runs of a step on one micro-batch. Raises RuntimeError naming what they have changed that cannot
+        be followed."""
         self._start, self._end, self._held = _numbers(self._outside), None, None
         self._partial.clear()
         self._inside, sizes = _kept(self._layers), _sizes(self._outside)
@@ -77,7 +78,8 @@ class StepState:
         end = _numbers(self._outside)
         if is_last and self._called is not None and (place := _difference(self._called, end)) is not None:
             self._refuse(
-                f"changes {self._name(place)} after it has called the pipelined module, where only the last stage comes",
+                f"changes {self._name(place)} after it has called the pipelined module, where only the last stage "
+                "comes",
                 f"change it before, or {_ADVICE}",
             )
         if self._end is not None and (place := _difference(self._end, end)) is not None:
@@ -96,13 +98,15 @@ class StepState:
 
     @contextmanager
     def before_backward(self) -> Iterator[None]:
-        """Around `on_before_backward`, on the rank of the last stage. Raises RuntimeError naming a number that it changes."""
+        """Around `on_before_backward`, on the rank of the last stage. Raises RuntimeError naming a number that it
+        changes."""
         before = _numbers(self._outside), _kept(self._layers)
         yield
         for one, other in zip(before, (_numbers(self._outside), _kept(self._layers)), strict=True):
             if (place := _difference(one, other)) is not None:
                 raise RuntimeError(
-                    f"on_before_backward changes {self._name(place)}, but a pipeline calls it for each part of a micro-batch, on the "
+                    f"on_before_backward changes {self._name(place)}, but a pipeline calls it for each part of a "
+                    "micro-batch, on the "
                     f"rank of the last stage only; change it {_ADVICE}"
                 )
 
@@ -123,7 +127,8 @@ class StepState:
             yield
             if self.pads and (place := _difference(numbers, _numbers(self._outside))) is not None:
                 raise RuntimeError(
-                    f"training_step changed the number {self._name(place)} of the model in a step in which a rank has no "
+                    f"training_step changed the number {self._name(place)} of the model in a step in which a rank has "
+                    "no "
                     f"samples, and would fall behind the others; change it {_ADVICE}"
                 )
         finally:
@@ -150,7 +155,8 @@ class StepState:
             if before.get((module, name, key), size) != size:
                 raise RuntimeError(
                     f"{step} adds to the list {self._name((module, name, key))}, but a pipeline runs it for parts of a "
-                    "micro-batch, to its end on the last stage only; use self.log, a metric of torchmetrics, or on_train_batch_end"
+                    "micro-batch, to its end on the last stage only; use self.log, a metric of torchmetrics, or "
+                    "on_train_batch_end"
                 )
 
     def _refuse_counting(self) -> None:
@@ -174,14 +180,16 @@ class StepState:
 
 
 class PartOnly:
-    """Stands for a tensor that a step has set as an attribute, which would be that of the last part: any use is refused."""
+    """Stands for a tensor that a step has set as an attribute, which would be that of the last part: any use is
+    refused."""
 
     def __init__(self, name: str) -> None:
         self.__dict__["name"] = name
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
-            f"training_step has set self.{self.__dict__['name']}, but a pipeline runs it for each part of a micro-batch, so it holds a "
+            f"training_step has set self.{self.__dict__['name']}, but a pipeline runs it for each part of a "
+            "micro-batch, so it holds a "
             "part; return it from training_step and read it in on_train_batch_end, or use self.log"
         )
 
@@ -283,8 +291,8 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 def _measures(module: nn.Module) -> bool:
     """Whether its tensors may change in a forward.
 
-    BatchNorm's are statistics of batches, which each rank and part measures by itself; `max_norm` of embeddings leaves the
-    rows that the parts look up as it leaves those of the whole.
+    BatchNorm's are statistics of batches, which each rank and part measures by itself; `max_norm` of embeddings leaves
+    the rows that the parts look up as it leaves those of the whole.
     """
     return isinstance(module, nn.modules.batchnorm._NormBase | nn.Embedding | nn.EmbeddingBag) or _is_metric(module)
 

@@ -65,14 +65,16 @@ def runs(micro_batch: MicroBatch, num_parts: int) -> list[list[Part]]:
         raise ValueError(
             f"a pipeline cuts batches along the first dimension of their tensors, "
             f"but none in this {type(micro_batch.batch).__name__} has the batch's {n} samples there; "
-            "let the loader make tensors, or lists, dicts and dataclasses of them, or give Pipeline(num_micro_batches=1)"
+            "let the loader make tensors, or lists, dicts and dataclasses of them, or give "
+            "Pipeline(num_micro_batches=1)"
         )
     parts = [Part(batch, size) for batch, size in cut(micro_batch.batch, n, num_parts)]
     return [list(run) for _, run in groupby(parts, key=lambda part: part.num_samples)]
 
 
 def merged(outputs: list[tuple[Any, int]]) -> Any:
-    """What a step has returned for the parts as what it would have returned for the whole: losses and other numbers averaged, tensors joined."""
+    """What a step has returned for the parts as what it would have returned for the whole: losses and other numbers
+    averaged, tensors joined."""
     outputs = [(value, n) for value, n in outputs if value is not None]
     if len(outputs) <= 1:
         return outputs[0][0] if outputs else None

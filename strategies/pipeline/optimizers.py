@@ -1,4 +1,5 @@
-"""The state of an optimizer in a pipeline, where each rank has that of its own parameters: hidden from what would take it for all."""
+"""The state of an optimizer in a pipeline, where each rank has that of its own parameters: hidden from what would take
+it for all."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from lockstep.strategies.modules.absent import is_here
 
 
 class HiddenState(defaultdict[Tensor, Any]):
-    """Stands for `optimizer.state` where user code runs. It may be cleared, as on every rank; all else raises RuntimeError."""
+    """Stands for `optimizer.state` where user code runs. It may be cleared, as on every rank; all else raises
+    RuntimeError."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(dict)
@@ -26,7 +28,8 @@ class HiddenState(defaultdict[Tensor, Any]):
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
-            f"in a pipeline the state of {self._name} is spread over the ranks, and each has only that of its own stages; read it "
+            f"in a pipeline the state of {self._name} is spread over the ranks, and each has only that of its own "
+            "stages; read it "
             "from a checkpoint (trainer.save_checkpoint), which holds all of it, or use strategy='ddp' or 'fsdp'"
         )
 

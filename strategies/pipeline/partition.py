@@ -72,7 +72,8 @@ def stages(
     if len(names) < num_stages:
         raise ValueError(
             f"a pipeline of {num_stages} stages needs as many layers, "
-            f"but {parts.name or type(parts.net).__name__} has {len(names)} with parameters ({', '.join(names) or 'none'}); "
+            f"but {parts.name or type(parts.net).__name__} has {len(names)} with parameters "
+            f"({', '.join(names) or 'none'}); "
             "use fewer devices, or a module with a list of blocks"
         )
     if split is not None:
@@ -110,7 +111,8 @@ def balance(costs: Sequence[float], num_stages: int) -> list[int]:
 
 
 def measure(parts: Cut, sample: Any, device: torch.device, repeats: int = 3) -> list[float]:
-    """Seconds of forward and backward of each layer on `device`, for the module's input `sample` (a tensor or a tuple of arguments).
+    """Seconds of forward and backward of each layer on `device`, for the module's input `sample` (a tensor or a tuple
+    of arguments).
 
     Works on copies; the module and the random streams stay as they are.
     """
@@ -169,7 +171,8 @@ def _found(model: nn.Module) -> tuple[str, nn.Module]:
             raise ValueError(
                 f"a pipeline needs one module that holds every trainable parameter and is called once a step, "
                 f"but they lie in {', '.join(places)} of {type(model).__name__}, "
-                "which has no forward; put them into one submodule, or define forward and call self(...) in training_step"
+                "which has no forward; put them into one submodule, or define forward and call self(...) in "
+                "training_step"
             )
 
 
@@ -227,7 +230,8 @@ def _refuse_shared(parts: Cut, stage_of: list[int]) -> None:
         first, other = seen.setdefault(id(parameter), (name, stage))
         if other != stage:
             raise ValueError(
-                f"stages of a pipeline cannot share a parameter, but {name} on stage {stage} is {first} on stage {other}; "
+                f"stages of a pipeline cannot share a parameter, but {name} on stage {stage} is {first} on stage "
+                f"{other}; "
                 "untie them, or choose split so that both lie on one stage"
             )
 

@@ -51,7 +51,8 @@ class Schedule:
         if not self.fits(num_ranks, num_parts):
             near = next(n for n in range(num_parts, num_parts + 2 * num_ranks + 1) if self.fits(num_ranks, n))
             raise ValueError(
-                f"schedule={self.name!r} on {num_ranks} ranks does not take num_micro_batches={num_parts}; the next number that it takes is {near}"
+                f"schedule={self.name!r} on {num_ranks} ranks does not take num_micro_batches={num_parts}; the next "
+                f"number that it takes is {near}"
             )
 
     def fitting(self, num_ranks: int, num_parts: int) -> Schedule:
@@ -73,7 +74,8 @@ class Schedule:
     def timeline(
         self, num_ranks: int, num_parts: int, costs: Sequence[float] | None = None
     ) -> list[list[tuple[float, float, str, int, int]]]:
-        """For each rank (start, end, kind, stage, part) of what it does, from torch's own table of actions and `DURATIONS`.
+        """For each rank (start, end, kind, stage, part) of what it does, from torch's own table of actions and
+        `DURATIONS`.
 
         `costs` are the stages' shares of the work, equal by default. Sending takes no time.
         """
@@ -116,7 +118,8 @@ class Schedule:
         return ""
 
     def picture(self, num_ranks: int, num_parts: int) -> str:
-        """A row a rank, a column a unit of time: F3 is the forward of part 3, B its backward, I and W the halves of a backward."""
+        """A row a rank, a column a unit of time: F3 is the forward of part 3, B its backward, I and W the halves of a
+        backward."""
         lines = self.timeline(num_ranks, num_parts)
         width = 1 + len(str(num_parts - 1)) + (self.stages_per_rank > 1)
         length = int(max(line[-1][1] for line in lines))
@@ -186,11 +189,13 @@ def schedule(name: str, stages_per_rank: int | None = None) -> Schedule:
         return found
     if found.stages_per_rank == 1 or found.v_shaped:
         raise ValueError(
-            f"schedule={name!r} has {found.stages_per_rank} stages a rank, but stages_per_rank={stages_per_rank}; leave it out"
+            f"schedule={name!r} has {found.stages_per_rank} stages a rank, but stages_per_rank={stages_per_rank}; "
+            "leave it out"
         )
     if isinstance(stages_per_rank, bool) or not isinstance(stages_per_rank, int) or stages_per_rank < 2:
         raise ValueError(
-            f"stages_per_rank of schedule={name!r} must be a whole number of at least 2, but stages_per_rank={stages_per_rank!r}"
+            f"stages_per_rank of schedule={name!r} must be a whole number of at least 2, but "
+            f"stages_per_rank={stages_per_rank!r}"
         )
     return replace(found, stages_per_rank=stages_per_rank)
 

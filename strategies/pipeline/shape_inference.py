@@ -22,7 +22,8 @@ class Mode(FakeTensorMode):
 
 
 class Blank:
-    """What a tensor without data is like, to make more of them: a tenth of the time of a detach, which goes through the fake mode."""
+    """What a tensor without data is like, to make more of them: a tenth of the time of a detach, which goes through the
+    fake mode."""
 
     __slots__ = ("_device", "_like", "_mode")
 
@@ -35,7 +36,8 @@ class Blank:
 
 
 class _Known(FakeTensor):
-    """Looks up what an operation gives that was asked before, which takes the fake mode many times as long to find out."""
+    """Looks up what an operation gives that was asked before, which takes the fake mode many times as long to find
+    out."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -61,7 +63,8 @@ _makes_anew: dict[Any, bool] = {}
 
 
 def _question(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """All that the result of an operation depends on where its tensors have no data; None where it is not such a one."""
+    """All that the result of an operation depends on where its tensors have no data; None where it is not such a
+    one."""
     if func not in _makes_anew:
         arguments, returns = func._schema.arguments, func._schema.returns
         _makes_anew[func] = (

@@ -18,7 +18,8 @@ from lockstep.strategies.pipeline.staged_module import Stage, Staged
 
 
 class Shards:
-    """The layers of one rank's stages, cut over `mesh`, whose last dimension shards and whose first, of two, replicates."""
+    """The layers of one rank's stages, cut over `mesh`, whose last dimension shards and whose first, of two,
+    replicates."""
 
     def __init__(self, staged: Staged, mesh: DeviceMesh) -> None:
         self._structure = Structure(staged.model)
@@ -26,7 +27,8 @@ class Shards:
         self._stages: list[Stage] = list(staged.stages.values())
         own = {p for stage in self._stages for p in stage.own}
         self.whole: list[Tensor] = [*own, *(p for layer in self._layers for p in layer.parameters() if p.dim() == 0)]
-        """Parameters that stay whole on each rank: those beside layers, and single numbers, which fully_shard refuses."""
+        """Parameters that stay whole on each rank: those beside layers, and single numbers, which fully_shard
+        refuses."""
         ignored = {p for p in self.whole if isinstance(p, nn.Parameter)}
         for module in (*self._layers, *self._stages):  # the stage last: it is the root of its layers
             fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
@@ -50,7 +52,8 @@ class Shards:
             module.reshard()  # type: ignore[operator]
 
     def exchange(self) -> None:
-        """Sum the gradients of a window over the mesh, and shard them and the parameters again. Every parameter has one."""
+        """Sum the gradients of a window over the mesh, and shard them and the parameters again. Every parameter has
+        one."""
         self.gathered = False
         for stage in self._stages:
             PipelineStage.perform_reduce_grad(SimpleNamespace(submod=stage), 1)  # type: ignore[arg-type]

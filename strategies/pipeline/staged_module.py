@@ -72,7 +72,8 @@ class Layout(NamedTuple):
 
 
 class Leave(BaseException):
-    """Leaves the user's code where this stage's part of it ends. No `Exception`, so that user code does not catch it."""
+    """Leaves the user's code where this stage's part of it ends. No `Exception`, so that user code does not catch
+    it."""
 
     def __init__(self, tensors: tuple[Tensor, ...] = ()) -> None:
         super().__init__()
@@ -140,7 +141,8 @@ class Staged(nn.Module):
         self.here = [stage for stage in range(self.num_stages) if rank_of[stage] == rank]
         self.group: dist.ProcessGroup | None = None
         self.splits_backward = False
-        """Whether the schedule walks back to inputs and weights apart: torch then detaches outputs in place, which views refuse."""
+        """Whether the schedule walks back to inputs and weights apart: torch then detaches outputs in place, which
+        views refuse."""
         self._parts = parts
         self._learned: Layout | None = None
         self._modes = Mode()
@@ -221,7 +223,8 @@ class Staged(nn.Module):
         return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
 
     def restore(self, values: Mapping[str, Tensor]) -> None:
-        """Undo the placement: plain modules on the CPU with plain parameters; `values` are the whole tensors by name."""
+        """Undo the placement: plain modules on the CPU with plain parameters; `values` are the whole tensors by
+        name."""
         self._unpatch()
         for lost in self._lost:
             self._put(lost, None)
@@ -284,7 +287,8 @@ class Staged(nn.Module):
     def _refuse_uncalled(self, output: Any) -> None:
         if output is not None:
             raise ValueError(
-                f"a pipelined module is called once a step, but the step returned a loss without calling {self.name}; call it, or name another module"
+                f"a pipelined module is called once a step, but the step returned a loss without calling {self.name}; "
+                "call it, or name another module"
             )
 
     def _pass(self, run: _Run, step: Callable[[], Any]) -> Any:
@@ -329,7 +333,8 @@ class Staged(nn.Module):
         if run is None:
             if self.is_whole and self.shards is not None:
                 raise RuntimeError(
-                    f"{self.name} was called within whole(), where its parameters are not sharded as it computes with them; "
+                    f"{self.name} was called within whole(), where its parameters are not sharded as it computes with "
+                    "them; "
                     "call it outside of the block"
                 )
             with torch.no_grad():
@@ -338,7 +343,8 @@ class Staged(nn.Module):
             return self._parts.net._call_impl(*args, **kwargs)
         if run.entered:
             raise RuntimeError(
-                f"a pipelined module is called once a step, but the step calls {self.name} a second time; join the calls into one, or use another strategy"
+                f"a pipelined module is called once a step, but the step calls {self.name} a second time; join the "
+                "calls into one, or use another strategy"
             )
         run.entered = True
         if self.state is not None and run.stage == self.num_stages - 1:
@@ -374,12 +380,14 @@ class Staged(nn.Module):
             )
         if tree_any(lambda leaf: isinstance(leaf, FakeTensor), result):
             raise RuntimeError(
-                f"{self.name} returns a value that layers of an earlier stage have computed; only what the next layer is called with travels between stages"
+                f"{self.name} returns a value that layers of an earlier stage have computed; only what the next layer "
+                "is called with travels between stages"
             )
         return result
 
     def _through(self, layout: Layout, args: Any, kwargs: Any, noise: int | None) -> tuple[bool, Any]:
-        """The stages of this rank one after the other, receiving and sending; (whether the last was among them, its result)."""
+        """The stages of this rank one after the other, receiving and sending; (whether the last was among them, its
+        result)."""
         carried: tuple[Tensor, ...] = ()
         for stage in self.here:
             if stage and self.rank_of[stage - 1] != self.rank:
@@ -427,7 +435,8 @@ class Staged(nn.Module):
         if run is None or not run.inside:  # called by itself, or again in the backward of a checkpointed layer
             if stage not in self.here:
                 raise RuntimeError(
-                    f"{self.layers[index].name} lies on another rank of the pipeline, so it cannot be called outside of {self.name}"
+                    f"{self.layers[index].name} lies on another rank of the pipeline, so it cannot be called outside "
+                    f"of {self.name}"
                 )
             if stage and tree_any(lambda leaf: hasattr(leaf, "received"), (args, kwargs)):
                 args, kwargs = self._real_arguments(index, args, kwargs)
@@ -467,8 +476,10 @@ class Staged(nn.Module):
         found = getattr(leaf, "received", None)
         if found is None:
             raise RuntimeError(
-                f"{self.layers[index].name} takes a value that layers of an earlier stage have computed and that is not handed from layer to layer; "
-                "compute it once before the first layer and pass it to each, or choose split so that all who use it lie on one stage"
+                f"{self.layers[index].name} takes a value that layers of an earlier stage have computed and that is "
+                "not handed from layer to layer; "
+                "compute it once before the first layer and pass it to each, or choose split so that all who use it "
+                "lie on one stage"
             )
         return found
 
@@ -515,7 +526,8 @@ class Staged(nn.Module):
                     result = self._parts.net.forward(*args, **kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise ValueError(
-                    f"what {self.name} does between its layers must follow from shapes in a pipeline, but it looks at values that "
+                    f"what {self.name} does between its layers must follow from shapes in a pipeline, but it looks at "
+                    "values that "
                     f"layers have computed ({error.func}); decide within one layer, or use strategy='ddp' or 'fsdp'"
                 ) from error
             finally:
@@ -536,12 +548,14 @@ class Staged(nn.Module):
         name, stage = self.layers[index].name, self.stage_of[index]
         if stage < run.stage:
             raise ValueError(
-                f"{name} is called after layers of stage {run.stage}, but lies on stage {stage}: stages follow the order in which layers are defined; "
+                f"{name} is called after layers of stage {run.stage}, but lies on stage {stage}: stages follow the "
+                "order in which layers are defined; "
                 "define it where it is used, or choose split so that both lie on one stage"
             )
         if stage > run.stage + 1:
             raise ValueError(
-                f"{self.name} calls {name} of stage {stage} before any layer of stage {run.stage + 1}; define layers in the order in which they are called"
+                f"{self.name} calls {name} of stage {stage} before any layer of stage {run.stage + 1}; define layers "
+                "in the order in which they are called"
             )
         if stage > run.stage:
             leaves = tree_leaves((args, kwargs))
@@ -609,7 +623,8 @@ class Staged(nn.Module):
         return Stage(index, layers, [p for p in own if p is not None])
 
     def _owners(self, parts: Cut) -> dict[str, int]:
-        """The stage that answers for each name of the model's state; what lies outside of the module is the last one's, whose step ends."""
+        """The stage that answers for each name of the model's state; what lies outside of the module is the last one's,
+        whose step ends."""
         stage_by_id: dict[int, int] = {}
         for _, shell in parts.shells:
             stage_by_id.update(
@@ -669,7 +684,8 @@ class Staged(nn.Module):
         (lost.module._parameters if lost.absent._is_param else lost.module._buffers)[lost.name] = value  # type: ignore[assignment]
 
     def _patch(self) -> None:
-        """Put the stand-ins in the place of the calls, on the objects: names, types, attributes and copies stay the user's.
+        """Put the stand-ins in the place of the calls, on the objects: names, types, attributes and copies stay the
+        user's.
 
         Hooks of a module run where it runs for real.
         """

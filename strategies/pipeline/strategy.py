@@ -70,14 +70,15 @@ class Pipeline(SPMDStrategy):
 
     `schedule`: "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv" or "dualpipev".
     `num_micro_batches`: parts of a micro-batch; None takes as many as there are stages.
-    `stages_per_rank`: for the interleaved and looped schedules; None takes 2. "gpipe" and "1f1b" have 1, "zbv" and "dualpipev" 2.
+    `stages_per_rank`: for the interleaved and looped schedules; None takes 2. "gpipe" and "1f1b" have 1, "zbv" and
+    "dualpipev" 2.
     `module`: name of the pipelined module; None finds it.
     `split`: names of the layers with which stages 1, 2, ... begin; None balances the stages.
     `sample`: an input of the pipelined module (a tensor or a tuple of arguments): stages are balanced by the seconds
         that layers take on it instead of by their numbers of parameters.
     `mesh`: `"ddp=2,pipeline=2"` runs two pipelines of two ranks on different samples and sums their gradients after
-        the schedule; `"fsdp=2,pipeline=2"` cuts parameters, gradients and optimizer state of each stage over two ranks as
-        well.
+        the schedule; `"fsdp=2,pipeline=2"` cuts parameters, gradients and optimizer state of each stage over two ranks
+        as well.
     `activation_checkpointing`: compute what lies within blocks again in the backward; True, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
@@ -102,7 +103,8 @@ class Pipeline(SPMDStrategy):
         self.schedule = find_schedule(schedule, stages_per_rank)
         if self.schedule.splits_backward and activation_checkpointing is not False:
             raise ValueError(
-                f"schedule={schedule!r} walks back to inputs and to each weight apart, and activation_checkpointing would compute a block again for each; "
+                f"schedule={schedule!r} walks back to inputs and to each weight apart, and activation_checkpointing "
+                "would compute a block again for each; "
                 "use 'gpipe', '1f1b', 'interleaved_1f1b' or 'looped_bfs'"
             )
         if num_micro_batches is not None and (
@@ -119,7 +121,8 @@ class Pipeline(SPMDStrategy):
         self._axes = {"pipeline": None} if mesh is None else parse(mesh)
         if "pipeline" not in self._axes or set(self._axes) - {"pipeline", "ddp", "fsdp"}:
             raise ValueError(
-                f"the mesh of a pipeline has the axes pipeline, ddp and fsdp, but mesh={mesh!r}; name pipeline, and leave tensor out"
+                f"the mesh of a pipeline has the axes pipeline, ddp and fsdp, but mesh={mesh!r}; name pipeline, and "
+                "leave tensor out"
             )
         self.num_stage_ranks = 1
         """Ranks of one pipeline, valid after `configure`."""
@@ -211,7 +214,8 @@ class Pipeline(SPMDStrategy):
         for name, block in model.named_modules():
             if is_recomputed(block) and any(layer.name.startswith(f"{name}.") for layer in parts.layers):
                 raise ValueError(
-                    f"a pipeline computes its layers again one by one, but activation_checkpointing finds {name}, which holds several; "
+                    f"a pipeline computes its layers again one by one, but activation_checkpointing finds {name}, "
+                    "which holds several; "
                     "name them, or what lies within them"
                 )
         costs = None
@@ -510,7 +514,8 @@ class Pipeline(SPMDStrategy):
             self._in_step = False
 
     def _check_optimizer(self, wrapped: Staged, key: str, optimizer: Optimizer) -> None:
-        """Raise ValueError, on all ranks alike, for an optimizer that would step other numbers on one rank's parameters."""
+        """Raise ValueError, on all ranks alike, for an optimizer that would step other numbers on one rank's
+        parameters."""
         called, found = f"optimizer {key!r} ({type(optimizer).__name__})", probe(optimizer)
         cuts = self._mesh is not None
         if found.kind in ("coupled", "unknown") or (cuts and found.kind == "whole_tensor"):
@@ -533,7 +538,8 @@ class Pipeline(SPMDStrategy):
             if len(ranks) < self.num_stage_ranks:
                 raise ValueError(
                     f"{called} fails on a parameter group without parameters ({found.needs_all_groups}), "
-                    f"but no stage of some rank has one of group {i}; let its step pass over empty groups, or join the groups"
+                    f"but no stage of some rank has one of group {i}; let its step pass over empty groups, or join the "
+                    "groups"
                 )
 
     def _squares(self, gradients: list[Tensor]) -> Tensor:
@@ -541,7 +547,8 @@ class Pipeline(SPMDStrategy):
         return torch.nn.utils.get_total_norm(gradients).to(self.topology.device).double().square().reshape(())
 
     def _sum(self, wrapped: Staged) -> None:
-        """Sum the gradients of the pipelines, and give the statistics of the first to the others. What none of them has stays None."""
+        """Sum the gradients of the pipelines, and give the statistics of the first to the others. What none of them has
+        stays None."""
         shards = wrapped.shards
         trained = [p for p in wrapped.parameters() if p.requires_grad]
         if shards is not None:
@@ -569,7 +576,8 @@ class Pipeline(SPMDStrategy):
             yield
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             raise RuntimeError(
-                f"shapes within a pipelined module must follow from those of the batch, but {error} gives one that follows "
+                f"shapes within a pipelined module must follow from those of the batch, but {error} gives one that "
+                "follows "
                 "from values; compute with a mask instead, or use strategy='ddp' or 'fsdp'"
             ) from None
         except RuntimeError as error:
@@ -577,23 +585,27 @@ class Pipeline(SPMDStrategy):
             changed = self._changes.trainability() if self._changes is not None else []
             if "Failed to run stage backward" in text and changed:
                 raise RuntimeError(
-                    f"requires_grad was changed within a step ({shortened(changed)}), after the pipeline had learned what its "
+                    f"requires_grad was changed within a step ({shortened(changed)}), after the pipeline had learned "
+                    "what its "
                     "stages send; change it in a hook such as on_train_batch_start"
                 ) from error
             if "Failed to run stage backward" in text:
                 raise RuntimeError(
                     "the backward of a stage found no gradient for what the stage sent, as happens where a model calls "
-                    "torch.utils.checkpoint around layers of a pipeline; give Pipeline(activation_checkpointing=True) instead"
+                    "torch.utils.checkpoint around layers of a pipeline; give Pipeline(activation_checkpointing=True) "
+                    "instead"
                 ) from error
             if "appears to not have been used in the graph" in text:
                 raise RuntimeError(
-                    "training_step asks for a gradient by torch.autograd.grad, which in a pipeline ends at the layers of this "
+                    "training_step asks for a gradient by torch.autograd.grad, which in a pipeline ends at the layers "
+                    "of this "
                     "rank; use strategy='ddp' or 'fsdp' for penalties on gradients"
                 ) from error
             raise
 
     def _engine(self, wrapped: Staged, feed: Feed) -> Engine | None:
-        """The schedule for parts of this shape: built when a shape is new, kept for the last two. None if the step returns None for each."""
+        """The schedule for parts of this shape: built when a shape is new, kept for the last two. None if the step
+        returns None for each."""
         from lockstep.strategies.pipeline.engine import Engine  # torch.distributed.pipelining takes a second to import
 
         key = (signature(feed.parts[0].batch), len(feed.parts))

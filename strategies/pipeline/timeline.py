@@ -10,7 +10,8 @@ from lockstep.strategies.pipeline import partition as pipeline_split
 from lockstep.strategies.pipeline.strategy import Pipeline
 
 LEGEND = (
-    "A column is the time of a forward. F3 is the forward of part 3, B its backward, I and W its backward for inputs and for\n"
+    "A column is the time of a forward. F3 is the forward of part 3, B its backward, I and W its backward for inputs "
+    "and for\n"
     "weights; ~ continues, · waits; small letters are stages of a second round. Sending takes no time in this picture."
 )
 
@@ -21,7 +22,10 @@ def plan(strategy: Strategy, model: nn.Module) -> str:
     Raises ValueError for a model that it cannot cut.
     """
     if not isinstance(strategy, Pipeline):
-        return f"{type(strategy).__name__} has no schedule: every rank runs every layer. `strategy=pipeline devices=2` has one."
+        return (
+            f"{type(strategy).__name__} has no schedule: every rank runs every layer. `strategy=pipeline devices=2` "
+            "has one."
+        )
     num_ranks, num_parts, schedule = strategy.num_stage_ranks, strategy.num_parts, strategy.schedule
     if num_ranks == 1:
         return "A pipeline of one rank is that rank: give devices=2 or more."
@@ -46,7 +50,8 @@ def plan(strategy: Strategy, model: nn.Module) -> str:
     equal, real = schedule.bubble(num_ranks, num_parts), schedule.bubble(num_ranks, num_parts, shares)
     return "\n".join(
         [
-            f"{parts.name or type(model).__name__} in {len(rank_of)} stages on {num_ranks} ranks, schedule {schedule.name}, {num_parts} parts a micro-batch",
+            f"{parts.name or type(model).__name__} in {len(rank_of)} stages on {num_ranks} ranks, schedule "
+            f"{schedule.name}, {num_parts} parts a micro-batch",
             table,
             "",
             schedule.picture(num_ranks, num_parts),

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 
 def share_buffers(modules: Iterable[nn.Module]) -> None:
-    """Rank 0's buffers of each module itself overwrite the others', as in DDP; one broadcast a dtype. Every rank calls it."""
+    """Rank 0's buffers of each module itself overwrite the others', as in DDP; one broadcast a dtype. Every rank calls
+    it."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for buffer in {
         id(buffer): buffer for module in modules for buffer in module._buffers.values() if buffer is not None

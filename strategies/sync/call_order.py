@@ -66,7 +66,9 @@ class CallOrder:
 
     def _error(self, what: str) -> RuntimeError:
         return RuntimeError(
-            f"the ranks use different layers, or use them in different orders, in a step{what}; {self._engine} exchanges "
-            f"them in the order of their use: use the same layers in the same order on every rank (those without samples "
+            f"the ranks use different layers, or use them in different orders, in a step{what}; {self._engine} "
+            "exchanges "
+            "them in the order of their use: use the same layers in the same order on every rank (those without "
+            "samples "
             f"on a batch of none), or {self._instead}"
         )

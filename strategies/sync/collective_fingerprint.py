@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 _EQUAL_SIZES = (
     "allreduce allreduce_coalesced broadcast reduce "
-    "allgather _allgather_base all_gather_single allgather_coalesced reduce_scatter _reduce_scatter_base reduce_scatter_single"
+    "allgather _allgather_base all_gather_single allgather_coalesced reduce_scatter _reduce_scatter_base "
+    "reduce_scatter_single"
 ).split()
 """Calls whose tensors have the same numbers of elements on all ranks."""
 _OTHERS = ["gather", "scatter", "alltoall", "alltoall_base", "all_to_all_single", "barrier"]

@@ -42,14 +42,16 @@ def broadcast(value: Any, src: int) -> Any:
 
 
 def presence(parameters: Sequence[nn.Parameter], like: Tensor) -> Tensor:
-    """For each parameter 1 if it has a gradient, else 0, in `like`'s dtype on its device; made there if all have one."""
+    """For each parameter 1 if it has a gradient, else 0, in `like`'s dtype on its device; made there if all have
+    one."""
     if all(p.grad is not None for p in parameters):
         return like.new_ones(len(parameters))
     return torch.tensor([float(p.grad is not None) for p in parameters]).to(like)
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
-    """Sum the plain gradients of these parameters over the ranks of `group`, in one all-reduce for each dtype and device.
+    """Sum the plain gradients of these parameters over the ranks of `group`, in one all-reduce for each dtype and
+    device.
 
     A gradient that some rank lacks counts as zeros there; one that no rank has stays None.
     """

@@ -1,6 +1,8 @@
-"""A few numbers from every rank to every rank, in every step: through shared memory on one node, over a tree of connections on several.
+"""A few numbers from every rank to every rank, in every step: through shared memory on one node, over a tree of
+connections on several.
 
-A collective wakes a thread in each rank and interrupts what the cores do; numbers in shared memory are there when they are looked for.
+A collective wakes a thread in each rank and interrupts what the cores do; numbers in shared memory are there when they
+are looked for.
 """
 
 from __future__ import annotations
@@ -42,19 +44,21 @@ class Exchange(ABC):
     def reduced(self) -> Reduced:
         """Wait until every rank has posted as many messages as this one; return what the latest of these amount to.
 
-        Equal on all ranks, which may leave it unread. Raises RuntimeError for a rank that has ended or does not come within
-        the timeout.
+        Equal on all ranks, which may leave it unread. Raises RuntimeError for a rank that has ended or does not come
+        within the timeout.
         """
 
     @abstractmethod
     def read(self) -> list[tuple[float, ...]]:
-        """The latest message of each rank, in rank order. Every rank calls it, for the same message; else as `reduced`."""
+        """The latest message of each rank, in rank order. Every rank calls it, for the same message; else as
+        `reduced`."""
 
     peeks = False
     """Whether `peek` finds anything."""
 
     def peek(self) -> list[tuple[float, ...] | None]:
-        """Of each rank, in rank order, the message that belongs to this rank's latest if it is there by now; does not wait."""
+        """Of each rank, in rank order, the message that belongs to this rank's latest if it is there by now; does not
+        wait."""
         return []
 
     def close(self) -> None:  # noqa: B027 - shared memory needs no end
@@ -110,7 +114,8 @@ def _open(pid: int, file: int, secret: int, size: int) -> mmap.mmap | None:
 
 
 class _Memory(Exchange):
-    """Each rank writes into a ring of its own; a checksum tells a message that is whole from one that is being written."""
+    """Each rank writes into a ring of its own; a checksum tells a message that is whole from one that is being
+    written."""
 
     peeks = True
 
@@ -184,13 +189,15 @@ class _Memory(Exchange):
             raise RuntimeError(f"rank {rank} has ended: see its own error") from None
         if waited > self._timeout_s:
             raise RuntimeError(
-                f"rank {rank} did not come to the end of its step within {self._timeout_s:g} s: see its own error, or give a longer timeout_s"
+                f"rank {rank} did not come to the end of its step within {self._timeout_s:g} s: see its own error, or "
+                "give a longer timeout_s"
             )
 
 
 _CHECK = struct.Struct("<q")
 _LOOKS = 20
-"""Looks at a message that has not come, at once one after the other: about 30 us, less than it takes to go to sleep and wake up."""
+"""Looks at a message that has not come, at once one after the other: about 30 us, less than it takes to go to sleep and
+wake up."""
 
 
 class _Tree(Exchange):

@@ -150,7 +150,8 @@ class Worker:
         if self._ended is not None:
             raise RuntimeError(f"rank {self._ended} has ended: see its own error")
         raise RuntimeError(
-            f"a rank did not come to the end of its step within {timeout_s:g} s: see its own error, or give a longer timeout_s"
+            f"a rank did not come to the end of its step within {timeout_s:g} s: see its own error, or give a longer "
+            "timeout_s"
         )
 
     def close(self) -> None:

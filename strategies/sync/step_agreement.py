@@ -1,9 +1,9 @@
 """The control message of a step: what the ranks must agree on, exchanged beside the last backward.
 
-Nine numbers a rank, apart from the collectives of the user (`strategies/sync/host_all_gather.py`). They are sent before the
-last backward and read after it: a rank that skipped a collective, gave it another tensor or reduction or logged other
-names is found while the parameters are still untouched. Three more a rank, once the gradients are final, say whether
-those are finite and what was called since, and before an optimizer steps what was called until then.
+Nine numbers a rank, apart from the collectives of the user (`strategies/sync/host_all_gather.py`). They are sent before
+the last backward and read after it: a rank that skipped a collective, gave it another tensor or reduction or logged
+other names is found while the parameters are still untouched. Three more a rank, once the gradients are final, say
+whether those are finite and what was called since, and before an optimizer steps what was called until then.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class StepAgreement:
         self.prepare(vote, samples)(count, finite, total)
 
     def prepare(self, vote: StepVote, samples: int) -> Callable[[float, bool, float], None]:
-        """`send` in two: this says what was called until now; what it returns takes the rest, and starts the exchange."""
+        """`send` in two: this says what was called until now; what it returns takes the rest, and starts the
+        exchange."""
         self._names = vote.names
         said = self._step, samples, self._num_calls(), self._calls.hash, vote.keys, vote.stop
         self._sent = self._calls.latest
@@ -106,7 +107,8 @@ class StepAgreement:
         return StepResult(count, int(highest[_STOP]), bad, None if math.isnan(loss) or not count else loss / count)
 
     def first_rank(self, says_so: bool) -> int | None:
-        """The first rank that says so, or None. Waits for every rank; raises RuntimeError where their collectives differ by now."""
+        """The first rank that says so, or None. Waits for every rank; raises RuntimeError where their collectives
+        differ by now."""
         first = self._asked(says_so).lowest[-1]
         return None if first == math.inf else int(first)
 
@@ -146,7 +148,8 @@ class StepAgreement:
             self._compare(what, values, when)
 
     def _differing_names(self, mine: list[str]) -> str:
-        """Which names some ranks have logged and others not. Every rank calls it, where all have made the same collective calls."""
+        """Which names some ranks have logged and others not. Every rank calls it, where all have made the same
+        collective calls."""
         data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
         world_size = dist.get_world_size()
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(world_size)]

@@ -55,7 +55,8 @@ def test_digits_reaches_its_accuracy_and_lies_in_tensorboard(tmp_path: Path) -> 
 
 @pytest.mark.slow  # tests/examples/test_strategies.py compares every strategy
 def test_digits_gives_the_same_numbers_on_two_ranks(tmp_path: Path) -> None:
-    """In float64: in float32 a ReLU or MaxPool that rounding tips over parts even two runs on one process (docs/exactness.md)."""
+    """In float64: in float32 a ReLU or MaxPool that rounding tips over parts even two runs on one process
+    (docs/exactness.md)."""
     one, two = tmp_path / "one", tmp_path / "two"
     options = ["max_epochs=3", "log_every_n_steps=1", "precision=64-true", CSV]
     single = run("-m", "lockstep", "fit", "examples/digits.yaml", *options, root=one)

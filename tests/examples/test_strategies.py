@@ -1,4 +1,5 @@
-"""The examples train the same under every strategy: loss, gradient norm, metrics and weights of each step, by `lockstep compare`."""
+"""The examples train the same under every strategy: loss, gradient norm, metrics and weights of each step, by `lockstep
+compare`."""
 
 from __future__ import annotations
 

@@ -113,7 +113,8 @@ def run(strategy: Strategy, devices: int, plan: Plan, folder: Path, accelerator:
 
 
 def run_each(runs: Mapping[str, tuple[Strategy, Plan]], devices: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """What `run` gives for each of `runs`, with its checkpoint in `folder` under its name; one after the other on the same ranks."""
+    """What `run` gives for each of `runs`, with its checkpoint in `folder` under its name; one after the other on the
+    same ranks."""
     runs = {
         name: (strategy.configure(devices=devices, accelerator="cpu", precision=plan.precision), plan)
         for name, (strategy, plan) in runs.items()

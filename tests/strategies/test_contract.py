@@ -72,7 +72,8 @@ RARELY = (
     "ddp=2,pipeline=2",
     "deepspeed 1",
 )
-"""Variants that the default run leaves out: it has others with as many ranks and the same axes, and their own files of tests."""
+"""Variants that the default run leaves out: it has others with as many ranks and the same axes, and their own files of
+tests."""
 
 PLANS = {
     "plain": Plan(),
@@ -119,7 +120,8 @@ Trained = Callable[[str, str], tuple[dict[str, Any], Path]]
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """`trained(strategy, plan)` is what `contract.run` found, and the checkpoint.
 
-    The telling plans of a strategy are trained together, and so are the others: a start of ranks costs more than a training.
+    The telling plans of a strategy are trained together, and so are the others: a start of ranks costs more than a
+    training.
     """
     folder, done = tmp_path_factory.mktemp("trained"), {}
 

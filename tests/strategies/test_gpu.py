@@ -1,4 +1,5 @@
-"""fsdp, tensor and their meshes on GPUs with NCCL: the numbers of a loop by hand, bfloat16, clipping, checkpoints that leave the GPU."""
+"""fsdp, tensor and their meshes on GPUs with NCCL: the numbers of a loop by hand, bfloat16, clipping, checkpoints that
+leave the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Each strategy's own code on one GPU, as a mesh of one rank: numbers of loops by hand, no host synchronisation in a step."""
+"""Each strategy's own code on one GPU, as a mesh of one rank: numbers of loops by hand, no host synchronisation in a
+step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whatever the numbers are: each sample once, in the same global batches, with the gradient of one process on the whole of them.
+"""Whatever the numbers are: each sample once, in the same global batches, with the gradient of one process on the whole
+of them.
 
 The sampling alone, over all ranks in one process, has its properties in `test_data.py`,
 `test_resume_windows.py` and `test_combined.py`. Here the strategies train, on one set of real ranks for all examples:

@@ -48,7 +48,8 @@ TRAINER: dict[str, tuple[dict[str, Any], str]] = {
     "sanity": ({"num_sanity_val_steps": -2}, "num_sanity_val_steps must be a whole number of at least -1"),
     "limit above": (
         {"limit_val_batches": 1.5},
-        "limit_val_batches must be a whole number of batches or a fraction in \\[0.0, 1.0\\], but limit_val_batches=1.5",
+        "limit_val_batches must be a whole number of batches or a fraction in \\[0.0, 1.0\\], but "
+        "limit_val_batches=1.5",
     ),
     "limit below": ({"limit_test_batches": -1}, "limit_test_batches=-1"),
     "limit type": ({"limit_train_batches": "half"}, "limit_train_batches='half'"),
@@ -461,7 +462,10 @@ class Spare(Net):
 def test_unused_parameters_under_ddp_are_named() -> None:
     with pytest.raises(
         RuntimeError,
-        match="these parameters got no gradient in a step: spare.weight, spare.bias; .*DDP\\(find_unused_parameters=True\\)",
+        match=(
+            "these parameters got no gradient in a step: spare.weight, spare.bias; "
+            ".*DDP\\(find_unused_parameters=True\\)"
+        ),
     ) as caught:
         quiet(devices=2).fit(Spare(), loader(32, 4))
     sentence(caught)

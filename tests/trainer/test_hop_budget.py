@@ -1,4 +1,5 @@
-"""The page reads in the order in which things happen: how deep the framework is at the user's code, and how wide a step."""
+"""The page reads in the order in which things happen: how deep the framework is at the user's code, and how wide a
+step."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def depth(frame: FrameType | None) -> int:
 
 
 class Probe(Net):
-    """Notes how many framework frames are on the stack at the user's step and at the optimizer's, and what a step calls."""
+    """Notes how many framework frames are on the stack at the user's step and at the optimizer's, and what a step
+    calls."""
 
     at_step = at_optimizer = 0
 
@@ -69,5 +71,6 @@ def test_hop_budget_of_one_process_without_callbacks() -> None:
     assert functions <= 20, " ".join(sorted(f"{Path(file).name}:{name}" for file, name, _ in set().union(*steps)))
     assert files <= 8, " ".join(sorted(f"{Path(file).name}:{name}" for file, name, _ in set().union(*steps)))
     print(
-        f"frames at training_step {model.at_step}, at optimizer.step {model.at_optimizer}; functions a step {functions}, files {files}"
+        f"frames at training_step {model.at_step}, at optimizer.step {model.at_optimizer}; functions a step "
+        f"{functions}, files {files}"
     )

@@ -287,7 +287,10 @@ def test_step_with_an_argument_that_the_loop_does_not_give() -> None:
 
     with pytest.raises(
         TypeError,
-        match="training_step has the argument 'optimizer_idx', which the loop does not give; it gives \\(batch, batch_idx\\)",
+        match=(
+            "training_step has the argument 'optimizer_idx', which the loop does not give; it gives \\(batch, "
+            "batch_idx\\)"
+        ),
     ):
         quiet().fit(Old(), loader(8))
 

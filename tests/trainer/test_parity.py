@@ -107,7 +107,8 @@ def one_process(n: int, split: bool, accumulate: int) -> tuple[list[torch.Tensor
 
 @pytest.mark.parametrize(("n", "accumulate"), [(50, 1), (50, 2), (5, 1), (1, 1), (13, 3)])
 def test_two_ranks_give_the_numbers_of_one(n: int, accumulate: int) -> None:
-    """Uneven shards, a short last window, ranks without a sample: the split global batch has the same gradient and metrics."""
+    """Uneven shards, a short last window, ranks without a sample: the split global batch has the same gradient and
+    metrics."""
     model = net()
     trainer = quiet(
         max_epochs=2,

@@ -31,7 +31,8 @@ from tests.trainer.toy import Net, distance, equal, loader, net, quiet, weights
 
 
 class Masking(Net):
-    """Hides inputs by a stream of its own, and draws from the run's own stream beside it; `drawn` is what rank 0 hid last."""
+    """Hides inputs by a stream of its own, and draws from the run's own stream beside it; `drawn` is what rank 0 hid
+    last."""
 
     def __init__(self, validates: bool = False) -> None:
         super().__init__(dropout=0.1)
@@ -189,7 +190,8 @@ def test_nothing_else_moves_a_stream(what: str, tmp_path: Path, monkeypatch: pyt
 
 
 class Dice(Net):
-    """Logs what every rank draws for one model, which differs from rank to rank, and how it was initialised, which does not."""
+    """Logs what every rank draws for one model, which differs from rank to rank, and how it was initialised, which does
+    not."""
 
     def configure_model(self) -> None:
         if not hasattr(self, "late"):

@@ -1,4 +1,5 @@
-"""What user code does to a model before and during a run: the same on one process and on several, or refused by name."""
+"""What user code does to a model before and during a run: the same on one process and on several, or refused by
+name."""
 
 from __future__ import annotations
 

@@ -85,7 +85,8 @@ def _metric_values(name: str, metric: Any) -> dict[str, float]:
         return {f"{name}/{key}" if not key.startswith(name) else key: float(item) for key, item in value.items()}
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(
-            f"the metric logged as {name!r} computes a tensor of shape {list(value.shape)}; log its elements under names of their own"
+            f"the metric logged as {name!r} computes a tensor of shape {list(value.shape)}; log its elements under "
+            "names of their own"
         )
     return {name: float(value)}
 
@@ -93,7 +94,8 @@ def _metric_values(name: str, metric: Any) -> dict[str, float]:
 def _weighed_by_samples(
     store: MetricStore, entry: Entry, numbers: list[float], counts: list[float], samples: list[int]
 ) -> tuple[list[float], list[float]]:
-    """What ranks have logged outside of batches, each rank's mean weighted by its samples; a rank without any counts nothing."""
+    """What ranks have logged outside of batches, each rank's mean weighted by its samples; a rank without any counts
+    nothing."""
     if not any(samples):  # before the first batch
         samples = [1] * len(samples)
     if entry.reduce_fx != "mean":
@@ -118,8 +120,10 @@ def _say_what_was_averaged(store: MetricStore) -> None:
     store.noticed.update(new)
     if new:
         print(
-            f"logged outside of a batch with another value on each rank: {_quoted(new)}. Shown is the mean weighted by each "
-            "rank's samples, which is exact for a mean over samples; for anything else log a torchmetrics Metric, or call "
+            f"logged outside of a batch with another value on each rank: {_quoted(new)}. Shown is the mean weighted by "
+            "each "
+            "rank's samples, which is exact for a mean over samples; for anything else log a torchmetrics Metric, or "
+            "call "
             "all_gather first",
             file=sys.stderr,
         )
@@ -152,7 +156,8 @@ def _agree_on_names(store: MetricStore, strategy: Strategy) -> list[int]:
             store.entries = {n: entry for n, entry in store.entries.items() if n in names or entry.rank_zero_only}
         elif unknown := [entry.name for entry in store.shared() if entry.name not in names]:
             raise RuntimeError(
-                f"rank {strategy.topology.rank}, which has seen no sample, logged {_quoted(unknown)}, and the other ranks did not; "
+                f"rank {strategy.topology.rank}, which has seen no sample, logged {_quoted(unknown)}, and the other "
+                "ranks did not; "
                 "every rank must log the same names"
             )
     return seen
@@ -171,7 +176,8 @@ def _other_names(store: MetricStore, strategy: Strategy, hashes: dict[int, int])
         if names
     ]
     return (
-        f"rank {', '.join(map(str, odd))} logged other metric names than the rest: rank {odd[0]} {' and '.join(differing)}, "
+        f"rank {', '.join(map(str, odd))} logged other metric names than the rest: rank {odd[0]} "
+        f"{' and '.join(differing)}, "
         f"unlike rank {typical}; every rank must log the same names"
     )
 

@@ -52,7 +52,8 @@ class MetricStore:
         self.weight = 1.0
         """Samples of the running micro-batch: the weight of what is logged in it."""
         self.samples = 0
-        """Samples that this rank has seen since the epoch began or was resumed: the weight of what is logged outside of batches."""
+        """Samples that this rank has seen since the epoch began or was resumed: the weight of what is logged outside of
+        batches."""
         self.is_ambiguous = False
         """Whether nothing tells how many samples the running batch holds, so that a mean over it has no weight."""
         self.in_batch = False
@@ -118,7 +119,8 @@ class MetricStore:
                 return
         if self.is_ambiguous and self.in_batch and batch_size is None and entry.reduce_fx == "mean":
             raise ValueError(
-                f"self.log({name!r}) cannot weigh a mean over a batch that does not show how many samples its collate function "
+                f"self.log({name!r}) cannot weigh a mean over a batch that does not show how many samples its collate "
+                "function "
                 "left in it; give batch_size="
             )
         weight = 1.0
@@ -133,7 +135,8 @@ class MetricStore:
                 value = value.detach().full_tensor()  # type: ignore[attr-defined]
             if value.numel() != 1:
                 raise ValueError(
-                    f"self.log({name!r}) takes one number, but got a tensor of shape {list(value.shape)}; log its mean or its elements under names of their own"
+                    f"self.log({name!r}) takes one number, but got a tensor of shape {list(value.shape)}; log its mean "
+                    "or its elements under names of their own"
                 )
             if not value.is_cpu:
                 self._log_on_device(entry, value.detach().reshape(()), weight)
@@ -143,7 +146,8 @@ class MetricStore:
             raise _of_two_kinds(name)
         elif not isinstance(value, (float, int, Number)):
             raise TypeError(
-                f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got {type(value).__name__}"
+                f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got "
+                f"{type(value).__name__}"
             )
         if entry.reduce_fx in ("mean", "sum"):
             if weight:  # padding must not bring in its NaN
@@ -270,7 +274,8 @@ class MetricStore:
     def of_this_step(self, name: str, reader: int, strategy: Strategy, wanted: bool) -> float | None:
         """The mean over all ranks of what was logged as `name` in this optimizer step; None where nothing was.
 
-        `reader` calls it after each step, on every rank: a host synchronisation, and where the value is `wanted` a collective.
+        `reader` calls it after each step, on every rank: a host synchronisation, and where the value is `wanted` a
+        collective.
         """
         entry = self.entries.get(name) or self.entries.get(name.removesuffix("_step"))
         mine = [0.0, 0.0]
@@ -305,7 +310,8 @@ class MetricStore:
         is_metric = _is_metric(value)
         if not is_metric and not isinstance(value, (Tensor, Number)):
             raise TypeError(
-                f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got {type(value).__name__}"
+                f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got "
+                f"{type(value).__name__}"
             )
         reduction = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
         if reduction not in COMBINE:
@@ -318,13 +324,15 @@ class MetricStore:
             on_epoch = not (self.in_batch and self.training)
         if is_metric and self.module is not None and self.path(value) is None:
             raise ValueError(
-                f"the metric logged as {name!r} is no attribute of {type(self.module).__name__}, so it is neither moved nor saved; make it one"
+                f"the metric logged as {name!r} is no attribute of {type(self.module).__name__}, so it is neither "
+                "moved nor saved; make it one"
             )
         if is_metric:
             twin = next((e.name for e in self.entries.values() if e.metric is value), None)
             if twin is not None and "/dataloader_idx_" in twin and self.suffix and not twin.endswith(self.suffix):
                 raise ValueError(
-                    f"the metric logged as {name!r} is logged as {twin!r} too and would be computed over both loaders; make one for each"
+                    f"the metric logged as {name!r} is logged as {twin!r} too and would be computed over both loaders; "
+                    "make one for each"
                 )
         entry = self.new(name, reduction, on_step, on_epoch, prog_bar, logger, rank_zero_only)
         if is_metric:
@@ -366,5 +374,6 @@ def _of_two_kinds(name: str) -> ValueError:
 
 def _too_late(name: str, *_: Any) -> None:
     raise RuntimeError(
-        f"self.log({name!r}) came after the metrics were reduced, so nobody would see it; log in a step, or in a hook up to the end of the epoch"
+        f"self.log({name!r}) came after the metrics were reduced, so nobody would see it; log in a step, or in a hook "
+        "up to the end of the epoch"
     )

@@ -1,4 +1,5 @@
-"""How torchmetrics objects meet over ranks: states of other shapes, ranks without a sample, ranks that share samples."""
+"""How torchmetrics objects meet over ranks: states of other shapes, ranks without a sample, ranks that share
+samples."""
 
 from __future__ import annotations
 

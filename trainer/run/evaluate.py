@@ -237,13 +237,15 @@ def call_at_epoch_end(run: RunState, hook: Callable[[], Any], name: str) -> None
             raise
         raise RuntimeError(
             f"{name} failed on rank {run.rank}, which has seen no sample in this epoch "
-            f"({type(error).__name__}: {error}); log in the step, which is exact on any number of ranks, let the hook do without "
+            f"({type(error).__name__}: {error}); log in the step, which is exact on any number of ranks, let the hook "
+            "do without "
             "samples, or use fewer ranks or a smaller batch_size"
         ) from error
 
 
 def on_host(output: Any) -> Any:
-    """A prediction without its graph and on the CPU, so that those of a whole dataset do not fill the device. Waits for the device."""
+    """A prediction without its graph and on the CPU, so that those of a whole dataset do not fill the device. Waits for
+    the device."""
     if isinstance(output, Tensor):
         output = output.detach()
         return output if output.device.type == "cpu" else output.cpu()
@@ -255,7 +257,8 @@ def on_host(output: Any) -> Any:
 
 
 def in_dataset_order(run: RunState, outputs: list[Any]) -> list[Any]:
-    """The predictions of all ranks, a batch of one data rank an item, in the order of the dataset. Every rank calls it."""
+    """The predictions of all ranks, a batch of one data rank an item, in the order of the dataset. Every rank calls
+    it."""
     strategy = run.strategy
     if strategy.topology.world_size == 1:
         return outputs
@@ -266,7 +269,8 @@ def in_dataset_order(run: RunState, outputs: list[Any]) -> list[Any]:
         layout = pack(outputs, "predictions", pieces)
     except TypeError as error:
         raise TypeError(
-            f"predict_step on several ranks must return tensors, numbers, strings, or lists, tuples and dicts of them: {error}"
+            "predict_step on several ranks must return tensors, numbers, strings, or lists, tuples and dicts of them: "
+            f"{error}"
         ) from None
     parts = [json.loads(text) for text in _gather_bytes(strategy, json.dumps(layout).encode())]
     tensors = _gather_tensors(strategy, {name: shard.tensor for name, shard in pieces.items()})

@@ -332,7 +332,8 @@ def _close_epoch(run: RunState, module: Module, loop: FitLoop) -> None:
 
 
 def _finish_early(run: RunState, module: Module, loop: FitLoop) -> None:
-    """Training ends within an epoch: show what it has measured so far and validate, but leave the epoch open for a resumed run."""
+    """Training ends within an epoch: show what it has measured so far and validate, but leave the epoch open for a
+    resumed run."""
     publish.publish(run, run.metrics.reduce(run.strategy, epoch_end=True, reset=False))
     if loop.val_loaders and loop.validated_at != run.progress.global_step:
         _validate(run, module, loop)

@@ -1,11 +1,11 @@
 """The folder of a run: made by one, written by one, and with an account of what happened in it.
 
 version_0/
-  config.yaml      what the run was asked to do: the resolved configuration, or the Trainer's arguments and the hyperparameters
-  versions.json    Python, torch, Lockstep and what they stand on
-  summary.json     steps, samples, restarts, the share of steps that were not lost, how it ended and how those before it did
-  run.lock         held by the process that writes; counts every step that was computed, also those that a kill made vain
-  checkpoints/ ... logs
+  config.yaml      what the run was asked to do: the resolved configuration, or the Trainer's arguments and the
+  hyperparameters versions.json    Python, torch, Lockstep and what they stand on
+  summary.json     steps, samples, restarts, the share of steps that were not lost, how it ended and how those before it
+  did run.lock         held by the process that writes; counts every step that was computed, also those that a kill made
+  vain checkpoints/ ... logs
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class RunFolder:
     """One writer's hold on a run folder, from the start of `fit` to its end; rank 0 has it."""
 
     executed: memoryview | list[int]
-    """Its first item counts optimizer steps computed in this folder, over all restarts: shared memory, so a kill loses none."""
+    """Its first item counts optimizer steps computed in this folder, over all restarts: shared memory, so a kill loses
+    none."""
 
     def __init__(self, path: Path) -> None:
         """Raises ValueError where another process writes here. The lock of a process that died is nobody's."""
@@ -67,7 +68,8 @@ class RunFolder:
             writer = int.from_bytes(os.pread(self._file, 8, 8), "little")
             os.close(self._file)
             raise ValueError(
-                f"the run folder {path} is being written by another run (process {writer}), and two would destroy each other's files; "
+                f"the run folder {path} is being written by another run (process {writer}), and two would destroy each "
+                "other's files; "
                 "wait for it, stop it, or begin a run of its own without ckpt_path"
             ) from None
         except OSError:
@@ -138,7 +140,8 @@ class RunFolder:
         with suppress(OSError):
             self._write_summary(run, _RUNNING)
         warnings.warn(
-            f"the run folder {self.path} was deleted or moved while the run wrote to it, and is made again: what it held is in it "
+            f"the run folder {self.path} was deleted or moved while the run wrote to it, and is made again: what it "
+            "held is in it "
             "no more, and loggers may go on writing to files that are gone",
             RuntimeWarning,
             stacklevel=2,
@@ -208,7 +211,8 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def conclude(folder: Path, error: BaseException) -> None:
-    """Note the end of a run as the launcher of the ranks saw it: its writer may have been killed, or know a consequence only."""
+    """Note the end of a run as the launcher of the ranks saw it: its writer may have been killed, or know a consequence
+    only."""
     summary = read_summary(folder)
     if summary:
         with suppress(OSError):

@@ -1,4 +1,5 @@
-"""What keeps a run from training on in silence: numbers that are not finite, parameters that nobody trains, steps that move nothing."""
+"""What keeps a run from training on in silence: numbers that are not finite, parameters that nobody trains, steps that
+move nothing."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ class Guards:
             if path is None:
                 error = self._error(bad, step)
                 error.args = (
-                    f"{error}; Guard(non_finite='roll_back') has no checkpoint to go back to yet: let ModelCheckpoint save by steps",
+                    f"{error}; Guard(non_finite='roll_back') has no checkpoint to go back to yet: let ModelCheckpoint "
+                    "save by steps",
                 )
                 raise error
             snapshot.rewind(run, self.module, path)
@@ -86,13 +88,15 @@ class Guards:
         if run.is_global_zero:
             then = f"; back to step {run.progress.global_step}" if options.non_finite == "roll_back" else ""
             _log.warning(
-                f"{bad} is NaN or infinite in step {step} of epoch {run.progress.current_epoch}: this step is skipped{then} "
+                f"{bad} is NaN or infinite in step {step} of epoch {run.progress.current_epoch}: this step is "
+                f"skipped{then} "
                 f"({options.in_a_row} in a row, at most {options.max_in_a_row})"
             )
         return True
 
     def finish(self) -> None:
-        """After the last step: raise FloatingPointError if it was skipped on the device, RuntimeError if replicas differ."""
+        """After the last step: raise FloatingPointError if it was skipped on the device, RuntimeError if replicas
+        differ."""
         self.compare_replicas()
         if self._later is not None and (bad := self._later()) is not None:
             raise self._error(bad, self.run.progress.global_step - 1)
@@ -103,7 +107,8 @@ class Guards:
             self.compares_every = None  # no rank holds what another holds
 
     def check_weights(self, optimizers: Sequence[Optimizer]) -> None:
-        """At the end of training: raise FloatingPointError, on all ranks, where a step has left a parameter NaN or infinite.
+        """At the end of training: raise FloatingPointError, on all ranks, where a step has left a parameter NaN or
+        infinite.
 
         The gradient of each step was finite, and a loss would have shown it in a later step. Every rank calls it; one
         host synchronisation a device.
@@ -118,12 +123,15 @@ class Guards:
         if first < strategy.topology.world_size:
             name = strategy.broadcast(mine, first)
             raise FloatingPointError(
-                f"{name} is NaN or infinite at the end of training, after step {self.run.progress.global_step - 1}, though every gradient "
-                "was finite: look at the learning rate and the optimizer's other numbers in that step, or go back to an older checkpoint"
+                f"{name} is NaN or infinite at the end of training, after step {self.run.progress.global_step - 1}, "
+                "though every gradient "
+                "was finite: look at the learning rate and the optimizer's other numbers in that step, or go back to "
+                "an older checkpoint"
             )
 
     def before_step(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Look at the parameters before they are to move for the first time; whether a gradient on this rank is not zero."""
+        """Look at the parameters before they are to move for the first time; whether a gradient on this rank is not
+        zero."""
         if not any(float(group.get("lr", 1)) for optimizer in optimizers for group in optimizer.param_groups):
             self._before = None  # nothing is to move
             return False
@@ -146,8 +154,10 @@ class Guards:
             self.watches = False
         elif moving and all(float(group.get("lr", 1)) > 0 for group in groups):
             raise RuntimeError(
-                f"optimizer.step moved no parameter in step {self.run.progress.global_step}, though there is a gradient and the learning rate is "
-                f"{float(groups[0].get('lr', 1)):g}; is the rate too small for the parameters' dtype, {groups[0]['params'][0].dtype}?"
+                f"optimizer.step moved no parameter in step {self.run.progress.global_step}, though there is a "
+                "gradient and the learning rate is "
+                f"{float(groups[0].get('lr', 1)):g}; is the rate too small for the parameters' dtype, "
+                f"{groups[0]['params'][0].dtype}?"
             )
         elif not moving and not self._warned:
             self._warned = True
@@ -157,7 +167,8 @@ class Guards:
 
     def _error(self, bad: str, step: int) -> FloatingPointError:
         return FloatingPointError(
-            f"{bad} is NaN or infinite in step {step} of epoch {self.run.progress.current_epoch}; no parameter was changed by it"
+            f"{bad} is NaN or infinite in step {step} of epoch {self.run.progress.current_epoch}; no parameter was "
+            "changed by it"
         )
 
 
@@ -186,7 +197,8 @@ def _not_finite(module: Module, optimizers: Sequence[Optimizer]) -> str | None:
 
 
 def check_ownership(module: Module, optimizers: Mapping[str, Optimizer]) -> None:
-    """Raise ValueError unless the optimizers hold the trainable parameters of the wrapped module, all of them and no others."""
+    """Raise ValueError unless the optimizers hold the trainable parameters of the wrapped module, all of them and no
+    others."""
     names = {id(p): name for name, p in module.named_parameters()}
     owned: set[int] = set()
     for key, optimizer in optimizers.items():
@@ -194,15 +206,18 @@ def check_ownership(module: Module, optimizers: Mapping[str, Optimizer]) -> None
             for j, parameter in enumerate(group["params"]):
                 if id(parameter) not in names:
                     raise ValueError(
-                        f"optimizer {key!r} ({type(optimizer).__name__}) steps a tensor that is no parameter of {type(module).__name__} "
-                        f"(number {j} of group {i}, shape {list(parameter.shape)}): build optimizers in configure_optimizers, of self.parameters()"
+                        f"optimizer {key!r} ({type(optimizer).__name__}) steps a tensor that is no parameter of "
+                        f"{type(module).__name__} "
+                        f"(number {j} of group {i}, shape {list(parameter.shape)}): build optimizers in "
+                        "configure_optimizers, of self.parameters()"
                     )
                 owned.add(id(parameter))
     left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in owned]
     if left:
         shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         raise ValueError(
-            f"no optimizer steps {shown}, so training would leave them as they are; give them to one, or freeze them (requires_grad_(False))"
+            f"no optimizer steps {shown}, so training would leave them as they are; give them to one, or freeze them "
+            "(requires_grad_(False))"
         )
 
 
@@ -219,7 +234,8 @@ def check_weight(run: RunState, window: Window, micro_batch: MicroBatch) -> None
     ):
         return
     raise ValueError(
-        f"the loader's collate function was given {micro_batch.num_samples} samples, and batch {micro_batch.batch_idx} does not "
+        f"the loader's collate function was given {micro_batch.num_samples} samples, and batch {micro_batch.batch_idx} "
+        "does not "
         "show how many of them it holds, so the mean over it cannot be weighted among other micro-batches and ranks; "
         + (
             "return Loss(total, count) from training_step"

@@ -1,4 +1,5 @@
-"""Finding, once before a run, which hooks the module and the callbacks override, and calling user code by its own signature."""
+"""Finding, once before a run, which hooks the module and the callbacks override, and calling user code by its own
+signature."""
 
 from __future__ import annotations
 
@@ -24,10 +25,14 @@ TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 
 _AT_EPOCH_END = "log in the step, or collect in lists of your own and log in on_{}_epoch_end"
 NOT_CALLED = {
-    "backward": "set automatic_optimization = False and call manual_backward, or use on_before_backward and on_after_backward",
+    "backward": (
+        "set automatic_optimization = False and call manual_backward, or use on_before_backward and on_after_backward"
+    ),
     "configure_callbacks": "give the callbacks to the Trainer",
     "configure_sharded_model": "call it configure_model",
-    "optimizer_zero_grad": "gradients are set to None after every step; keep them over steps with accumulate_grad_batches",
+    "optimizer_zero_grad": (
+        "gradients are set to None after every step; keep them over steps with accumulate_grad_batches"
+    ),
     "tbptt_split_batch": "set automatic_optimization = False and step over the parts by hand",
     "training_step_end": "training_step sees each rank's whole batch; do it there",
     "validation_step_end": "validation_step sees each rank's whole batch; do it there",
@@ -38,7 +43,8 @@ NOT_CALLED = {
 }
 """Methods of Lightning's modules that Lockstep does not call, and what to do instead."""
 UNWATCHED = {"on_before_backward", "on_after_backward", "on_exception", "on_save_checkpoint", "on_load_checkpoint"}
-"""Hooks after which the strategy does not look for what they changed in the model: a window is under way, or none follows."""
+"""Hooks after which the strategy does not look for what they changed in the model: a window is under way, or none
+follows."""
 
 
 Calls = tuple[Callable[..., Any], ...]
@@ -134,7 +140,8 @@ def _adopt_changes(run: RunState, *_: Any) -> None:
 
 
 def check_names(owner: Any, base: type) -> None:
-    """Raise TypeError for a method of a Module, Callback or DataModule that looks like a hook and would never be called."""
+    """Raise TypeError for a method of a Module, Callback or DataModule that looks like a hook and would never be
+    called."""
     kind = type(owner).__name__
     if base is Module:
         for name, instead in NOT_CALLED.items():
@@ -153,7 +160,8 @@ def check_names(owner: Any, base: type) -> None:
 def transfer_of(
     module: Module, datamodule: DataModule | None, to_device: Callable[[Any], Any], device: torch.device
 ) -> Callable[[Any, int], Any] | None:
-    """What brings a batch of the loader with an index to the device, if a module or DataModule has its own way; else None.
+    """What brings a batch of the loader with an index to the device, if a module or DataModule has its own way; else
+    None.
 
     Where both override one of the three methods, the DataModule's is called.
     """
@@ -228,7 +236,8 @@ def step_function(fn: Callable, num_args: int) -> Callable:
     if required:
         given = "(batch, batch_idx, dataloader_idx)" if num_args == 3 else "(batch, batch_idx)"
         raise TypeError(
-            f"{getattr(fn, '__qualname__', fn)} has the argument {required[0].name!r}, which the loop does not give; it gives {given}"
+            f"{getattr(fn, '__qualname__', fn)} has the argument {required[0].name!r}, which the loop does not give; "
+            f"it gives {given}"
         )
     return fn
 

@@ -34,7 +34,8 @@ _log = logging.getLogger("lockstep")
 
 
 class attached:
-    """The life of a run on this rank: processes joined, module and callbacks attached, and all of it undone. Every rank enters it.
+    """The life of a run on this rank: processes joined, module and callbacks attached, and all of it undone. Every rank
+    enters it.
 
     Raises what user code raises, as itself, but for a `sys.exit` that would end the program with code 0: that is a
     RuntimeError. Raises SystemExit(143) or KeyboardInterrupt after a signal.
@@ -206,7 +207,8 @@ def _call(run: RunState, callback: Callback, method: Any, module: Module, stage:
 
 
 def _of_the_user(error: BaseException) -> BaseException:
-    """The StopIteration of user code, if `error` is what Python made of it where it left a generator of ours; else `error`."""
+    """The StopIteration of user code, if `error` is what Python made of it where it left a generator of ours; else
+    `error`."""
     cause = error.__cause__
     if not isinstance(error, RuntimeError) or not isinstance(cause, StopIteration) or cause.__traceback__ is None:
         return error
@@ -228,11 +230,13 @@ def _entered(error: BaseException) -> str:
 
 
 def _early_exit(run: RunState, error: BaseException) -> RuntimeError | None:
-    """What to raise in place of a `sys.exit` within the run that would end the program with code 0; None for anything else."""
+    """What to raise in place of a `sys.exit` within the run that would end the program with code 0; None for anything
+    else."""
     if not isinstance(error, SystemExit) or not ends_well(error):
         return None
     place = where(run.rank, *current_phase())
     return RuntimeError(
-        f"sys.exit({'' if error.code is None else error.code}) was called on {place} before the run was done, and exit code 0 "
+        f"sys.exit({'' if error.code is None else error.code}) was called on {place} before the run was done, and exit "
+        "code 0 "
         "says that it is; set trainer.should_stop = True to end training early, or exit with another code"
     )

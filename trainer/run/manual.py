@@ -81,7 +81,8 @@ class AutomaticOptimizer:
         )
 
     def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> None:
-        """Step with the gradients that the loop has computed; `closure` is for optimizers that move and compute them anew."""
+        """Step with the gradients that the loop has computed; `closure` is for optimizers that move and compute them
+        anew."""
         if not self.is_open:
             self.refuse()
         if not evaluates_again(self.optimizer):
@@ -111,5 +112,6 @@ def manual_backward(run: RunState, loss: Tensor) -> None:
 
 
 def evaluates_again(optimizer: Optimizer) -> bool:
-    """Whether `step` may call its closure after it has moved the parameters; of torch's own optimizers only LBFGS does."""
+    """Whether `step` may call its closure after it has moved the parameters; of torch's own optimizers only LBFGS
+    does."""
     return isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith("torch.")

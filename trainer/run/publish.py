@@ -1,4 +1,5 @@
-"""What callbacks, users and loggers see of a run: reduced metrics, hyperparameters, and an error boundary for loggers."""
+"""What callbacks, users and loggers see of a run: reduced metrics, hyperparameters, and an error boundary for
+loggers."""
 
 from __future__ import annotations
 

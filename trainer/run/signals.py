@@ -35,7 +35,8 @@ class Signals:
         self._last = 0.0
 
     def catch(self) -> None:
-        """A run begins: from here on a signal ends it at once. Within the run of another Trainer that run's rules stay."""
+        """A run begins: from here on a signal ends it at once. Within the run of another Trainer that run's rules
+        stay."""
         if threading.current_thread() is not threading.main_thread():
             self.number = 0
             return
@@ -49,7 +50,8 @@ class Signals:
         own = signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL  # the program's, which means something else by it
         numbers = (signal.SIGTERM, signal.SIGINT) if own else (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         for number in numbers:
-            # A rank of the launcher dies of it, even where it waits for other ranks in native code; the launcher knows why.
+            # A rank of the launcher dies of it, even where it waits for other ranks in native code; the launcher knows
+            # why.
             self._previous[number] = signal.signal(number, signal.SIG_DFL if self.launched else self._on_signal)
 
     def defer(self) -> None:

@@ -27,7 +27,8 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
     world = environment.detect() if run.arguments.max_restarts else None
     if world is not None:
         raise ValueError(
-            f"max_restarts={run.arguments.max_restarts} is about ranks that Lockstep starts, but {world.launcher} started these; "
+            f"max_restarts={run.arguments.max_restarts} is about ranks that Lockstep starts, but {world.launcher} "
+            "started these; "
             f"leave it out, let {world.launcher} restart them (torchrun --max-restarts) and give ckpt_path='auto'"
         )
     if not isinstance(module, Module):
@@ -116,7 +117,8 @@ def not_running(run: RunState, method: str) -> None:
     """Raise RuntimeError for a run within a run: it would take the model, the ranks and the folder of the outer one."""
     if run.active:
         raise RuntimeError(
-            f"trainer.{method} was called while this Trainer runs {run.stage}; call it after trainer.{run.stage} has returned, "
+            f"trainer.{method} was called while this Trainer runs {run.stage}; call it after trainer.{run.stage} has "
+            "returned, "
             "or measure in validation_step, with several validation loaders if need be"
         )
 
@@ -130,7 +132,8 @@ def not_done(run: RunState) -> None:
     ):
         if limit is not None and done >= limit:
             raise ValueError(
-                f"this Trainer has trained its {name}={limit} already; set trainer.{name} higher to train on, or make a new Trainer"
+                f"this Trainer has trained its {name}={limit} already; set trainer.{name} higher to train on, or make "
+                "a new Trainer"
             )
 
 
@@ -140,7 +143,8 @@ def unique(callbacks: list[Callback]) -> None:
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
         raise ValueError(
-            f"two callbacks have the same state_key {twice!r}, so one would load the other's state; give one another state_key"
+            f"two callbacks have the same state_key {twice!r}, so one would load the other's state; give one another "
+            "state_key"
         )
 
 
@@ -167,7 +171,8 @@ def savable(module: Module) -> None:
             pack(value, name, {})
         except TypeError as error:
             raise TypeError(
-                f"hyperparameter {name!r} cannot be saved: {error}; leave it out with save_hyperparameters(ignore=[{name!r}])"
+                f"hyperparameter {name!r} cannot be saved: {error}; leave it out with "
+                f"save_hyperparameters(ignore=[{name!r}])"
             ) from None
 
 
@@ -181,6 +186,7 @@ def writable(folder: str) -> None:
         name.unlink()
     except OSError as error:
         raise ValueError(
-            f"default_root_dir, save_dir and dirpath must be folders that can be written, but {folder!r} cannot: {error.strerror or error}; "
+            f"default_root_dir, save_dir and dirpath must be folders that can be written, but {folder!r} cannot: "
+            f"{error.strerror or error}; "
             "give another, or logger=False and enable_checkpointing=False"
         ) from None

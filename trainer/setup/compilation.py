@@ -18,7 +18,8 @@ OPTIONS = ("backend", "dynamic", "fullgraph", "mode", "options")
 
 
 def check(compile: bool | Mapping[str, Any], strategy: Strategy) -> dict[str, Any] | None:
-    """The arguments for torch.compile under `strategy`, None for no compilation. Raises TypeError or ValueError for others."""
+    """The arguments for torch.compile under `strategy`, None for no compilation. Raises TypeError or ValueError for
+    others."""
     if compile is False:
         return None
     if compile is not True and not isinstance(compile, Mapping):
@@ -43,8 +44,8 @@ class Compiled:
     """The repeated blocks of a module, or where it has none its submodules, compiled in place.
 
     Names stay, so checkpoints are those of the plain module; blocks of one class and shape share one compilation; hooks
-    and `training_step`, with what it logs, run as they are written. A block that is computed again in the backward is so
-    around what is compiled. Make it before the strategy places the module.
+    and `training_step`, with what it logs, run as they are written. A block that is computed again in the backward is
+    so around what is compiled. Make it before the strategy places the module.
     """
 
     def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
@@ -67,7 +68,8 @@ _MOST_MADE = 200
 
 
 def _compiled(block: nn.Module, options: Mapping[str, Any]) -> type[nn.Module]:
-    """The compiled class for blocks such as this one, in this run and the next: torch looks at the class before it takes a graph that it has."""
+    """The compiled class for blocks such as this one, in this run and the next: torch looks at the class before it
+    takes a graph that it has."""
     cls = type(block)
     tensors = [*block.named_parameters(), *block.named_buffers()]
     key = cls, tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors), repr(sorted(options.items()))
@@ -80,7 +82,8 @@ def _compiled(block: nn.Module, options: Mapping[str, Any]) -> type[nn.Module]:
 
 
 def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of `forward`: torch compiles a piece of code at most eight times, which blocks of one class and many shapes would use up."""
+    """A copy of `forward`: torch compiles a piece of code at most eight times, which blocks of one class and many
+    shapes would use up."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)

@@ -67,7 +67,8 @@ def evaluation_loaders(run: RunState, sources: Any, kind: str, overfit: float | 
         if arguments.split_batches and not loader.splits and limit is not None and size > 1 and kind != "predict":
             if limit % size:
                 raise ValueError(
-                    f"{name}={wanted} is {limit} batches in all with split_batches=True, but those of loader {i} cannot be cut and "
+                    f"{name}={wanted} is {limit} batches in all with split_batches=True, but those of loader {i} "
+                    "cannot be cut and "
                     f"do not share out over {size} ranks; give a multiple of {size} or a DataLoader with a batch_size"
                 )
             run.evaluation_limits[kind][i] = limit // size

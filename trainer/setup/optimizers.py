@@ -9,7 +9,10 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-FORMS = "an optimizer; a list of them; (optimizers, schedulers); a dict with 'optimizer' and 'lr_scheduler'; or a dict of these by name"
+FORMS = (
+    "an optimizer; a list of them; (optimizers, schedulers); a dict with 'optimizer' and 'lr_scheduler'; or a dict of "
+    "these by name"
+)
 
 
 @dataclass
@@ -75,7 +78,8 @@ def parse(configured: Any) -> tuple[dict[str, Optimizer], list[SchedulerConfig]]
 def _optimizer(value: Any) -> Optimizer:
     if not isinstance(value, Optimizer):
         raise TypeError(
-            f"configure_optimizers may return {FORMS}, but it returned {type(value).__name__} where an optimizer belongs"
+            f"configure_optimizers may return {FORMS}, but it returned {type(value).__name__} where an optimizer "
+            "belongs"
         )
     return value
 
@@ -91,7 +95,8 @@ def _scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
         )
         if unknown:
             raise ValueError(
-                f"an lr_scheduler dict may hold scheduler, interval, frequency, monitor, name and strict, but it has {', '.join(unknown)}"
+                "an lr_scheduler dict may hold scheduler, interval, frequency, monitor, name and strict, but it has "
+                f"{', '.join(unknown)}"
             )
         config = SchedulerConfig(**{"monitor": monitor, **value})
     else:
@@ -107,10 +112,12 @@ def _scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
     ]
     if missing:
         raise TypeError(
-            f"a scheduler is saved with every checkpoint, but {type(config.scheduler).__name__} has no {missing[0]}; define it"
+            f"a scheduler is saved with every checkpoint, but {type(config.scheduler).__name__} has no {missing[0]}; "
+            "define it"
         )
     if config.reduce_on_plateau and config.monitor is None:
         raise ValueError(
-            f"{type(config.scheduler).__name__} needs the name of a metric: return {{'scheduler': …, 'monitor': 'val/loss'}}"
+            f"{type(config.scheduler).__name__} needs the name of a metric: return {{'scheduler': …, 'monitor': "
+            "'val/loss'}"
         )
     return config

@@ -73,7 +73,8 @@ def _state_of(optimizer: Optimizer) -> list[int]:
 
 
 def window_loss(run: RunState, window: Window, training_step: Callable, name: str, again: bool) -> Tensor:
-    """The loss of a window for the optimizer `name` that asks for it, equal on all ranks; `again` computes it and its gradient anew."""
+    """The loss of a window for the optimizer `name` that asks for it, equal on all ranks; `again` computes it and its
+    gradient anew."""
     if again:
         logged, run.metrics = run.metrics, MetricStore()
         logged_weight = logged.weight

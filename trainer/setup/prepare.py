@@ -57,7 +57,8 @@ class FitLoop:
     after_backward: Callable[[], None] | None
     reevaluates: bool
     counts_manually: bool
-    """Whether ranks first tell each other how many samples a window holds: in manual optimization, if batches may be filtered."""
+    """Whether ranks first tell each other how many samples a window holds: in manual optimization, if batches may be
+    filtered."""
     guards: Guards
     validated_at: int = -1
     """`global_step` of the last validation."""
@@ -83,7 +84,8 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     val_loaders = _val_loaders(run, module, sources, source)
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(
-            f"{type(module).__name__} has no trainable parameter; give it layers, or set requires_grad on what is to be trained"
+            f"{type(module).__name__} has no trainable parameter; give it layers, or set requires_grad on what is to "
+            "be trained"
         )
     if checkpoint is not None:
         snapshot.load_extra(run, checkpoint)
@@ -169,7 +171,8 @@ def _set_up_optimizers(run: RunState, module: Module) -> set[str]:
     named, schedulers = configured.parse(module.configure_optimizers())
     if module.automatic_optimization and not named:
         raise ValueError(
-            f"{type(module).__name__}.configure_optimizers returned no optimizer; return one, or set automatic_optimization = False"
+            f"{type(module).__name__}.configure_optimizers returned no optimizer; return one, or set "
+            "automatic_optimization = False"
         )
     _check_schedulers(module, named, schedulers)
     if module.automatic_optimization:
@@ -205,12 +208,14 @@ def _check_schedulers(module: Module, named: dict[str, Optimizer], schedulers: l
         if isinstance(driven, Optimizer) and not any(driven is optimizer for optimizer in named.values()):
             raise ValueError(
                 f"{kind} drives a {type(driven).__name__} that {name}.configure_optimizers "
-                "did not return, so its rates would change nothing; build the scheduler on an optimizer that is returned"
+                "did not return, so its rates would change nothing; build the scheduler on an optimizer that is "
+                "returned"
             )
 
 
 def _train_mode(module: Module) -> None:
-    """Put the module into training mode, but not what the user has put into evaluation mode within a module that trains."""
+    """Put the module into training mode, but not what the user has put into evaluation mode within a module that
+    trains."""
     frozen = [child for child in module.modules() if not child.training] if module.training else []
     module.train(True)  # as an override without a default expects
     for child in frozen:
@@ -239,7 +244,8 @@ def _validation_interval(run: RunState, num_batches: int | None) -> int | None:
         return wanted
     if num_batches is None:
         raise ValueError(
-            f"val_check_interval={wanted} is a fraction, which needs a training loader of known length; give a number of batches"
+            f"val_check_interval={wanted} is a fraction, which needs a training loader of known length; give a number "
+            "of batches"
         )
     return max(1, int(num_batches * wanted))
 

@@ -1,4 +1,5 @@
-"""What the code of a run says of its optimizers, schedulers and frozen parameters, kept to be compared when it is resumed.
+"""What the code of a run says of its optimizers, schedulers and frozen parameters, kept to be compared when it is
+resumed.
 
 A resumed run continues with the values of the checkpoint, since schedulers have moved them. If the code now asks for
 another optimizer or other initial values, one of the two would be passed over, so that is an error.
@@ -50,8 +51,8 @@ def check(path: Any, saved: Any, now: dict[str, Any], same_world: bool, reports:
     """Compare what the saved run's code configured with what this run's does.
 
     Raises CheckpointError for another class, and for another initial value of an optimizer if the run has the number of
-    ranks that it had (else a value may have been scaled by it: one line says that the saved one holds). Other options of
-    a scheduler, whose length may follow `max_epochs`, are one line too, on the rank that `reports`.
+    ranks that it had (else a value may have been scaled by it: one line says that the saved one holds). Other options
+    of a scheduler, whose length may follow `max_epochs`, are one line too, on the rank that `reports`.
     """
     if not isinstance(saved, dict):  # of a version that did not save it
         return
@@ -62,8 +63,10 @@ def check(path: Any, saved: Any, now: dict[str, Any], same_world: bool, reports:
             continue  # another error names it
         if theirs["class"] != mine["class"]:
             raise CheckpointError(
-                f"checkpoint {path} holds the state of {theirs['class']} for optimizer {name!r}, but configure_optimizers returned {mine['class']}: "
-                f"return {theirs['class']} to continue that run, or begin a new one from its weights (load_from_checkpoint, and fit without ckpt_path)"
+                f"checkpoint {path} holds the state of {theirs['class']} for optimizer {name!r}, but "
+                f"configure_optimizers returned {mine['class']}: "
+                f"return {theirs['class']} to continue that run, or begin a new one from its weights "
+                "(load_from_checkpoint, and fit without ckpt_path)"
             )
         for i, (old, new) in enumerate(zip(theirs["groups"], mine["groups"], strict=False)):
             different = _difference(old, new)
@@ -75,8 +78,10 @@ def check(path: Any, saved: Any, now: dict[str, Any], same_world: bool, reports:
             )
             if same_world:
                 raise CheckpointError(
-                    f"checkpoint {path} is of a run that configured {where} with {key}={was!r}, but configure_optimizers gives {key}={is_now!r} now: "
-                    f"give {key}={was!r} to continue that run, and to train on with another value set it in on_train_start "
+                    f"checkpoint {path} is of a run that configured {where} with {key}={was!r}, but "
+                    f"configure_optimizers gives {key}={is_now!r} now: "
+                    f"give {key}={was!r} to continue that run, and to train on with another value set it in "
+                    "on_train_start "
                     "(self.optimizers().param_groups), which holds over the saved one"
                 )
             lines.append(
@@ -85,14 +90,17 @@ def check(path: Any, saved: Any, now: dict[str, Any], same_world: bool, reports:
     for i, (theirs, mine) in enumerate(zip(saved["schedulers"], now["schedulers"], strict=False)):
         if theirs["class"] != mine["class"]:
             raise CheckpointError(
-                f"checkpoint {path} holds the state of the scheduler {theirs['class']}, but configure_optimizers returned {mine['class']}: "
-                f"return {theirs['class']} to continue that run, or begin a new one from its weights (load_from_checkpoint, and fit without ckpt_path)"
+                f"checkpoint {path} holds the state of the scheduler {theirs['class']}, but configure_optimizers "
+                f"returned {mine['class']}: "
+                f"return {theirs['class']} to continue that run, or begin a new one from its weights "
+                "(load_from_checkpoint, and fit without ckpt_path)"
             )
         different = _difference(theirs["options"], mine["options"])
         if different is not None:
             key, was, is_now = different
             lines.append(
-                f"scheduler {i} ({mine['class']}) continues with the checkpoint's {key}={was!r}, not with {key}={is_now!r}, which configure_optimizers "
+                f"scheduler {i} ({mine['class']}) continues with the checkpoint's {key}={was!r}, not with "
+                f"{key}={is_now!r}, which configure_optimizers "
                 f"gives now; to take that one set it in on_train_start (self.lr_schedulers().{key})"
             )
     for line in lines if reports else ():

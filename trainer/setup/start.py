@@ -60,11 +60,13 @@ def choose(run: RunState, ckpt_path: str | None) -> dict[str, Any]:
                 run.verified = checkpoint  # looking for it has read every byte
             if ckpt_path == "last" and checkpoint is None:
                 raise CheckpointError(
-                    f"ckpt_path='last' finds no valid checkpoint below {base.absolute()}; give a path, or 'auto' to start afresh"
+                    f"ckpt_path='last' finds no valid checkpoint below {base.absolute()}; give a path, or 'auto' to "
+                    "start afresh"
                 )
             if ckpt_path == "auto":
                 _log.info(
-                    f"ckpt_path='auto': {f'resuming {checkpoint}' if checkpoint else f'no valid checkpoint below {base}, starting afresh'}"
+                    "ckpt_path='auto': "
+                    f"{f'resuming {checkpoint}' if checkpoint else f'no valid checkpoint below {base}, starting afresh'}"
                 )
         elif ckpt_path == "best":
             checkpoint = getattr(run.checkpoint_callback, "best_model_path", None)

@@ -53,7 +53,8 @@ def record(
     norms: Sequence[float] = (),
     metrics: Mapping[str, float] | None = None,
 ) -> None:
-    """Write to `folder` what a run has after optimizer step `step`. Collective; rank 0's loss, norms and metrics count."""
+    """Write to `folder` what a run has after optimizer step `step`. Collective; rank 0's loss, norms and metrics
+    count."""
     files.save(
         Path(folder) / f"step-{step:06d}",
         rank=strategy.topology.rank,
@@ -112,7 +113,8 @@ class Difference:
     first_step: int | None = None
     """The first step at which something differs beyond the tolerance."""
     first_name: str | None = None
-    """What differs there: the parameter with the largest difference, or what else does where none is beyond the tolerance."""
+    """What differs there: the parameter with the largest difference, or what else does where none is beyond the
+    tolerance."""
     bitwise: bool = True
     """All weights equal in every bit."""
     error: str | None = None
@@ -135,7 +137,8 @@ def differences(
         raise ValueError("no optimizer step was recorded, so there is nothing to compare: train for at least one")
     if steps != others:
         raise ValueError(
-            f"the runs took different steps: {len(steps)} (last {steps[-1:] or 'none'}) against {len(others)} (last {others[-1:] or 'none'})"
+            f"the runs took different steps: {len(steps)} (last {steps[-1:] or 'none'}) against {len(others)} (last "
+            f"{others[-1:] or 'none'})"
         )
     for step in steps:
         one, two = (
@@ -147,7 +150,8 @@ def differences(
             raise ValueError(f"the runs hold different weights: {', '.join(missing[:5])}")
         if len(one.state["norms"]) != len(two.state["norms"]):
             raise ValueError(
-                f"the runs stepped different numbers of optimizers: {len(one.state['norms'])} against {len(two.state['norms'])}"
+                f"the runs stepped different numbers of optimizers: {len(one.state['norms'])} against "
+                f"{len(two.state['norms'])}"
             )
         parameters: dict[str, float] = {}
         for name in one.names():
@@ -172,7 +176,8 @@ def differences(
 
 
 def relative(tensor: Tensor, expected: Tensor) -> float:
-    """Largest difference of an element, relative to the largest element of `expected`; infinite where that is no number."""
+    """Largest difference of an element, relative to the largest element of `expected`; infinite where that is no
+    number."""
     if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
         return math.inf
     if torch.equal(tensor, expected):
@@ -233,7 +238,8 @@ def compare(
 def layouts(
     strategies: Sequence[str | Strategy], devices: int, precision: str, accelerator: str
 ) -> list[dict[str, Any]]:
-    """Of each strategy the Trainer's arguments. Raises ValueError for what cannot be compared or built; starts nothing."""
+    """Of each strategy the Trainer's arguments. Raises ValueError for what cannot be compared or built; starts
+    nothing."""
     if len(strategies) < 2:
         raise ValueError(f"a comparison needs two strategies or more, but strategies={list(strategies)!r}")
     precision = Precision(precision).name

@@ -1,4 +1,5 @@
-"""The pytest fixture `assert_same_run`: that a module's numbers do not depend on the strategy, in a user's own tests."""
+"""The pytest fixture `assert_same_run`: that a module's numbers do not depend on the strategy, in a user's own
+tests."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ def assert_same_run() -> Callable[..., Any]:
     `make_module()` and `make_loader()` build the module and its training loader, anew for each strategy; the
     loader's batch size is the global batch. Other keywords go to the Trainer. Raises AssertionError with
     the table of differences where a run differs from the first one by more than `tolerance` (relative), by default
-    1e-12 in "64-true", which is the default precision here, and 1e-5 in "32-true", in which strategies are compared that
-    do not compute in float64 (DeepSpeed). Returns the differences by strategy.
+    1e-12 in "64-true", which is the default precision here, and 1e-5 in "32-true", in which strategies are compared
+    that do not compute in float64 (DeepSpeed). Returns the differences by strategy.
     """
     from lockstep.trainer.seeding import seed_everything
     from lockstep.trainer.testing import compare

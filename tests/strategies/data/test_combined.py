@@ -51,7 +51,8 @@ def units_of(
     began: int | None = None,
     **options: Any,
 ) -> list[list[Unit]]:
-    """[window] -> units in order, (what a step gets, its samples). Checks that ranks keep step, and that all know the sums."""
+    """[window] -> units in order, (what a step gets, its samples). Checks that ranks keep step, and that all know the
+    sums."""
     limit, accumulate = options.pop("limit", None), options.pop("accumulate", 1)
     ranks: list[list[Window]] = []
     for rank in range(size):
@@ -211,7 +212,10 @@ def test_the_size_of_a_step_is_known_where_that_of_each_loader_is() -> None:
 def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(
         ValueError,
-        match="mode of CombinedLoader must be one of 'max_size_cycle', 'min_size', 'max_size', 'sequential', but mode='longest'",
+        match=(
+            "mode of CombinedLoader must be one of 'max_size_cycle', 'min_size', 'max_size', 'sequential', but "
+            "mode='longest'"
+        ),
     ):
         CombinedLoader([DataLoader(Numbers(2))], mode="longest")
     with pytest.raises(ValueError, match=r"CombinedLoader needs a dict or list of loaders, but got \{\}"):

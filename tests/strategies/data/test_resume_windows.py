@@ -1,4 +1,5 @@
-"""A run that continues on another number of ranks: the same windows, whatever ranks and micro-batches they are cut over."""
+"""A run that continues on another number of ranks: the same windows, whatever ranks and micro-batches they are cut
+over."""
 
 from __future__ import annotations
 

@@ -188,7 +188,8 @@ def read_together(
 
 
 def pieces_of(ranks: list[list[Window]]) -> Pieces:
-    """[window][micro-batch][rank] -> (samples as fetched, how many count). Checks that ranks keep step and totals are true."""
+    """[window][micro-batch][rank] -> (samples as fetched, how many count). Checks that ranks keep step and totals are
+    true."""
     assert len({len(windows) for windows in ranks}) == 1
     out: Pieces = []
     for windows in zip(*ranks, strict=True):

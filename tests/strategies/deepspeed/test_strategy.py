@@ -1,4 +1,5 @@
-"""ZeRO on DeepSpeed's own engine: the numbers of one process, the memory of a part, and what is refused before work starts."""
+"""ZeRO on DeepSpeed's own engine: the numbers of one process, the memory of a part, and what is refused before work
+starts."""
 
 from __future__ import annotations
 
@@ -231,7 +232,8 @@ def test_bfloat16_weights_are_saved_from_their_float32_masters(tmp_path: Path) -
 
 
 class Doubled(Callback):
-    """Puts the weights together while they are cut, doubles them, and puts them back; keeps what the model then gives."""
+    """Puts the weights together while they are cut, doubles them, and puts them back; keeps what the model then
+    gives."""
 
     def __init__(self) -> None:
         self.output = 0.0
@@ -354,7 +356,8 @@ class Wide(Module):
 
 
 class Memory(Callback):
-    """Bytes of tensors for each parameter on rank 0 in the third step: when the optimizer is about to step, and at most."""
+    """Bytes of tensors for each parameter on rank 0 in the third step: when the optimizer is about to step, and at
+    most."""
 
     def __init__(self) -> None:
         self.found: list[float] = []
@@ -400,7 +403,8 @@ def measure(strategy: str | Strategy, devices: int) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 4])
 def test_memory_of_a_rank(devices: int) -> None:
-    """Bytes a parameter in float32 with AdamW; on the way come layers, and a copy of a rank's gradients beside the step."""
+    """Bytes a parameter in float32 with AdamW; on the way come layers, and a copy of a rank's gradients beside the
+    step."""
     found = {"ddp": measure("ddp", devices)} | {
         stage: measure(DeepSpeed(stage=stage, config={"zero_optimization": TIGHT}), devices) for stage in (1, 2, 3)
     }
@@ -575,7 +579,8 @@ def test_what_the_loader_and_the_step_contradict(config: dict[str, Any], run: di
 
 
 def test_a_file_for_another_trainer_fits(tmp_path: Path) -> None:
-    """ "auto" leaves a value open; what agrees with the run is taken; clipping of the file holds where the run has none."""
+    """ "auto" leaves a value open; what agrees with the run is taken; clipping of the file holds where the run has
+    none."""
     file = tmp_path / "zero.json"
     file.write_text(
         json.dumps(
@@ -701,7 +706,8 @@ def test_under_torchrun(stage: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import torch\nfrom tests.trainer.toy import loader, net, quiet\nfrom lockstep.strategies import DeepSpeed\n"
-        f"module = net()\ntrainer = quiet(strategy=DeepSpeed(stage={stage}), seed=0, split_batches=True)\ntrainer.fit(module, loader())\n"
+        f"module = net()\ntrainer = quiet(strategy=DeepSpeed(stage={stage}), seed=0, "
+        "split_batches=True)\ntrainer.fit(module, loader())\n"
         "if trainer.is_global_zero: torch.save(module.state_dict(), 'weights.pt')\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]

@@ -1,4 +1,5 @@
-"""Ranks that stand still, whatever holds them, are found from outside, named with their stacks and ended; slow ones are left alone."""
+"""Ranks that stand still, whatever holds them, are found from outside, named with their stacks and ended; slow ones are
+left alone."""
 
 from __future__ import annotations
 
@@ -76,8 +77,8 @@ def test_a_run_that_hung_is_started_again(monkeypatch: pytest.MonkeyPatch, capfd
     trainer.fit(net(), loader(64))
     assert trainer.global_step == 4
     assert (
-        "rank 0 hangs (step 3, in training step): no heartbeat for 1.5 s, and it is stopped by a signal (SIGSTOP): restart 1 of 1"
-        in capfd.readouterr().err
+        "rank 0 hangs (step 3, in training step): no heartbeat for 1.5 s, and it is stopped by a signal (SIGSTOP): "
+        "restart 1 of 1" in capfd.readouterr().err
     )
 
 
@@ -153,7 +154,8 @@ QUICK_S = 0.7
 
 
 def works_without_a_sign(mark: Path) -> int:
-    """While ranks are set up one computes, then it prepares data; in steps it names them, the other waits for it. At the end both may take any time."""
+    """While ranks are set up one computes, then it prepares data; in steps it names them, the other waits for it. At
+    the end both may take any time."""
     if os.environ["RANK"] == "0":
         end = time.monotonic() + 1.5 * QUICK_S
         while time.monotonic() < end:
@@ -306,7 +308,8 @@ def test_a_board_that_others_may_write_is_nobodys(tmp_path: Path) -> None:
             sys.executable,
             "-c",
             "import fcntl, os, struct, sys, time; file = open(sys.argv[1], 'r+b', buffering=0); "
-            "fcntl.lockf(file, fcntl.LOCK_EX); file.write(struct.pack('q', os.getpid())); print(flush=True); time.sleep(60)",
+            "fcntl.lockf(file, fcntl.LOCK_EX); file.write(struct.pack('q', os.getpid())); print(flush=True); "
+            "time.sleep(60)",
             file,
         ],
         stdout=subprocess.PIPE,

@@ -53,7 +53,8 @@ def seeded(cls: Any, **options: Any) -> Any:
 
 
 def test_an_odd_module_trains_as_on_one_process() -> None:
-    """0-dim, tied, frozen and directly used parameters, submodules called past their parents, hooks that compute, ranks without samples."""
+    """0-dim, tied, frozen and directly used parameters, submodules called past their parents, hooks that compute, ranks
+    without samples."""
     one, sharded = seeded(Odd), seeded(Odd)
     kept = fit("single", 1, one, tokens(22), tokens(9, 4, False), accumulate_grad_batches=2)
     found = fit(FSDP(), 2, sharded, tokens(22), tokens(9, 4, False), accumulate_grad_batches=2)
@@ -180,7 +181,8 @@ def test_a_layer_that_cannot_make_its_values_is_named() -> None:
 
 
 def held(strategy: Strategy, folder: str) -> dict[str, int]:
-    """Bytes that a rank holds of parameters, gradients and optimizer state after a step: the most of any rank, and of all."""
+    """Bytes that a rank holds of parameters, gradients and optimizer state after a step: the most of any rank, and of
+    all."""
     model = nn.Sequential(*[contract.Block(32, 128) for _ in range(4)])
     strategy.setup()
     try:

@@ -1,4 +1,5 @@
-"""What user code does to a model under FSDP, tensor parallelism and their meshes: as on one process, or refused by name."""
+"""What user code does to a model under FSDP, tensor parallelism and their meshes: as on one process, or refused by
+name."""
 
 from __future__ import annotations
 

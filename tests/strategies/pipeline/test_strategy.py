@@ -51,7 +51,8 @@ class Block(nn.Module):
 
 
 class Net1(nn.Module):
-    """All that a forward of its own may do: parameters beside layers, values that every block shares, a dict as output."""
+    """All that a forward of its own may do: parameters beside layers, values that every block shares, a dict as
+    output."""
 
     def __init__(self, blocks: int = 5, dropout: float = 0.0, checkpointed: bool = False) -> None:
         super().__init__()
@@ -76,7 +77,8 @@ class Net1(nn.Module):
 
 
 class Model(Module):
-    """Batches are dicts of lists of dicts; layers are named in `configure_optimizers`; a frozen layer and a buffer lie outside."""
+    """Batches are dicts of lists of dicts; layers are named in `configure_optimizers`; a frozen layer and a buffer lie
+    outside."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -194,7 +196,8 @@ class SaveAtEnd:
 
 @pytest.mark.parametrize("name", ["looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "dualpipev"])
 def test_every_schedule_gives_the_gradients_of_one_process(name: str, tmp_path: Path) -> None:
-    """gpipe, 1f1b and zbv run in the contract suite; here batches of 5 and 3 samples make parts of two sizes, too few for some schedules."""
+    """gpipe, 1f1b and zbv run in the contract suite; here batches of 5 and 3 samples make parts of two sizes, too few
+    for some schedules."""
     plan = Plan(num_samples=26, global_batch=10, accumulate=2, clip=0.1)
     found = contract.run(Pipeline(schedule=name), 2, plan, tmp_path / "end")
     model, expected = reference(plan)
@@ -392,7 +395,8 @@ class Noting(nn.Module):
 
 
 def began(num_ranks: int) -> float:
-    """Seconds that the second stage begins with the user's code later than the first, in a step whose shapes are known."""
+    """Seconds that the second stage begins with the user's code later than the first, in a step whose shapes are
+    known."""
     strategy = Pipeline()
     strategy.configure(devices=num_ranks, accelerator="cpu")
     strategy.setup()
@@ -562,12 +566,17 @@ def refused(hows: list[str]) -> dict[str, str]:
 
 def test_wrong_steps_are_told_what_is_wrong(run_ranks: Callable[..., Any]) -> None:
     expected = {
-        "never": "ValueError: a pipelined module is called once a step, but the step returned a loss without calling net",
+        "never": (
+            "ValueError: a pipelined module is called once a step, but the step returned a loss without calling net"
+        ),
         "layer by itself": "RuntimeError: net.first lies on another rank of the pipeline",
         "order": "ValueError: net.norm is called after layers of stage 1, but lies on stage 0",
         "lbfgs": "ValueError: optimizer 'main' (LBFGS) cannot be stepped in a pipeline",
         "manual": "ValueError: a pipeline runs backward by its schedule",
-        "batch": "ValueError: a pipeline cuts batches along the first dimension of their tensors, but none in this tuple has the batch's 4 samples there",
+        "batch": (
+            "ValueError: a pipeline cuts batches along the first dimension of their tensors, but none in this tuple "
+            "has the batch's 4 samples there"
+        ),
     }
     found = run_ranks(refused, 2, [*expected])
     for how, message in expected.items():
@@ -650,7 +659,8 @@ def test_the_plan_names_stages_layers_and_the_bubble(
 
 
 def held(options: dict[str, Any]) -> list[list[float]]:
-    """Of each rank, after two steps: elements of parameters, gradients and optimizer state, and bytes sent on in a step."""
+    """Of each rank, after two steps: elements of parameters, gradients and optimizer state, and bytes sent on in a
+    step."""
     strategy = Pipeline(**options)
     strategy.configure(devices=2, accelerator="cpu")
     strategy.setup()

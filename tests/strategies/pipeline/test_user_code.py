@@ -484,7 +484,8 @@ def test_a_second_run_of_a_strategy_draws_from_its_own_seed() -> None:
 
 
 class Counting(Base):
-    """Numbers and a buffer that each step changes and uses before and after it calls the net, and a cache that it fills once."""
+    """Numbers and a buffer that each step changes and uses before and after it calls the net, and a cache that it fills
+    once."""
 
     calls = 0
 

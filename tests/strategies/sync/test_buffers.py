@@ -1,4 +1,5 @@
-"""Buffers such as BatchNorm's statistics: rank 0's are everybody's after a step, unless each rank is to keep its own."""
+"""Buffers such as BatchNorm's statistics: rank 0's are everybody's after a step, unless each rank is to keep its
+own."""
 
 from __future__ import annotations
 

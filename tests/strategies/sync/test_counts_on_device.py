@@ -1,4 +1,5 @@
-"""Losses that count in a tensor: on an accelerator the host does not read it before the device has the backward to do."""
+"""Losses that count in a tensor: on an accelerator the host does not read it before the device has the backward to
+do."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Shards(AsOnAnAccelerator, FSDP): ...
 @pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "devices"), [(Single, 1), (Replicas, 2), (Shards, 2)])
 def test_the_numbers_are_those_of_the_loop_by_hand(strategy: Any, devices: int, tmp_path: Path) -> None:
-    """Also with batches that count nothing, in windows of one micro-batch and of several, and on ranks without samples."""
+    """Also with batches that count nothing, in windows of one micro-batch and of several, and on ranks without
+    samples."""
     plans = {
         "one": Plan(step="token_step"),
         "accumulated": Plan(step="token_step", accumulate=3, clip=0.1),

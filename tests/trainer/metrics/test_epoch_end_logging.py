@@ -1,4 +1,5 @@
-"""What is collected in steps and logged by hand at the end of an epoch, on ranks that have seen more, fewer or no samples."""
+"""What is collected in steps and logged by hand at the end of an epoch, on ranks that have seen more, fewer or no
+samples."""
 
 from __future__ import annotations
 

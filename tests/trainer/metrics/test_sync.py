@@ -92,7 +92,8 @@ def test_torchmetrics_are_those_of_one_process(n: int) -> None:
 
 
 class Ranked(Net):
-    """Regression metrics, one of which merges means and variances, retrieval metrics, which keep every sample, and both in a collection."""
+    """Regression metrics, one of which merges means and variances, retrieval metrics, which keep every sample, and both
+    in a collection."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -108,7 +108,10 @@ def test_predictions_that_cannot_travel_are_named() -> None:
     assert isinstance(quiet().predict(Objects(), loader(8))[0]["deep"][0], object)
     with pytest.raises(
         TypeError,
-        match="predict_step on several ranks must return tensors, numbers, strings.*predictions.0.deep.0 is builtins.object",
+        match=(
+            "predict_step on several ranks must return tensors, numbers, strings.*predictions.0.deep.0 is "
+            "builtins.object"
+        ),
     ):
         quiet(devices=2).predict(Objects(), loader(8))
 

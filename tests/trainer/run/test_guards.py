@@ -1,4 +1,5 @@
-"""Nothing trains on in silence: numbers that are not finite, parameters that nobody steps, steps that move nothing, replicas that drift."""
+"""Nothing trains on in silence: numbers that are not finite, parameters that nobody steps, steps that move nothing,
+replicas that drift."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def marked_data(*windows: int) -> DataLoader:
 
 
 def by_hand(bad: set[int], precision: str, back_to: int | None = None) -> tuple[list[torch.Tensor], list[float]]:
-    """Weights and losses of the run that leaves out the windows in `bad`; `back_to`: step whose state it then goes back to."""
+    """Weights and losses of the run that leaves out the windows in `bad`; `back_to`: step whose state it then goes back
+    to."""
     dtype = torch.float64 if precision == "64-true" else torch.float32
     torch.manual_seed(0)
     body = Body().to(dtype)

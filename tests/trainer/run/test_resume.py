@@ -31,7 +31,8 @@ class Killer(Callback):
 
 
 class Rich(Net):
-    """Everything that has state: two optimizers, schedulers of both intervals, dropout, BatchNorm, a torchmetrics sum."""
+    """Everything that has state: two optimizers, schedulers of both intervals, dropout, BatchNorm, a torchmetrics
+    sum."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.3)
@@ -102,7 +103,8 @@ def state_of(trainer: Trainer, model: Rich) -> dict[str, Any]:
 
 
 def test_from_the_last_step_of_an_epoch_without_an_end(tmp_path: Path) -> None:
-    """The checkpoint of that step was saved before the epoch was closed: nothing of the epoch is left, and that is no error."""
+    """The checkpoint of that step was saved before the epoch was closed: nothing of the epoch is left, and that is no
+    error."""
 
     def fit(steps: int, ckpt_path: Path | None) -> tuple[Trainer, Net]:
         torch.manual_seed(0)

@@ -1,4 +1,5 @@
-"""A resumed run is the undisturbed one to the last bit at the same number of ranks, also where sums depend on their order."""
+"""A resumed run is the undisturbed one to the last bit at the same number of ranks, also where sums depend on their
+order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""SIGTERM, SIGINT and SIGUSR1, on any of the processes of a run: all ranks stop after the same step, with a checkpoint."""
+"""SIGTERM, SIGINT and SIGUSR1, on any of the processes of a run: all ranks stop after the same step, with a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -116,7 +117,8 @@ def scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     file = tmp_path / "bin" / "scontrol"
     file.parent.mkdir()
     file.write_text(
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n[ "$2" = 42 ] || {{ echo "slurm_requeue error: Invalid job id specified" >&2; exit 1; }}\n'
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n[ "$2" = 42 ] || {{ echo "slurm_requeue error: Invalid job id '
+        'specified" >&2; exit 1; }\n'
     )
     file.chmod(0o755)
     monkeypatch.setenv("PATH", f"{file.parent}:{os.environ['PATH']}")

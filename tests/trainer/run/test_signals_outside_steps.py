@@ -1,4 +1,5 @@
-"""A signal in any phase of a run ends it with 143 or 130, with a checkpoint as soon as a step has been done, and never as if it were done."""
+"""A signal in any phase of a run ends it with 143 or 130, with a checkpoint as soon as a step has been done, and never
+as if it were done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Optimizers that need a closure, steps that only the loop may take, and schedulers that step on a value of each step."""
+"""Optimizers that need a closure, steps that only the loop may take, and schedulers that step on a value of each
+step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""StopIteration out of user code is an error like any other: it ends no epoch in silence, and no rank waits for another."""
+"""StopIteration out of user code is an error like any other: it ends no epoch in silence, and no rank waits for
+another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`compile=`: which parts are compiled, that numbers and names stay, and what is refused. The backends here compile fast or not at all."""
+"""`compile=`: which parts are compiled, that numbers and names stay, and what is refused. The backends here compile
+fast or not at all."""
 
 from __future__ import annotations
 
@@ -154,7 +155,8 @@ def test_a_second_fit_takes_what_the_first_has_compiled() -> None:
 
 
 class Widths(nn.Module):
-    """Blocks of one class and eleven shapes, trained and evaluated: more than the eight graphs that torch makes of a piece of code."""
+    """Blocks of one class and eleven shapes, trained and evaluated: more than the eight graphs that torch makes of a
+    piece of code."""
 
     def __init__(self) -> None:
         super().__init__()

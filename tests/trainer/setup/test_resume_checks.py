@@ -1,4 +1,5 @@
-"""Resuming with other code than the saved run had: what then holds is said, and what would be lost is refused or continued."""
+"""Resuming with other code than the saved run had: what then holds is said, and what would be lost is refused or
+continued."""
 
 from __future__ import annotations
 
@@ -187,7 +188,8 @@ def test_groups_added_and_layers_unfrozen_in_the_run_are_resumed_to_the_bit(
 
 
 class Averaged(Net):
-    """Evaluates with an average of its weights that lies in the checkpoint alone, and builds a layer by what it finds there."""
+    """Evaluates with an average of its weights that lies in the checkpoint alone, and builds a layer by what it finds
+    there."""
 
     average: dict[str, torch.Tensor] | None = None
 
@@ -290,7 +292,8 @@ def test_the_state_of_a_callback_that_is_not_given_again_is_dropped_with_one_lin
 def test_each_byte_is_checked_once_when_a_run_is_resumed(
     tmp_path: Path, path: str, strategy: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one process, before ranks are started: what it has read they need not read again. Damage is found all the same."""
+    """In one process, before ranks are started: what it has read they need not read again. Damage is found all the
+    same."""
     options: dict[str, Any] = {
         "strategy": strategy,
         "devices": devices,

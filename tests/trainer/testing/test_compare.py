@@ -249,7 +249,8 @@ class Digits(DataModule):
 def config(tmp_path: Path) -> str:
     (tmp_path / "run.yaml").write_text(
         "module: {class: tests.trainer.toy.Net}\ndata: {class: tests.trainer.testing.test_compare.Digits}\n"
-        "trainer: {max_epochs: 1, accelerator: cpu, seed: 3, logger: {class: CSVLogger}, callbacks: [{class: ModelCheckpoint}]}\n"
+        "trainer: {max_epochs: 1, accelerator: cpu, seed: 3, logger: {class: CSVLogger}, callbacks: [{class: "
+        "ModelCheckpoint}]}\n"
     )
     return "run.yaml"
 
