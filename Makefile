@@ -1,7 +1,7 @@
 # Every target does its own set-up: a virtual environment in .venv, installed from setup.cfg with the versions of constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
-JOBS ?= 2
+JOBS ?= 3
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help

@@ -28,7 +28,7 @@ class Endless(IterableDataset[Any]):
 
 @pytest.mark.parametrize("dataset", [data(4), Subset(data(4), [0, 1]), ConcatDataset([data(2), data(2)]), Endless()])
 def test_a_dataset_in_the_place_of_a_loader_is_refused(dataset: Dataset[Any]) -> None:
-    message = rf"{type(dataset).__name__} is a dataset and gives samples; give DataLoader"
+    message = rf"{type(dataset).__name__} is a dataset, which yields samples; pass DataLoader"
     with pytest.raises(TypeError, match=message):
         cpu(devices=2).fit(net(), dataset)
     with pytest.raises(TypeError, match=message):

@@ -192,9 +192,9 @@ class Reports(Text):
     """Tells which of its parameters are cut."""
 
     def on_fit_start(self) -> None:
-        self.trainer.callback_metrics |= {
-            name: torch.tensor(1.0) for name, p in self.named_parameters() if hasattr(p, "placements")
-        }
+        self.trainer.callback_metrics.update(
+            {name: torch.tensor(1.0) for name, p in self.named_parameters() if hasattr(p, "placements")}
+        )
 
 
 def test_a_module_brings_its_plan() -> None:

@@ -131,6 +131,7 @@ class Text(Module):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_batches_of_several_sizes_where_layers_are_cut() -> None:
     """On torch 2.13 a graph for all sizes ends in a RecursionError there."""
