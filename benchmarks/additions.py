@@ -46,8 +46,7 @@ from benchmarks.scaling import Small
 from benchmarks.step_overhead import BARE
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback, ChannelsLast
-from lockstep.strategies.launch import environment
-from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.launch import environment, launcher
 from lockstep.strategies.launch.process_group import destroy_process_group, init_process_group
 
 WARMUP_STEPS, WARMUP_WINDOWS = 3, 2
@@ -197,7 +196,7 @@ class Work:
 
     def compiled(self, task: Callable[..., Turn], compile: bool | dict[str, Any], num_ranks: int = 1) -> Turn:
         """In new processes; on the disk is what earlier rounds of `task` have compiled."""
-        return processes.launch(compiled_on_rank, (task, compile, f"{self.cache}/{task.__name__}"), num_ranks)
+        return launcher.launch(compiled_on_rank, (task, compile, f"{self.cache}/{task.__name__}"), num_ranks)
 
     def recomputed(self, on: bool) -> Turn:
         kept, seconds = recompute.measure(on, self.width, self.depth, max(1, self.steps // 4))
@@ -208,7 +207,7 @@ class Work:
         job = Job(
             self.width, self.depth, max(1, self.batch // 4), WARMUP_WINDOWS * ACCUMULATE, num_windows * ACCUMULATE
         )
-        return processes.launch(on_rank, (how, job, num_windows), RANKS)
+        return launcher.launch(on_rank, (how, job, num_windows), RANKS)
 
 
 # ---- processes that are started --------------------------------------------------------------------------

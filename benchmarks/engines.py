@@ -34,8 +34,7 @@ from benchmarks.step_overhead import BARE
 from examples.gpt import GPT, VOCABULARY
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
-from lockstep.strategies.launch import environment
-from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.launch import environment, launcher
 from lockstep.strategies.launch.process_group import destroy_process_group, init_process_group
 
 RANKS, CONTEXT, WARMUP_STEPS = 2, 64, 3
@@ -267,7 +266,7 @@ def main() -> None:
     def run(name: str, by_hand: bool, counts_bytes: bool) -> list[float]:
         warmup, num_steps = (1, 1) if counts_bytes else (WARMUP_STEPS, arguments.steps)
         job = Job(arguments.width, arguments.depth, arguments.batch, warmup, num_steps)
-        return processes.launch(on_rank, (name, by_hand, job, counts_bytes), RANKS)
+        return launcher.launch(on_rank, (name, by_hand, job, counts_bytes), RANKS)
 
     names = {
         f"{name}, {who}": (name, who == "by hand")

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 from examples.gpt import GPT, VOCABULARY
 from lockstep.strategies import DeepSpeed, Strategy
-from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.launch import launcher
 from lockstep.strategies.registry import STRATEGIES
 
 CONTEXT, BATCH = 128, 8  # of all ranks
@@ -111,7 +111,7 @@ def measure(name: str, ranks: int, width: int, depth: int) -> dict[str, Any]:
     strategy = VARIANTS[name]()
     strategy.configure(devices=ranks, accelerator="cpu")
     num_processes = 1 if name in ONE_PROCESS else ranks
-    table = processes.launch(on_rank, (strategy, width, depth), num_processes)
+    table = launcher.launch(on_rank, (strategy, width, depth), num_processes)
     heaviest = max(table, key=lambda row: row[COLUMNS.index("total")])
     peaks = [max(column) for column in list(zip(*table, strict=True))[len(COLUMNS) :]]
     return {

@@ -35,8 +35,7 @@ from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
 from lockstep.strategies import SingleDevice
 from lockstep.strategies.data.sharded_loader import ShardedLoader
-from lockstep.strategies.launch import environment
-from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.launch import environment, launcher
 from lockstep.strategies.launch.process_group import destroy_process_group, init_process_group
 from lockstep.trainer.metrics.store import MetricStore
 
@@ -140,7 +139,7 @@ def lockstep(num_steps: int, num_tensors: int = 4, num_values: int = 0, num_call
 
 
 def on_ranks(num_steps: int, num_ranks: int, is_by_hand: bool) -> Clock:
-    return processes.launch(on_rank, (num_steps, num_ranks, is_by_hand), num_ranks)
+    return launcher.launch(on_rank, (num_steps, num_ranks, is_by_hand), num_ranks)
 
 
 def on_rank(num_steps: int, num_ranks: int, is_by_hand: bool) -> Clock:

@@ -28,8 +28,7 @@ import torch.distributed as dist
 from benchmarks import step_overhead
 from benchmarks._rounds import Clock, machine, table, take_turns, told, write_json
 from benchmarks.engines import BY_HAND, RANKS, Job, train
-from lockstep.strategies.launch import environment
-from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.launch import environment, launcher
 from lockstep.strategies.launch.process_group import destroy_process_group, init_process_group
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,7 +139,7 @@ def main() -> None:
         )
     }
     for name in BY_HAND:
-        run = partial(processes.launch, on_rank)
+        run = partial(launcher.launch, on_rank)
         parts[name] = (
             partial(run, (name, True, arguments.steps), RANKS),
             partial(run, (name, False, arguments.steps), RANKS),

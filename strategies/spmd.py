@@ -18,9 +18,7 @@ from lockstep.strategies.base import NO_HOOKS, Strategy, Topology
 from lockstep.strategies.checkpoint_state import Reader, State, gather_state, restore_state
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.devices import check_launcher, device_index, resolve_accelerator, resolve_devices
-from lockstep.strategies.launch import environment, watchdog
-from lockstep.strategies.launch import fault_injection as faults
-from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.launch import environment, fault_injection, launcher, watchdog
 from lockstep.strategies.modules.activation_checkpointing import keep, recompute
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.fused import fuse
@@ -79,7 +77,7 @@ class SPMDStrategy(SPMDStep):
         self._accelerator = resolve_accelerator(accelerator)
         self._num_nodes = num_nodes
         self._num_devices = resolve_devices(devices, self._accelerator, self.max_devices)
-        faults.parse(os.environ)
+        fault_injection.parse(os.environ)
         watchdog.limit_s()
         check_launcher(type(self).__name__, self.single_process, devices, self._num_devices, num_nodes)
         world = environment.detect()
@@ -96,7 +94,7 @@ class SPMDStrategy(SPMDStep):
     def launch(self, fn: Callable[..., T], *args: Any) -> T:
         if not self.starts_ranks:
             return fn(*args)
-        return processes.launch(fn, args, self._num_devices)
+        return launcher.launch(fn, args, self._num_devices)
 
     def setup(self) -> Topology:
         world = None if self.single_process else environment.detect()
@@ -116,7 +114,7 @@ class SPMDStrategy(SPMDStep):
                 data_size=world.world_size,
             )
         self._ready = True
-        faults.load(self.topology.rank)
+        fault_injection.load(self.topology.rank)
         if self.topology.device.type == "cuda":
             torch.cuda.set_device(self.topology.device)
             self._copies = torch.cuda.Stream()
@@ -130,17 +128,17 @@ class SPMDStrategy(SPMDStep):
             if self.topology.world_size == 1:
                 world = None  # a group of one meets nobody
             elif not environment.started_by_lockstep():
-                self._end_watchdog = processes.guard(self.topology.rank)
+                self._end_watchdog = launcher.guard(self.topology.rank)
             backend = "cpu:gloo,cuda:nccl" if self.topology.device.type == "cuda" else "gloo"
-            processes.init_process_group(world, backend, self.timeout_s, self.topology.device)
+            launcher.init_process_group(world, backend, self.timeout_s, self.topology.device)
             self._agreement = StepAgreement(self.topology.rank, self.topology.world_size, self.timeout_s)
         return self.topology
 
     def teardown(self) -> None:
         if not self._ready:
             return
-        faults.fault("teardown")
-        faults.unload()
+        fault_injection.fault("teardown")
+        fault_injection.unload()
         self._end_watchdog()
         self._end_watchdog = _nothing
         self._ready = self._in_group = False
@@ -156,7 +154,7 @@ class SPMDStrategy(SPMDStep):
             self._changes.close()
             self._changes = None
         self.precision.teardown()
-        processes.destroy_process_group()
+        launcher.destroy_process_group()
 
     def setup_module(self, model: nn.Module) -> nn.Module:
         if self.topology.rank == 0 or not self.capabilities.builds_on_meta:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import NO_HOOKS, Loss, StepHooks, StepResult, StepVote, split_loss
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.devices import move
-from lockstep.strategies.launch import fault_injection as faults
+from lockstep.strategies.launch import fault_injection
 from lockstep.strategies.manual import ManualOptimization
 from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.fused import allow_sparse, skips_on_device
@@ -103,8 +103,8 @@ class SPMDStep(ManualOptimization):
                     counting = finite.to_host(count)
                 elif send is not None:
                     self._send(send, count, weighted * count if alone else weighted / scale)
-            if faults.plan is not None:
-                faults.fault("backward")
+            if fault_injection.plan is not None:
+                fault_injection.fault("backward")
             for j, (value, inputs, returned) in enumerate(losses):
                 if before_backward is not None:
                     before_backward(returned)
@@ -344,8 +344,8 @@ def weighted_losses(
         count = count.detach().double().reshape(())
         weight = numerator * scale if scale is not None else torch.where(count != 0, numerator / count, 0.0)
     for i, (value, inputs, returned) in enumerate(losses):
-        if faults.plan is not None:
-            value = faults.plan.poison(value)
+        if fault_injection.plan is not None:
+            value = fault_injection.plan.poison(value)
             losses[i] = value, inputs, returned
         if value.numel() != 1:
             raise ValueError(

@@ -32,7 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.strategies.launch import worker as rank_module
+from lockstep.strategies.launch import worker
 
 PRELOAD = ("torch._dynamo", "torch.distributed", "torch.nn.parallel.distributed", "torch.optim")
 """Imported beside torch: the first optimizer and the first DDP of a process would import dynamo, 1 to 2 s a rank."""
@@ -63,7 +63,7 @@ class Server:
         )
         # Blocked from its first instruction on: a signal to every process of a job must not cut the ranks' own ending
         # short.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, rank_module.SIGNALS)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, worker.SIGNALS)
         try:
             with theirs:
                 flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -168,7 +168,7 @@ def readable(sources: Iterable[Any], timeout_s: float) -> list[Any]:
 
 def serve(control_fd: int, own: list[str]) -> None:
     """Main of the server: fork ranks on request until the launcher is gone."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, rank_module.SIGNALS)  # as it started, whoever started it
+    signal.pthread_sigmask(signal.SIG_BLOCK, worker.SIGNALS)  # as it started, whoever started it
     launcher = os.getppid()
     for name in (*PRELOAD, *own):
         importlib.import_module(name)
@@ -253,7 +253,7 @@ def _fork(rank: int, folder: str, fds: list[int], servers: list[int]) -> int:
         for stream in (sys.stdout, sys.stderr):  # lines of several ranks must not mix, PYTHONUNBUFFERED or not
             stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
         with socket.socket(fileno=channels[rank]) as channel:
-            rank_module.run(rank, len(channels), folder, program, work, channel)
+            worker.run(rank, len(channels), folder, program, work, channel)
         code = 0
     except SystemExit as error:  # of a process that the rank forked: a rank reports its own
         code = error.code if isinstance(error.code, int) else int(error.code is not None)

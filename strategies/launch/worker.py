@@ -1,4 +1,4 @@
-"""A rank started by `processes.launch`: take over the program's state, do the work, report the result or what went
+"""A rank started by `launcher.launch`: take over the program's state, do the work, report the result or what went
 wrong."""
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from typing import Any
 import numpy
 import torch
 
-from lockstep.strategies.launch import environment, watchdog
-from lockstep.strategies.launch import fault_injection as faults
+from lockstep.strategies.launch import environment, fault_injection, watchdog
 from lockstep.strategies.launch.payload import dumps, pack, unpack
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -61,8 +60,8 @@ def set_phase(step: int | None, phase: str) -> None:
     _phase = step, phase
     if _heartbeat is not None:
         watchdog.write(_heartbeat, step, phase)
-    if faults.plan is not None:
-        faults.plan.enter(step, phase)
+    if fault_injection.plan is not None:
+        fault_injection.plan.enter(step, phase)
 
 
 def current_phase() -> tuple[int | None, str]:
@@ -73,7 +72,7 @@ def current_phase() -> tuple[int | None, str]:
 def _forget_heartbeat() -> None:
     """In a process that a rank forked: what it does is not what the rank does."""
     global _heartbeat
-    _heartbeat = faults.beat = None
+    _heartbeat = fault_injection.beat = None
 
 
 os.register_at_fork(after_in_child=_forget_heartbeat)
@@ -85,7 +84,7 @@ def open_heartbeat(file: int, answers: Any, phase: str) -> None:
     global _heartbeat
     _heartbeat = mmap.mmap(file, watchdog.FORMAT.size)
     set_phase(None, phase)
-    faults.beat = functools.partial(watchdog.beat, _heartbeat)
+    fault_injection.beat = functools.partial(watchdog.beat, _heartbeat)
     faulthandler.register(watchdog.STACKS, answers, all_threads=True)
 
 
@@ -101,7 +100,7 @@ def guard(rank: int) -> Callable[[], None]:
 
     def end() -> None:
         global _heartbeat
-        _heartbeat = faults.beat = None
+        _heartbeat = fault_injection.beat = None
         faulthandler.unregister(watchdog.STACKS)
         sidecar.end()
 

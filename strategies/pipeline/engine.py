@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_leaves
 
 from lockstep.strategies.data.permutation import mix
-from lockstep.strategies.launch import fault_injection as faults
+from lockstep.strategies.launch import fault_injection
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
 from lockstep.strategies.pipeline.microbatches import Feed
@@ -71,8 +71,8 @@ class Engine:
             if self._is_last:
                 self._schedule.step(target=torch.arange(self._num_parts), losses=[], return_outputs=False)
             else:
-                if faults.plan is not None:
-                    faults.fault("backward")
+                if fault_injection.plan is not None:
+                    fault_injection.fault("backward")
                 if feed.before_last_backward is not None:
                     feed.before_last_backward()
                 self._schedule.step(return_outputs=False)
@@ -150,8 +150,8 @@ class Engine:
 
     def _loss(self, output: Tensor, index: Tensor) -> Tensor:
         """The last stage has computed the loss already."""
-        if int(index) == self._num_parts - 1 and faults.plan is not None:
-            faults.fault("backward")
+        if int(index) == self._num_parts - 1 and fault_injection.plan is not None:
+            fault_injection.fault("backward")
         if int(index) == self._num_parts - 1 and self._feed is not None and self._feed.before_last_backward is not None:
             self._feed.before_last_backward()
         return output

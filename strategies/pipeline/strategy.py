@@ -37,7 +37,7 @@ from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.optimizer_probe import probe
 from lockstep.strategies.modules.rng import kept_streams, seed_streams
-from lockstep.strategies.pipeline import partition as pipeline_split
+from lockstep.strategies.pipeline import partition
 from lockstep.strategies.pipeline.microbatches import Feed, Tally, merged, runs
 from lockstep.strategies.pipeline.optimizers import hide, show, shown
 from lockstep.strategies.pipeline.schedules import schedule as find_schedule
@@ -210,7 +210,7 @@ class Pipeline(SPMDStrategy):
         if not environment.started_by_lockstep():  # each rank has drawn initial weights of its own
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.data, 0)
-        parts = pipeline_split.cut(model, self.module)
+        parts = partition.cut(model, self.module)
         for name, block in model.named_modules():
             if is_recomputed(block) and any(layer.name.startswith(f"{name}.") for layer in parts.layers):
                 raise ValueError(
@@ -221,13 +221,13 @@ class Pipeline(SPMDStrategy):
         costs = None
         if self.sample is not None:  # one rank's times for all
             costs = self.broadcast(
-                pipeline_split.measure(parts, self.sample, self.topology.device) if self.topology.rank == 0 else None
+                partition.measure(parts, self.sample, self.topology.device) if self.topology.rank == 0 else None
             )
         rank_of = self.schedule.rank_of(self.num_stage_ranks)
         staged = Staged(
             model,
             parts,
-            pipeline_split.stages(parts, len(rank_of), self.split, costs),
+            partition.stages(parts, len(rank_of), self.split, costs),
             rank_of,
             self._stage_rank,
             self.topology.device,

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.pipeline import partition as pipeline_split
+from lockstep.strategies.pipeline import partition
 from lockstep.strategies.pipeline.strategy import Pipeline
 
 LEGEND = (
@@ -29,10 +29,10 @@ def plan(strategy: Strategy, model: nn.Module) -> str:
     num_ranks, num_parts, schedule = strategy.num_stage_ranks, strategy.num_parts, strategy.schedule
     if num_ranks == 1:
         return "A pipeline of one rank is that rank: give devices=2 or more."
-    parts = pipeline_split.cut(model, strategy.module)
-    costs = None if strategy.sample is None else pipeline_split.measure(parts, strategy.sample, torch.device("cpu"))
+    parts = partition.cut(model, strategy.module)
+    costs = None if strategy.sample is None else partition.measure(parts, strategy.sample, torch.device("cpu"))
     rank_of = schedule.rank_of(num_ranks)
-    stage_of = pipeline_split.stages(parts, len(rank_of), strategy.split, costs)
+    stage_of = partition.stages(parts, len(rank_of), strategy.split, costs)
     sizes = [sum(p.numel() for p in layer.module.parameters()) for layer in parts.layers]
     rows, shares = [], []
     for stage, rank in enumerate(rank_of):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.strategies.base import StepResult, StepVote
-from lockstep.strategies.launch import fault_injection as faults
+from lockstep.strategies.launch import fault_injection
 from lockstep.strategies.sync.collective_fingerprint import Calls
 from lockstep.strategies.sync.host_all_gather import Reduced, open_exchange
 
@@ -94,8 +94,8 @@ class StepAgreement:
 
     def receive(self) -> StepResult:
         """Wait for the others' messages. Raises RuntimeError where they contradict ours."""
-        if faults.plan is not None:
-            faults.fault("collective")
+        if fault_injection.plan is not None:
+            fault_injection.fault("collective")
         lowest, highest, total = self._messages.reduced()
         least_keys, first_bad = lowest[-2:]
         # Keys of 0 say nothing: a rank of padding has logged nothing yet.

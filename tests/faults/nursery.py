@@ -19,7 +19,7 @@ from typing import Any
 
 from lockstep import Trainer
 from lockstep.callbacks import CSVLogger, ModelCheckpoint
-from lockstep.strategies.launch import fault_injection as faults
+from lockstep.strategies.launch import fault_injection
 from tests.trainer.toy import Net, loader, net
 
 
@@ -70,7 +70,7 @@ def launcher(order: dict[str, Any]) -> None:
             log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            os.environ[faults.VARIABLE] = plan
+            os.environ[fault_injection.VARIABLE] = plan
             if not Path("done.json").exists():
                 train(order["strategy"], order["devices"], order["steps"], order["restarts"])
     except BaseException:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.strategies.launch import fault_injection as faults
+from lockstep.strategies.launch import fault_injection
 from lockstep.trainer.checkpoint.store import Checkpoint, newest
 from tests.conftest import REPO_ROOT
 
@@ -99,7 +99,9 @@ def test_a_rank_that_is_killed_under_torchrun(start: Callable[..., subprocess.Po
     single(tmp_path / "one")
     folder = tmp_path / "two"
     plan = f"rank=1,step=7,point=backward,action=sigkill,file={tmp_path / 'count'};rank=0,step=15,point=callback,action=sigkill,file={tmp_path / 'count'}"
-    agent = start("--standalone", "--nproc-per-node=2", "--max-restarts=2", folder=folder, **{faults.VARIABLE: plan})
+    agent = start(
+        "--standalone", "--nproc-per-node=2", "--max-restarts=2", folder=folder, **{fault_injection.VARIABLE: plan}
+    )
     assert agent.wait(100) == 0, (folder / "log").read_text()[-5000:]
     assert (tmp_path / "count").read_text() == "0\n1\n"
     summary = same(folder, tmp_path / "one")

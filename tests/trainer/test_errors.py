@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lockstep import CheckpointError, DataModule, Loss, Module, Trainer
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint, TensorBoardLogger
 from lockstep.strategies import DDP
-from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.launch import launcher
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
 
@@ -27,7 +27,7 @@ def starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(processes, "launch", refuse)
+    monkeypatch.setattr(launcher, "launch", refuse)
 
 
 def sentence(caught: pytest.ExceptionInfo[BaseException]) -> str:

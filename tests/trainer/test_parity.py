@@ -80,14 +80,13 @@ def ddp_by_hand(options: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _ddp_reference(options: dict[str, Any]) -> list[torch.Tensor]:
-    from lockstep.strategies.launch import environment
-    from lockstep.strategies.launch import launcher as processes
+    from lockstep.strategies.launch import environment, launcher
 
-    processes.init_process_group(environment.detect(), "gloo")
+    launcher.init_process_group(environment.detect(), "gloo")
     try:
         return ddp_by_hand(options)
     finally:
-        processes.destroy_process_group()
+        launcher.destroy_process_group()
 
 
 @pytest.mark.parametrize("options", [STEPS["plain"], STEPS["all"]], ids=["plain", "all"])

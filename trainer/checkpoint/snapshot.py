@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.strategies.checkpoint_state import TensorShard, is_alike, pack, restore_model, unpack
-from lockstep.trainer.checkpoint import schema as checkpoint_schema
+from lockstep.trainer.checkpoint import schema
 from lockstep.trainer.checkpoint import store as files
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from lockstep.trainer.hparams import restored
@@ -276,7 +276,7 @@ def check_resumable(checkpoint: Checkpoint) -> None:
             "load_from_checkpoint, and fit without ckpt_path"
         )
     with refused(checkpoint.path):
-        wrong = checkpoint_schema.fault(checkpoint)
+        wrong = schema.fault(checkpoint)
     if wrong is not None:
         raise CheckpointError(f"checkpoint {checkpoint.path} cannot be resumed: {wrong}; load another one")
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lockstep.callbacks._support.tables import columns
-from lockstep.trainer.checkpoint import convert as interchange
+from lockstep.trainer.checkpoint import convert
 from lockstep.trainer.checkpoint.store import Checkpoint
 
 USAGE = "lockstep checkpoint show|verify|diff|export|import PATH... [options]"
@@ -46,10 +46,10 @@ def main(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = arg
         return 1 if found else 0
     elif given.command == "export":
         checkpoint = Checkpoint.open(given.path)
-        target = interchange.export_weights(checkpoint, given.target)
+        target = convert.export_weights(checkpoint, given.target)
         print(f"{target}: {len(checkpoint.names('model/'))} tensors, {_bytes(target.stat().st_size)}")
     else:
-        weights = interchange.import_weights(given.source, given.target, trust_pickle=given.trust_pickle)
+        weights = convert.import_weights(given.source, given.target, trust_pickle=given.trust_pickle)
         print(
             f"{given.target.absolute()}: {len(weights.values)} tensors, step {weights.global_step}, "
             f"{len(weights.hyperparameters)} hyperparameters"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lockstep.callbacks.base import Logger
-from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.launch import launcher
 from lockstep.strategies.launch import restart as restarts
 from lockstep.trainer.checkpoint import store as files
 from lockstep.trainer.module import Module, attach
@@ -46,7 +46,7 @@ def fit(run: RunState, module: Module, sources: Sources, ckpt_path: str | None) 
         try:
             if run.strategy.starts_ranks:
                 return run.strategy.launch(_on_rank, *work)
-            return processes.launch(_on_rank, work, 1)
+            return launcher.launch(_on_rank, work, 1)
         except BaseException as error:
             if run.log_dir:
                 conclude(Path(run.log_dir), error)

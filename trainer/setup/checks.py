@@ -15,7 +15,7 @@ from lockstep.strategies.launch import environment
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.module import Module
 from lockstep.trainer.run.hooks import check_names, overrides
-from lockstep.trainer.setup import start as run_plan
+from lockstep.trainer.setup import start
 from lockstep.trainer.setup.loaders import Sources, loaders_of
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
         savable(module)
     savers = [item for item in run.callbacks if isinstance(item, own.ModelCheckpoint)]
     root = run.arguments.default_root_dir
-    roots = {str(run_plan.place_of(run, item)[0].parent) for item in run.loggers}
+    roots = {str(start.place_of(run, item)[0].parent) for item in run.loggers}
     for folder in roots | {str(item.dirpath or root) for item in savers}:
         writable(folder)
 

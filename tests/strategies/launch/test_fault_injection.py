@@ -14,26 +14,26 @@ from typing import Any
 import pytest
 
 from lockstep import RankFailure, Trainer
-from lockstep.strategies.launch import fault_injection as faults
+from lockstep.strategies.launch import fault_injection
 from lockstep.strategies.launch.fault_injection import Fault, fault, parse
 from tests.trainer.toy import loader, net, quiet
 
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return lambda text: monkeypatch.setenv(faults.VARIABLE, text)
+    return lambda text: monkeypatch.setenv(fault_injection.VARIABLE, text)
 
 
 def test_plans_as_text_and_as_json() -> None:
     text = "rank=1,step=3,point=backward,action=sigkill; point=save.write,action=ENOSPC,times=2"
     plan = [Fault("backward", "sigkill", rank=1, step=3), Fault("save.write", "enospc", times=2)]
-    assert parse({faults.VARIABLE: text}) == plan
+    assert parse({fault_injection.VARIABLE: text}) == plan
     as_json = [
         {"rank": 1, "step": 3, "point": "backward", "action": "sigkill"},
         {"point": "save.write", "action": "enospc", "times": 2},
     ]
-    assert parse({faults.VARIABLE: json.dumps(as_json)}) == plan
-    assert parse({}) == parse({faults.VARIABLE: " "}) == []
+    assert parse({fault_injection.VARIABLE: json.dumps(as_json)}) == plan
+    assert parse({}) == parse({fault_injection.VARIABLE: " "}) == []
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_what_cannot_be_read_is_refused_before_anything_starts(planned: Any, tex
 
 
 def test_without_a_plan_a_point_costs_next_to_nothing() -> None:
-    assert faults.plan is None
+    assert fault_injection.plan is None
     start = time.perf_counter()
     for _ in range(100_000):
         fault("save.write")
@@ -137,7 +137,7 @@ def test_times_are_counted_over_processes_where_a_file_is_given(planned: Any, tm
     planned(f"point=backward,action=raise;point=forward,action=raise,times=4,file={tmp_path / 'count'}")
 
     def reach() -> None:
-        faults.load(0)
+        fault_injection.load(0)
         for _ in range(3):
             try:
                 fault("forward")
@@ -158,7 +158,7 @@ def test_signals(planned: Any, action: str) -> None:
     planned(f"point=forward,action={action}")
 
     def reach() -> None:
-        faults.load(0)
+        fault_injection.load(0)
         fault("forward")
 
     number = getattr(signal, action.upper())

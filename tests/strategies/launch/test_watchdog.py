@@ -20,9 +20,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import Trainer
-from lockstep.strategies.launch import environment, watchdog
-from lockstep.strategies.launch import fault_injection as faults
-from lockstep.strategies.launch import launcher as processes
+from lockstep.strategies.launch import environment, fault_injection, launcher, watchdog
 from lockstep.strategies.launch.launcher import RankFailure, RankTraceback, launch, set_phase
 from tests.trainer.toy import Net, data, loader, net, quiet
 
@@ -58,7 +56,7 @@ def hang(trainer: Trainer, train: Any) -> tuple[RankFailure, str]:
 def test_a_rank_that_hangs_is_named_with_step_phase_and_stacks(
     monkeypatch: pytest.MonkeyPatch, action: str, point: str, state: str
 ) -> None:
-    monkeypatch.setenv(faults.VARIABLE, f"rank=1,step=3,point={point},action={action}")
+    monkeypatch.setenv(fault_injection.VARIABLE, f"rank=1,step=3,point={point},action={action}")
     error, text = hang(quiet(strategy="ddp", devices=2), loader(64))
     phase = {"forward": "training step", "next_batch": "loading data"}[point]
     assert (error.rank, error.step, error.phase) == (1, 3, phase)
@@ -72,7 +70,7 @@ def test_a_rank_that_hangs_is_named_with_step_phase_and_stacks(
 
 
 def test_a_run_that_hung_is_started_again(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv(faults.VARIABLE, "rank=0,step=3,point=forward,action=sigstop,file=count")
+    monkeypatch.setenv(fault_injection.VARIABLE, "rank=0,step=3,point=forward,action=sigstop,file=count")
     trainer = quiet(strategy="ddp", devices=2, max_restarts=1)
     trainer.fit(net(), loader(64))
     assert trainer.global_step == 4
@@ -109,7 +107,7 @@ def test_a_data_loader_that_blocks(workers: int) -> None:
 def test_a_rank_that_hangs_while_it_is_set_up(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     model = net()
     if where == "the rendezvous":
-        monkeypatch.setenv(faults.VARIABLE, "rank=1,point=setup,action=sleep")
+        monkeypatch.setenv(fault_injection.VARIABLE, "rank=1,point=setup,action=sleep")
     else:
         model.__class__ = type(
             "Blocks", (Net,), {where: lambda self, stage=None: time.sleep(600) if self.global_rank == 1 else loader(64)}
@@ -163,7 +161,7 @@ def works_without_a_sign(mark: Path) -> int:
         prepare_data()
         for i in range(12):
             time.sleep(QUICK_S / 4)
-            set_phase(1, f"validation batch {i}") if i < 6 else faults.fault("save.write")
+            set_phase(1, f"validation batch {i}") if i < 6 else fault_injection.fault("save.write")
         mark.touch()
     else:
         while not mark.exists():
@@ -185,7 +183,7 @@ def test_no_alarm_while_a_rank_gives_signs_or_has_no_step(monkeypatch: pytest.Mo
 
 def test_zero_is_never(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(watchdog.VARIABLE, "0")
-    monkeypatch.setenv(faults.VARIABLE, f"rank=1,step=3,point=forward,action=sleep,seconds={3 * LIMIT_S}")
+    monkeypatch.setenv(fault_injection.VARIABLE, f"rank=1,step=3,point=forward,action=sleep,seconds={3 * LIMIT_S}")
     quiet(devices=2).fit(net(), loader(64))
 
 
@@ -224,7 +222,7 @@ def test_beside_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch, repo_root: Pa
     environ = {
         **os.environ,
         "PYTHONPATH": str(repo_root),
-        faults.VARIABLE: "rank=1,step=3,point=forward,action=hold_gil",
+        fault_injection.VARIABLE: "rank=1,step=3,point=forward,action=hold_gil",
     }
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
@@ -273,7 +271,7 @@ def wait_without_a_pause() -> None:
     """Rank 0 waits for rank 1, which sleeps, and computes meanwhile, as NCCL does."""
     world = environment.detect()
     assert world is not None
-    processes.init_process_group(world)
+    launcher.init_process_group(world)
     if world.rank == 1:
         time.sleep(60)
     threading.Thread(target=lambda: [None for _ in itertools.count()], daemon=True).start()

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Loss, Module
 from lockstep.strategies import Pipeline
-from lockstep.strategies.data import batch_slices as slices
+from lockstep.strategies.data import batch_slices
 from tests.strategies.modules.test_optimizer_probe import (
     CASES,
     Rule,
@@ -457,15 +457,15 @@ def test_an_object_whose_tensors_are_not_one_row_a_sample_is_refused() -> None:
         ValueError,
         match=r"a batch of class Movable cannot be split, as the first dimension of its x \(shape \[3, 8\]\)",
     ):
-        slices.cut([Movable(torch.ones(3, 8), torch.ones(4)), torch.ones(4)], 4, 2)
-    first, second = (part for part, _ in slices.cut(Movable(torch.ones(4, 8), torch.arange(4)), 4, 2))
+        batch_slices.cut([Movable(torch.ones(3, 8), torch.ones(4)), torch.ones(4)], 4, 2)
+    first, second = (part for part, _ in batch_slices.cut(Movable(torch.ones(4, 8), torch.arange(4)), 4, 2))
     assert (
         first.x.shape == (2, 8) and second.y["labels"].tolist() == [2, 3] and second.names == ["sample 2", "sample 3"]
     )
     assert (
-        slices.signature(first)
-        == slices.signature(second)
-        != slices.signature(Movable(torch.ones(3, 8), torch.ones(3)))
+        batch_slices.signature(first)
+        == batch_slices.signature(second)
+        != batch_slices.signature(Movable(torch.ones(3, 8), torch.ones(3)))
     )
 
 

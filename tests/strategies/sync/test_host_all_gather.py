@@ -14,10 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.strategies.base import StepVote
-from lockstep.strategies.launch import environment
-from lockstep.strategies.launch import launcher as processes
-from lockstep.strategies.sync import host_all_gather as exchange
-from lockstep.strategies.sync import host_all_gather_tree as exchange_tree
+from lockstep.strategies.launch import environment, launcher
+from lockstep.strategies.sync import host_all_gather, host_all_gather_tree
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
 pytestmark = pytest.mark.ranks
@@ -25,27 +23,27 @@ pytestmark = pytest.mark.ranks
 
 def joined(work: Any, num_ranks: int, tree: bool = False, timeout_s: float = 30.0) -> Any:
     """What `work(exchange, rank)` returns on rank 0."""
-    return processes.launch(_on_rank, (work, tree, timeout_s), num_ranks)
+    return launcher.launch(_on_rank, (work, tree, timeout_s), num_ranks)
 
 
 def _on_rank(work: Any, tree: bool, timeout_s: float) -> Any:
     world = environment.detect()
     assert world is not None
-    processes.init_process_group(world, "gloo", 20.0)
+    launcher.init_process_group(world, "gloo", 20.0)
     if tree and world.rank == 0:
         del os.memfd_create  # as on a system without it, or on another machine
-    opened = exchange.open_exchange(world.rank, world.world_size, 2, timeout_s)
-    assert isinstance(opened, exchange._Tree if tree else exchange._Memory)
+    opened = host_all_gather.open_exchange(world.rank, world.world_size, 2, timeout_s)
+    assert isinstance(opened, host_all_gather._Tree if tree else host_all_gather._Memory)
     result = work(opened, world.rank)
     dist.barrier()
     opened.close()
-    processes.destroy_process_group()
+    launcher.destroy_process_group()
     return result
 
 
 @pytest.mark.parametrize("tree", [False, True])
 def test_every_rank_reads_what_all_have_posted(tree: bool) -> None:
-    def work(opened: exchange.Exchange, rank: int) -> list[Any]:
+    def work(opened: host_all_gather.Exchange, rank: int) -> list[Any]:
         rows = []
         for turn in range(600):  # more than the ring holds
             opened.post(turn, 10.5 * rank)
@@ -61,7 +59,7 @@ def test_every_rank_reads_what_all_have_posted(tree: bool) -> None:
 
 @pytest.mark.parametrize("tree", [False, True])
 def test_lowest_highest_and_sum_are_equal_on_all_ranks(tree: bool) -> None:
-    def work(opened: exchange.Exchange, rank: int) -> list[Any]:
+    def work(opened: host_all_gather.Exchange, rank: int) -> list[Any]:
         found = []
         for turn in range(50):
             opened.post(turn - rank, math.inf if rank == 1 else rank)
@@ -77,7 +75,7 @@ def test_lowest_highest_and_sum_are_equal_on_all_ranks(tree: bool) -> None:
 
 
 def test_a_rank_that_reads_late_finds_what_was_said_then() -> None:
-    def work(opened: exchange.Exchange, rank: int) -> list[Any]:
+    def work(opened: host_all_gather.Exchange, rank: int) -> list[Any]:
         if rank == 1:
             for turn in range(100):
                 opened.post(turn, 1)
@@ -93,20 +91,20 @@ def test_a_rank_that_reads_late_finds_what_was_said_then() -> None:
 
 
 def test_a_message_that_was_written_over_is_an_error() -> None:
-    def work(opened: exchange.Exchange, rank: int) -> None:
-        for _ in range(exchange.RING + 1 if rank else 1):
+    def work(opened: host_all_gather.Exchange, rank: int) -> None:
+        for _ in range(host_all_gather.RING + 1 if rank else 1):
             opened.post(0, 0)
         dist.barrier()
         if rank == 0:
             opened.read()
 
-    with pytest.raises(RuntimeError, match=f"rank 1 is {exchange.RING} messages ahead"):
+    with pytest.raises(RuntimeError, match=f"rank 1 is {host_all_gather.RING} messages ahead"):
         joined(work, 2)
 
 
 @pytest.mark.parametrize("tree", [False, True])
 def test_who_waits_learns_of_a_rank_that_has_ended(tree: bool, tmp_path: Path) -> None:
-    def work(opened: exchange.Exchange, rank: int) -> None:
+    def work(opened: host_all_gather.Exchange, rank: int) -> None:
         if rank == 1:
             os._exit(7)
         opened.post(0, 0)
@@ -116,13 +114,13 @@ def test_who_waits_learns_of_a_rank_that_has_ended(tree: bool, tmp_path: Path) -
             (tmp_path / "learned").write_text(str(error))
             raise
 
-    with pytest.raises(processes.RankFailure, match="rank 1 exited with code 7"):
+    with pytest.raises(launcher.RankFailure, match="rank 1 exited with code 7"):
         joined(work, 2, tree)
     assert (tmp_path / "learned").read_text() == "rank 1 has ended: see its own error"
 
 
 def test_waiting_ends_at_the_timeout() -> None:
-    def work(opened: exchange.Exchange, rank: int) -> str:
+    def work(opened: host_all_gather.Exchange, rank: int) -> str:
         if rank == 1:
             time.sleep(1.5)
             return ""
@@ -141,10 +139,10 @@ def test_a_number_that_means_something_else_on_this_machine_is_no_memory(tmp_pat
     os.write(files[1], b"abc")
     os.write(files[2], bytes(64))
     for number in (*ends, *files, 10**6, -1):
-        assert exchange._open(os.getpid(), number, 77, 64) is None
-    assert exchange._open(2**30, 0, 77, 64) is None
-    whole = exchange._create(64, 77)
-    memory = exchange._open(os.getpid(), whole, 77, 64)
+        assert host_all_gather._open(os.getpid(), number, 77, 64) is None
+    assert host_all_gather._open(2**30, 0, 77, 64) is None
+    whole = host_all_gather._create(64, 77)
+    memory = host_all_gather._open(os.getpid(), whole, 77, 64)
     assert memory is not None and len(memory) == 64
     for number in (*ends, *files, whole):
         os.close(number)
@@ -160,19 +158,19 @@ def deep(work: Any) -> None:
     def on_rank() -> None:
         world = environment.detect()
         assert world is not None
-        processes.init_process_group(world, "gloo", 20.0)
-        links = exchange_tree.Links(world.rank, world.world_size, 20.0, fanout=2)
+        launcher.init_process_group(world, "gloo", 20.0)
+        links = host_all_gather_tree.Links(world.rank, world.world_size, 20.0, fanout=2)
         dist.barrier()
         work(links, world.rank)
         dist.barrier()
         links.close()
-        processes.destroy_process_group()
+        launcher.destroy_process_group()
 
-    processes.launch(on_rank, (), NUM_DEEP)
+    launcher.launch(on_rank, (), NUM_DEEP)
 
 
 def test_a_tree_of_several_levels_sums_and_gathers() -> None:
-    def work(links: exchange_tree.Links, rank: int) -> None:
+    def work(links: host_all_gather_tree.Links, rank: int) -> None:
         assert len(links.children) + (links.parent is not None) <= 3
         for turn in range(20):
             total = NUM_DEEP * (NUM_DEEP - 1) / 2
@@ -184,11 +182,11 @@ def test_a_tree_of_several_levels_sums_and_gathers() -> None:
 
 
 def test_every_rank_of_a_tree_learns_which_one_has_ended() -> None:
-    def work(links: exchange_tree.Links, rank: int) -> None:
+    def work(links: host_all_gather_tree.Links, rank: int) -> None:
         if rank == 4:
             links.close()
             return
-        worker = exchange_tree.Worker(links)
+        worker = host_all_gather_tree.Worker(links)
         worker.give(links.reduce, (1.0,))
         with pytest.raises(RuntimeError, match="rank 4 has ended: see its own error"):
             worker.result(10.0)
@@ -200,12 +198,12 @@ def test_who_does_not_know_the_secret_is_not_let_in() -> None:
     """Also if it says nothing at all, or too little."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(exchange_tree._HELLO.pack(b"x" * 32, 1))
-        assert exchange_tree._greeted(ours, b"y" * 32) == -1
-        theirs.sendall(exchange_tree._HELLO.pack(b"y" * 32, 1))
-        assert exchange_tree._greeted(ours, b"y" * 32) == 1
+        theirs.sendall(host_all_gather_tree._HELLO.pack(b"x" * 32, 1))
+        assert host_all_gather_tree._greeted(ours, b"y" * 32) == -1
+        theirs.sendall(host_all_gather_tree._HELLO.pack(b"y" * 32, 1))
+        assert host_all_gather_tree._greeted(ours, b"y" * 32) == 1
         threading.Timer(0.1, theirs.close).start()
-        assert exchange_tree._greeted(ours, b"y" * 32) == -1
+        assert host_all_gather_tree._greeted(ours, b"y" * 32) == -1
 
 
 def say(control: StepAgreement, rank: int, **changed: Any) -> Any:
@@ -219,7 +217,7 @@ def say(control: StepAgreement, rank: int, **changed: Any) -> Any:
 def test_the_odd_rank_is_named(tree: bool) -> None:
     """Over a tree too, on which the numbers of each rank travel only after the ranks have found that they disagree."""
 
-    def work(_: exchange.Exchange, rank: int) -> None:
+    def work(_: host_all_gather.Exchange, rank: int) -> None:
         control = StepAgreement(rank, 4, 20.0)
         try:
             result = say(control, rank, keys=0 if rank == 2 else 77, stop=15 * (rank == 1))

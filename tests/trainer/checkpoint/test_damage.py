@@ -26,7 +26,7 @@ import torch
 
 from lockstep.callbacks import Callback, EarlyStopping, LRWarmup
 from lockstep.strategies.checkpoint_state import TensorShard
-from lockstep.trainer.checkpoint import checksum as crc
+from lockstep.trainer.checkpoint import checksum
 from lockstep.trainer.checkpoint import manifest as checkpoint_format
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError, is_checkpoint
 from tests.trainer.checkpoint.test_store import contents, cut, on_ranks, save_alone, script
@@ -711,14 +711,14 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_checksums_are_those_of_zlib_whatever_computes_them(tmp_path: Path) -> None:
     isal = pytest.importorskip("isal.isal_zlib", reason="there is no wheel of isal for this machine")
-    assert crc.crc32 is isal.crc32
+    assert checksum.crc32 is isal.crc32
     code = """
 import sys
 sys.modules["isal"] = None
 import zlib
-from lockstep.trainer.checkpoint import checksum as crc
+from lockstep.trainer.checkpoint import checksum
 from lockstep.trainer.checkpoint.store import Checkpoint
-assert crc.crc32 is zlib.crc32
+assert checksum.crc32 is zlib.crc32
 print(Checkpoint.open("a").files())
 """
     save_alone(tmp_path / "a", {"model/w": torch.randn(600_000), "model/v": torch.randn(3)})

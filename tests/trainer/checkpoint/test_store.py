@@ -23,8 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lockstep.strategies.checkpoint_state import TensorShard
-from lockstep.trainer.checkpoint import directory as checkpoint_folder
-from lockstep.trainer.checkpoint import safetensors_file
+from lockstep.trainer.checkpoint import directory, safetensors_file
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError, clean, is_checkpoint, newest, remove, save
 
 REPOSITORY = Path(__file__).parents[3]
@@ -491,7 +490,7 @@ def test_what_is_not_a_checkpoint_is_neither_replaced_nor_removed(tmp_path: Path
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_replacing_leaves_only_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
     if not can_exchange:
-        monkeypatch.setattr(checkpoint_folder, "exchange", lambda one, other: False)
+        monkeypatch.setattr(directory, "exchange", lambda one, other: False)
     save_alone(tmp_path / "a", {"extra/only in the first": torch.zeros(3)}, {"progress": {"global_step": 1}})
     save_step(tmp_path / "a", 2)
     loaded = Checkpoint.open(tmp_path / "a")
@@ -534,7 +533,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(
 ) -> None:
     """A kill of the process cannot show this, only of the machine: so the order of the calls is looked at."""
     calls: list[str] = []
-    fsync, rename, exchange = os.fsync, os.rename, checkpoint_folder.exchange
+    fsync, rename, exchange = os.fsync, os.rename, directory.exchange
 
     def recording_fsync(descriptor: int) -> None:
         calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
@@ -550,7 +549,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(
 
     monkeypatch.setattr(os, "fsync", recording_fsync)
     monkeypatch.setattr(os, "rename", recording_rename)
-    monkeypatch.setattr(checkpoint_folder, "exchange", recording_exchange)
+    monkeypatch.setattr(directory, "exchange", recording_exchange)
     for number in range(2):
         calls.clear()
         save_alone(tmp_path / "deep" / "a", {"model/w": torch.zeros(1), "extra/w": torch.zeros(1)}, rank_state={})
@@ -641,7 +640,7 @@ import os, random, signal, sys, time, warnings
 from pathlib import Path
 import torch
 from lockstep.strategies.checkpoint_state import TensorShard
-from lockstep.trainer.checkpoint import store as checkpoint, directory as checkpoint_folder
+from lockstep.trainer.checkpoint import store as checkpoint, directory
 from lockstep.trainer.checkpoint.store import Checkpoint
 
 root = Path(sys.argv[1])

@@ -14,7 +14,7 @@ import torch
 
 from lockstep import RankFailure, Trainer
 from lockstep.callbacks import CSVLogger, ModelCheckpoint
-from lockstep.strategies.launch import fault_injection as faults
+from lockstep.strategies.launch import fault_injection
 from lockstep.trainer.cli.main import main
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
@@ -47,7 +47,7 @@ def test_what_the_caller_has_is_as_after_an_undisturbed_fit(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], strategy: str, devices: int, rank: int
 ) -> None:
     undisturbed, one = fit(strategy, devices)
-    monkeypatch.setenv(faults.VARIABLE, KILLS.format(rank=rank))
+    monkeypatch.setenv(fault_injection.VARIABLE, KILLS.format(rank=rank))
     model, other = fit(strategy, devices, max_restarts=3)
     lines = [line for line in capfd.readouterr().err.splitlines() if "restart" in line]
     newest = Path("runs/Net/version_1/checkpoints").absolute()
@@ -83,7 +83,7 @@ def test_a_validation_that_comes_after_the_checkpoint_of_its_step_is_logged_once
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fit("single", 1, val_check_interval=2)
-    monkeypatch.setenv(faults.VARIABLE, "step=4,point=next_batch,action=sigkill,file=count")
+    monkeypatch.setenv(fault_injection.VARIABLE, "step=4,point=next_batch,action=sigkill,file=count")
     fit("single", 1, val_check_interval=2, max_restarts=1)
     one, other = (Path(f"runs/Net/version_{i}/metrics.csv").read_text() for i in range(2))
     assert one == other and len(one.splitlines()) > 10
@@ -96,7 +96,7 @@ def test_without_a_checkpoint_it_begins_again_and_an_earlier_runs_are_not_its_ow
     undisturbed, _ = fit("single", 1, **options)
     assert list(Path("kept").iterdir())
     options = {"callbacks": ModelCheckpoint(dirpath="kept", every_n_train_steps=4)}
-    monkeypatch.setenv(faults.VARIABLE, "step=3,point=forward,action=sigkill,file=count")
+    monkeypatch.setenv(fault_injection.VARIABLE, "step=3,point=forward,action=sigkill,file=count")
     model, _ = fit("single", 1, max_restarts=1, **options)
     assert "restart 1 of 1 from the beginning" in capfd.readouterr().err
     assert equal(weights(model), weights(undisturbed))
@@ -104,7 +104,7 @@ def test_without_a_checkpoint_it_begins_again_and_an_earlier_runs_are_not_its_ow
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_without_restarts_the_summary_names_the_rank_that_died(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    monkeypatch.setenv(faults.VARIABLE, f"rank={rank},step=3,point=backward,action=sigkill")
+    monkeypatch.setenv(fault_injection.VARIABLE, f"rank={rank},step=3,point=backward,action=sigkill")
     with pytest.raises(RankFailure) as caught:
         fit("ddp", 2)
     assert not getattr(caught.value, "__notes__", [])
@@ -116,7 +116,7 @@ def test_without_restarts_the_summary_names_the_rank_that_died(monkeypatch: pyte
 
 
 def test_the_same_failure_at_the_same_step_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(faults.VARIABLE, "rank=1,step=3,point=forward,action=raise,times=9,file=count")
+    monkeypatch.setenv(fault_injection.VARIABLE, "rank=1,step=3,point=forward,action=raise,times=9,file=count")
     with pytest.raises(RuntimeError, match="planned by LOCKSTEP_FAULTS at forward of step 3") as caught:
         fit("ddp", 2, max_restarts=5)
     assert caught.value.__notes__ == [
@@ -128,7 +128,7 @@ def test_the_same_failure_at_the_same_step_is_not_tried_again(monkeypatch: pytes
 
 
 def test_when_all_restarts_are_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(faults.VARIABLE, KILLS.format(rank=0))
+    monkeypatch.setenv(fault_injection.VARIABLE, KILLS.format(rank=0))
     model, trainer = net(), quiet(max_restarts=1, max_epochs=2)
     before = weights(model)
     with pytest.raises(RankFailure, match="rank 0 was killed by SIGKILL") as caught:
@@ -183,7 +183,7 @@ def test_the_process_that_starts_the_ranks_dies(capfd: pytest.CaptureFixture[str
 
 
 def test_a_stop_that_was_asked_for_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(faults.VARIABLE, "step=3,point=forward,action=sigterm,times=9,file=count")
+    monkeypatch.setenv(fault_injection.VARIABLE, "step=3,point=forward,action=sigterm,times=9,file=count")
     with pytest.raises(SystemExit) as caught:
         fit("ddp", 2, max_restarts=5)
     assert caught.value.code == 143 and Path("count").read_text().count("0") == 2
@@ -208,7 +208,7 @@ def test_under_a_launcher_that_restarts_by_itself_it_is_refused(monkeypatch: pyt
 def test_from_the_command_line(
     monkeypatch: pytest.MonkeyPatch, repo_root: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(faults.VARIABLE, "rank=1,step=3,point=forward,action=sigkill,file=count")
+    monkeypatch.setenv(fault_injection.VARIABLE, "rank=1,step=3,point=forward,action=sigkill,file=count")
     keys = [
         "strategy=ddp",
         "devices=2",
@@ -236,7 +236,7 @@ def test_the_random_streams_of_the_caller_are_those_of_every_attempt(monkeypatch
     again."""
     runs = []
     for plan in ("", "step=2,point=forward,action=sigkill,file=count"):
-        monkeypatch.setenv(faults.VARIABLE, plan)
+        monkeypatch.setenv(fault_injection.VARIABLE, plan)
         model = net(dropout=0.5)
         torch.manual_seed(7)
         quiet(max_restarts=1).fit(model, loader(40, 8, shuffle=True))
@@ -255,7 +255,7 @@ class SetBack(Net):
 def test_a_clock_that_is_set_back_does_not_hide_checkpoints(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(faults.VARIABLE, "rank=0,step=5,point=backward,action=sigkill,file=count")
+    monkeypatch.setenv(fault_injection.VARIABLE, "rank=0,step=5,point=backward,action=sigkill,file=count")
     quiet(max_restarts=1, enable_checkpointing=True, callbacks=[ModelCheckpoint(every_n_train_steps=2)]).fit(
         SetBack(), loader(32, 4)
     )

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR,
 
 from lockstep import CheckpointError, Module
 from lockstep.callbacks import Callback, EarlyStopping, LearningRateMonitor
-from lockstep.trainer.checkpoint import reader as checkpoint_reader
+from lockstep.trainer.checkpoint import reader
 from tests.trainer.run.test_resume_bitwise import SavesAt
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
@@ -304,7 +304,7 @@ def test_each_byte_is_checked_once_when_a_run_is_resumed(
     first.fit(net(), loader(32))
     saved = Path(first.checkpoint_callback.best_model_path)
     checked: list[str] = []
-    original = checkpoint_reader.check_files
+    original = reader.check_files
 
     def check(folder: Path, files: dict[str, Any], *, checksums: bool) -> None:
         if checksums:
@@ -312,7 +312,7 @@ def test_each_byte_is_checked_once_when_a_run_is_resumed(
                 file.write(f"{folder}\n")
         original(folder, files, checksums=checksums)
 
-    monkeypatch.setattr(checkpoint_reader, "check_files", check)
+    monkeypatch.setattr(reader, "check_files", check)
 
     def resume() -> None:
         ckpt_path = "auto" if path == "auto" else saved
