@@ -104,7 +104,7 @@ STEP_COLUMNS = {
 
 
 def summarise_steps(clocks: Mapping[str, Sequence[Clock]], references: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """`summarise` in microseconds a step, and the same of the process's CPU time; for `STEP_COLUMNS`."""
+    """`summarize` in microseconds a step, and the same of the process's CPU time; for `STEP_COLUMNS`."""
     rows = summarise(
         {name: [clock.s_per_step() * 1e6 for clock in own] for name, own in clocks.items()}, "us", references
     )

@@ -4,7 +4,7 @@
 
 A fit with AdamW on one process, a third of the bytes each for parameters and two moments, stops after its first step
 and saves in every way in turn: at once, at once without checksums (they are replaced by nothing, for this measurement
-only), in the place of an older checkpoint, and beside the training; beside a copy of the same tensors in memory, and a
+only), in the place of an older checkpoint, and asynchronously; beside a copy of the same tensors in memory, and a
 raw write of their bytes to one file, flushed to the disk. A time is milliseconds, the median over rounds; ratios are
 medians of those to the copy and to the raw write of the same round. Expect a minute.
 """

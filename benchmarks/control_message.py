@@ -4,7 +4,7 @@
 
 Half of the steps go without it, in the same run, in turns of 20: a rank that waits in one step for the other would else
 gain it back in the next. A time is the mean of a turn on rank 0; what the message costs is the median over pairs of
-neighbouring turns. CPU time is that of the process, all threads. With `--collectives` the module
+neighboring turns. CPU time is that of the process, all threads. With `--collectives` the module
 calls so many all_reduces in its step, whose operations, types and sizes the message then compares. Expect a minute.
 """
 

@@ -29,7 +29,7 @@ SHAPE = (3, 64, 64)
 
 
 class Images(Dataset):
-    """Images that are decoded from bytes and normalised, as from a folder; the bytes are in memory."""
+    """Images that are decoded from bytes and normalized, as from a folder; the bytes are in memory."""
 
     def __init__(self, num_images: int) -> None:
         self.num_images = num_images

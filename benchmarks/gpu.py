@@ -6,7 +6,7 @@ The model of examples/gpt.py with the size of GPT-2 (12 blocks of width 768, 1,0
 AdamW (fused), precision bf16-mixed, pinned batches, one logged value; in eager mode, with each block compiled, and by
 hand also compiled as a whole. Tokens a second are medians over rounds; ratios are medians of those to the hand-written
 loop of the same round and kind (above 1 is faster). MFU counts 6 FLOPs a parameter and token, and 12 a layer, width
-and position for attention, against the dense bf16 peak of the device. `syncs` are host synchronisations a step between
+and position for attention, against the dense bf16 peak of the device. `syncs` are host synchronizations a step between
 two logging intervals, as torch.cuda.set_sync_debug_mode counts them in a run of its own. Expect ten minutes.
 Without a CUDA device it says so and does nothing.
 """
@@ -77,7 +77,7 @@ class Job:
 
 
 class DeviceClock(Clock):
-    """Waits for the device at its marks; in between it may count host synchronisations, by the line that they come
+    """Waits for the device at its marks; in between it may count host synchronizations, by the line that they come
     from."""
 
     def __init__(self, num_steps: int, warmup: int, counts: bool) -> None:
@@ -175,7 +175,7 @@ def measure(job: Job, train: Callable[[Job, Clock, str], None], compiled: str) -
 
 
 def count_syncs(job: Job, train: Callable[[Job, Clock, str], None], compiled: str) -> dict[str, Any]:
-    """Host synchronisations a step, in steps that end before the first logging interval, and where they come from."""
+    """Host synchronizations a step, in steps that end before the first logging interval, and where they come from."""
     clock = DeviceClock(COUNTED_STEPS, WARMUP_STEPS, counts=True)
     fresh()
     with warnings.catch_warnings(record=True) as caught:

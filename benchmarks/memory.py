@@ -183,7 +183,7 @@ def live_bytes() -> int:
 
 
 def bytes_of(tensors: list[Tensor | None]) -> int:
-    """Of what lies on this rank; memory that several share counts once."""
+    """Of what is on this rank; memory that several share counts once."""
     found = {}
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
@@ -199,7 +199,7 @@ def memory(field: str) -> int:
 
 
 def reset_peak() -> int:
-    """Let the peak of the resident memory begin anew from what it is now; returns that in bytes."""
+    """Let the peak of the resident memory begin again from what it is now; returns that in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
 

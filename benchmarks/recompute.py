@@ -3,7 +3,7 @@
     python -m benchmarks.recompute [--width 128] [--depth 4] [--steps 5] [--json FILE]
 
 One process, float32, the model of examples/gpt.py on 8 sequences of 128 tokens. Bytes are exact: of every tensor that
-the forward keeps for the backward, parameters left out. Seconds are those of the fastest step. Expect ten seconds.
+the forward keeps for the backward, parameters skipped. Seconds are those of the fastest step. Expect ten seconds.
 """
 
 from __future__ import annotations

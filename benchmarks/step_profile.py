@@ -3,7 +3,7 @@
     python -m benchmarks.step_profile [--rounds 3] [--steps 200] [--match TEXT] [--json FILE]
 
 The step of `benchmarks.step_overhead` with everything on, beside a loop that logs the same values, and those of
-`benchmarks.engines` on two ranks, of which the last is looked at. A timer of the process's CPU time interrupts it
+`benchmarks.engines` on two ranks, of which the last is checked. A timer of the process's CPU time interrupts it
 every millisecond, and the innermost Python frame says what it was doing; kernels count for the line that calls them,
 what gloo's threads do for the line that waits. Numbers are microseconds a step, medians over rounds. Files with less
 than half a percent of the step are summed up. Interrupts come a little late, at the next call or loop of Python, so

@@ -193,7 +193,7 @@ class DDP(SPMDStrategy):
 
 
 class Replica(nn.Module):
-    """The user's model with torch's DDP around its step, which is built anew when other parameters are to be
+    """The user's model with torch's DDP around its step, which is built again when other parameters are to be
     trained."""
 
     ddp: DistributedDataParallel | None = None
@@ -212,7 +212,7 @@ class Replica(nn.Module):
         self._reduced = True
         self._stands_in = False
         self._order: list[int] = []
-        """Ids of the parameters as they lie in DDP's buckets, as far as they have been seen."""
+        """Ids of the parameters as they are in DDP's buckets, as far as they have been seen."""
         self._order_is_known = False
         self.wrap()
 
@@ -244,9 +244,9 @@ class Replica(nn.Module):
         return None if step_fn is None else step_fn(batch, batch_idx)
 
     def bucket_order(self) -> list[str] | None:
-        """The trained parameters in the order in which they lie in DDP's buckets; None before a step has settled it.
+        """The trained parameters in the order in which they are in DDP's buckets; None before a step has settled it.
 
-        DDP lays its buckets out anew after the first step, by the order in which gradients came, and sums of more than
+        DDP lays its buckets out again after the first step, by the order in which gradients came, and sums of more than
         two ranks depend in their last bit on where in a bucket a gradient lies. Every rank calls it.
         """
         if self.ddp is None:

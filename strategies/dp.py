@@ -40,7 +40,7 @@ ONE_OPTIMIZER = "strategy 'dp' needs automatic optimization with one optimizer; 
 class DataParallel(SPMDStrategy):
     """Each micro-batch is cut into one slice a device, and the step runs on all slices at once, in threads.
 
-    Replicas are made anew for each micro-batch, on several GPUs those of `torch.nn.parallel.replicate`. Prefer `ddp`:
+    Replicas are made again for each micro-batch, on several GPUs those of `torch.nn.parallel.replicate`. Prefer `ddp`:
     it needs no copies of the parameters in a step and no lock of the interpreter is shared.
 
     The model is the first replica. What the step changes alike on all slices (a counter, a target network that it

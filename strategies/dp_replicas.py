@@ -190,7 +190,7 @@ def _is_state(key: str) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """Lists and dicts anew, with what they hold shared."""
+    """Lists and dicts again, with what they hold shared."""
     if type(value) is dict:
         return {key: _copied(item) for key, item in value.items()}
     if type(value) is list:

@@ -16,7 +16,7 @@ from lockstep.strategies.spmd import SPMDStrategy
 
 
 class ModelParallel(SPMDStrategy):
-    """The model's layers lie on `devices` devices of one process, in order, and a batch passes through them.
+    """The model's layers are on `devices` devices of one process, in order, and a batch passes through them.
 
     One device works at a time, so this makes room, not speed; `pipeline` keeps all devices busy.
 
@@ -137,7 +137,7 @@ def balanced(model: nn.Module, count: int) -> dict[str, int]:
     for i, ((name, _), size) in enumerate(zip(layers, sizes, strict=True)):
         middle = before + size / 2
         wanted = min(count - 1, int(middle * count / total)) if total else 0
-        # contiguous, no device left out: at least enough layers must remain for the devices to come
+        # contiguous, no device skipped: at least enough layers must remain for the devices to come
         index = min(max(index, wanted, count - (len(layers) - i)), index + 1 if i else 0)
         placed[name] = index
         before += size

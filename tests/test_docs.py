@@ -1,6 +1,6 @@
 """The README and the guide: every block runs, every command and link leads somewhere.
 
-- Python blocks of a page run in order, as one program. Pages of the guide go on from the first block of
+- Python blocks of a page run in order, as one program. Pages of the guide continue from the first block of
   docs/getting-started.md. A ```text block behind a Python block is what it prints (`...` matches anything).
 - Commands in ```bash blocks: targets of `make` exist, `lockstep ...` has a config that fits, files exist;
   `lockstep config ...` runs, and prints the ```yaml block behind it.

@@ -49,7 +49,7 @@ class TrainerArguments:
         `callbacks`: Callback objects. `logger`: True (TensorBoard), False, a Logger or a list of them.
         `log_every_n_steps`: optimizer steps between logged values.
         `enable_progress_bar`, `enable_checkpointing` (adds a ModelCheckpoint unless one is given).
-        `default_root_dir`: folder of runs; a run lies in `<default_root_dir>/<name>/version_<N>`.
+        `default_root_dir`: folder of runs; a run is in `<default_root_dir>/<name>/version_<N>`.
     Reproducibility
         `seed`: seeds every random stream when a run begins; None uses the streams of the process as they are.
         `deterministic`: only deterministic algorithms of torch.

@@ -200,7 +200,7 @@ class Module(HyperParameters, nn.Module):
         are weighted by the samples of the batch, or by `batch_size`, and always span all ranks. Every rank
         logs the same names, unless `rank_zero_only`. What a name's first call says of it holds. With
         `add_dataloader_idx` False a name that several loaders log is one value over all of them. Costs one
-        addition on the value's device; synchronises nothing. `sync_dist`, `enable_graph`, `sync_dist_group`
+        addition on the value's device; synchronizes nothing. `sync_dist`, `enable_graph`, `sync_dist_group`
         and `metric_attribute` are accepted for Lightning's sake and change nothing.
         """
         if self._trainer is None:

@@ -17,7 +17,7 @@ def count_samples(batch: Any, asked: int) -> int | None:
 
     `asked` if a tensor (or array) has so many rows, or a list so many items. Otherwise the number of rows on which all
     tensors agree, or of items on which all lists of equal things agree, if that is smaller. 0 for None and what is
-    empty. None if nothing tells: the samples lie in another dimension, or joined in fewer or more rows.
+    empty. None if nothing tells: the samples are in another dimension, or joined in fewer or more rows.
     """
     if batch is None:
         return 0

@@ -161,7 +161,7 @@ class Streamed(Source):
 
 
 def _ends_for_good(iterable: Any) -> bool:
-    """Whether it can be read once only, as a generator. A user's class that is its own iterator may begin anew in
+    """Whether it can be read once only, as a generator. A user's class that is its own iterator may begin again in
     `__iter__`."""
     if not isinstance(iterable, Iterator):
         return False

@@ -84,7 +84,7 @@ def mix(*values: int) -> int:
 
 
 def _scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The same finaliser on an array `[k]`, which it overwrites; multiplication wraps."""
+    """The same finalizer on an array `[k]`, which it overwrites; multiplication wraps."""
     for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
         values ^= values >> np.uint64(shift)
         if multiplier is not None:

@@ -24,7 +24,7 @@ class MicroBatch:
     batch: Any
     """What the loader's collate function made."""
     num_samples: int
-    """Samples in this rank's batch, which a collate function may have left out some of; 0 marks padding: a batch to
+    """Samples in this rank's batch, which a collate function may have skipped some of; 0 marks padding: a batch to
     run with zero weight where ranks must keep step."""
     batch_idx: int = 0
     """Index of the batch in its epoch on this rank; set by who drives the loop."""
@@ -100,7 +100,7 @@ class ShardedLoader:
         self._source = source_of(loader, Share(rank, size, seed, accumulate, split), shuffle)
         self._sum = sum_over_ranks
         self._last: Any = None
-        """The last batch with a sample: padding where all samples of a later one are left out."""
+        """The last batch with a sample: padding where all samples of a later one are skipped."""
         if size > 1 and sum_over_ranks is None and self._source.counts_own:
             raise ValueError(
                 f"{type(loader).__name__} gives a rank only its own samples, so sum_over_ranks is required if size is "
@@ -188,7 +188,7 @@ class ShardedLoader:
         nothing.
 
         Windows keep their samples; batches are measured, limited and counted as in that run. Each window is
-        cut anew over ranks and micro-batches, none of which has more samples a rank than was planned, or
+        cut again over ranks and micro-batches, none of which has more samples a rank than was planned, or
         with `whole` into one micro-batch. Where batch size or accumulation is another than in `plan`, that
         is taken for what is wanted. `start` samples of the epoch are done. Every rank calls it alike,
         before `windows`. Raises ValueError where batches that are not ours to cut do not share out.

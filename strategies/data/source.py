@@ -30,7 +30,7 @@ class Source(ABC):
     counts_own = False
     """True where a rank counts only its own samples."""
     may_filter = False
-    """True where the user's own function makes batches, so that samples may be left out."""
+    """True where the user's own function makes batches, so that samples may be skipped."""
     shards_itself = False
 
     @abstractmethod
@@ -38,7 +38,7 @@ class Source(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """What was looked at, for the message that it is empty."""
+        """What was checked, for the message that it is empty."""
 
     @abstractmethod
     def check(self, start: int) -> None:
@@ -59,7 +59,7 @@ class Source(ABC):
 
     @abstractmethod
     def check_planned(self, start: int) -> None:
-        """Raise where an epoch cannot go on after `start` samples with the windows of another number of ranks."""
+        """Raise where an epoch cannot continue after `start` samples with the windows of another number of ranks."""
 
     def batches_of(self, num_micro_batches: int) -> int:
         """Batches of a last window that is shorter than a full one and was not known to be the last."""
@@ -100,7 +100,7 @@ class Factory:
 
 
 def cannot_share(loader: Any, share: Share, why: str, counts: Sequence[int]) -> ValueError:
-    """What to say where a run cannot go on with its global batches on this number of ranks."""
+    """What to say where a run cannot continue with its global batches on this number of ranks."""
     return ValueError(
         f"the run began on {share.planned} ranks and cannot keep its global batches on {share.size}: of "
         f"{name_of(loader)}, {why}; "

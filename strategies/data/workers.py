@@ -111,8 +111,8 @@ def _stacked(dataset: Any) -> Sequence[torch.Tensor] | None:
 class Items:
     """Fetches this rank's part of global micro-batch `number` for a key `(run, epoch, start, limit, number)`.
 
-    A new `run` opens the iterable anew. Keys come with rising numbers, to one worker every so-many-th;
-    what lies between is read and left to the others. Returns (batch, samples here, samples on all
+    A new `run` opens the iterable again. Keys come with rising numbers, to one worker every so-many-th;
+    what is between is read and left to the others. Returns (batch, samples here, samples on all
     ranks), the last of which is -1 after the end.
     """
 
@@ -259,7 +259,7 @@ class Items:
 
 
 class Once:
-    """Reads on in an iterator without asking it for another: one whose `__iter__` begins anew would."""
+    """Reads on in an iterator without asking it for another: one whose `__iter__` begins again would."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator

@@ -71,7 +71,7 @@ def agreed(
         _set(config, "torch_autocast.dtype", "bfloat16", f"precision={precision!r}", always=True)
         config["torch_autocast"].setdefault(
             "lower_precision_safe_modules", []
-        )  # gradients meet in float32, as under every strategy
+        )  # gradients are all-reduced in float32, as under every strategy
     _set(config, "gradient_allreduce_op", "mean", "gradients that are means")
     _set(config, "managed_gradient_accumulation", True, "windows that it weights itself")
     if stage < 3 and _get(config, "zero_optimization.offload_optimizer.device") != "cpu":

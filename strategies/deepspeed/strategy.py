@@ -289,7 +289,7 @@ class DeepSpeed(SPMDStrategy):
             self.clip_gradients(wrapped, optimizer, self._given_clip)
         if self._non_finite is not None and bool(
             self._non_finite
-        ):  # a host synchronisation: the engine cannot leave out a step on the device
+        ):  # a host synchronization: the engine cannot skip a step on the device
             wrapped.forget_gradients()
             return False
         wrapped.adopt_weights()

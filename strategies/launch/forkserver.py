@@ -6,7 +6,7 @@ was killed.
 
 Who ends whom: the server sees the launcher's end (a socket, and its parent's process id once a second, as processes
 that the launcher forked may hold the socket open) and sends SIGKILL to every rank's process group. Ranks die with the
-server by PR_SET_PDEATHSIG (Linux). Neither needs anything from the rank, so code that holds the GIL for ever ends as
+server by PR_SET_PDEATHSIG (Linux). Neither needs anything from the rank, so code that holds the GIL forever ends as
 well.
 """
 

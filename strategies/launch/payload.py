@@ -1,7 +1,7 @@
-"""Objects in one anonymous file: how work reaches the ranks and how a result comes home.
+"""Objects in one anonymous file: how work reaches the ranks and how a result is returned.
 
 Functions and classes of `__main__` travel by value (cloudpickle), everything importable by name. The bytes of
-tensors on the CPU and of numpy arrays lie beside the pickle, and large ones are mapped, not read: any number of
+tensors on the CPU and of numpy arrays are beside the pickle, and large ones are mapped, not read: any number of
 processes that unpack one file share its pages until they write to them. The file has no name, so nothing is left
 when the last process that holds it ends, however it ends.
 """
@@ -93,7 +93,7 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         # By identity of the storage, which pickle's memo keeps: that is what preserves sharing between tensors.
-        # What lies on a GPU arrives on the CPU: which device it is to be on is known to the rank alone.
+        # What is on a GPU arrives on the CPU: which device it is to be on is known to the rank alone.
         if type(obj) is torch.storage.TypedStorage and obj._untyped_storage.device.type in ("cpu", "cuda"):
             return _typed_storage, (obj._untyped_storage, obj.dtype)
         if type(obj) is torch.UntypedStorage and obj.device.type in ("cpu", "cuda"):

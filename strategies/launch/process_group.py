@@ -110,7 +110,7 @@ atexit.register(_drop_kept)
 def destroy_process_group(timeout_s: float = 2.0) -> None:
     """Leave the default process group, if there is one, and return within `timeout_s` seconds.
 
-    Gloo waits for what is in flight, up to the timeout of the collective, even when its peer is gone; that wait goes on
+    Gloo waits for what is in flight, up to the timeout of the collective, even when its peer is gone; that wait continues
     in a thread that nobody waits for.
     """
     if not (dist.is_available() and dist.is_initialized()):

@@ -2,7 +2,7 @@
 from it.
 
 Each rank keeps a heartbeat file in shared memory: its process, step and phase, and when it last said so (`set_phase` in
-`strategies/launch/worker.py`). A watcher looks at the heartbeat files: the launcher for the ranks that it started, a
+`strategies/launch/worker.py`). A watcher checks the heartbeat files: the launcher for the ranks that it started, a
 small process beside each rank that torchrun, Slurm or MPI started, for which this file is also a program (`python
 watchdog.py`), so it imports no torch.
 
@@ -403,7 +403,7 @@ def main(folder: Path, name: str, num_local: int, num_nodes: int) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(
             signum, signal.SIG_IGN
-        )  # to all processes of a job: the rank goes on until it is at the end of its step
+        )  # to all processes of a job: the rank continues until it is at the end of its step
     job, _, number = name.rpartition("-")
     rank, parent, watchdog = int(number), os.getppid(), Watchdog()
     elsewhere_s = (
@@ -442,7 +442,7 @@ def main(folder: Path, name: str, num_local: int, num_nodes: int) -> None:
 
 
 def _kill(pid: int) -> None:
-    """A rank, and the workers that it forked, which would go on alone and hold its output open."""
+    """A rank, and the workers that it forked, which would continue alone and hold its output open."""
     with suppress(OSError):
         workers = [child for child in _children(pid) if _handles(_status(child))]
         for each in (pid, *workers):

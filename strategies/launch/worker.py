@@ -347,7 +347,7 @@ def _rebuild(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[
 
 
 def cut(text: str, max_lines: int = _MAX_TRACEBACK_LINES) -> str:
-    """The text with its middle left out if it is long."""
+    """The text without its middle if it is long."""
     lines = [
         line if len(line) <= _MAX_LINE_LENGTH else line[:_MAX_LINE_LENGTH] + " ..."
         for line in text.rstrip().splitlines()

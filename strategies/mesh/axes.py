@@ -114,7 +114,7 @@ class MeshModel(nn.Module):
         self.watched_hooks: list[tuple[nn.Module, str, Any]] = []
         """Modules that take no hooks, with the attribute and what it held before."""
         self.sequence: SequenceSharding | None = None
-        """Where activations are cut along the sequence, if they are."""
+        """Where activations are sharded along the sequence, if they are."""
         self.depth = 0
         """How many brackets are open."""
         self.manual = False
@@ -519,7 +519,7 @@ class _Lender:
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._lent and self._lent[-1] is module:
             self._lent.pop()
-            if not self._wrapped.depth:  # within a step, and where a backward computes again, the backward frees it
+            if not self._wrapped.depth:  # within a step, and where a backward recomputes, the backward frees it
                 if torch._C._current_graph_task_id() == -1:
                     self._wrapped.close()
             elif torch.is_grad_enabled():
@@ -547,6 +547,6 @@ warnings.filterwarnings(
 )
 logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
     lambda record: not re.search(r"\d sequential all_\w+ operations", record.getMessage())
-)  # of tensors sharded over two axes, made whole where somebody looks at them
+)  # of tensors sharded over two axes, made whole where somebody checks them
 
 mixed_tensors.install()

@@ -62,7 +62,7 @@ def take(reader: Reader, name: str, like: Tensor | None) -> Tensor:
 
 
 def cut_like(whole: Tensor, like: Tensor) -> Tensor:
-    """`whole` as this rank holds `like`, a parameter: all of it, or where parameters are cut over ranks its part, a
+    """`whole` as this rank holds `like`, a parameter: all of it, or where parameters are sharded over ranks its part, a
     DTensor."""
     return take(Whole({"": whole}, {}), "", like) if isinstance(like, DTensor) else whole.to(like.device)
 
@@ -107,7 +107,7 @@ def clip_by_norm(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         norms = torch.nn.utils.get_total_norm(pieces)
         square = norms.to(torch.promote_types(norms.dtype, torch.float32)).square()
         if mesh is not None:
-            square = square.to(mesh.device_type)  # offloaded gradients lie on the CPU
+            square = square.to(mesh.device_type)  # offloaded gradients are on the CPU
         for dim in split:
             dist.all_reduce(square, group=mesh.get_group(dim))
         squares.append(square)
@@ -161,7 +161,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class ShardedScaler(torch.amp.GradScaler):
-    """Loss scaling by which all ranks skip the same steps, each having looked at its own shards."""
+    """Loss scaling by which all ranks skip the same steps, each having checked its own shards."""
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -181,7 +181,7 @@ class ShardedScaler(torch.amp.GradScaler):
 
 
 class _Gradient:
-    """A parameter as `clip_grads_with_norm_` looks at it."""
+    """A parameter as `clip_grads_with_norm_` checks it."""
 
     def __init__(self, gradient: Tensor) -> None:
         self.grad = gradient

@@ -1,7 +1,7 @@
 """Meshes of ranks: from "ddp=2,tensor=2" to axes whose product is the number of ranks.
 
 Axes in the order in which ranks are numbered, outermost first: pipeline, ddp, fsdp, tensor. So the ranks
-of one tensor group are neighbours, which on GPUs have the fastest links between them.
+of one tensor group are neighbors, which on GPUs have the fastest links between them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the strategies share whose parameters are cut over a mesh of ranks."""
+"""What the strategies share whose parameters are sharded over a mesh of ranks."""
 
 from __future__ import annotations
 
@@ -392,7 +392,7 @@ class ShardedStrategy(SPMDStrategy):
 
     @contextmanager
     def _losses(self) -> Iterator[None]:
-        """Loss parallelism: cross entropy is computed, forward and backward, on logits that are cut by classes."""
+        """Loss parallelism: cross entropy is computed, forward and backward, on logits that are sharded by classes."""
         if not self.options.loss_parallel or "tensor" not in self._sizes:
             yield
             return

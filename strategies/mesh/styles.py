@@ -1,4 +1,4 @@
-"""How one layer is cut: torch's parallel styles, with layouts that follow whether activations are cut along the
+"""How one layer is cut: torch's parallel styles, with layouts that follow whether activations are sharded along the
 sequence."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SequenceSharding:
     def of(
         cls, model: nn.Module, blocks: Mapping[str, nn.Module], styles: dict[str, Any], size: int
     ) -> SequenceSharding:
-        """Find the rows of blocks and add their normalisation layers to `styles`. Raises ValueError naming what does
+        """Find the rows of blocks and add their normalization layers to `styles`. Raises ValueError naming what does
         not fit."""
         if not blocks:
             raise ValueError(

@@ -13,7 +13,7 @@ from lockstep.strategies.modules.blocks import Rule
 class TensorParallel(ShardedStrategy):
     """Tensor parallelism: each rank computes its slice of the layers, for the same samples as the others.
 
-    Attention is cut by heads, a perceptron by its inner width; two sums over the ranks a block and direction make
+    Attention is sharded by heads, a perceptron by its inner width; two sums over the ranks a block and direction make
     them whole. What is in no plan is repeated on every rank.
 
     `plan`, `sequence_parallel`, `loss_parallel`, `broadcast_buffers`, `wrap`: as in `Options`.

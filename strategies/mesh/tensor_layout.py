@@ -101,7 +101,7 @@ class Plan:
 
 
 def make_plan(model: nn.Module, blocks: Mapping[str, nn.Module], size: int, options: Options) -> Plan:
-    """Decide what is cut over `size` ranks. Raises ValueError where a layer's size does not divide, or nothing can be
+    """Decide what is sharded over `size` ranks. Raises ValueError where a layer's size does not divide, or nothing can be
     cut."""
     plan = Plan(traced=within_compiled(model))
     given = _given(model, options)
@@ -379,7 +379,7 @@ def _heads(
 
 
 def _cut_classes(model: nn.Module, plan: Plan) -> None:
-    """Loss parallelism: the last linear layer is cut by its outputs, the classes."""
+    """Loss parallelism: the last linear layer is sharded by its outputs, the classes."""
     linear = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     heads = [name for name, style in plan.styles.items() if style == "classes"]
     heads = heads or [name for name, _ in linear[-1:] if plan.styles.get(name, "gather") in ("gather", "scatter")]

@@ -1,4 +1,4 @@
-"""Parameters and buffers that lie on another rank: they say what they are like, and refuse what would need their
+"""Parameters and buffers that are on another rank: they say what they are like, and refuse what would need their
 values."""
 
 from __future__ import annotations

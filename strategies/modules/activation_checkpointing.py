@@ -48,7 +48,7 @@ def keep(model: nn.Module) -> None:
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Whether this module's activations are computed again in the backward."""
+    """Whether this module's activations are recomputed in the backward."""
     return any(cls in _PLAIN for cls in type(module).__mro__)
 
 
@@ -56,12 +56,12 @@ def is_recomputed(module: nn.Module) -> bool:
 
 
 _PLAIN: dict[type, type[nn.Module]] = {}
-"""The user's class of each class that is computed again."""
+"""The user's class of each class that is recomputed."""
 
 
 @functools.cache
 def _recomputed(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `cls` with its name whose forward is computed again.
+    """A subclass of `cls` with its name whose forward is recomputed.
 
     A class and no attribute of the object, so that replicas that share the object's attributes run their own forward.
     """

@@ -18,7 +18,7 @@ def find_blocks(model: nn.Module, rule: Rule) -> dict[str, nn.Module]:
 
     "auto" takes the innermost items of lists and sequences that are more than one layer. A class, a name
     (`"gpt.blocks.*"`), or a list of both takes what matches; a function is asked with (name, module); None
-    takes none. A submodule whose parameters others share is left out, as its block could not move alone.
+    takes none. A submodule whose parameters others share is skipped, as its block could not move alone.
     Raises ValueError for a class or name that matches nothing.
     """
     ties = [[_way(model, name) for name in many] for many in _several_names(model)]

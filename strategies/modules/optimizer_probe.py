@@ -3,7 +3,7 @@
 A strategy that keeps parameters, or pieces of them, on other ranks may step an optimizer on what a rank holds only if
 the step is the same there. That depends on the optimizer's code, not on its name, so it is tried: a copy of the
 optimizer steps random tensors, then again with some gradients changed, with tensors missing, and with tensors in
-pieces. What moves that should not have moved says what the optimizer looks at.
+pieces. What moves that should not have moved says what the optimizer checks.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Numbers = dict[tuple[nn.Module, str, Any], Any]
 def numbers(model: nn.Module) -> Numbers:
     """The numbers among the attributes of `model` and its submodules, and in attributes that are dicts.
 
-    Metrics of torchmetrics are left out: their counts are reduced over ranks by themselves. Walks the whole tree.
+    Metrics of torchmetrics are skipped: their counts are reduced over ranks by themselves. Walks the whole tree.
     """
     return {(module, name, key): value for module in model.modules() for name, key, value in _numbers_of(module)}
 

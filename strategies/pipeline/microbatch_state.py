@@ -91,7 +91,7 @@ class StepState:
             for name, value in vars(module).items()
             if isinstance(value, Tensor)
         }
-        if self._held is not None:  # what each run sets anew holds one part; a cache is set once
+        if self._held is not None:  # what each run sets again holds one part; a cache is set once
             self._partial.update(place for place, value in held.items() if self._held.get(place) is not value)
         self._held = held
         self._refuse_counting()
@@ -160,7 +160,7 @@ class StepState:
                 )
 
     def _refuse_counting(self) -> None:
-        """A layer may keep a number once, as a cache does; one that goes on changing counts."""
+        """A layer may keep a number once, as a cache does; one that continues changing counts."""
         before, now = self._inside, _kept(self._layers)
         self._inside = now
         for place in {**before, **now}:

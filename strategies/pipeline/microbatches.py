@@ -31,7 +31,7 @@ class Tally:
 
     count: float = 0.0
     total: float = 0.0
-    """Sum of the weighted losses; NaN on an accelerator, where it would cost a host synchronisation."""
+    """Sum of the weighted losses; NaN on an accelerator, where it would cost a host synchronization."""
     outputs: list[tuple[Any, int]] = field(default_factory=list)
     """What the step returned for each part of the running micro-batch, and its number of samples."""
 

@@ -17,7 +17,7 @@ LISTS_OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 
 
 class Layer(NamedTuple):
-    """A module that lies on one stage as a whole and is run by calling it."""
+    """A module that is on one stage as a whole and is run by calling it."""
 
     name: str
     """Its name in the model."""
@@ -42,7 +42,7 @@ class Cut(NamedTuple):
 def cut(model: nn.Module, module: str | None = None) -> Cut:
     """Find the pipelined module of `model` and take it apart.
 
-    It is the outermost submodule that holds every trainable parameter, or the model itself where these lie in
+    It is the outermost submodule that holds every trainable parameter, or the model itself where these are in
     several; `module` names another. Raises ValueError naming what does not fit.
     """
     name, net = _named(model, module) if module is not None else _found(model)

@@ -7,7 +7,7 @@ On every rank the pipelined module runs its own `forward`, on the same inputs. W
   sent in their place;
 - the first layer of a later stage ends the call: its arguments are what is sent on.
 
-So positions, masks and all else that follows from the inputs alone is computed anew on every stage, and only
+So positions, masks and all else that follows from the inputs alone is recomputed on every stage, and only
 what layers have computed travels. A rehearsal on tensors without data finds out, for each shape of the inputs,
 what travels where; it is the same on every rank, so nothing is asked and no shape is sent.
 """
@@ -102,7 +102,7 @@ class _Run:
 
 
 class _Lost(NamedTuple):
-    """A parameter or buffer that lies on another rank."""
+    """A parameter or buffer that is on another rank."""
 
     module: nn.Module
     name: str
@@ -170,7 +170,7 @@ class Staged(nn.Module):
         self.state: StepState | None = None
         """What steps do to the model beside its layers, where that is watched."""
         self.shards: Any = None
-        """Where layers are cut over ranks: a `pipeline_shard.Shards`."""
+        """Where layers are sharded over ranks: a `pipeline_shard.Shards`."""
 
     # ---- parameters and names ----------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class Staged(nn.Module):
         return self.rank_of[self._owner[name]] == self.rank
 
     def staged(self) -> list[tuple[str, Tensor, int]]:
-        """Name, tensor and rank of each parameter and buffer that lies on one stage, in the same order on all ranks.
+        """Name, tensor and rank of each parameter and buffer that is on one stage, in the same order on all ranks.
 
         Others, outside of the pipelined module or buffers beside layers, are on every rank.
         """
@@ -500,7 +500,7 @@ class Staged(nn.Module):
         return tuple(tensors)
 
     def forget_layouts(self) -> None:
-        """Find out anew what travels, as other parameters are trained."""
+        """Find out again what travels, as other parameters are trained."""
         for layer, shadow in zip(self.layers, self._shadows, strict=True):
             for mine, theirs in zip(layer.module.parameters(), shadow.parameters(), strict=True):
                 theirs.requires_grad_(mine.requires_grad)

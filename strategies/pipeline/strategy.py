@@ -177,7 +177,7 @@ class Pipeline(SPMDStrategy):
         }
         self.num_stage_ranks = sizes["pipeline"]
         data_size = self.topology.world_size // self.num_stage_ranks
-        self._stage_rank, data_rank = divmod(self.topology.rank, data_size)  # neighbours share layers, not samples
+        self._stage_rank, data_rank = divmod(self.topology.rank, data_size)  # neighbors share layers, not samples
         self.topology = replace(
             self.topology,
             data_rank=data_rank,
@@ -253,7 +253,7 @@ class Pipeline(SPMDStrategy):
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         """Take optimizers that hold the model's parameters; each steps those of this rank.
 
-        Their groups go on listing all, so that hooks find none missing without a word.
+        Their groups continue listing all, so that hooks find none missing silently.
         """
         assert isinstance(wrapped, Staged)
         for key, optimizer in optimizers.items():

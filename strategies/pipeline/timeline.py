@@ -1,4 +1,4 @@
-"""What a pipeline will do, as text: which layers lie on which rank, and who works and waits when."""
+"""What a pipeline will do, as text: which layers are on which rank, and who works and waits when."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The order in which ranks exchange the parameters and gradients of their blocks, compared before each exchange begins.
 
 An engine that gathers a block when it is called exchanges whatever the ranks call at that time: the parameters of
-different blocks with each other if their sizes agree, and otherwise nothing, for ever.
+different blocks with each other if their sizes agree, and otherwise nothing, forever.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
 
 
 def sane(rows: dict[str, Any], unit: str, output: str, rounds: int, least: float, most: float) -> None:
-    """Each row is in the table, its numbers fit each other, and each lies between `least` and `most`."""
+    """Each row is in the table, its numbers fit each other, and each is between `least` and `most`."""
     for name, row in rows.items():
         assert name in output
         assert len(row[f"rounds_{unit}"]) == rounds

@@ -1,4 +1,4 @@
-"""TensorBoard shows a run: a real server on loopback, looked at in a real browser."""
+"""TensorBoard shows a run: a real server on loopback, checked in a real browser."""
 
 from __future__ import annotations
 

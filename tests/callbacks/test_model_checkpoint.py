@@ -1,4 +1,4 @@
-"""ModelCheckpoint with real checkpoints: when it saves, what it keeps, what a resumed run goes on with."""
+"""ModelCheckpoint with real checkpoints: when it saves, what it keeps, what a resumed run continues with."""
 
 from __future__ import annotations
 

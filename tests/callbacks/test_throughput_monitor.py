@@ -85,7 +85,7 @@ def test_tokens_are_exact_over_ranks_epochs_and_uneven_ends(devices: int, capfd:
     cut = 8 // devices
     batches = [ragged([dataset[j] for j in range(i, min(i + cut, 25))])[0].numel() for i in range(0, 25, cut)]
     steps = [sum(batches[i : i + devices]) for i in range(0, len(batches), devices)] * 3
-    for last in (6, 9, 12):  # the first two steps are left out, so the third has no interval of its own
+    for last in (6, 9, 12):  # the first two steps are skipped, so the third has no interval of its own
         assert f"at {last}: {sum(steps[last - 3 : last]) / 3:.6f} a step" in shown
     assert "at 3: " + f"{steps[2]:.6f} a step" in shown
 

@@ -2,7 +2,7 @@
 milliseconds.
 
 Reads a JSON object a line, `{"folder", "undisturbed", "strategy", "devices", "steps", "restarts", "faults"}`; answers
-each with the process id of a launcher, which trains in that folder, and goes on from what it finds there; before,
+each with the process id of a launcher, which trains in that folder, and continues from what it finds there; before,
 unless that is done, without faults in the folder `undisturbed`. Ends with its input.
 """
 

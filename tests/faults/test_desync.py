@@ -127,7 +127,7 @@ class OddLast(OddLater):
 
 
 def failure(strategy: str, ranks: int, module: Net, batches: Any) -> Exception:
-    """What a fit raises that must not go on to its end, after a look at what it has left."""
+    """What a fit raises that must not continue to its end, after a look at what it has left."""
     trainer = quiet(
         strategy={"ddp": DDP, "fsdp": FSDP}[strategy](timeout_s=TIMEOUT_S), devices=ranks, accelerator="cpu"
     )

@@ -1,4 +1,4 @@
-"""Under torchrun the run's folder goes on at whatever number of ranks torchrun forms."""
+"""Under torchrun the run's folder continues at whatever number of ranks torchrun forms."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_the_run_goes_on_at_the_number_of_ranks_that_there_is(
         "--rdzv-id=elastic",
     ]
     meet += ["--local-addr=127.0.0.1", "--monitor-interval=0.2"]
-    # With torch 2.13 a node that comes back waits for ever otherwise: the agents share the store of their own meeting
+    # With torch 2.13 a node that comes back waits forever otherwise: the agents share the store of their own meeting
     # with the ranks.
     shares = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     first = start(*meet, conf + "true", folder=folder, **shares)

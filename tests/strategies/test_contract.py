@@ -72,7 +72,7 @@ RARELY = (
     "ddp=2,pipeline=2",
     "deepspeed 1",
 )
-"""Variants that the default run leaves out: it has others with as many ranks and the same axes, and their own files of
+"""Variants that the default run skips: it has others with as many ranks and the same axes, and their own files of
 tests."""
 
 PLANS = {
@@ -166,7 +166,7 @@ def test_gradients_are_those_of_one_process(name: str, key: str, trained: Traine
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=slow(name in RARELY)) for name in STRATEGIES])
 def test_state_goes_to_one_process_and_back(name: str, trained: Trained, tmp_path: Path) -> None:
-    """Model and optimizer state saved here goes on there as if nothing had happened, in both directions."""
+    """Model and optimizer state saved here continues there as if nothing had happened, in both directions."""
     make, devices = STRATEGIES[name]
     half = replace(HALF, precision=finest(name))
     model, kept = reference(half)

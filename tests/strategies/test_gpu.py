@@ -71,7 +71,7 @@ def test_the_numbers_of_a_loop_by_hand(
 def test_state_goes_to_one_process_on_the_cpu_and_back(
     make: Callable[[], Strategy], devices: int, tmp_path: Path
 ) -> None:
-    """Weights and optimizer state: training goes on there as if nothing had happened, in both directions."""
+    """Weights and optimizer state: training continues there as if nothing had happened, in both directions."""
     half = Plan(epochs=1)
     model, kept = reference(half)
     expected, _ = reference(half, model, kept["optimizer"])
@@ -103,7 +103,7 @@ class Mixed(Module):
 
 
 class Look(Callback):
-    """What lies on the GPUs when an optimizer steps, under strategies that cut parameters over ranks."""
+    """What is on the GPUs when an optimizer steps, under strategies that cut parameters over ranks."""
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         from torch.distributed import distributed_c10d

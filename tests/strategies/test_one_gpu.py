@@ -1,4 +1,4 @@
-"""Each strategy's own code on one GPU, as a mesh of one rank: numbers of loops by hand, no host synchronisation in a
+"""Each strategy's own code on one GPU, as a mesh of one rank: numbers of loops by hand, no host synchronization in a
 step."""
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def test_nothing_else_moves_a_stream(what: str, tmp_path: Path, monkeypatch: pyt
 
 
 class Dice(Net):
-    """Logs what every rank draws for one model, which differs from rank to rank, and how it was initialised, which does
+    """Logs what every rank draws for one model, which differs from rank to rank, and how it was initialized, which does
     not."""
 
     def configure_model(self) -> None:

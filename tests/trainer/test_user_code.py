@@ -130,7 +130,7 @@ def test_parametrized_layers_train_on_ranks(strategy: str, devices: int) -> None
 
 
 class Thawing(Base):
-    """Layers freeze and thaw at other times than epochs begin, in the module and in a callback."""
+    """Layers freeze and unfreeze at other times than epochs begin, in the module and in a callback."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def test_ddp_names_unused_parameters_before_anything_moves(n: int) -> None:
 
 
 class OnlyFirst(Branching):
-    """The last micro-batch of a window leaves out what the first used."""
+    """The last micro-batch of a window skips what the first used."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch, 2 if batch_idx % 2 else 0)

@@ -252,7 +252,7 @@ def test_none_on_one_rank_has_no_weight(clip: float | None) -> None:
 
 
 class Moves(Callback):
-    """How far the first step went on rank 0, and where to."""
+    """How far the first step continued rank 0, and where to."""
 
     def __init__(self) -> None:
         self.step: list[list[float]] = []

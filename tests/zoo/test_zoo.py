@@ -1,4 +1,4 @@
-"""The table of docs/exactness.md is what happens: nothing in it differs from one process without a word."""
+"""The table of docs/exactness.md is what happens: nothing in it differs from one process silently."""
 
 from __future__ import annotations
 

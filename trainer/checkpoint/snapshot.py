@@ -169,7 +169,7 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
 
 
 def rewind(run: RunState, module: Module, path: str | Path) -> None:
-    """Put weights, optimizers, schedulers and callbacks back to a checkpoint of this run; data and metrics go on from
+    """Put weights, optimizers, schedulers and callbacks back to a checkpoint of this run; data and metrics continue from
     where they are.
 
     Every rank calls it, between windows.
@@ -320,7 +320,7 @@ def _place(rank_state: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _shared_sums(saved: list[dict[str, Any]], strategy: Strategy) -> dict[str, Any]:
-    """What this rank goes on with of the running sums of other ranks: over all ranks nothing is lost or counted
+    """What this rank continues with of the running sums of other ranks: over all ranks nothing is lost or counted
     twice."""
     sums: dict[str, Any] = {}
     for rank, state in enumerate(saved):
@@ -362,7 +362,7 @@ def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Cal
 
 
 def _restore_streams(run: RunState, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:
-    """Go on with the random streams of the rank that saw the same samples; where samples are shared out anew, with
+    """Go on with the random streams of the rank that saw the same samples; where samples are shared out again, with
     streams that nobody drew from."""
     strategy = run.strategy
     if len(saved) == strategy.topology.data_size:

@@ -52,7 +52,7 @@ def save(
     each element of each name exactly once. `state` is JSON data equal on all ranks, of which rank 0's is written;
     `rank_state` is JSON data of this rank. Tuples, and subclasses of JSON types, come back as the plain type; NaN
     and infinities come back. `barrier()` waits for all ranks and `broadcast(value)` returns rank 0's JSON value;
-    both may be left out for one rank.
+    both may be skipped for one rank.
 
     `finite` are names of tensors that must hold finite numbers. `also` are paths in the same folder at which the
     checkpoint is committed as well, sharing its files where the file system has hard links. `outdated` are

@@ -5,7 +5,7 @@
     commit    rank 0, once it has every part: state and manifest, then the folder gets its name
     agree     rank 0 reports how it ended; a failure is raised on every rank
 
-Ranks meet by what lies in the folder, so a background thread may write and commit without a collective.
+Ranks meet by what is in the folder, so a background thread may write and commit without a collective.
 
 The kernel starts to write a file with its first chunk, while later chunks are checksummed and copied.
 """
@@ -175,7 +175,7 @@ class Saving:
             os.close(descriptor)
         self._locks = []
 
-    # ---- beside the training ---------------------------------------------------------------------------
+    # ---- asynchronously ---------------------------------------------------------------------------
 
     def start(self) -> None:
         """Write and commit in a thread of its own."""

@@ -157,7 +157,7 @@ class MetricStore:
         entry.count += weight
 
     def _log_on_device(self, entry: Entry, value: Tensor, weight: float) -> None:
-        """Add `value` to the sum where it is: no host synchronisation."""
+        """Add `value` to the sum where it is: no host synchronization."""
         if entry.total is None or entry.total.device != value.device:
             self._settle(entry)
             start = entry.number if entry.reduce_fx in ("max", "min") else 0.0
@@ -274,7 +274,7 @@ class MetricStore:
     def of_this_step(self, name: str, reader: int, strategy: Strategy, wanted: bool) -> float | None:
         """The mean over all ranks of what was logged as `name` in this optimizer step; None where nothing was.
 
-        `reader` calls it after each step, on every rank: a host synchronisation, and where the value is `wanted` a
+        `reader` calls it after each step, on every rank: a host synchronization, and where the value is `wanted` a
         collective.
         """
         entry = self.entries.get(name) or self.entries.get(name.removesuffix("_step"))
@@ -284,7 +284,7 @@ class MetricStore:
             reductions, number, count = self._read.get(
                 (reader, entry.name), (0, *self._restored.get(entry.name, (0.0, 0.0)))
             )
-            if reductions != self._reductions:  # the sums began anew
+            if reductions != self._reductions:  # the sums began again
                 number = count = 0.0
             self._read[reader, entry.name] = self._reductions, entry.number, entry.count
             if strategy.topology.is_reporting_rank:

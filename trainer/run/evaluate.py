@@ -123,7 +123,7 @@ def run_stage(run: RunState, module: Module, sources: Sources, stage: str) -> An
 
 
 def validate_in_fit(run: RunState, module: Module, loaders: list[ShardedLoader]) -> None:
-    """Validate beside the training: its random streams, metrics and modes stay as they are."""
+    """Validate asynchronously: its random streams, metrics and modes stay as they are."""
     random_streams, training_metrics = rng_state(run.streams), run.metrics
     try:
         evaluate(run, module, loaders, "validate")

@@ -86,7 +86,7 @@ class RunFolder:
             self._map, self.executed = None, [0, 0]
         self.executed[1] = os.getpid()
         before = _load(path)
-        if locked and before.get("exit") == _RUNNING:  # it does no more, without a word
+        if locked and before.get("exit") == _RUNNING:  # it does no more, silently
             with suppress(OSError):
                 _write_json(path / "summary.json", before | {"exit": _KILLED, "computed_steps": self.executed[0]})
 

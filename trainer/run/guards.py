@@ -111,7 +111,7 @@ class Guards:
         infinite.
 
         The gradient of each step was finite, and a loss would have shown it in a later step. Every rank calls it; one
-        host synchronisation a device.
+        host synchronization a device.
         """
         strategy = self.run.strategy
         mine = _not_finite(self.module, optimizers)

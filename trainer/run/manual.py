@@ -82,7 +82,7 @@ class AutomaticOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> None:
         """Step with the gradients that the loop has computed; `closure` is for optimizers that move and compute them
-        anew."""
+        again."""
         if not self.is_open:
             self.refuse()
         if not evaluates_again(self.optimizer):

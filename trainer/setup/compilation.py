@@ -44,7 +44,7 @@ class Compiled:
     """The repeated blocks of a module, or where it has none its submodules, compiled in place.
 
     Names stay, so checkpoints are those of the plain module; blocks of one class and shape share one compilation; hooks
-    and `training_step`, with what it logs, run as they are written. A block that is computed again in the backward is
+    and `training_step`, with what it logs, run as they are written. A block that is recomputed in the backward is
     so around what is compiled. Make it before the strategy places the module.
     """
 
@@ -68,7 +68,7 @@ _MOST_MADE = 200
 
 
 def _compiled(block: nn.Module, options: Mapping[str, Any]) -> type[nn.Module]:
-    """The compiled class for blocks such as this one, in this run and the next: torch looks at the class before it
+    """The compiled class for blocks such as this one, in this run and the next: torch checks the class before it
     takes a graph that it has."""
     cls = type(block)
     tensors = [*block.named_parameters(), *block.named_buffers()]
@@ -88,7 +88,7 @@ def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    # What lies in torch itself is compiled only where it is called from elsewhere.
+    # What is in torch itself is compiled only where it is called from elsewhere.
     plain = forward if isinstance(forward, FunctionType) and not forward.__module__.startswith("torch.") else call
     own = FunctionType(
         plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__

@@ -74,7 +74,7 @@ def _state_of(optimizer: Optimizer) -> list[int]:
 
 def window_loss(run: RunState, window: Window, training_step: Callable, name: str, again: bool) -> Tensor:
     """The loss of a window for the optimizer `name` that asks for it, equal on all ranks; `again` computes it and its
-    gradient anew."""
+    gradient again."""
     if again:
         logged, run.metrics = run.metrics, MetricStore()
         logged_weight = logged.weight

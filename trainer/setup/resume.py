@@ -2,7 +2,7 @@
 resumed.
 
 A resumed run continues with the values of the checkpoint, since schedulers have moved them. If the code now asks for
-another optimizer or other initial values, one of the two would be passed over, so that is an error.
+another optimizer or other initial values, one of the two would be skipped, so that is an error.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def choose(run: RunState, ckpt_path: str | None) -> dict[str, Any]:
         places = [place_of(run, logger) for logger in run.loggers]
         base, version = places[0] if places else (_default_place(run), None)
         checkpoint = None
-        if run.log_dir is not None:  # this Trainer goes on in its folder
+        if run.log_dir is not None:  # this Trainer continues in its folder
             version = Path(run.log_dir).name
         if ckpt_path in ("auto", "last"):
             found = _newest(run, base, version)

@@ -199,7 +199,7 @@ def compare(
 ) -> dict[str, Difference]:
     """Train under each strategy; return each one's difference from the first by name.
 
-    `fit(recorder, strategy=…, devices=…, precision=…, accelerator=…)` builds everything anew, from the same seed, and
+    `fit(recorder, strategy=…, devices=…, precision=…, accelerator=…)` builds everything again, from the same seed, and
     trains with these arguments of the Trainer and the recorder among its callbacks. `single` has one device, a mesh as
     many as its sizes say, others `devices`. A strategy that does not compute in `precision` (DeepSpeed's engine in
     "64-true") runs in "32-true" and is held against the first one in that, with the tolerance of `TOLERANCES`, which

@@ -14,7 +14,7 @@ import pytest
 def assert_same_run() -> Callable[..., Any]:
     """`assert_same_run(make_module, make_loader, strategies=("single", "ddp"), devices=2, steps=20, …)`.
 
-    `make_module()` and `make_loader()` build the module and its training loader, anew for each strategy; the
+    `make_module()` and `make_loader()` build the module and its training loader, again for each strategy; the
     loader's batch size is the global batch. Other keywords go to the Trainer. Raises AssertionError with
     the table of differences where a run differs from the first one by more than `tolerance` (relative), by default
     1e-12 in "64-true", which is the default precision here, and 1e-5 in "32-true", in which strategies are compared

@@ -126,7 +126,7 @@ def test_an_empty_batch_is_padding_with_another_batch_in_its_place() -> None:
     assert [micro.batch.tolist() for micro in micros] == [[4], [4], [4, 5], [6, 7]]
 
 
-# ---- objects that begin anew whenever they are asked for an iterator -------------------------------
+# ---- objects that begin again whenever they are asked for an iterator -------------------------------
 
 
 class Restarting:

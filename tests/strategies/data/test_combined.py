@@ -1,4 +1,4 @@
-"""Several loaders as one: whose batches meet, on which rank, and where a run goes on."""
+"""Several loaders as one: whose batches meet, on which rank, and where a run continues."""
 
 from __future__ import annotations
 

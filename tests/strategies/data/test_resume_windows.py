@@ -43,7 +43,7 @@ def resumed(
     whole: bool = False,
     accumulate: int = 1,
 ) -> tuple[list[list[Window]], ShardedLoader]:
-    """The windows of each of `size` ranks that go on with a run of `began` ranks."""
+    """The windows of each of `size` ranks that continue with a run of `began` ranks."""
     plan = ShardedLoader(make(), rank=0, size=began, seed=3, accumulate=accumulate, sum_over_ranks=int).plan
     found = []
     for rank in range(size):

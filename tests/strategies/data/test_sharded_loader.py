@@ -207,7 +207,7 @@ def pieces_of(ranks: list[list[Window]]) -> Pieces:
 
 
 def samples_of(pieces: Pieces) -> list[list[int]]:
-    """The samples of each window, in the order (micro-batch, rank); padding left out."""
+    """The samples of each window, in the order (micro-batch, rank); padding skipped."""
     return [[sample for micros in window for batch, num in micros if num for sample in batch] for window in pieces]
 
 

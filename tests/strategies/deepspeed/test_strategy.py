@@ -286,7 +286,7 @@ class Normed(Net):
     "stage", [pytest.param(stage, marks=pytest.mark.slow) if stage != 2 else stage for stage in STAGES]
 )
 def test_buffers_are_those_of_rank_0(stage: int, tmp_path: Path) -> None:
-    """While the run goes on, in its checkpoint, and as under DDP."""
+    """While the run continues, in its checkpoint, and as under DDP."""
     found = []
     for name, strategy in (("zero", STAGES[stage]()), ("ddp", "ddp")):
         torch.manual_seed(0)
@@ -655,7 +655,7 @@ def test_refused_by_name(what: str, error: type[Exception], message: str) -> Non
 
 
 def test_state_that_zero_cannot_hold_is_refused(tmp_path: Path) -> None:
-    """One step count for all parameters: a checkpoint in which they differ goes on elsewhere."""
+    """One step count for all parameters: a checkpoint in which they differ continues elsewhere."""
 
     class Alternating(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -143,7 +143,7 @@ class Thaws(Plain):
 
 
 class Alternates(Plain):
-    """A branch that every third step leaves out."""
+    """A branch that every third step skips."""
 
     def __init__(self) -> None:
         super().__init__()

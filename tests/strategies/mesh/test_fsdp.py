@@ -1,4 +1,4 @@
-"""FSDP beyond the contract suite: odd modules, options, initialisation, memory, checkpoints over world sizes."""
+"""FSDP beyond the contract suite: odd modules, options, initialization, memory, checkpoints over world sizes."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 class Overflows(Plain):
-    """In the second step the gradient of one row overflows, which lies on the last rank."""
+    """In the second step the gradient of one row overflows, which is on the last rank."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hidden = self.net[1](self.net[0](batch[0]))

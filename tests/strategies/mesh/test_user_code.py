@@ -235,7 +235,7 @@ def test_a_step_may_call_blocks_in_any_way(strategy: Any, devices: int, makes: l
     exact(strategy, devices, *makes, n=17, accumulate_grad_batches=2)
 
 
-# ---- hooks on parameters, whole weights, layers that freeze and thaw -----------------------------------
+# ---- hooks on parameters, whole weights, layers that freeze and unfreeze -----------------------------------
 
 
 class Hooked(Blocks):

@@ -1,4 +1,4 @@
-"""Fused optimizer kernels: chosen where nobody has decided, and a step that they leave out changes nothing."""
+"""Fused optimizer kernels: chosen where nobody has decided, and a step that they skip changes nothing."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Kernels(Net):
 
 
 def test_kernels_are_not_part_of_what_is_resumed() -> None:
-    """A run saved with one kernel goes on with that of the run that resumes it."""
+    """A run saved with one kernel continues with that of the run that resumes it."""
 
     class Save(Kernels):
         def on_train_end(self) -> None:

@@ -1,4 +1,4 @@
-"""The probe: what an optimizer looks at decides what it may be stepped on, whatever it is called."""
+"""The probe: what an optimizer checks decides what it may be stepped on, whatever it is called."""
 
 from __future__ import annotations
 

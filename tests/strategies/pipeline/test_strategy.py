@@ -543,7 +543,7 @@ class Wronged(nn.Module):
 
 
 def refused(hows: list[str]) -> dict[str, str]:
-    """What each wrong step is told, on ranks that go on with the next."""
+    """What each wrong step is told, on ranks that continue with the next."""
     found = {}
     for how in hows:
         strategy = Pipeline()
@@ -580,7 +580,7 @@ def test_wrong_steps_are_told_what_is_wrong(run_ranks: Callable[..., Any]) -> No
     }
     found = run_ranks(refused, 2, [*expected])
     for how, message in expected.items():
-        if how == "layer by itself":  # the first layer lies on rank 0
+        if how == "layer by itself":  # the first layer is on rank 0
             assert "net.last lies on another rank" in found[how]
         else:
             assert found[how].startswith(message), found[how]

@@ -167,7 +167,7 @@ class Clipping(Base):
 
 
 class InPlace(Base):
-    """Starts the layers anew in the middle of the run and loads part of a state dict."""
+    """Starts the layers again in the middle of the run and loads part of a state dict."""
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:

@@ -1,4 +1,4 @@
-"""A checkpoint of any strategy and number of ranks goes on under any other, optimizer state included, as the
+"""A checkpoint of any strategy and number of ranks continues under any other, optimizer state included, as the
 undisturbed run.
 
 `tests/strategies/test_contract.py` has every strategy to one process and back; here they follow one another.

@@ -283,7 +283,7 @@ def leaves(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("number", [1, pytest.param(len(ABSURD), marks=pytest.mark.slow)])
 def test_an_absurd_value_at_any_leaf_is_refused_or_harmless(tmp_path: Path, fitted: Path, number: int) -> None:
-    """Each in turn, signed anew: CheckpointError, or a run to its end; a NaN that a rate brings is a FloatingPointError."""
+    """Each in turn, signed again: CheckpointError, or a run to its end; a NaN that a rate brings is a FloatingPointError."""
     trees = {
         name: json.loads((fitted / name).read_text()) for name in ("state.json", "rank-00000.json", "manifest.json")
     }

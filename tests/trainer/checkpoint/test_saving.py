@@ -1,4 +1,4 @@
-"""Saves of a run: beside the training, with numbers that are none, interrupted, failing. Real ranks, real files."""
+"""Saves of a run: asynchronously, with numbers that are none, interrupted, failing. Real ranks, real files."""
 
 from __future__ import annotations
 

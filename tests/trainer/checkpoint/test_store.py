@@ -531,7 +531,7 @@ def test_one_save_under_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_everything_is_on_the_disk_before_it_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
-    """A kill of the process cannot show this, only of the machine: so the order of the calls is looked at."""
+    """A kill of the process cannot show this, only of the machine: so the order of the calls is checked."""
     calls: list[str] = []
     fsync, rename, exchange = os.fsync, os.rename, directory.exchange
 
@@ -908,7 +908,7 @@ print(rounds)
 def test_random_kills_of_ranks_that_save_shards_lose_no_acknowledged_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
 ) -> None:
-    """One rank or both, every second round beside the training."""
+    """One rank or both, every second round asynchronously."""
     in_memory(monkeypatch)
     assert script(ON_RANKS, tmp_path, rounds, timeout_s=1500).split()[-1] == str(rounds)
 

@@ -85,7 +85,7 @@ def marked_data(*windows: int) -> DataLoader:
 
 
 def by_hand(bad: set[int], precision: str, back_to: int | None = None) -> tuple[list[torch.Tensor], list[float]]:
-    """Weights and losses of the run that leaves out the windows in `bad`; `back_to`: step whose state it then goes back
+    """Weights and losses of the run that skips the windows in `bad`; `back_to`: step whose state it then goes back
     to."""
     dtype = torch.float64 if precision == "64-true" else torch.float32
     torch.manual_seed(0)

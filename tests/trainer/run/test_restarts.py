@@ -73,7 +73,7 @@ def test_what_the_caller_has_is_as_after_an_undisturbed_fit(
         "steps": 10,
         "samples": 40 * devices,
         "restarts": 2,
-        "computed_steps": 13,  # steps 3, 5 and 6 were computed again, the first without its end
+        "computed_steps": 13,  # steps 3, 5 and 6 were recomputed, the first without its end
         "useful_step_share": round(10 / 13, 6),
     }
     assert other.log_dir == "runs/Net/version_1" and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

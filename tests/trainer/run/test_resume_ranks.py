@@ -63,7 +63,7 @@ class Numbered(Net):
 
 
 class Trace(Callback):
-    """What happened in the run so far, over all ranks; goes on after a restart."""
+    """What happened in the run so far, over all ranks; continues after a restart."""
 
     def __init__(self, save_at: tuple[int, ...] = (), folder: str = "") -> None:
         self.save_at, self.folder = save_at, folder

@@ -95,7 +95,7 @@ def test_repeated_blocks_share_one_compilation() -> None:
     trained(SingleDevice, 1, "32-true", compile={"backend": counting})
     assert len(graphs) == 1  # four blocks of one class
     trained(lambda: SingleDevice(activation_checkpointing=True), 1, "32-true", compile={"backend": counting})
-    assert len(graphs) == 2  # what is computed again is compiled, too
+    assert len(graphs) == 2  # what is recomputed is compiled, too
 
 
 class Counted(Brittle):

@@ -188,7 +188,7 @@ def test_groups_added_and_layers_unfrozen_in_the_run_are_resumed_to_the_bit(
 
 
 class Averaged(Net):
-    """Evaluates with an average of its weights that lies in the checkpoint alone, and builds a layer by what it finds
+    """Evaluates with an average of its weights that is in the checkpoint alone, and builds a layer by what it finds
     there."""
 
     average: dict[str, torch.Tensor] | None = None
