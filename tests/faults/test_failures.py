@@ -160,7 +160,7 @@ def report(what: str, times: list[float]) -> None:
 
 
 def test_a_failing_rank_ends_the_run(tmp_path: Path) -> None:
-    times = list(trials(tmp_path, 2, ("save.write", "collective")))
+    times = list(trials(tmp_path, 4, ("next_batch", "save.write", "forward", "collective")))
     report("failing rank", times)
     assert max(times) < LIMIT_S
 

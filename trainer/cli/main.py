@@ -123,7 +123,7 @@ def _evaluate(run: Run, command: str) -> None:
 
 
 def _predict(run: Run, output: str | None) -> None:
-    from safetensors.torch import save
+    from safetensors.torch import save_file
 
     trainer = run.trainer
     predictions = trainer.predict(run.module, datamodule=run.datamodule, ckpt_path=run.ckpt_path)
@@ -133,7 +133,7 @@ def _predict(run: Run, output: str | None) -> None:
     file = Path(output or Path(trainer.log_dir or ".") / "predictions.safetensors")
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file, "wb") as out:
-        out.write(save(tensors))
+        save_file(tensors, out.name)  # tensor by tensor: `save` would hold all of them a second time
     rows = [(name, str(list(tensor.shape))) for name, tensor in tensors.items()]
     _print_block(trainer, f"predict: {run.ckpt_path or 'initial weights'}", [*rows, ("output", str(file))])
 
