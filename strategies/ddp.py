@@ -161,13 +161,11 @@ class DDP(SPMDStrategy):
             # the graph in it and asserts otherwise.
             wrapped.ddp.require_backward_grad_sync = on or (self._first_window and self._options["static_graph"])
 
-    def _after_backwards(self, wrapped: nn.Module) -> None:
+    def end_backward(self, wrapped: nn.Module) -> None:
         assert isinstance(wrapped, Replica)
         wrapped.check_reduced()
 
-    def _concluded(
-        self, wrapped: nn.Module, result: StepResult, after_backward: Callable[[], None] | None = None
-    ) -> StepResult:
+    def finish_gradients(self, wrapped: nn.Module) -> None:
         changed = self._changes.trainability() if self._changes is not None else []
         if changed:
             raise RuntimeError(
@@ -180,13 +178,12 @@ class DDP(SPMDStrategy):
         asks = wrapped.used is not None
         if asks and control is not None and control.first_rank(wrapped.stood_in) is not None:
             wrapped.drop_unused()
-        return super()._concluded(wrapped, result, after_backward)
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
         assert isinstance(wrapped, Replica)
         return wrapped.model
 
-    def _trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
+    def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
         assert isinstance(wrapped, Replica)
         wrapped.wrap(init_sync=False)
         self._first_window = True

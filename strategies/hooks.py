@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,10 +15,16 @@ from lockstep.strategies.base import NO_HOOKS, Loss, Strategy, split_loss
 from lockstep.strategies.checkpoint_state import Reader, TensorShard
 from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.modules.step_state import numbers, refuse_changed_numbers
+from lockstep.strategies.sync.collectives import sum_gradients
 
 
 class SPMDHooks(Strategy):
-    """Strategies override `wrap`, and of the others those whose default does not hold for them."""
+    """Strategies override `wrap`, and of the others those whose default does not hold for them.
+
+    Where the model is in a run is said by `wrap` and `unwrap`; how a window runs by `run_step`, `run_padding`,
+    `set_gradient_sync`, `end_backward` and `finish_gradients`; where gradients are by `local_gradients`,
+    `read_gradient`, `write_gradient` and `sum_gradients`; what is saved by the rest.
+    """
 
     _in_group = False
     """Whether this rank is in a process group."""
@@ -68,9 +74,46 @@ class SPMDHooks(Strategy):
 
         return without_weight
 
+    def end_backward(self, wrapped: nn.Module) -> None:
+        """Called after the last backward of a window, before this rank waits for the others."""
+
+    def finish_gradients(self, wrapped: nn.Module) -> None:
+        """Called once the backwards of a window have run on all ranks: complete the gradients that the optimizer gets.
+
+        May call collectives. Gradient hooks on parameters and the check that all is finite come after it. Not called
+        if no rank has a loss.
+        """
+
     def local_gradients(self, wrapped: nn.Module) -> list[Tensor]:
         """Return the gradients that a window has left for the optimizer on this rank, to be scaled in place."""
         return [p.grad for p in wrapped.parameters() if p.grad is not None]
+
+    def read_gradient(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+        """Return the whole gradient of a parameter, a plain tensor; None if it has none.
+
+        Ranks that share the parameter call it in the same order.
+        """
+        return parameter.grad
+
+    def write_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Let `gradient`, whole and equal on the ranks that share the parameter, be what the optimizer gets.
+
+        None for all parameters, without a collective, leaves the optimizer nothing of the window.
+        """
+        parameter.grad = gradient
+
+    def sum_gradients(self, wrapped: nn.Module, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        """Manual optimization: sum over data ranks what `backward` has left in `.grad` of these parameters.
+
+        Return those that were summed, without those that `backward` itself reduces. A gradient that no rank has stays
+        None.
+        """
+        sum_gradients(parameters)
+        return parameters
+
+    def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
+        """Called if user code has changed `requires_grad` of these parameters since they were wrapped or since the last
+        call."""
 
     def local_shard(self, tensor: Tensor) -> TensorShard | None:
         """Return what this rank writes of a tensor of the state, None if another rank writes it."""

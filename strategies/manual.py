@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.hooks import SPMDHooks
@@ -15,7 +15,6 @@ from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.model_changes import ModelChanges
 from lockstep.strategies.modules.parameter_hooks import ParameterHooks
 from lockstep.strategies.precision import Precision
-from lockstep.strategies.sync.collectives import sum_gradients
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
 
@@ -64,7 +63,7 @@ class ManualOptimization(SPMDHooks):
             return
         for parameter in self._watched:
             if id(parameter) in self._reduced and parameter.grad is not None and self.topology.data_size > 1:
-                self._share_again(parameter)  # so that the next sum over ranks counts it once
+                parameter.grad.div_(self.topology.data_size)  # so that the next sum over ranks counts it once
         self._reduced.clear()
         self._local.update(map(id, self._watched))
 
@@ -77,34 +76,16 @@ class ManualOptimization(SPMDHooks):
         if not mine:
             return
         self._local.difference_update(map(id, mine))
-        self._reduced.update(map(id, mine))
         if self._in_group:
-            self._sum_gradients(wrapped, [p for p in mine if p.requires_grad])
+            with torch.no_grad():
+                self._reduced.update(map(id, self.sum_gradients(wrapped, [p for p in mine if p.requires_grad])))
         if self._parameter_hooks.taken:
             self._run_parameter_hooks(wrapped, set(map(id, mine)))
-
-    def _share_again(self, parameter: nn.Parameter) -> None:
-        """Make of a gradient that is equal on all data ranks parts that add up to it."""
-        parameter.grad.div_(self.topology.data_size)  # type: ignore[union-attr]
-
-    @torch.no_grad()
-    def _sum_gradients(self, wrapped: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        """Sum the gradients of these parameters over data ranks; one that no rank has stays None."""
-        sum_gradients(parameters)
 
     def _run_parameter_hooks(self, wrapped: nn.Module, only: set[int] | None = None) -> None:
         known = self._changes.parameters if self._changes is not None else dict(self.unwrap(wrapped).named_parameters())
         self._parameter_hooks.run(
             [(name, p) for name, p in known.items() if only is None or id(p) in only],
-            functools.partial(self._gradient_of, wrapped),
-            functools.partial(self._put_gradient, wrapped),
+            functools.partial(self.read_gradient, wrapped),
+            functools.partial(self.write_gradient, wrapped),
         )
-
-    def _gradient_of(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
-        """The whole gradient of a parameter, a plain tensor; ranks that share the parameter call it in the same
-        order."""
-        return parameter.grad
-
-    def _put_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Let `gradient`, whole and equal on the ranks that share the parameter, be what the optimizer gets."""
-        parameter.grad = gradient

@@ -201,10 +201,7 @@ class SPMDStrategy(SPMDStep):
         self._parameter_hooks.take(self._changes.parameters.items())
         changed = self._changes.trainability()
         if changed:
-            self._trainability_changed(wrapped, changed)
-
-    def _trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
-        """`requires_grad` of these parameters has changed since the last call, or since they were wrapped."""
+            self.trainability_changed(wrapped, changed)
 
     # ---- 2. collectives --------------------------------------------------------------------------------
 

@@ -120,7 +120,7 @@ class SPMDStep(ManualOptimization):
         if automatic and exchanges:
             if self._changes is not None and self._changes.pending:
                 self._refuse_added(self._changes.added())
-            self._after_backwards(wrapped)
+            self.end_backward(wrapped)
         if self._agreement is None:
             bad = on_cpu and not math.isfinite(weighted)
             loss = weighted if alone else weighted / scale / count if count else None
@@ -201,16 +201,17 @@ class SPMDStep(ManualOptimization):
     def _drop_gradients(self, wrapped: nn.Module) -> None:
         """Leave the optimizer nothing of this window."""
         for parameter in wrapped.parameters():
-            parameter.grad = None
+            self.write_gradient(wrapped, parameter, None)
 
     def _concluded(
         self, wrapped: nn.Module, result: StepResult, after_backward: Callable[[], None] | None = None
     ) -> StepResult:
-        """What `forward_backward` returns once gradients are reduced: runs users' hooks and checks that all is finite.
+        """What `forward_backward` returns: completes gradients, runs users' hooks and checks that all is finite.
 
         `after_backward` is called here for the last backward, with the gradient that the optimizer gets. On an
         accelerator the answer is left on the device, where a step can be skipped without the host waiting for it.
         """
+        self.finish_gradients(wrapped)
         if self._changes is not None and self._changes.pending:
             self._refuse_added(self._changes.added())
         if self._parameter_hooks.taken:
@@ -240,19 +241,13 @@ class SPMDStep(ManualOptimization):
                 return result._replace(later=finite.later(found))
             bad = bool(found)
             first = self._agreement.first_rank(bad) if self._agreement is not None else 0 if bad else None
-            return result if first is None else self._left(wrapped, result, first)
+            if first is None:
+                return result
+            self._found.zero_()
+            name = finite.name(self.unwrap(wrapped)) if self.topology.rank == first else None
+            result = result._replace(non_finite=self.broadcast(name, first))
         self._drop_gradients(wrapped)
         return result
-
-    def _left(self, wrapped: nn.Module, result: StepResult, first: int) -> StepResult:
-        """`result` on a window whose gradient is not finite, on rank `first` before others. Every rank calls it."""
-        self._found.zero_()
-        name = finite.name(self.unwrap(wrapped)) if self.topology.rank == first else None
-        self._drop_gradients(wrapped)
-        return result._replace(non_finite=self.broadcast(name, first))
-
-    def _after_backwards(self, wrapped: nn.Module) -> None:
-        """Called after the last backward of a window, before this rank waits for others."""
 
     def _send(self, send: Callable[[float, bool, float], None], count: float, total: float) -> None:
         """Tell the other ranks what this one has computed; the sum of its losses is not known on accelerators."""

@@ -377,15 +377,13 @@ class DeepSpeed(SPMDStrategy):
         assert isinstance(wrapped, ZeroStep)
         return wrapped.gradients()
 
-    def _after_backwards(self, wrapped: nn.Module) -> None:
+    def end_backward(self, wrapped: nn.Module) -> None:
         assert isinstance(wrapped, ZeroStep)
         wrapped.access.is_users = wrapped.access.hides_gradients = True
         if self._order is not None:
             self._order.note(END_BACKWARD)
 
-    def _concluded(
-        self, wrapped: nn.Module, result: StepResult, after_backward: Callable[[], None] | None = None
-    ) -> StepResult:
+    def finish_gradients(self, wrapped: nn.Module) -> None:
         assert isinstance(wrapped, ZeroStep)
         self._check_used(wrapped)
         changed = self._changes.trainability() if self._changes is not None else []
@@ -397,9 +395,8 @@ class DeepSpeed(SPMDStrategy):
         if self.topology.data_size > 1:
             torch._foreach_mul_(self.local_gradients(wrapped), self.topology.data_size)  # the engine averages
         wrapped.has_gradients = True
-        return super()._concluded(wrapped, result, after_backward)
 
-    def _trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
+    def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
         assert isinstance(wrapped, ZeroStep)
         if wrapped.engine is None:
             return
@@ -417,22 +414,16 @@ class DeepSpeed(SPMDStrategy):
         with wrapped.unsharded():
             yield
 
-    def _gradient_of(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+    def read_gradient(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
         assert isinstance(wrapped, ZeroStep)
         return wrapped.gradient(parameter) if parameter.requires_grad else None
 
-    def _put_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def write_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         assert isinstance(wrapped, ZeroStep)
-        wrapped.set_gradient(parameter, gradient)
-
-    def _left(self, wrapped: nn.Module, result: StepResult, first: int) -> StepResult:
-        assert isinstance(wrapped, ZeroStep)
-        with wrapped.access.of_engine():
-            return super()._left(wrapped, result, first)
-
-    def _drop_gradients(self, wrapped: nn.Module) -> None:
-        assert isinstance(wrapped, ZeroStep)
-        wrapped.forget_gradients()
+        if gradient is not None:
+            wrapped.set_gradient(parameter, gradient)
+        elif wrapped.has_gradients:  # all of them, at the first parameter
+            wrapped.forget_gradients()
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
         assert isinstance(wrapped, ZeroStep)

@@ -52,5 +52,5 @@ class FSDP(ShardedStrategy):
         self.replicas = replicas
 
     @property
-    def _axes(self) -> Mapping[str, int | None]:
+    def axes(self) -> Mapping[str, int | None]:
         return {"fsdp": None} if self.replicas == 1 else {"ddp": self.replicas, "fsdp": None}

@@ -59,7 +59,7 @@ class MeshParallel(ShardedStrategy):
         super().__init__(options, timeout_s, activation_checkpointing)
 
     @property
-    def _axes(self) -> Mapping[str, int | None]:
+    def axes(self) -> Mapping[str, int | None]:
         return self._parsed
 
     def configure(

@@ -69,7 +69,7 @@ class ShardedStrategy(SPMDStrategy):
 
     @property
     @abstractmethod
-    def _axes(self) -> Mapping[str, int | None]:
+    def axes(self) -> Mapping[str, int | None]:
         """The axes of the mesh, outermost first; None for the one that takes the ranks that are left."""
 
     def configure(
@@ -77,7 +77,7 @@ class ShardedStrategy(SPMDStrategy):
     ) -> Strategy:
         chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
         world = environment.detect()
-        sizes = resolve(self._axes, world.world_size if world is not None else self._num_devices)
+        sizes = resolve(self.axes, world.world_size if world is not None else self._num_devices)
         several = max(sizes.values()) > 1
         self._sizes = {name: size for name, size in sizes.items() if size > 1 or not several}
         self.capabilities = Capabilities(
@@ -235,7 +235,7 @@ class ShardedStrategy(SPMDStrategy):
         wrapped.synchronize(True)  # type: ignore[operator]
         self._begin_local_gradients()
         wrapped(lambda: loss).backward()  # through the root, which frees and exchanges once the walk is over
-        self._after_backwards(wrapped)
+        self.end_backward(wrapped)
         self._check_used(wrapped)
         if wrapped.depth:
             wrapped.gather()  # type: ignore[operator]
@@ -280,13 +280,11 @@ class ShardedStrategy(SPMDStrategy):
 
     # ---- what SPMDStrategy asks -------------------------------------------------------------------
 
-    def _after_backwards(self, wrapped: nn.Module) -> None:
+    def end_backward(self, wrapped: nn.Module) -> None:
         if self._order is not None:
             self._order.note(END_BACKWARD)
 
-    def _concluded(
-        self, wrapped: nn.Module, result: StepResult, after_backward: Callable[[], None] | None = None
-    ) -> StepResult:
+    def finish_gradients(self, wrapped: nn.Module) -> None:
         from lockstep.strategies.mesh import dtensors
 
         wrapped.close()  # type: ignore[operator]
@@ -294,7 +292,6 @@ class ShardedStrategy(SPMDStrategy):
         dtensors.settle(self._watched or wrapped.parameters())
         self._sum([p for p in wrapped.unsharded if p.requires_grad])  # type: ignore[union-attr]
         self._in_step = False
-        return super()._concluded(wrapped, result, after_backward)
 
     def run_step(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         run: Callable[..., Any] = wrapped.run  # type: ignore[assignment]
@@ -336,24 +333,25 @@ class ShardedStrategy(SPMDStrategy):
         self._micro_batches += 1
         wrapped.synchronizes = on or self._sync_each  # type: ignore[assignment]
 
-    @torch.no_grad()
-    def _sum_gradients(self, wrapped: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    def sum_gradients(self, wrapped: nn.Module, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         from lockstep.strategies.mesh import dtensors
 
         dtensors.settle(parameters)
-        self._sum([p for p in parameters if not self._is_sharded(p)])
+        apart = [p for p in parameters if not self._is_sharded(p)]
+        self._sum(apart)
+        return apart
 
-    def _gradient_of(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+    def read_gradient(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
         from lockstep.strategies.mesh.whole_model import gradient_of
 
         return gradient_of(parameter)
 
-    def _put_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def write_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         from lockstep.strategies.mesh.whole_model import put_gradient
 
         put_gradient(parameter, gradient)
 
-    def _trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
+    def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
         if self._in_step and self._micro_batches and wrapped.units:
             raise RuntimeError(
                 f"requires_grad of {shortened(names)} changed between the micro-batches of an accumulation window, "
@@ -362,10 +360,6 @@ class ShardedStrategy(SPMDStrategy):
                 "on_train_batch_end "
                 "of the last)"
             )
-
-    def _share_again(self, parameter: nn.Parameter) -> None:
-        if not self._is_sharded(parameter):
-            super()._share_again(parameter)
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
         return wrapped.model  # type: ignore[return-value]

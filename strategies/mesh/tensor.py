@@ -43,5 +43,5 @@ class TensorParallel(ShardedStrategy):
         super().__init__(options, timeout_s, activation_checkpointing)
 
     @property
-    def _axes(self) -> Mapping[str, int | None]:
+    def axes(self) -> Mapping[str, int | None]:
         return {"tensor": None}

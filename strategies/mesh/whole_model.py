@@ -70,9 +70,9 @@ def gradient_of(parameter: nn.Parameter) -> Tensor | None:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def put_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+def put_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     """Let `gradient`, the whole, be the gradient of a parameter; each rank takes its shard."""
-    parameter.grad = cut_like(gradient.detach().to(parameter.dtype), parameter)
+    parameter.grad = None if gradient is None else cut_like(gradient.detach().to(parameter.dtype), parameter)
 
 
 def take_hooks(model: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
@@ -102,7 +102,4 @@ def _write_back(sharded: Any, whole: nn.Parameter) -> None:
     local(sharded).copy_(local(cut_like(whole.detach(), sharded)))
     if sharded.requires_grad != whole.requires_grad:
         sharded.requires_grad_(whole.requires_grad)
-    if whole.grad is None:
-        sharded.grad = None
-    else:
-        put_gradient(sharded, whole.grad)
+    put_gradient(sharded, whole.grad)

@@ -55,6 +55,8 @@ def to_host(number: Tensor) -> Callable[[], float]:
 def name(model: nn.Module) -> str:
     """Which gradient is not finite, in words, for what `found` has found."""
     for name, parameter in model.named_parameters():
-        if is_here(parameter) and parameter.grad is not None and found([parameter.grad], parameter.grad.device):
+        # `Tensor.grad` itself, as a strategy may refuse users a gradient that its engine holds.
+        gradient = Tensor.grad.__get__(parameter) if is_here(parameter) else None  # type: ignore[union-attr]
+        if gradient is not None and found([gradient], gradient.device):
             return f"the gradient of {name}"
     return "a gradient"

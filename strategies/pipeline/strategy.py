@@ -481,20 +481,20 @@ class Pipeline(SPMDStrategy):
     def local_gradients(self, wrapped: nn.Module) -> list[Tensor]:
         return [_local(gradient) for p in self._watched or wrapped.parameters() if (gradient := p.grad) is not None]
 
-    def _gradient_of(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+    def read_gradient(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
         if not is_here(parameter) or parameter.grad is None:
             return None
         gradient: Any = parameter.grad
         return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
-    def _put_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
-        if hasattr(parameter, "device_mesh"):
+    def write_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        if gradient is not None and hasattr(parameter, "device_mesh"):
             from lockstep.strategies.pipeline.sharded_stages import shard_like
 
             gradient = shard_like(gradient, parameter)
         parameter.grad = gradient
 
-    def _trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
+    def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
         assert isinstance(wrapped, Staged)
         wrapped.forget_layouts()
         self._engines.clear()
