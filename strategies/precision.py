@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -17,6 +18,15 @@ PRECISIONS = {
     "16-mixed": (torch.float32, torch.float16),
 }
 ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed", "fp32": "32-true"}
+ELSEWHERE = {
+    **dict.fromkeys(("fp16", "float16", "half", "16-true", "fp16-mixed", "f16", "mixed", "amp"), "16-mixed"),
+    **dict.fromkeys(("bfloat16", "bfloat16-mixed"), "bf16-mixed"),
+    **dict.fromkeys(("tf32", "tf32-mixed"), "tf32-true"),
+    **dict.fromkeys(("float32", "float", "full", "f32", "no"), "32-true"),
+    **dict.fromkeys(("fp64", "float64", "double", "f64"), "64-true"),
+    **dict.fromkeys(("transformer-engine", "transformer-engine-float16", "fp8"), "bf16-mixed"),
+}
+"""Names that other libraries have for precisions, and the nearest one here."""
 
 
 COMPLEX = {torch.float64: torch.complex128}
@@ -37,7 +47,12 @@ class Precision:
     def __init__(self, name: str | int = "32-true") -> None:
         name = ALIASES.get(str(name), str(name))
         if name not in PRECISIONS:
-            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, but precision={name!r}")
+            given = name.lower().removeprefix("torch.")
+            near = [ELSEWHERE[given]] if given in ELSEWHERE else difflib.get_close_matches(given, PRECISIONS, 1)
+            raise ValueError(
+                f"precision must be one of {', '.join(PRECISIONS)}, but precision={name!r}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
         self.name = name
         self.dtype, self.autocast_dtype = PRECISIONS[name]
         self.scaler: torch.amp.GradScaler | None = None

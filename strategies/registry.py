@@ -38,6 +38,32 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "deepspeed_stage_2": functools.partial(DeepSpeed, stage=2),
     "deepspeed_stage_3": functools.partial(DeepSpeed, stage=3),
 }
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("ddp_spawn", "ddp_fork", "ddp_notebook", "ddp_sharded", "horovod"),
+        "did you mean 'ddp'? It starts ranks in scripts and notebooks alike",
+    ),
+    **dict.fromkeys(
+        ("ddp_find_unused_parameters_true", "ddp_spawn_find_unused_parameters_true"),
+        "give strategy=DDP(find_unused_parameters=True)",
+    ),
+    "ddp_find_unused_parameters_false": "did you mean 'ddp'?",
+    **dict.fromkeys(
+        ("fsdp_native", "fsdp_cpu_offload", "fsdp2", "modelparallelstrategy"),
+        "did you mean 'fsdp'? Its options are arguments of FSDP(…)",
+    ),
+    "model_parallel": "give a mesh such as 'fsdp=2,tensor=2', or 'model' for layers on several devices of one process",
+    **dict.fromkeys(
+        ("deepspeed_stage_2_offload", "deepspeed_stage_3_offload", "deepspeed_stage_3_offload_nvme"),
+        "give strategy=DeepSpeed(…), whose arguments say what is offloaded",
+    ),
+    **dict.fromkeys(("single_device", "single_tpu"), "did you mean 'single'?"),
+    "data_parallel": "did you mean 'dp'?",
+    "tensor_parallel": "did you mean 'tensor'?",
+    "pipeline_parallel": "did you mean 'pipeline'?",
+    "zero": "did you mean 'deepspeed'?",
+}
+"""Names that other libraries have for strategies, and what to write here."""
 ENTRY_POINTS = "lockstep.strategies"
 """Entry-point group in which another distribution registers a strategy: name = "module:Class"."""
 
@@ -133,8 +159,10 @@ def _find(name: str) -> Callable[[], Strategy]:
                     f"the entry point {ENTRY_POINTS}: {name} must name a Strategy class, but {point.value} is {found!r}"
                 )
             return found
-    near = difflib.get_close_matches(name, names(), n=1)
+    instead = ELSEWHERE.get(name.lower())
+    if instead is None:
+        near = difflib.get_close_matches(name.lower(), names(), n=1)
+        instead = f"did you mean {near[0]!r}?" if near else ""
     raise ValueError(
-        f"strategy must be one of {', '.join(names())}, but strategy={name!r}"
-        + (f"; did you mean {near[0]!r}?" if near else "")
+        f"strategy must be one of {', '.join(names())}, but strategy={name!r}" + (f"; {instead}" if instead else "")
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from lockstep import callbacks as own
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.strategies.base import Strategy
+from lockstep.trainer import lightning_names
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -247,11 +247,9 @@ def takes_arguments(
         def __init__(self: S, *args: P.args, **kwargs: P.kwargs) -> None:
             for name in kwargs:
                 if name not in parameters:
-                    near = difflib.get_close_matches(name, parameters, 1)
                     owner = init.__qualname__.split(".")[0]
-                    raise TypeError(
-                        f"{owner} has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-                    )
+                    known = lightning_names.ARGUMENTS
+                    raise TypeError(lightning_names.missing(f"{owner} has no argument", name, known, parameters))
             init(self, record(*args, **kwargs))
 
         own_self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)

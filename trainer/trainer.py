@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.strategies.base import Strategy
 from lockstep.trainer.arguments import TrainerArguments, takes_arguments
 from lockstep.trainer.datamodule import DataModule
+from lockstep.trainer.lightning_names import TRAINER, missing
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import evaluate as evaluation
 from lockstep.trainer.run import fit as loop
@@ -24,6 +26,8 @@ from lockstep.trainer.run.lifecycle import attached
 from lockstep.trainer.run.state import RunState
 from lockstep.trainer.setup import checks, compilation, start
 from lockstep.trainer.setup.loaders import Sources
+
+_ARGUMENTS = frozenset(field.name for field in fields(TrainerArguments))
 
 
 class Trainer:
@@ -326,6 +330,20 @@ class Trainer:
         return self._run.log_dir
 
     # ---- helpers -----------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ARGUMENTS:
+            return getattr(self._run.arguments, name)
+        raise AttributeError(
+            missing("Trainer has no attribute", name, TRAINER, () if name.startswith("_") else dir(self))
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _ARGUMENTS and not hasattr(type(self), name):
+            raise AttributeError(
+                f"{name} of a Trainer is fixed once it is made; make a new Trainer({name}={value!r:.60})"
+            )
+        super().__setattr__(name, value)
 
     def _evaluate(
         self,

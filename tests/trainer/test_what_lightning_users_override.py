@@ -144,7 +144,7 @@ def misnamed(base: type, name: str) -> Any:
     ("name", "message"),
     [
         ("on_trian_start", "Own.on_trian_start is not a hook.*nearest hook is on_train_start"),
-        ("on_epoch_end", "on_epoch_end is not a hook"),
+        ("on_epoch_end", "on_epoch_end is not a hook, so it would never be called; call it on_train_epoch_end"),
         ("on_validation_batch_ends", "nearest hook is on_validation_batch_end"),
     ],
 )

@@ -8,6 +8,8 @@ can mend in the config is one line on stderr; an error in the user's own code co
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import difflib
 import importlib.metadata
 import math
 import os
@@ -26,8 +28,10 @@ from lockstep.callbacks._support.files import replacing
 from lockstep.callbacks._support.printing import safe_print
 from lockstep.callbacks._support.tables import columns
 from lockstep.strategies.launch.launcher import RankTraceback
+from lockstep.trainer.arguments import TrainerArguments
 from lockstep.trainer.cli import config
 from lockstep.trainer.cli.config import ConfigError, Resolved, Run
+from lockstep.trainer.lightning_names import ARGUMENTS
 from lockstep.trainer.trainer import Trainer
 
 COMMANDS = {
@@ -96,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exception(error)
             return 1
         safe_print(f"lockstep: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 1 if _has_begun(error) else 2
 
 
 # ---- commands ----------------------------------------------------------------------------------------
@@ -309,7 +313,15 @@ def _parse(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:
     parser.add_argument("--version", action="version", version=f"lockstep {_version()}")
     parser.add_argument("command", choices=list(COMMANDS), metavar="command", help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="+", metavar="CONFIG | key=value", help="a YAML file, or an override of one key")
-    given = parser.parse_args(arguments)
+    given, unknown = parser.parse_known_args(arguments)
+    option = next((word for word in unknown if word.startswith("--")), None)
+    if option is not None:
+        name = option[2:].partition("=")[0].replace("-", "_")
+        known = [field.name for field in dataclasses.fields(TrainerArguments)]
+        near = name if name in known else next(iter(difflib.get_close_matches(name, known, 1)), "KEY")
+        parser.error(f"{option} is not an option; {ARGUMENTS.get(name, f'write {near}=VALUE, without --')}")
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     files = [word for word in given.words if "=" not in word]
     return given.command, files, [word for word in given.words if "=" in word]
 
@@ -319,6 +331,14 @@ def _version() -> str:
         return importlib.metadata.version("lockstep-trainer")
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
+
+
+def _has_begun(error: Exception) -> bool:
+    """Whether an error comes from within a run; what is refused before it is a command that cannot be run."""
+    if isinstance(error, ConfigError):
+        return False
+    files = [Path(frame.f_code.co_filename).name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return "lifecycle.py" in files or "restart.py" in files or isinstance(error.__cause__, RankTraceback)
 
 
 LIBRARIES = tuple(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.callbacks.base import Callback, Logger
+from lockstep.trainer import lightning_names
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import publish
@@ -23,25 +24,6 @@ if TYPE_CHECKING:
 NAMES = [name for name in vars(Callback) if name.startswith("on_")]
 TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
-_AT_EPOCH_END = "log in the step, or collect in lists of your own and log in on_{}_epoch_end"
-NOT_CALLED = {
-    "backward": (
-        "set automatic_optimization = False and call manual_backward, or use on_before_backward and on_after_backward"
-    ),
-    "configure_callbacks": "give the callbacks to the Trainer",
-    "configure_sharded_model": "call it configure_model",
-    "optimizer_zero_grad": (
-        "gradients are set to None after every step; keep them over steps with accumulate_grad_batches"
-    ),
-    "tbptt_split_batch": "set automatic_optimization = False and step over the parts by hand",
-    "training_step_end": "training_step sees each rank's whole batch; do it there",
-    "validation_step_end": "validation_step sees each rank's whole batch; do it there",
-    "test_step_end": "test_step sees each rank's whole batch; do it there",
-    "training_epoch_end": _AT_EPOCH_END.format("train"),
-    "validation_epoch_end": _AT_EPOCH_END.format("validation"),
-    "test_epoch_end": _AT_EPOCH_END.format("test"),
-}
-"""Methods of Lightning's modules that Lockstep does not call, and what to do instead."""
 UNWATCHED = {"on_before_backward", "on_after_backward", "on_exception", "on_save_checkpoint", "on_load_checkpoint"}
 """Hooks after which the strategy does not look for what they changed in the model: a window is under way, or none
 follows."""
@@ -144,17 +126,17 @@ def check_names(owner: Any, base: type) -> None:
     called."""
     kind = type(owner).__name__
     if base is Module:
-        for name, instead in NOT_CALLED.items():
+        for name, instead in lightning_names.METHODS.items():
             if callable(getattr(type(owner), name, None)):
                 raise TypeError(f"{kind}.{name} is not called by Lockstep, so it would have no effect; {instead}")
     known = [name for name in dir(base) if name.startswith("on_")]
     for name in dir(type(owner)):
         if name.startswith("on_") and name not in known and callable(getattr(type(owner), name)):
             near = difflib.get_close_matches(name, known, 1, 0.0)[0]
-            raise TypeError(
-                f"{kind}.{name} is not a hook, so it would never be called; the nearest hook is {near}. "
-                "Rename it without 'on_' if it is a method of your own"
-            )
+            instead = lightning_names.HOOKS.get(name, "")
+            if not instead:
+                instead = f"the nearest hook is {near}. Rename it without 'on_' if it is a method of your own"
+            raise TypeError(f"{kind}.{name} is not a hook, so it would never be called; {instead}")
 
 
 def transfer_of(

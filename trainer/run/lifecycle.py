@@ -16,6 +16,7 @@ from lockstep.callbacks.base import Callback, Logger
 from lockstep.strategies.launch.launcher import current_phase, ends_well, set_phase, shortened
 from lockstep.strategies.launch.watchdog import SETTING_UP, where
 from lockstep.strategies.mesh.mixed_tensors import explanation
+from lockstep.trainer.lightning_names import MODULE, missing
 from lockstep.trainer.metrics.sync import synced_metrics
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import publish, saving
@@ -153,6 +154,7 @@ def _report(run: RunState, stage: str, caught: BaseException) -> BaseException:
         _log.warning(f"stopped by {name}" + (" before the first step" if stage == "fit" else ""))
     run.signals.defer()  # another one must not cut short what follows
     error = _early_exit(run, caught) or explanation(caught, _entered(caught)) or _of_the_user(caught)
+    _name_what_to_write(error)
     if not run.signals.launched:  # the launcher does it for its ranks
         shortened(error)
     saving.settle(run, error)
@@ -214,6 +216,17 @@ def _of_the_user(error: BaseException) -> BaseException:
         return error
     ours = Path(__file__).parents[2] in Path(cause.__traceback__.tb_frame.f_code.co_filename).parents
     return cause if ours and str(error) == "generator raised StopIteration" else error
+
+
+def _name_what_to_write(error: BaseException) -> None:
+    """Say in an AttributeError of a name that Lightning's modules have what to write instead.
+
+    Here and not in `Module.__getattr__`, which would be called for each submodule that a step uses.
+    """
+    name = error.name if isinstance(error, AttributeError) and isinstance(error.obj, Module) else None
+    if name is not None and name in MODULE:
+        owner = type(error.obj).__name__  # type: ignore[attr-defined]
+        error.args = (missing(f"{owner} has no attribute", name, MODULE),)
 
 
 def _entered(error: BaseException) -> str:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.strategies.base import Strategy
-from lockstep.trainer.cli.config.errors import ConfigError, Key, Resolved, bounded, first_line, nearest
+from lockstep.trainer.cli.config.errors import ConfigError, Key, Resolved, bounded, first_line
 from lockstep.trainer.cli.config.signatures import BASES, arguments_of, describe, is_slot, trainer_arguments
 from lockstep.trainer.datamodule import DataModule
+from lockstep.trainer.lightning_names import ARGUMENTS, missing, nearest
 from lockstep.trainer.module import Module
 from lockstep.trainer.trainer import Trainer
 
@@ -136,10 +137,10 @@ def _fit_arguments(
     for name, value in values.items():
         if name not in arguments:
             if not open_ended:
-                takes = f"; it takes {', '.join(arguments)}" if 0 < len(arguments) <= 12 else ""
-                raise resolved.error(
-                    (*key, name), f"{owner} has no argument '{name}'{nearest(name, arguments) or takes}"
-                )
+                said = missing(f"{owner} has no argument", name, ARGUMENTS if owner == "Trainer" else {}, arguments)
+                if ";" not in said and 0 < len(arguments) <= 12:
+                    said += f"; it takes {', '.join(arguments)}"
+                raise resolved.error((*key, name), said)
             planned[name] = value
             continue
         annotation = arguments[name][1]

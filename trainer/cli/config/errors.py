@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections.abc
-import difflib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,14 +55,6 @@ def bounded(fn: Callable[P, T]) -> Callable[P, T]:
 
 def error_at(key: Key, origin: str | None, message: str) -> ConfigError:
     return ConfigError(f"{'.'.join(key)}{f' ({origin})' if origin else ''}: {message}")
-
-
-def nearest(name: str, known: collections.abc.Iterable[str]) -> str:
-    """A question that names the known name most like `name`, or nothing."""
-    names = list(known)
-    lower = {n.lower(): n for n in names}
-    found = difflib.get_close_matches(name.lower(), lower, n=1)
-    return f"; did you mean '{lower[found[0]]}'?" if found else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.trainer.cli.config.errors import ConfigError, Key, Resolved, bounded, error_at, first_line, nearest
+from lockstep.trainer.cli.config.errors import ConfigError, Key, Resolved, bounded, error_at, first_line
 from lockstep.trainer.cli.config.signatures import trainer_arguments
+from lockstep.trainer.lightning_names import ARGUMENTS, nearest
 
 SHORT_FOR_MODULE = ("optimizer", "lr_scheduler")
 """Top-level sections that are arguments of the module."""
@@ -173,6 +174,8 @@ def _prefix(name: str) -> Key:
 
 def _check_top_level(name: str, origin: str) -> None:
     known = [*SECTIONS, *trainer_arguments()]
+    if name in ARGUMENTS:
+        raise error_at((name,), origin, f"the Trainer has no such argument; {ARGUMENTS[name]}")
     if name not in known:
         raise error_at(
             (name,),
