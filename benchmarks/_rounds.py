@@ -71,7 +71,7 @@ def quiet() -> Iterator[None]:
             os.chdir(before)
 
 
-def summarise(
+def summarize(
     values: Mapping[str, Sequence[float]], unit: str, references: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
     """Median, least and most of each variant, and the medians of ratio and difference to its reference of the same
@@ -103,12 +103,12 @@ STEP_COLUMNS = {
 }
 
 
-def summarise_steps(clocks: Mapping[str, Sequence[Clock]], references: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def summarize_steps(clocks: Mapping[str, Sequence[Clock]], references: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """`summarize` in microseconds a step, and the same of the process's CPU time; for `STEP_COLUMNS`."""
-    rows = summarise(
+    rows = summarize(
         {name: [clock.s_per_step() * 1e6 for clock in own] for name, own in clocks.items()}, "us", references
     )
-    cpu = summarise(
+    cpu = summarize(
         {name: [clock.cpu_s_per_step() * 1e6 for clock in own] for name, own in clocks.items()}, "us", references
     )
     for name, row in cpu.items():
@@ -150,7 +150,7 @@ def machine() -> dict[str, Any]:
     return facts
 
 
-def told(facts: Mapping[str, Any]) -> str:
+def described(facts: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 

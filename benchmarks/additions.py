@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import recompute
-from benchmarks._rounds import Clock, machine, summarise, table, take_turns, told, write_json
+from benchmarks._rounds import Clock, described, machine, summarize, table, take_turns, write_json
 from benchmarks.engines import CONTEXT, RANKS, Job, Ticks, loss_of
 from benchmarks.scaling import Small
 from benchmarks.step_overhead import BARE
@@ -326,9 +326,9 @@ def main() -> None:
         names = {f"{name}, {how}": (name, how) for name, variants in wanted.items() for how in variants}
         references = {full: f"{name}, {next(iter(wanted[name]))}" for full, (name, _) in names.items()}
         turns = take_turns({full: wanted[name][how] for full, (name, how) in names.items()}, arguments.rounds)
-    results = summarise({full: [turn["ms"] for turn in own] for full, own in turns.items()}, "ms", references)
+    results = summarize({full: [turn["ms"] for turn in own] for full, own in turns.items()}, "ms", references)
     cpu = {full: [turn["cpu_ms"] for turn in own] for full, own in turns.items() if "cpu_ms" in own[0]}
-    for full, row in summarise(cpu, "ms", {full: references[full] for full in cpu}).items():
+    for full, row in summarize(cpu, "ms", {full: references[full] for full in cpu}).items():
         results[full] |= {"cpu_ms": row["median_ms"], "cpu_ratio": row["ratio"], "cpu_rounds_ms": row["rounds_ms"]}
     for full, own in turns.items():
         row = results[full]
@@ -341,7 +341,7 @@ def main() -> None:
             }
         if "kept_bytes" in row:
             row["kept_mib"] = row["kept_bytes"] / 2**20
-    print(f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps")
+    print(f"{described(facts)}; {arguments.rounds} rounds of {arguments.steps} steps")
     columns = {"ms a step": ("median_ms", ".2f"), "min": ("min_ms", ".2f"), "max": ("max_ms", ".2f")}
     columns |= {"ratio": ("ratio", ".2f"), "CPU ratio": ("cpu_ratio", ".2f")}
     columns |= {

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks._rounds import machine, quiet, summarise, table, take_turns, told, write_json
+from benchmarks._rounds import described, machine, quiet, summarize, table, take_turns, write_json
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
 from lockstep.trainer.checkpoint import file_writer
@@ -133,7 +133,7 @@ def main() -> None:
         loader = DataLoader(torch.zeros(1), 1)  # type: ignore[arg-type]
         Trainer(max_steps=1, callbacks=measure, **options).fit(Tensors(arguments.megabytes * 10**6 // 3), loader)
     blocked, done = ({name: [time_ms[i] for time_ms in times] for name, times in measure.times.items()} for i in (0, 1))
-    results = summarise(done, "ms", dict.fromkeys(done, RAW))
+    results = summarize(done, "ms", dict.fromkeys(done, RAW))
     for name, row in results.items():
         row["blocked_ms"], row["blocked_rounds_ms"] = statistics.median(blocked[name]), blocked[name]
         row["blocked_ratio"] = statistics.median(
@@ -141,7 +141,7 @@ def main() -> None:
         )
         row["mb_per_s"] = measure.num_bytes / 1e3 / row["median_ms"]
     share = statistics.median(1 - without / whole for whole, without in zip(done[SAVE], done[UNCHECKED], strict=True))
-    print(f"{told(facts)}; {measure.num_bytes / 1e6:,.0f} MB, {arguments.rounds} rounds")
+    print(f"{described(facts)}; {measure.num_bytes / 1e6:,.0f} MB, {arguments.rounds} rounds")
     columns = {
         "blocked ms": ("blocked_ms", ".1f"),
         "to copy": ("blocked_ratio", ".2f"),

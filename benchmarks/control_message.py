@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks._rounds import machine, told, write_json
+from benchmarks._rounds import described, machine, write_json
 from lockstep import Module, Trainer
 from lockstep.strategies.base import StepResult, StepVote
 from lockstep.strategies.sync.step_agreement import StepAgreement
@@ -115,9 +115,9 @@ def measure(steps: int, width: int, collectives: int) -> dict[str, float]:
     pairs = [(turns[i + is_with(i)], turns[i + 1 - is_with(i)]) for i in range(0, len(turns), 2)]
     return {
         "without_ms": statistics.median(without[0] for without, _ in pairs),
-        "with_ms": statistics.median(told[0] for _, told in pairs),
-        "over_ms": statistics.median(told[0] - without[0] for without, told in pairs),
-        "cpu_over_ms": statistics.median(told[1] - without[1] for without, told in pairs),
+        "with_ms": statistics.median(message[0] for _, message in pairs),
+        "over_ms": statistics.median(message[0] - without[0] for without, message in pairs),
+        "cpu_over_ms": statistics.median(message[1] - without[1] for without, message in pairs),
     }
 
 
@@ -130,7 +130,7 @@ def main() -> None:
     arguments = parser.parse_args()
     facts = machine()
     row = measure(arguments.steps, arguments.width, arguments.collectives)
-    print(told(facts))
+    print(described(facts))
     print(
         f"a step of {row['without_ms']:.2f} ms takes {row['with_ms']:.2f} ms with the message: {row['over_ms']:+.3f} "
         "ms "

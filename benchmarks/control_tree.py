@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks._rounds import machine, table, told, write_json
+from benchmarks._rounds import described, machine, table, write_json
 from lockstep.strategies.sync.host_all_gather_tree import FANOUT, Links
 
 NUMBERS = tuple(float(i) for i in range(11))
@@ -199,7 +199,7 @@ def main() -> None:
         for num_ranks in arguments.ranks
         for way in WAYS
     }
-    print(told(facts))
+    print(described(facts))
     print(table(rows, COLUMNS))
     write_json(arguments.json, facts, rows, columns=COLUMNS)
 

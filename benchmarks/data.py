@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks._rounds import Clock, machine, summarise, table, take_turns, told, write_json
+from benchmarks._rounds import Clock, described, machine, summarize, table, take_turns, write_json
 from lockstep import Module, Trainer
 
 BATCH, WARMUP_STEPS = 32, 10
@@ -119,8 +119,8 @@ def main() -> None:
         variants[f"{kind}, lockstep"] = partial(lockstep, arguments.batches, *how)
     facts = machine()
     speeds = take_turns(variants, arguments.rounds)
-    results = summarise(speeds, "per_s", {name: f"{name.rpartition(', ')[0]}, bare loop" for name in variants})
-    print(f"{told(facts)}; {arguments.rounds} rounds of {arguments.batches} batches of {BATCH}")
+    results = summarize(speeds, "per_s", {name: f"{name.rpartition(', ')[0]}, bare loop" for name in variants})
+    print(f"{described(facts)}; {arguments.rounds} rounds of {arguments.batches} batches of {BATCH}")
     columns = {
         "samples/s": ("median_per_s", ",.0f"),
         "min": ("min_per_s", ",.0f"),

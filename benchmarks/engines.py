@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks._rounds import Clock, machine, summarise, table, take_turns, told, write_json
+from benchmarks._rounds import Clock, described, machine, summarize, table, take_turns, write_json
 from benchmarks.step_overhead import BARE
 from examples.gpt import GPT, VOCABULARY
 from lockstep import Module, Trainer
@@ -61,7 +61,9 @@ class Job:
             (self.num_batches * self.batch * shards, CONTEXT + 1),
             generator=torch.Generator().manual_seed(0),
         )
-        sampler = DistributedSampler(tokens, shuffle=False) if shards > 1 and dist.is_initialized() else None  # type: ignore[arg-type, var-annotated]
+        sampler: Any = None
+        if shards > 1 and dist.is_initialized():
+            sampler = DistributedSampler(tokens, shuffle=False)  # type: ignore[arg-type]
         return DataLoader(tokens, self.batch, sampler=sampler)  # type: ignore[arg-type]
 
 
@@ -277,7 +279,7 @@ def main() -> None:
     references = {full: f"{name}, by hand" for full, (name, _) in names.items()}
     times = take_turns({full: partial(run, *what, False) for full, what in names.items()}, arguments.rounds)
     results, cpu = (
-        summarise({full: [turn[i] * 1e3 for turn in turns] for full, turns in times.items()}, "ms", references)
+        summarize({full: [turn[i] * 1e3 for turn in turns] for full, turns in times.items()}, "ms", references)
         for i in (0, 1)
     )
     for full, runs in take_turns(
@@ -294,7 +296,8 @@ def main() -> None:
         }
     elements = sum(p.numel() for p in GPT(arguments.width, arguments.depth, arguments.width // 4, CONTEXT).parameters())
     print(
-        f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps on {RANKS} ranks; {elements:,} parameters"
+        f"{described(facts)}; {arguments.rounds} rounds of {arguments.steps} steps on {RANKS} ranks; "
+        f"{elements:,} parameters"
     )
     columns = {
         "ms a step": ("median_ms", ".2f"),

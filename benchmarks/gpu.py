@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks._rounds import Clock, machine, summarise, table, take_turns, told, write_json
+from benchmarks._rounds import Clock, described, machine, summarize, table, take_turns, write_json
 from examples.gpt import GPT
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
@@ -234,7 +234,7 @@ def main() -> None:
         else arguments.peak_tflops * 1e12
     )
     rounds = take_turns({name: partial(measure, job, *how) for name, how in VARIANTS.items()}, arguments.rounds)
-    results = summarise(
+    results = summarize(
         {name: [turn["tokens_per_s"] for turn in turns] for name, turns in rounds.items()}, "per_s", REFERENCES
     )
     syncs = take_turns({name: partial(count_syncs, job, *how) for name, how in VARIANTS.items()}, 1)
@@ -247,8 +247,8 @@ def main() -> None:
         row["peak_ratio"] = row["peak_bytes"] / results[REFERENCES[name]]["peak_bytes"]
     elements = sum(p.numel() for p in job.gpt().parameters())
     print(
-        f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps; {elements:,} parameters, {job.batch} x "
-        f"{job.context} tokens a step"
+        f"{described(facts)}; {arguments.rounds} rounds of {arguments.steps} steps; {elements:,} parameters, "
+        f"{job.batch} x {job.context} tokens a step"
     )
     columns = {
         "tokens/s": ("median_per_s", ",.0f"),
@@ -262,7 +262,7 @@ def main() -> None:
     for name, row in results.items():
         if row["sync_places"]:
             print(
-                f"{name} synchronises at "
+                f"{name} synchronizes at "
                 + ", ".join(f"{place} ({number})" for place, number in row["sync_places"].items())
             )
     work = {

@@ -150,7 +150,8 @@ def train(strategy: Strategy, width: int, depth: int) -> list[list[int]]:
             parameters = bytes_of(
                 [getattr(p, "ds_tensor", p) for p in model.parameters()]
             )  # ZeRO-3 leaves an empty tensor where a parameter was
-            gradients = bytes_of(strategy.local_gradients(wrapped))  # type: ignore[attr-defined]  # the one name that all engines have for them
+            # the one name that all engines have for them
+            gradients = bytes_of(strategy.local_gradients(wrapped))  # type: ignore[attr-defined]
             total = live_bytes() - before
             strategy.optimizer_step(wrapped, optimizers["main"])
             optimizers["main"].zero_grad()

@@ -51,7 +51,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.bias  # so that the first stage, whose input needs no gradient, works as long as the others
-        if type(x) is not Tensor:  # a rehearsal
+        if type(x) is not Tensor:  # shape inference
             return x + self.weight
         return Sleep.apply(x, self.seconds, self.seconds) + Sleep.apply(self.weight, 0.0, self.seconds)
 
@@ -99,7 +99,8 @@ def main() -> None:
         cost = (times[0] - slope * works[0]) * 1e3
         shown = "".join(f"{bubble:>{width}.1%}" for bubble, width in zip(bubbles, (10, 9, 9), strict=True))
         print(
-            f"{name:<24}{schedule.bubble(num_ranks, num_parts):>8.1%}{shown}{cost:>16.0f}{schedule.formula(num_ranks, num_parts):>34}",
+            f"{name:<24}{schedule.bubble(num_ranks, num_parts):>8.1%}{shown}{cost:>16.0f}"
+            f"{schedule.formula(num_ranks, num_parts):>34}",
             flush=True,
         )
 

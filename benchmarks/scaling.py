@@ -30,7 +30,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from benchmarks._rounds import STEP_COLUMNS, Clock, machine, quiet, summarise_steps, table, take_turns, told, write_json
+from benchmarks._rounds import (
+    STEP_COLUMNS,
+    Clock,
+    described,
+    machine,
+    quiet,
+    summarize_steps,
+    table,
+    take_turns,
+    write_json,
+)
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
 from lockstep.strategies import SingleDevice
@@ -358,11 +368,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     facts, results = machine(), {}
-    print(f"{told(facts)}; {arguments.rounds} rounds")
+    print(f"{described(facts)}; {arguments.rounds} rounds")
     for part in arguments.parts:
         if part in STEPS:
             variants, references = STEPS[part](arguments.effort, arguments.ranks)
-            results[part] = summarise_steps(take_turns(variants, arguments.rounds), references)
+            results[part] = summarize_steps(take_turns(variants, arguments.rounds), references)
         else:
             results[part] = (
                 memory(arguments.effort) if part == "memory" else samples(arguments.rounds, arguments.effort)

@@ -38,14 +38,14 @@ def main() -> None:
         what, ranks = arguments.child
         CHILDREN[what](int(ranks))
         return
-    from benchmarks._rounds import machine, summarise, table, take_turns, told, write_json
+    from benchmarks._rounds import described, machine, summarize, table, take_turns, write_json
 
     facts = machine()
     chosen = {name: how for name, (how, _) in MEASUREMENTS.items() if arguments.match in name}
     times = take_turns(chosen, arguments.rounds)
     references = {name: MEASUREMENTS[name][1] for name in chosen if MEASUREMENTS[name][1] in chosen}
-    results = summarise(times, "s", references)
-    print(f"{told(facts)}; {arguments.rounds} rounds")
+    results = summarize(times, "s", references)
+    print(f"{described(facts)}; {arguments.rounds} rounds")
     columns = {
         "seconds": ("median_s", ".2f"),
         "min": ("min_s", ".2f"),

@@ -28,7 +28,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks._rounds import STEP_COLUMNS, Clock, machine, quiet, summarise_steps, table, take_turns, told, write_json
+from benchmarks._rounds import (
+    STEP_COLUMNS,
+    Clock,
+    described,
+    machine,
+    quiet,
+    summarize_steps,
+    table,
+    take_turns,
+    write_json,
+)
 from lockstep import Module, Trainer
 from lockstep.callbacks import LearningRateMonitor
 from lockstep.strategies import SingleDevice
@@ -218,12 +228,12 @@ def main() -> None:
 
         peers = {name: partial(in_turn, name) for name in PEERS}
         clocks = take_turns(own | peers, arguments.rounds)
-    results = summarise_steps(clocks, dict.fromkeys(clocks, REFERENCE))
+    results = summarize_steps(clocks, dict.fromkeys(clocks, REFERENCE))
     for row in results.values():
         row["ratio_to_logging"] = statistics.median(
             own / base for own, base in zip(row["rounds_us"], results[LOGGING]["rounds_us"], strict=True)
         )
-    print(f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps")
+    print(f"{described(facts)}; {arguments.rounds} rounds of {arguments.steps} steps")
     columns = {**STEP_COLUMNS, "to logging": ("ratio_to_logging", ".2f")}
     print(table(results, columns))
     write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds, steps=arguments.steps)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import step_overhead
-from benchmarks._rounds import Clock, machine, table, take_turns, told, write_json
+from benchmarks._rounds import Clock, described, machine, table, take_turns, write_json
 from benchmarks.engines import BY_HAND, RANKS, Job, train
 from lockstep.strategies.launch import environment, launcher
 from lockstep.strategies.launch.process_group import destroy_process_group, init_process_group
@@ -156,8 +156,8 @@ def main() -> None:
     )
     results = {name: compared(turns[f"{name}, by hand"], turns[f"{name}, lockstep"]) for name in parts}
     print(
-        f"{told(facts)}; {arguments.rounds} rounds of {arguments.steps} steps on two ranks, {10 * arguments.steps} in "
-        "one process; CPU us a step"
+        f"{described(facts)}; {arguments.rounds} rounds of {arguments.steps} steps on two ranks, "
+        f"{10 * arguments.steps} in one process; CPU us a step"
     )
     columns: Mapping[str, tuple[str, str]] = {"by hand": ("by_hand_us", ",.0f"), "lockstep": ("lockstep_us", ",.0f")}
     for name, rows in results.items():

@@ -130,11 +130,11 @@ class TextModel(Module):
     @torch.no_grad()
     def generate(self, temperature: float = 0.8) -> str:
         """Continue the prompt, the same way on all ranks; leaves the random streams of training alone."""
-        dice = torch.Generator(self.device).manual_seed(0)
+        generator = torch.Generator(self.device).manual_seed(0)
         tokens = torch.tensor([list(self.hparams.prompt.encode())], device=self.device)
         for _ in range(self.hparams.sample_bytes):
             logits = self.gpt(tokens[:, -self.gpt.context :])[:, -1].float() / temperature
-            tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1, generator=dice)], dim=1)
+            tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
         return bytes(tokens[0].tolist()).decode(errors="replace")
 
 

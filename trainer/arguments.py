@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from lockstep import callbacks as own
+from lockstep import callbacks
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.strategies.base import Strategy
 from lockstep.trainer import lightning_names
@@ -157,7 +157,7 @@ class TrainerArguments:
         """The arguments that hold: under `fast_dev_run` a few batches of everything and nothing written."""
         if not self.fast_dev_run:
             return self
-        batches = int(self.fast_dev_run)
+        batches, given = int(self.fast_dev_run), list(self.callbacks)  # type: ignore[arg-type]
         return replace(
             self,
             fast_dev_run=batches,
@@ -173,7 +173,7 @@ class TrainerArguments:
             log_every_n_steps=1,
             logger=False,
             enable_checkpointing=False,
-            callbacks=[item for item in self.callbacks if not isinstance(item, (Logger, own.ModelCheckpoint))],  # type: ignore[union-attr]
+            callbacks=[item for item in given if not isinstance(item, (Logger, callbacks.ModelCheckpoint))],
         )
 
     def described(self) -> dict[str, Any]:
@@ -183,19 +183,19 @@ class TrainerArguments:
     def all_callbacks(self) -> list[Callback]:
         """The run's callbacks in the order in which they are called: loggers first, ModelCheckpoint last."""
         given = list(self.callbacks)  # type: ignore[arg-type]
-        savers = [item for item in given if isinstance(item, own.ModelCheckpoint)]
+        savers = [item for item in given if isinstance(item, callbacks.ModelCheckpoint)]
         if savers and not self.enable_checkpointing:
             raise ValueError(
                 "enable_checkpointing=False contradicts a ModelCheckpoint among the callbacks; drop one of them"
             )
         if self.enable_checkpointing and not savers:
-            savers = [own.ModelCheckpoint()]
-        rest = [item for item in given if not isinstance(item, (Logger, own.ModelCheckpoint))]
+            savers = [callbacks.ModelCheckpoint()]
+        rest = [item for item in given if not isinstance(item, (Logger, callbacks.ModelCheckpoint))]
         if self.max_time is not None:
-            rest.append(own.Timer(duration=self.max_time))
+            rest.append(callbacks.Timer(duration=self.max_time))
         if self.profiler is not None:
-            rest.append(own.Profiler(self.profiler))
-        for kind in (own.ModelSummary, own.ProgressBar) if self.enable_progress_bar else ():
+            rest.append(callbacks.Profiler(self.profiler))
+        for kind in (callbacks.ModelSummary, callbacks.ProgressBar) if self.enable_progress_bar else ():
             if not any(isinstance(item, kind) for item in rest):
                 rest.append(kind())
         return [*self._loggers(given), *rest, *savers]
@@ -204,7 +204,7 @@ class TrainerArguments:
         loggers: list[Callback] = [item for item in given if isinstance(item, Logger)]
         if self.logger is True:
             if not loggers:
-                loggers = [own.TensorBoardLogger()]
+                loggers = [callbacks.TensorBoardLogger()]
         elif isinstance(self.logger, Logger):
             loggers.append(self.logger)
         elif self.logger:
@@ -252,8 +252,11 @@ def takes_arguments(
                     raise TypeError(lightning_names.missing(f"{owner} has no argument", name, known, parameters))
             init(self, record(*args, **kwargs))
 
-        own_self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        __init__.__signature__ = inspect.Signature([own_self, *parameters.values()], return_annotation=None)  # type: ignore[attr-defined]
+        shown = inspect.Signature(
+            [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *parameters.values()],
+            return_annotation=None,
+        )
+        __init__.__signature__ = shown  # type: ignore[attr-defined]
         __init__.__qualname__, __init__.__doc__ = init.__qualname__, init.__doc__
         return __init__
 

@@ -78,8 +78,8 @@ class HyperParameters:
             unknown = [name for name in names if name not in values]
             if unknown:
                 raise ValueError(
-                    f"save_hyperparameters({', '.join(map(repr, names))}) names {unknown[0]!r}, which is no argument "
-                    f"of __init__ ({', '.join(values)})"
+                    f"save_hyperparameters({', '.join(map(repr, names))}) names {unknown[0]!r}, which is not an "
+                    f"argument of __init__ ({', '.join(values)})"
                 )
             values = {name: value for name, value in values.items() if not names or name in names}
         self.__dict__["_log_hparams"] = logger

@@ -30,7 +30,7 @@ class Module(HyperParameters, nn.Module):
     """
 
     automatic_optimization = True
-    """False: `training_step` walks back and steps by itself (`optimizers`, `manual_backward`, `clip_gradients`)."""
+    """False: `training_step` runs backward and steps by itself (`optimizers`, `manual_backward`, `clip_gradients`)."""
     example_input_array: Any = None
     """Input of `forward` from which the summary derives sizes and FLOPs, and loggers the graph."""
 
@@ -229,7 +229,7 @@ class Module(HyperParameters, nn.Module):
         return (schedulers[0] if len(schedulers) == 1 else schedulers) if schedulers else None
 
     def manual_backward(self, loss: Tensor) -> None:
-        """Walk back from `loss`, the mean over this batch; for `automatic_optimization = False`."""
+        """Run backward from `loss`, the mean over this batch; for `automatic_optimization = False`."""
         manual_backward(self._running(), loss)
 
     def clip_gradients(
@@ -355,7 +355,7 @@ class Module(HyperParameters, nn.Module):
         """Build the module from the hyperparameters in a checkpoint and load its weights.
 
         `overrides` replace or complete the saved hyperparameters. `map_location` is a device. Raises
-        CheckpointError for a folder that is no valid checkpoint, TypeError where `__init__` needs more.
+        CheckpointError for a folder that is not a valid checkpoint, TypeError where `__init__` needs more.
         """
         from lockstep.trainer.checkpoint.snapshot import load_module  # here, as module.py is what snapshot.py builds on
 

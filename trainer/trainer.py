@@ -19,9 +19,7 @@ from lockstep.trainer.arguments import TrainerArguments, takes_arguments
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.lightning_names import TRAINER, missing
 from lockstep.trainer.module import Module
-from lockstep.trainer.run import evaluate as evaluation
-from lockstep.trainer.run import fit as loop
-from lockstep.trainer.run import publish, ranks, saving
+from lockstep.trainer.run import evaluate, fit, publish, ranks, saving
 from lockstep.trainer.run.lifecycle import attached
 from lockstep.trainer.run.state import RunState
 from lockstep.trainer.setup import checks, compilation, start
@@ -93,10 +91,10 @@ class Trainer:
             if type(strategy) is not type(run.strategy):
                 run.strategy, run.strategy_reason = strategy, f"strategy {type(strategy).__name__}: {reason}"
         if run.arguments.max_restarts or run.strategy.starts_ranks:
-            ranks.fit(run, module, sources, path)
+            ranks.launch_fit(run, module, sources, path)
             return
         with attached(run, module, sources, "fit", path):
-            loop.fit(run, module, sources)
+            fit.fit(run, module, sources)
 
     def validate(
         self,
@@ -362,18 +360,18 @@ class Trainer:
             dataloaders, datamodule = None, dataloaders
         run.failed_loggers.clear()
         run.verified = None
-        sources = Sources({evaluation.KINDS[stage]: dataloaders}, datamodule)
+        sources = Sources({evaluate.KINDS[stage]: dataloaders}, datamodule)
         checks.hooks(run, module, datamodule)
         checks.loaders(sources)
         path = start.checked(run, ckpt_path)
         run.callback_metrics, run.logged_metrics, run.progress_bar_metrics = {}, {}, {}
         if run.strategy.starts_ranks:
-            returned = ranks.evaluate(run, stage, module, sources, path)
+            returned = ranks.launch_evaluation(run, stage, module, sources, path)
         else:
             with attached(run, module, sources, stage, path):
-                returned = evaluation.run_stage(run, module, sources, stage)
+                returned = evaluate.run_stage(run, module, sources, stage)
         if verbose and run.is_global_zero:
-            evaluation.print_metrics(stage, returned)
+            evaluate.print_metrics(stage, returned)
         return returned
 
 

@@ -30,7 +30,7 @@ def source_of(loader: Any, share: Share, shuffle: bool | None) -> Source:
             if isinstance(loader.dataset, IterableDataset)
             else Indexed(loader, share, shuffle)
         )
-    check_is_no_dataset(loader)
+    refuse_dataset(loader)
     if hasattr(loader, "__iter__"):
         return Streamed(loader, share, shuffle)
     if hasattr(loader, "__getitem__") and hasattr(loader, "__len__"):
@@ -43,7 +43,7 @@ def source_of(loader: Any, share: Share, shuffle: bool | None) -> Source:
     )
 
 
-def check_is_no_dataset(loader: Any) -> None:
+def refuse_dataset(loader: Any) -> None:
     """Raise TypeError for a dataset in the place of a loader: its items are samples, without the dimension of a
     batch."""
     if isinstance(loader, Dataset):

@@ -113,7 +113,7 @@ WRONG_FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "stranger": (
         lambda m: ([one(m)], [Warm(one(m))]),
-        "Warm is no scheduler of torch: it has no step, so Formed needs lr_scheduler_step",
+        "Warm is not a scheduler of torch: it has no step, so Formed needs lr_scheduler_step",
     ),
     "stateless": (lambda m: ([one(m)], [object()]), "object has no state_dict"),
 }
@@ -946,7 +946,7 @@ def test_save_hyperparameters_variants() -> None:
             self.save_hyperparameters("b")
 
     with pytest.raises(
-        ValueError, match="save_hyperparameters\\('b'\\) names 'b', which is no argument of __init__ \\(a\\)"
+        ValueError, match="save_hyperparameters\\('b'\\) names 'b', which is not an argument of __init__ \\(a\\)"
     ):
         Typo(1)
 

@@ -3,6 +3,7 @@ they are asked for."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.strategies.checkpoint_state import TensorShard
-from lockstep.trainer.checkpoint.manifest import CheckpointError, name_fault
+from lockstep.trainer.checkpoint.manifest import MAX_JSON_BYTES, CheckpointError, name_fault
 from lockstep.trainer.checkpoint.safetensors_file import CODES
 
 _MAX_DEPTH = 64
@@ -122,6 +123,15 @@ def check_finite(path: Path, tensors: Mapping[str, TensorShard], finite: Contain
 def refusal(path: Path, where: str, what: str, remedy: str) -> CheckpointError:
     """The error for something that cannot be stored."""
     return CheckpointError(f"cannot save the checkpoint {path}: {where}: {what}; {remedy}")
+
+
+def encode(path: Path, name: str, value: Any) -> bytes:
+    """`value` as the content of the JSON file `name`; raises CheckpointError if that is too large."""
+    content = json.dumps(value).encode("ascii")
+    if len(content) > MAX_JSON_BYTES:
+        advice = f"keep it below {MAX_JSON_BYTES} bytes and save large data as tensors"
+        raise refusal(path, name, f"<{len(content)} bytes of JSON>", advice)
+    return content
 
 
 def host_copy(tensor: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ def tiling_fault(shape: Sequence[int], pieces: Sequence[dict[str, Any]]) -> str 
             first + size > whole for first, size, whole in zip(piece["offsets"], piece["shape"], shape, strict=True)
         ):
             return (
-                f"a piece of shape {tuple(piece['shape'])} at {tuple(piece['offsets'])} does not lie in shape "
+                f"a piece of shape {tuple(piece['shape'])} at {tuple(piece['offsets'])} is outside of shape "
                 f"{tuple(shape)}"
             )
     covered, whole = sum(_volume(piece["shape"]) for piece in pieces), _volume(shape)

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.strategies.checkpoint_state import TensorShard, is_alike, pack, restore_model, unpack
-from lockstep.trainer.checkpoint import schema
-from lockstep.trainer.checkpoint import store as files
+from lockstep.trainer.checkpoint import schema, store
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from lockstep.trainer.hparams import restored
 from lockstep.trainer.metrics.entry import COMBINE
 from lockstep.trainer.run import publish
 from lockstep.trainer.seeding import derive, rng_state, seed_everything, set_rng_state
-from lockstep.trainer.setup import resume as resume_checks
+from lockstep.trainer.setup import resume
 
 if TYPE_CHECKING:
     from lockstep.strategies import Strategy
@@ -45,7 +44,7 @@ def save(
     wait: bool = True,
     also: Sequence[str | Path] = (),
     outdated: Sequence[str | Path] = (),
-) -> files.Saving | None:
+) -> store.Saving | None:
     """Write a checkpoint of the run at `path`; without `wait` return once it is copied. Every rank calls it, at the
     same place."""
     strategy = run.strategy
@@ -77,8 +76,8 @@ def save(
         "outdated": outdated,
     }
     if not wait:
-        return files.begin(path, **options)
-    files.save(path, barrier=strategy.barrier, **options)
+        return store.begin(path, **options)
+    store.save(path, barrier=strategy.barrier, **options)
     return None
 
 
@@ -117,7 +116,7 @@ def _rank_state(run: RunState, module: Module, tensors: dict[str, TensorShard]) 
         "reports": topology.is_reporting_rank,
         "trainability": {
             name: trained
-            for name, trained in resume_checks.trainability(module).items()
+            for name, trained in resume.trainability(module).items()
             if trained != run.trainable_at_start.get(name, trained)
         },
         "rng": pack(rng_state(run.streams), f"{folder}/rng", tensors),
@@ -169,8 +168,7 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
 
 
 def rewind(run: RunState, module: Module, path: str | Path) -> None:
-    """Put weights, optimizers, schedulers and callbacks back to a checkpoint of this run; data and metrics continue from
-    where they are.
+    """Restore weights, optimizers, schedulers and callbacks from a checkpoint of this run, but not data and metrics.
 
     Every rank calls it, between windows.
     """
@@ -206,7 +204,7 @@ def check_configured(run: RunState, checkpoint: Checkpoint) -> None:
     same_world = checkpoint.world_size == run.world_size
     with refused(checkpoint.path):
         saved = checkpoint.state.get("configured")
-        resume_checks.check(checkpoint.path, saved, run.configured, same_world, run.is_global_zero)
+        resume.check(checkpoint.path, saved, run.configured, same_world, run.is_global_zero)
 
 
 def restore_trainability(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
@@ -216,7 +214,7 @@ def restore_trainability(run: RunState, module: Module, checkpoint: Checkpoint) 
         for rank in range(checkpoint.world_size):
             changed |= (checkpoint.rank_state(rank) or {}).get("trainability", {})
     if changed:
-        resume_checks.restore_trainability(module, changed)
+        resume.restore_trainability(module, changed)
         run.strategy.adopt_changes(run.wrapped)
 
 
@@ -362,8 +360,8 @@ def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Cal
 
 
 def _restore_streams(run: RunState, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:
-    """Go on with the random streams of the rank that saw the same samples; where samples are shared out again, with
-    streams that nobody drew from."""
+    """Continue the random streams of the rank that saw the same samples; if samples are distributed differently, use
+    new streams."""
     strategy = run.strategy
     if len(saved) == strategy.topology.data_size:
         state = next(rank_state for rank_state in saved if rank_state["data_rank"] == strategy.topology.data_rank)

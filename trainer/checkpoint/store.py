@@ -63,7 +63,7 @@ def save(
     `clean` removes.
 
     Every rank goes through the same two broadcasts and one barrier, in this order, whatever fails on it: a failure
-    is kept, told through the rank's part file (or its absence) and raised after the meeting. So nobody waits for
+    is kept, reported in the rank's part file (or its absence) and raised after the meeting. So nobody waits for
     a rank that lives, and all ranks raise; only a dead rank makes the others wait, for as long as `barrier` does.
 
     Raises CheckpointError with the key path for state that is not JSON and for names, dtypes or pieces that cannot

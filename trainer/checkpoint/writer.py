@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -33,6 +32,7 @@ from lockstep.trainer.checkpoint.content import (
     check_finite,
     check_json,
     check_tensor,
+    encode,
     global_step_of,
     host_copy,
     refusal,
@@ -42,7 +42,6 @@ from lockstep.trainer.checkpoint.file_writer import CHUNK_BYTES, write_file
 from lockstep.trainer.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
-    MAX_JSON_BYTES,
     STATE,
     CheckpointError,
     manifest_checksum,
@@ -80,6 +79,7 @@ class Saving:
         self._written = threading.Event()
         self._met = threading.Event()
         self._replaces = False
+        """Whether something older goes once this is committed: then what was written is read back before."""
         self._total_bytes = 0
         self._written_bytes = 0
         self._locks: list[int] = []
@@ -107,8 +107,8 @@ class Saving:
             self._finite = finite
             fault("save.snapshot")
             self._check(tensors, state, rank_state)
-            self._state = self._encode(STATE, state)
-            self._rank_state = None if rank_state is None else self._encode(rank_file(self.rank), rank_state)
+            self._state = encode(self.final, STATE, state)
+            self._rank_state = None if rank_state is None else encode(self.final, rank_file(self.rank), rank_state)
             self._global_step = global_step_of(state)
             self._tensors = (
                 {name: TensorShard(host_copy(s.tensor), s.global_shape, s.offsets) for name, s in tensors.items()}
@@ -119,27 +119,28 @@ class Saving:
                 self._create()
         except Exception as error:
             self.failure = self._explain(error)
-        told: dict[str, Any] = {
+        opened: dict[str, Any] = {
             "final": str(self.final),
             "temporary": str(self.temporary),
-            "prunes": self._prunes,
-            "error": self._told(),
+            "replaces": any(os.path.lexists(path) for path in (self.final, *self._also, *self._outdated)),
+            "error": self._failure_part(),
         }
         if broadcast is not None:
-            told = broadcast(told)
-        if told["error"]:
-            raise self.failure or failure_of(told["error"])
-        self.final, self.temporary, self._replaces = Path(told["final"]), Path(told["temporary"]), told["prunes"]
+            opened = broadcast(opened)
+        if opened["error"]:
+            raise self.failure or failure_of(opened["error"])
+        self.final, self.temporary = Path(opened["final"]), Path(opened["temporary"])
+        self._replaces = opened["replaces"]
 
     def write(self) -> None:
-        """Write this rank's files, to the disk, and tell rank 0; a failure is kept."""
+        """Write this rank's files, to the disk, and report to rank 0; a failure is kept."""
         try:
             if self.failure is None:
                 self._part = self._write()
         except Exception as error:
             self.failure = self._explain(error)
         if self.rank != 0:
-            leave_part(self.temporary, self.rank, {"error": self._told()} if self.failure else self._part)
+            leave_part(self.temporary, self.rank, {"error": self._failure_part()} if self.failure else self._part)
         self._tensors = {}
 
     def commit(self) -> None:
@@ -159,7 +160,7 @@ class Saving:
 
     def agree(self, broadcast: Callable[[Any], Any] | None) -> None:
         """Raise on every rank what failed on any. One broadcast."""
-        outcome = self._told()
+        outcome = self._failure_part()
         if broadcast is not None:
             outcome = broadcast(outcome)
         if self.failure is not None:
@@ -187,7 +188,10 @@ class Saving:
         return self.thread is not None and self.thread.is_alive()
 
     def finish(self, barrier: Callable[[], object] | None, broadcast: Callable[[Any], Any] | None) -> None:
-        """Wait until it is done, and raise on every rank what failed on any. Every rank calls it; one barrier, one broadcast."""
+        """Wait until it is done, and raise on every rank what failed on any.
+
+        Every rank calls it; one barrier, one broadcast.
+        """
         assert self.thread is not None
         self._written.wait()
         if barrier is not None:
@@ -197,7 +201,10 @@ class Saving:
         self.agree(broadcast)
 
     def settle(self) -> str | None:
-        """Wait without the other ranks, one of which may have died, as long as anything moves; return what failed, if known."""
+        """Wait as long as anything moves, without the other ranks, one of which may have died.
+
+        Returns what failed, if known.
+        """
         assert self.thread is not None
         self._written.wait()
         seen, moved_at = "", time.monotonic()
@@ -238,7 +245,8 @@ class Saving:
         for path in (self.final, *self._also):
             if not path.name or path.name.startswith("."):
                 raise CheckpointError(
-                    f"cannot save a checkpoint at {path}: its name must not be empty or begin with a dot; choose another name"
+                    f"cannot save a checkpoint at {path}: its name must not be empty or begin with a dot; "
+                    "choose another name"
                 )
         for where, value in (("state", state), ("rank_state", rank_state)):
             if value is not None and not isinstance(value, dict):
@@ -257,17 +265,12 @@ class Saving:
         os.mkdir(self.temporary)
         self._locks.append(lock(self.temporary))
 
-    @property
-    def _prunes(self) -> bool:
-        """Whether something older goes once this is committed, so that what was written is read back before."""
-        return any(os.path.lexists(path) for path in (self.final, *self._also, *self._outdated))
-
     def _write(self) -> dict[str, Any]:
         """Write this rank's files; return what the manifest must know of them."""
         if not self.temporary.is_dir():
             raise CheckpointError(
-                f"cannot save the checkpoint {self.final}: rank {self.rank} does not see {self.temporary}, which rank 0 created; "
-                "choose a folder on a file system that all nodes share"
+                f"cannot save the checkpoint {self.final}: rank {self.rank} does not see {self.temporary}, "
+                "which rank 0 created; choose a folder on a file system that all nodes share"
             )
         check_finite(self.final, self._tensors, self._finite, f"on rank {self.rank} in step {self._global_step}")
         files: dict[str, Any] = {}
@@ -307,7 +310,7 @@ class Saving:
             "tensors": tensors,
         }
         fault("save.manifest")
-        content = self._encode(MANIFEST, {"checksum": manifest_checksum(manifest), **manifest})
+        content = encode(self.final, MANIFEST, {"checksum": manifest_checksum(manifest), **manifest})
         self._write_one(self.temporary / MANIFEST, iter((memoryview(content),)))
         if self._replaces:  # each rank has read its own files back
             self._read_back(None, checksums=False)
@@ -316,7 +319,7 @@ class Saving:
         put_in_place(self.temporary, self.final, os.path.lexists(self.final))
 
     def _link(self, path: Path) -> None:
-        """Commit the same checkpoint under another name of the folder. The files are shared where the file system has hard links."""
+        """Commit the same checkpoint under another name, with hard links if the file system has them."""
         temporary = hidden(path, "tmp")
         os.mkdir(temporary)
         descriptor = lock(temporary)
@@ -333,17 +336,6 @@ class Saving:
             shutil.rmtree(temporary, ignore_errors=True)
             os.close(descriptor)
 
-    def _encode(self, name: str, value: Any) -> bytes:
-        content = json.dumps(value).encode("ascii")
-        if len(content) > MAX_JSON_BYTES:
-            raise refusal(
-                self.final,
-                name,
-                f"<{len(content)} bytes of JSON>",
-                f"keep it below {MAX_JSON_BYTES} bytes and save large data as tensors",
-            )
-        return content
-
     def _write_one(self, path: Path, content: Iterable[memoryview]) -> dict[str, Any]:
         return write_file(path, content, self._count)
 
@@ -359,13 +351,15 @@ class Saving:
         return explained
 
     def _stopped(self, what: str, number: int | None) -> CheckpointError:
+        advice = _ADVICE.get(number or 0, "choose another folder")
         return CheckpointError(
-            f"cannot save the checkpoint {self.final}: {what}, after rank {self.rank} had written {self._written_bytes} of its "
-            f"{self._total_bytes} bytes; {_ADVICE.get(number or 0, 'choose another folder')} (the previous checkpoint there is intact)"
+            f"cannot save the checkpoint {self.final}: {what}, after rank {self.rank} had written "
+            f"{self._written_bytes} of its {self._total_bytes} bytes; {advice} "
+            "(the previous checkpoint there is intact)"
         )
 
     def _read_back(self, files: dict[str, Any] | None, *, checksums: bool) -> None:
-        """Raise CheckpointError where these files, by default those of the manifest, are not on the disk as they were written."""
+        """Raise CheckpointError if these files, by default the manifest's, are not on the disk as they were written."""
         try:
             check_files(
                 self.temporary, read_manifest(self.temporary)["files"] if files is None else files, checksums=checksums
@@ -375,12 +369,15 @@ class Saving:
                 f"what was written cannot be read back ({str(error).split(': ', 1)[-1].split(';')[0]})", None
             ) from error
 
-    def _told(self) -> dict[str, str] | None:
+    def _failure_part(self) -> dict[str, str] | None:
         """The failure as the other ranks raise it, as JSON."""
         failure = self.failure
         if failure is None or isinstance(failure, CheckpointError | FloatingPointError):
             return None if failure is None else {"kind": type(failure).__name__, "text": str(failure)}
-        text = f"cannot save the checkpoint {self.final}: rank {self.rank} failed with {type(failure).__name__}: {failure}; see its own error"
+        text = (
+            f"cannot save the checkpoint {self.final}: rank {self.rank} failed with {type(failure).__name__}: "
+            f"{failure}; see its own error"
+        )
         return {"kind": "CheckpointError", "text": text}
 
 

@@ -1,4 +1,4 @@
-"""`lockstep checkpoint show|verify|diff|export|import`: look at checkpoints, and take weights out and in."""
+"""`lockstep checkpoint show|verify|diff|export|import`: inspect checkpoints, export and import weights."""
 
 from __future__ import annotations
 

@@ -71,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[:1] == ["compare"]:
             return _compare(words[1:])
         if words[:1] == ["checkpoint"]:
-            from lockstep.trainer.cli import checkpoint as checkpoint_command  # one command needs it
+            from lockstep.trainer.cli import checkpoint  # one command needs it
 
-            return checkpoint_command.main(words[1:], _Parser)
+            return checkpoint.main(words[1:], _Parser)
         command, files, overrides = _parse(words)
         resolved = config.resolve(files, overrides)
         if command == "config":

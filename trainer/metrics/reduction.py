@@ -144,8 +144,8 @@ def _agree_on_names(store: MetricStore, strategy: Strategy) -> list[int]:
         raise RuntimeError(_other_names(store, strategy, {rank: gathered[rank][0] for rank in speakers}))
     names: set[str] = set()
     if len(speakers) < len(gathered) and any(row[0] != gathered[source][0] for row in gathered):
-        told = [[e.name, *e.flags(), e.by_hand, store.path(e.metric)] for e in store.shared()]
-        for name, *flags, by_hand, metric in strategy.broadcast(told, source):
+        logged = [[e.name, *e.flags(), e.by_hand, store.path(e.metric)] for e in store.shared()]
+        for name, *flags, by_hand, metric in strategy.broadcast(logged, source):
             names.add(name)
             if name not in store.entries:
                 entry = store.new(name, *flags)
@@ -165,8 +165,8 @@ def _agree_on_names(store: MetricStore, strategy: Strategy) -> list[int]:
 
 def _other_names(store: MetricStore, strategy: Strategy, hashes: dict[int, int]) -> str:
     """What to say where ranks have logged different names. Every rank calls it."""
-    told = list(hashes.values())
-    usual = max(set(told), key=told.count)
+    numbers = list(hashes.values())
+    usual = max(set(numbers), key=numbers.count)
     typical = next(rank for rank, number in hashes.items() if number == usual)
     odd = [rank for rank, number in hashes.items() if number != usual]
     theirs, others = (set(strategy.broadcast(store.names(), rank)) for rank in (odd[0], typical))
@@ -190,7 +190,8 @@ def _pack(entries: list[Entry]) -> Tensor:
         for entry in on_device:
             groups.setdefault(entry.total.device, []).append(entry)  # type: ignore[union-attr]
         for group in groups.values():  # host sync: one a logging interval and device
-            for entry, total in zip(group, torch.stack([e.total for e in group]).tolist(), strict=True):  # type: ignore[misc]
+            totals = torch.stack([e.total for e in group]).tolist()  # type: ignore[misc]
+            for entry, total in zip(group, totals, strict=True):
                 entry.number = total if entry.reduce_fx in ("max", "min") else entry.number + total
                 entry.total = None
     return torch.tensor([x for e in entries for x in (e.number, e.count, e.seen)], dtype=torch.float64)

@@ -131,7 +131,7 @@ class MetricStore:
         if isinstance(value, Tensor):
             if type(value) is not Tensor and hasattr(
                 value, "full_tensor"
-            ):  # cut over ranks, such as the norm of a gradient: all of them log it
+            ):  # sharded, such as the norm of a gradient: every rank logs it
                 value = value.detach().full_tensor()  # type: ignore[attr-defined]
             if value.numel() != 1:
                 raise ValueError(
@@ -256,7 +256,7 @@ class MetricStore:
                 entry.metric, entry.seen = self.module.get_submodule(metric), epoch_count  # type: ignore[union-attr]
                 if not _is_metric(entry.metric):
                     raise ValueError(
-                        f"{name!r} was logged of the metric {metric}, which is none of torchmetrics in this run"
+                        f"{name!r} was logged of the metric {metric}, which is not a torchmetrics Metric in this run"
                     )
             if number is not None:
                 entry.number, entry.count = number, count
@@ -324,8 +324,8 @@ class MetricStore:
             on_epoch = not (self.in_batch and self.training)
         if is_metric and self.module is not None and self.path(value) is None:
             raise ValueError(
-                f"the metric logged as {name!r} is no attribute of {type(self.module).__name__}, so it is neither "
-                "moved nor saved; make it one"
+                f"the metric logged as {name!r} is not an attribute of {type(self.module).__name__}, so it is "
+                "neither moved nor saved; make it one"
             )
         if is_metric:
             twin = next((e.name for e in self.entries.values() if e.metric is value), None)

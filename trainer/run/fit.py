@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import StepHooks, StepResult, StepVote
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.launcher import set_phase
-from lockstep.trainer.run import evaluate as evaluation
-from lockstep.trainer.run import publish, saving
+from lockstep.trainer.run import evaluate, publish, saving
 from lockstep.trainer.run.guards import check_weight
 from lockstep.trainer.setup import prepare
 from lockstep.trainer.setup.prepare import FitLoop
@@ -103,7 +102,7 @@ def _begin(run: RunState, module: Module, loop: FitLoop) -> None:
         run.executed = run.folder.executed
     is_new = not progress.global_step and not progress.batches_seen
     if run.arguments.num_sanity_val_steps and loop.val_loaders and is_new:
-        evaluation.sanity_check(run, module, loop.val_loaders)
+        evaluate.sanity_check(run, module, loop.val_loaders)
     for hook in run.hooks.on_train_start:
         hook()
 
@@ -302,7 +301,7 @@ def _validate(run: RunState, module: Module, loop: FitLoop) -> None:
             progress.total_batches if run.arguments.check_val_every_n_epoch is None else progress.batches_seen
         ) // loop.val_every
     loop.validated_at = progress.global_step
-    evaluation.validate_in_fit(run, module, loop.val_loaders)
+    evaluate.validate_in_fit(run, module, loop.val_loaders)
 
 
 def _close_epoch(run: RunState, module: Module, loop: FitLoop) -> None:
@@ -315,13 +314,13 @@ def _close_epoch(run: RunState, module: Module, loop: FitLoop) -> None:
             _validate(run, module, loop)
     if not progress.epoch_closed:
         for hook in hooks.module_train_epoch_end:
-            evaluation.call_at_epoch_end(run, hook, "on_train_epoch_end")
+            evaluate.call_at_epoch_end(run, hook, "on_train_epoch_end")
         publish.publish(
             run, metrics.reduce(run.strategy, epoch_end=True)
         )  # the callbacks decide by what the module logged
         progress.epoch_closed = True
         for hook in hooks.on_train_epoch_end:
-            evaluation.call_at_epoch_end(run, hook, "on_train_epoch_end")
+            evaluate.call_at_epoch_end(run, hook, "on_train_epoch_end")
         publish.publish(run, metrics.reduce(run.strategy, epoch_end=True))
     _step_schedulers(run, module, "epoch")
     progress.end_epoch()

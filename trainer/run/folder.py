@@ -120,7 +120,7 @@ class RunFolder:
             self._write_summary(run, _RUNNING)
         except OSError as error:  # as for loggers: it costs a warning, never the training
             warnings.warn(
-                f"{self.path} gets no account of the run, training goes on: {error}", RuntimeWarning, stacklevel=2
+                f"{self.path} gets no account of the run, training continues: {error}", RuntimeWarning, stacklevel=2
             )
 
     def hold(self, run: RunState) -> None:
@@ -142,7 +142,7 @@ class RunFolder:
         warnings.warn(
             f"the run folder {self.path} was deleted or moved while the run wrote to it, and is made again: what it "
             "held is in it "
-            "no more, and loggers may go on writing to files that are gone",
+            "no more, and loggers may still write to deleted files",
             RuntimeWarning,
             stacklevel=2,
         )

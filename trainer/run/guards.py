@@ -125,12 +125,12 @@ class Guards:
             raise FloatingPointError(
                 f"{name} is NaN or infinite at the end of training, after step {self.run.progress.global_step - 1}, "
                 "though every gradient "
-                "was finite: look at the learning rate and the optimizer's other numbers in that step, or go back to "
+                "was finite: check the learning rate and the optimizer's other numbers in that step, or go back to "
                 "an older checkpoint"
             )
 
     def before_step(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Look at the parameters before they are to move for the first time; whether a gradient on this rank is not
+        """Record the parameters before they move for the first time; whether a gradient on this rank is not
         zero."""
         if not any(float(group.get("lr", 1)) for optimizer in optimizers for group in optimizer.param_groups):
             self._before = None  # nothing is to move
@@ -206,7 +206,7 @@ def check_ownership(module: Module, optimizers: Mapping[str, Optimizer]) -> None
             for j, parameter in enumerate(group["params"]):
                 if id(parameter) not in names:
                     raise ValueError(
-                        f"optimizer {key!r} ({type(optimizer).__name__}) steps a tensor that is no parameter of "
+                        f"optimizer {key!r} ({type(optimizer).__name__}) steps a tensor that is not a parameter of "
                         f"{type(module).__name__} "
                         f"(number {j} of group {i}, shape {list(parameter.shape)}): build optimizers in "
                         "configure_optimizers, of self.parameters()"

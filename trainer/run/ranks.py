@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lockstep.callbacks.base import Logger
-from lockstep.strategies.launch import launcher
-from lockstep.strategies.launch import restart as restarts
-from lockstep.trainer.checkpoint import store as files
+from lockstep.strategies.launch import launcher, restart
+from lockstep.trainer.checkpoint import store
 from lockstep.trainer.module import Module, attach
-from lockstep.trainer.run import evaluate as evaluation
-from lockstep.trainer.run import fit as training
-from lockstep.trainer.run import publish, saving
+from lockstep.trainer.run import evaluate, fit, publish, saving
 from lockstep.trainer.run.folder import conclude
 from lockstep.trainer.run.lifecycle import attached
 from lockstep.trainer.run.state import RESULTS, RunState
@@ -25,24 +22,24 @@ if TYPE_CHECKING:
     from lockstep.trainer.setup.loaders import Sources
 
 
-def fit(run: RunState, module: Module, sources: Sources, ckpt_path: str | None) -> None:
+def launch_fit(run: RunState, module: Module, sources: Sources, ckpt_path: str | None) -> None:
     """Launch ranks that fit, again from the newest checkpoint when they die; adopt what rank 0 brought back."""
     before, streams = run.log_dir, rng_state()
     run.module, run.stage = module, "fit"
     choice = start.checked_choice(start.choose(run, ckpt_path))  # here, so that every attempt has the same folder
     run.log_dir, first = choice["log_dir"], choice["checkpoint"]
-    of_others = files.present(saving.folder_of(run))
+    of_others = store.present(saving.folder_of(run))
 
-    def newest(restart: int) -> str | None:
-        if not restart or not run.log_dir or run.checkpoint_callback is None:
+    def newest(number: int) -> str | None:
+        if not number or not run.log_dir or run.checkpoint_callback is None:
             return first
-        found = files.newest(saving.folder_of(run), of_others)
+        found = store.newest(saving.folder_of(run), of_others)
         if found:
             run.verified = str(found)
         return str(found) if found else first
 
-    def attempt(restart: int) -> dict[str, Any]:
-        work = (run, "fit", module, sources, newest(restart), streams)
+    def attempt(number: int) -> dict[str, Any]:
+        work = (run, "fit", module, sources, newest(number), streams)
         try:
             if run.strategy.starts_ranks:
                 return run.strategy.launch(_on_rank, *work)
@@ -53,8 +50,8 @@ def fit(run: RunState, module: Module, sources: Sources, ckpt_path: str | None) 
             raise
 
     try:
-        result = restarts.keep_going(
-            attempt, run.arguments.max_restarts, name=lambda restart: newest(restart) or "the beginning"
+        result = restart.keep_going(
+            attempt, run.arguments.max_restarts, name=lambda number: newest(number) or "the beginning"
         )
     except BaseException:
         run.log_dir = before
@@ -62,7 +59,7 @@ def fit(run: RunState, module: Module, sources: Sources, ckpt_path: str | None) 
     _adopt(run, module, result)
 
 
-def evaluate(run: RunState, stage: str, module: Module, sources: Sources, ckpt_path: str | None) -> Any:
+def launch_evaluation(run: RunState, stage: str, module: Module, sources: Sources, ckpt_path: str | None) -> Any:
     """Launch ranks that validate, test or predict; return what rank 0 returned."""
     result = run.strategy.launch(_on_rank, run, stage, module, sources, ckpt_path, rng_state())
     _adopt(run, module, result)
@@ -82,9 +79,9 @@ def _on_rank(
     returned = None
     with attached(run, module, sources, stage, ckpt_path):
         if stage == "fit":
-            training.fit(run, module, sources)
+            fit.fit(run, module, sources)
         else:
-            returned = evaluation.run_stage(run, module, sources, stage)
+            returned = evaluate.run_stage(run, module, sources, stage)
     return _result(run, module, returned) if run.is_global_zero else {}
 
 

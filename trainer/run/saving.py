@@ -14,8 +14,7 @@ import torch
 
 from lockstep.callbacks.guard import check_replicas
 from lockstep.strategies.launch import environment
-from lockstep.trainer.checkpoint import snapshot
-from lockstep.trainer.checkpoint import store as files
+from lockstep.trainer.checkpoint import snapshot, store
 
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
@@ -75,7 +74,7 @@ def settle(run: RunState, error: BaseException) -> None:
 def newest(run: RunState) -> str | None:
     """The newest valid checkpoint that this run has saved. Every rank calls it."""
     finish(run)
-    found = files.newest(folder_of(run)) if run.is_global_zero and run.checkpoint_callback is not None else None
+    found = store.newest(folder_of(run)) if run.is_global_zero and run.checkpoint_callback is not None else None
     return run.strategy.broadcast(None if found is None else str(found))
 
 

@@ -16,7 +16,7 @@ from lockstep.callbacks.guard import Guard
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.strategies.base import Strategy
 from lockstep.trainer.arguments import TrainerArguments
-from lockstep.trainer.checkpoint import store as files
+from lockstep.trainer.checkpoint import store
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.progress import Progress
 from lockstep.trainer.run import publish, saving
@@ -166,7 +166,7 @@ class RunState:
 
     def is_checkpoint(self, path: str) -> bool:
         """Whether `path` is a committed checkpoint."""
-        return files.is_checkpoint(os.path.expanduser(path))
+        return store.is_checkpoint(os.path.expanduser(path))
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to the ranks: arguments and results, not what belongs to an active run."""

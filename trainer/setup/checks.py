@@ -7,10 +7,10 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep import callbacks as own
+from lockstep import callbacks
 from lockstep.callbacks.base import Callback
 from lockstep.strategies.checkpoint_state import pack
-from lockstep.strategies.data.open_loader import check_is_no_dataset
+from lockstep.strategies.data.open_loader import refuse_dataset
 from lockstep.strategies.launch import environment
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.module import Module
@@ -41,7 +41,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
     if (
         run.max_epochs is None
         and run.max_steps is None
-        and not any(isinstance(item, own.Timer) for item in run.callbacks)
+        and not any(isinstance(item, callbacks.Timer) for item in run.callbacks)
     ):
         raise ValueError("fit needs an end: give the Trainer max_epochs, max_steps or max_time")
     if (
@@ -71,7 +71,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
     loaders(sources)
     if run.checkpoint_callback is not None:
         savable(module)
-    savers = [item for item in run.callbacks if isinstance(item, own.ModelCheckpoint)]
+    savers = [item for item in run.callbacks if isinstance(item, callbacks.ModelCheckpoint)]
     root = run.arguments.default_root_dir
     roots = {str(start.place_of(run, item)[0].parent) for item in run.loggers}
     for folder in roots | {str(item.dirpath or root) for item in savers}:
@@ -95,7 +95,7 @@ def _manual_optimization(run: RunState, name: str) -> None:
 
 
 def hooks(run: RunState, module: Module, datamodule: DataModule | None) -> None:
-    """Raise TypeError for what looks like a hook and is none."""
+    """Raise TypeError for a method that is named like a hook but is not one."""
     check_names(module, Module)
     if datamodule is not None:
         check_names(datamodule, DataModule)
@@ -137,9 +137,9 @@ def not_done(run: RunState) -> None:
             )
 
 
-def unique(callbacks: list[Callback]) -> None:
+def unique(given: list[Callback]) -> None:
     """Raise ValueError where one callback would load the state of another."""
-    keys = [item.state_key for item in callbacks if overrides(item, "state_dict", Callback)]
+    keys = [item.state_key for item in given if overrides(item, "state_dict", Callback)]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
         raise ValueError(
@@ -152,7 +152,7 @@ def loaders(sources: Sources) -> None:
     """Raise ValueError for a loader that is known to be empty."""
     for kind, given in sources.loaders.items():
         for loader in loaders_of(given):
-            check_is_no_dataset(loader)
+            refuse_dataset(loader)
             try:
                 empty = len(loader) == 0
             except (TypeError, NotImplementedError):

@@ -34,8 +34,8 @@ def check(compile: bool | Mapping[str, Any], strategy: Strategy) -> dict[str, An
         return options
     if options.get("dynamic"):
         raise ValueError(
-            f"dynamic must be left out of compile under strategy {type(strategy).__name__}, but compile={compile}: "
-            "torch cannot compile cut layers for all shapes at once, and each shape gets a graph of its own"
+            f"compile must not set dynamic under strategy {type(strategy).__name__}, but compile={compile}: "
+            "torch cannot compile sharded layers for all shapes at once, and each shape gets a graph of its own"
         )
     return options | {"dynamic": False}
 

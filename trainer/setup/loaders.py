@@ -80,7 +80,7 @@ def evaluation_loaders(run: RunState, sources: Any, kind: str, overfit: float | 
 
 
 def _shared_out(run: RunState, loader: Any, seed: int, shuffle: bool | None) -> ShardedLoader:
-    """A loader to evaluate; with `split_batches` its batches are sharded over ranks where they can be, as in training."""
+    """A loader to evaluate; with `split_batches` its batches are split over ranks if they can be, as in training."""
     if run.arguments.split_batches and run.strategy.topology.data_size > 1:
         with suppress(ValueError):  # its batches are not ours to cut
             return run.strategy.shard_loader(loader, seed=seed, shuffle=shuffle, split=True)

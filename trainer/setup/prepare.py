@@ -21,8 +21,7 @@ from lockstep.trainer.run.guards import Guards, check_ownership
 from lockstep.trainer.run.hooks import overrides, step_function, transfer_of
 from lockstep.trainer.run.manual import AutomaticOptimizer, ManualOptimizer
 from lockstep.trainer.seeding import derive, seed_everything
-from lockstep.trainer.setup import optimizers as configured
-from lockstep.trainer.setup import resume as resume_checks
+from lockstep.trainer.setup import optimizers, resume
 from lockstep.trainer.setup.loaders import Sources, combined, evaluation_loaders, length_of, limit_of
 from lockstep.trainer.setup.optimizers import SchedulerConfig
 from lockstep.trainer.setup.own_steps import own_step
@@ -89,7 +88,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         )
     if checkpoint is not None:
         snapshot.load_extra(run, checkpoint)
-    run.trainable_at_start = resume_checks.trainability(module)
+    run.trainable_at_start = resume.trainability(module)
     run.wrapped = strategy.setup_module(module)
     closing = _set_up_optimizers(run, module)
     run.metrics = MetricStore(module)
@@ -168,7 +167,7 @@ def _val_loaders(run: RunState, module: Module, sources: Sources, training: Any)
 
 def _set_up_optimizers(run: RunState, module: Module) -> set[str]:
     """Build, check and set up optimizers and schedulers; return the names of those that need a closure."""
-    named, schedulers = configured.parse(module.configure_optimizers())
+    named, schedulers = optimizers.parse(module.configure_optimizers())
     if module.automatic_optimization and not named:
         raise ValueError(
             f"{type(module).__name__}.configure_optimizers returned no optimizer; return one, or set "
@@ -177,7 +176,7 @@ def _set_up_optimizers(run: RunState, module: Module) -> set[str]:
     _check_schedulers(module, named, schedulers)
     if module.automatic_optimization:
         check_ownership(module, named)
-    run.configured = resume_checks.configured(named, schedulers)
+    run.configured = resume.configured(named, schedulers)
     if run.resumed is not None:
         snapshot.check_configured(run, run.resumed)
     closing = {name for name, optimizer in named.items() if module.automatic_optimization and needs_closure(optimizer)}
@@ -200,7 +199,7 @@ def _check_schedulers(module: Module, named: dict[str, Optimizer], schedulers: l
         kind = type(config.scheduler).__name__
         if not callable(getattr(config.scheduler, "step", None)) and not overrides(module, "lr_scheduler_step", Module):
             raise TypeError(
-                f"{kind} is no scheduler of torch: it has no step, so {name} needs lr_scheduler_step; define it"
+                f"{kind} is not a scheduler of torch: it has no step, so {name} needs lr_scheduler_step; define it"
             )
     for config in schedulers:
         kind = type(config.scheduler).__name__

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.trainer.checkpoint import snapshot
-from lockstep.trainer.checkpoint import store as files
+from lockstep.trainer.checkpoint import snapshot, store
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from lockstep.trainer.run import publish
 from lockstep.trainer.run.folder import RunFolder
@@ -21,7 +20,7 @@ _log = logging.getLogger("lockstep")
 
 
 def checked(run: RunState, ckpt_path: str | Path | None) -> str | None:
-    """The path as a string; raise for a path that is no checkpoint, before any process starts."""
+    """The path as a string; raise for a path that is not a checkpoint, before any process starts."""
     if ckpt_path is None or ckpt_path in ("auto", "last"):
         return None if ckpt_path is None else str(ckpt_path)
     ckpt_path = os.path.expanduser(ckpt_path)
@@ -64,10 +63,8 @@ def choose(run: RunState, ckpt_path: str | None) -> dict[str, Any]:
                     "start afresh"
                 )
             if ckpt_path == "auto":
-                _log.info(
-                    "ckpt_path='auto': "
-                    f"{f'resuming {checkpoint}' if checkpoint else f'no valid checkpoint below {base}, starting afresh'}"
-                )
+                nothing = f"no valid checkpoint below {base}, starting afresh"
+                _log.info(f"ckpt_path='auto': {f'resuming {checkpoint}' if checkpoint else nothing}")
         elif ckpt_path == "best":
             checkpoint = getattr(run.checkpoint_callback, "best_model_path", None)
             if not checkpoint:
@@ -83,7 +80,7 @@ def choose(run: RunState, ckpt_path: str | None) -> dict[str, Any]:
         if folder is not None and run.active and run.stage == "fit":
             run.folder = RunFolder(folder)
         if folder is not None and (folder / "checkpoints").is_dir():
-            files.clean(folder / "checkpoints")
+            store.clean(folder / "checkpoints")
         return {
             "log_dir": str(folder) if folder else None,
             "loggers": [str(root / folder.name) for root, _ in places] if folder else [],
@@ -125,7 +122,7 @@ def _newest(run: RunState, base: Path, version: str | int | None) -> tuple[str |
     """The newest valid checkpoint of the given version, else of the newest version that has one."""
     callback = run.checkpoint_callback
     if callback is not None and callback.dirpath:
-        found = files.newest(callback.dirpath)
+        found = store.newest(callback.dirpath)
         return None if found is None else (None if version is None else _version(version), str(found))
     candidates = (
         [base / _version(version)]
@@ -133,7 +130,7 @@ def _newest(run: RunState, base: Path, version: str | int | None) -> tuple[str |
         else sorted(base.glob("version_*"), key=_version_number, reverse=True)
     )
     for folder in candidates:
-        found = files.newest(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
+        found = store.newest(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
         if found is not None:
             return folder.name, str(found)
     return None

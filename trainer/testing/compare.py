@@ -26,7 +26,7 @@ from lockstep.callbacks._support.tables import columns
 from lockstep.callbacks.base import Callback
 from lockstep.strategies import Strategy, registry
 from lockstep.strategies.precision import Precision
-from lockstep.trainer.checkpoint import store as files
+from lockstep.trainer.checkpoint import store
 from lockstep.trainer.checkpoint.store import Checkpoint
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def record(
 ) -> None:
     """Write to `folder` what a run has after optimizer step `step`. Collective; rank 0's loss, norms and metrics
     count."""
-    files.save(
+    store.save(
         Path(folder) / f"step-{step:06d}",
         rank=strategy.topology.rank,
         world_size=strategy.topology.world_size,

@@ -515,7 +515,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "shape that overflows": (forge(lambda f, m: m["tensors"]["model/w"].update(shape=[2**64, 5])), "no valid shape"),
     "missing piece": (forge(lambda f, m: m["tensors"]["model/w"]["pieces"].pop()), "20 of 40 elements are missing"),
     "overlapping pieces": (forge(lambda f, m: piece(m, number=1).update(offsets=[3, 0])), "overlaps another"),
-    "piece out of range": (forge(lambda f, m: piece(m, number=1).update(offsets=[5, 0])), "does not lie in shape"),
+    "piece out of range": (forge(lambda f, m: piece(m, number=1).update(offsets=[5, 0])), "is outside of shape"),
     "piece without file": (forge(lambda f, m: piece(m).pop("file")), "not listed"),
     "piece in an unlisted file": (forge(lambda f, m: piece(m).update(file="extra2.safetensors")), "not listed"),
     "piece in a JSON file": (forge(lambda f, m: piece(m).update(file="state.json")), "not listed"),

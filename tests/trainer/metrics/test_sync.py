@@ -174,7 +174,7 @@ def test_metrics_that_cannot_be_shown_are_named() -> None:
 
     with pytest.raises(ValueError, match="the metric logged as 'val/matrix' computes a tensor of shape \\[3, 3\\]"):
         quiet().validate(Matrix(), loader(8))
-    with pytest.raises(ValueError, match="the metric logged as 'loose' is no attribute of Matrix"):
+    with pytest.raises(ValueError, match="the metric logged as 'loose' is not an attribute of Matrix"):
         quiet().test(Matrix(), loader(8))
 
 

@@ -282,7 +282,7 @@ def test_a_parameter_that_no_optimizer_steps() -> None:
 def test_an_optimizer_of_other_parameters() -> None:
     with pytest.raises(
         ValueError,
-        match=r"optimizer '0' \(SGD\) steps a tensor that is no parameter of Stale \(number 0 of group 0, shape \[16, 8\]\)",
+        match=r"optimizer '0' \(SGD\) steps a tensor that is not a parameter of Stale \(number 0 of group 0, shape \[16, 8\]\)",
     ):
         quiet().fit(Stale(), loader())
 

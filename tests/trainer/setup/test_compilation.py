@@ -234,7 +234,7 @@ def test_the_default_backend_compiles(make: Callable[[], Strategy], devices: int
         (
             {"compile": {"dynamic": True}, "strategy": "ddp=2,tensor=2", "devices": 4},
             ValueError,
-            "dynamic must be left out of compile under strategy MeshParallel, but compile={'dynamic': True}",
+            "compile must not set dynamic under strategy MeshParallel, but compile={'dynamic': True}",
         ),
     ],
 )
