@@ -27,9 +27,9 @@ from lockstep.strategies.dp_replicas import (
     rebind,
     replica,
 )
+from lockstep.strategies.launch.rng import kept_streams
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, refuse_max_norm, remarked
-from lockstep.strategies.modules.rng import kept_streams
 from lockstep.strategies.pipeline.microbatches import merged
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.step import detach, weighted_losses

@@ -7,10 +7,12 @@ import os
 import random
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
+
+from lockstep.strategies.launch.rng import restore_streams, stream_states
 
 
 def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:
@@ -75,12 +77,11 @@ def named_stream(
 
 def rng_state(streams: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
     """The state of every generator of this process, and of named `streams`, as tensors and JSON data."""
-    kind, keys, position, has_gauss, cached = cast(
-        "tuple[str, np.ndarray, int, int, float]", np.random.get_state(legacy=True)
-    )
+    states = stream_states()
+    kind, keys, position, has_gauss, cached = states["numpy"]
     state = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
+        "torch": states["torch"],
+        "python": states["python"],
         "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
         "streams": {key: [generator.device.type, generator.get_state()] for key, generator in (streams or {}).items()},
     }
@@ -101,11 +102,15 @@ def _set_cuda_state(state: dict[str, Any]) -> None:
 
 def set_rng_state(state: dict[str, Any], streams: dict[str, torch.Generator] | None = None) -> None:
     """Take back what `rng_state` returned; of `streams` exactly those that it holds remain."""
-    torch.set_rng_state(state["torch"].to(torch.uint8))
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    kind, keys, *others = state["numpy"]
+    restore_streams(
+        {
+            "torch": state["torch"].to(torch.uint8),
+            "python": (version, tuple(internal), gauss),
+            "numpy": (kind, keys.numpy().astype(np.uint32), *others),
+        }
+    )
     if "cuda" in state and torch.cuda.is_available():
         _set_cuda_state(state)
     if streams is not None:

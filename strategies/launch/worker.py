@@ -15,7 +15,6 @@ import mmap
 import multiprocessing
 import os
 import pickle
-import random
 import re
 import signal
 import socket
@@ -32,11 +31,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy
 import torch
 
 from lockstep.strategies.launch import environment, fault_injection, watchdog
 from lockstep.strategies.launch.payload import dumps, pack, unpack
+from lockstep.strategies.launch.rng import restore_streams, stream_states
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Blocked in the server, so that none is lost between the fork of a rank and its own handlers."""
@@ -137,9 +136,7 @@ def library_state() -> dict[str, Any]:
     with suppress(RuntimeError):  # raised where the program has set torch.backends...fp32_precision
         precision = torch.get_float32_matmul_precision()
     return {
-        "random": random.getstate(),
-        "numpy": numpy.random.get_state(),
-        "torch": torch.get_rng_state(),
+        "streams": stream_states(),
         "dtype": torch.get_default_dtype(),
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(),
@@ -180,9 +177,7 @@ def _take_over_program(state: dict[str, Any]) -> None:
 
 
 def _take_over_library(state: dict[str, Any]) -> None:
-    random.setstate(state["random"])
-    numpy.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
+    restore_streams(state["streams"])
     torch.set_default_dtype(state["dtype"])
     torch.use_deterministic_algorithms(state["deterministic"][0], warn_only=state["deterministic"][1])
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = state["cudnn"]

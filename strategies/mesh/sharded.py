@@ -24,6 +24,7 @@ from lockstep.strategies.mesh.mesh import resolve
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
+from lockstep.strategies.modules.sharded_errors import explained
 from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
@@ -192,8 +193,6 @@ class ShardedStrategy(SPMDStrategy):
         window: Window,
         hooks: StepHooks = NO_HOOKS,
     ) -> StepResult:
-        from lockstep.strategies.mesh.mixed_tensors import explained
-
         self._sync_each = self.options.sync_every_micro_batch or bool(hooks.parameters)
         if hooks.parameters:
             step_fn, hooks = _one_optimizer_each(wrapped, step_fn, hooks)
@@ -259,7 +258,6 @@ class ShardedStrategy(SPMDStrategy):
         self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
     ) -> bool:
         from lockstep.strategies.mesh import dtensors
-        from lockstep.strategies.mesh.mixed_tensors import explained
 
         wrapped.close()  # type: ignore[operator]
         with explained(type(optimizer).__name__), dtensors.groups_by_mesh(optimizer):

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.modules.rng import kept_streams, seed_streams
+from lockstep.strategies.launch.rng import has_drawn, kept_streams, seed_streams, stream_states
 
 MAX_DIM = 136
 """Dimensions of the small tensors: above 128, up to which some optimizers take a matrix for a vector."""
@@ -235,7 +233,7 @@ class _Probe:
     def _steps(self, duplicate: Optimizer, tensors: list[Tensor], gradients: dict[int, list[Tensor]]) -> _Trial:
         before = [t.detach().clone() for t in tensors]
         seed_streams(7)
-        state = _streams()
+        states = stream_states()
         for k, scale in enumerate(SCALES):
 
             def closure(k: int = k, scale: float = scale) -> Tensor:
@@ -249,7 +247,7 @@ class _Probe:
 
             closure()
             self._call(duplicate, closure)
-        drew = _streams() != state or any(not torch.equal(g.get_state(), s) for g, s in self._generators)
+        drew = has_drawn(states) or any(not torch.equal(g.get_state(), s) for g, s in self._generators)
         moved = [(t.detach() - b).flatten() for t, b in zip(tensors, before, strict=True)]
         skipped = ("params", "param_names")
         numbers = [{k: v for k, v in group.items() if k not in skipped} for group in duplicate.param_groups]
@@ -476,13 +474,6 @@ def _halves(tensor: Tensor) -> list[Tensor]:
 
 def _flat(tensor: Tensor) -> list[Tensor]:
     return [tensor.reshape(-1)]
-
-
-def _streams() -> tuple[Any, ...]:
-    """The state of the random streams, to compare."""
-    numpys: Any = np.random.get_state()
-    device = bytes(torch.cuda.get_rng_state().tolist()) if torch.cuda.is_initialized() else b""
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpys[1].tobytes(), numpys[2:], device
 
 
 def _real(tensor: Tensor) -> Tensor:

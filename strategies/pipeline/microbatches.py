@@ -14,7 +14,7 @@ from lockstep.strategies.base import Loss, StepHooks
 from lockstep.strategies.data.batch_slices import cut, has_rows
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import MicroBatch
-from lockstep.strategies.modules.rng import seed_streams
+from lockstep.strategies.launch.rng import seed_streams
 
 
 @dataclass(slots=True)

@@ -35,8 +35,8 @@ from torch.utils._pytree import tree_any, tree_flatten, tree_leaves, tree_map_on
 
 from lockstep.strategies.data.batch_slices import signature
 from lockstep.strategies.data.permutation import mix
+from lockstep.strategies.launch.rng import kept_streams, seed_streams
 from lockstep.strategies.modules.absent import Absent, is_here
-from lockstep.strategies.modules.rng import kept_streams, seed_streams
 from lockstep.strategies.pipeline.microbatch_state import StepState
 from lockstep.strategies.pipeline.partition import Cut
 from lockstep.strategies.pipeline.shape_inference import Blank, Mode

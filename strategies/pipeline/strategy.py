@@ -30,13 +30,13 @@ from lockstep.strategies.data.batch_slices import signature
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch import environment
+from lockstep.strategies.launch.rng import kept_streams, seed_streams
 from lockstep.strategies.mesh.mesh import devices_of, parse, resolve
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.activation_checkpointing import is_recomputed
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.optimizer_probe import probe
-from lockstep.strategies.modules.rng import kept_streams, seed_streams
 from lockstep.strategies.pipeline import partition
 from lockstep.strategies.pipeline.microbatches import Feed, Tally, merged, runs
 from lockstep.strategies.pipeline.optimizers import hide, show, shown

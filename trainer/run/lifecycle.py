@@ -15,7 +15,7 @@ import torch
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.strategies.launch.launcher import current_phase, ends_well, set_phase, shortened
 from lockstep.strategies.launch.watchdog import SETTING_UP, where
-from lockstep.strategies.mesh.mixed_tensors import explanation
+from lockstep.strategies.modules.sharded_errors import explanation
 from lockstep.trainer.lightning_names import MODULE, missing
 from lockstep.trainer.metrics.sync import synced_metrics
 from lockstep.trainer.module import Module, attach

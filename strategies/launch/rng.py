@@ -1,0 +1,57 @@
+"""The random streams that user code draws from: torch's, Python's and numpy's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_streams(seed: int) -> None:
+    """Seed every generator that a step may draw from."""
+    torch.random.default_generator.manual_seed(seed % 2**63)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed % 2**63)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def stream_states() -> dict[str, Any]:
+    """The state of every generator of this process; of CUDA's only that of the device in use, once CUDA has started."""
+    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+
+
+def restore_streams(states: Mapping[str, Any]) -> None:
+    """Set every generator to what `stream_states` returned; CUDA's only if CUDA has started in this process."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    if "cuda" in states and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def has_drawn(states: Mapping[str, Any]) -> bool:
+    """Whether any generator has moved since `stream_states` returned `states`."""
+    now = stream_states()
+    return (
+        now.keys() != states.keys()
+        or any(not torch.equal(now[name], states[name]) for name in ("torch", "cuda") if name in now)
+        or now["python"] != states["python"]
+        or repr(now["numpy"][2:]) != repr(states["numpy"][2:])
+        or not np.array_equal(now["numpy"][1], states["numpy"][1])
+    )
+
+
+@contextmanager
+def kept_streams() -> Iterator[None]:
+    """Give every generator its state back at the end."""
+    states = stream_states()
+    try:
+        yield
+    finally:
+        restore_streams(states)

@@ -1,0 +1,45 @@
+"""Errors of torch about sharded tensors in user code, with what to do instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+INSTEAD = (
+    "in a hook use whole ones, as in `with trainer.whole(module): ...`, module.grad_norm(), or gradient_clip_val to "
+    "clip; for a step or an optimizer that needs them use strategy='ddp'"
+)
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Within it errors of torch about DTensors of several meshes, or beside plain tensors, say what to do instead."""
+    try:
+        yield
+    except Exception as error:
+        better = explanation(error, what)
+        if better is None:
+            raise
+        raise better from error
+
+
+_WORDS = (
+    "mixed torch.Tensor and DTensor",
+    "same mesh",
+    "cross mesh",
+    "does not have a sharding strategy registered",
+    "in-place operations that require placement changes",
+)
+
+
+def explanation(error: BaseException, what: str) -> RuntimeError | None:
+    """What to raise in place of an error of torch about sharded tensors in `what`; None for any other error."""
+    text = str(error)
+    if not isinstance(error, (RuntimeError, ValueError)) or not any(words in text for words in _WORDS):
+        return None
+    found = re.search(r"aten\.\w+", text)
+    return RuntimeError(
+        f"{what} computes ({found[0] if found else text.split()[0][:40]}) with weights or gradients that are sharded "
+        f"over ranks together with tensors that are whole or sharded over other ranks; {INSTEAD}"
+    )
