@@ -173,9 +173,19 @@ class Strategy(ABC):
     """Valid after `configure`."""
     topology: Topology = Topology()
     """Valid after `setup`, which returns it; before, that of one process on CPU."""
+    num_devices: int = 1
+    """Devices of this node. Valid after `configure`."""
     starts_ranks: bool
     """True if this process is the launcher and the ranks are still to be started by `launch`; valid after
     `configure`."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "optimizers":
+            raise AttributeError(
+                "a strategy holds no optimizers, so setting them would have no effect; return them from "
+                "configure_optimizers, and change their param_groups during a run"
+            )
+        super().__setattr__(name, value)
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,31 @@ def resolve_accelerator(accelerator: str) -> str:
             f"accelerator={accelerator!r} needs a CUDA device, and torch sees none; use accelerator='cpu' or 'auto'"
         )
     return "cpu" if accelerator == "cpu" else "cuda"
+
+
+def device_count(devices: int | str | Sequence[int], accelerator: str) -> int | str:
+    """`devices` as a number or "auto": -1 is "auto", and a list of devices, such as [0, 1] or "0,1", their number.
+
+    On CPU any list is its length. Raises ValueError for a list of GPUs that are not the first ones that torch sees, as
+    local rank i takes GPU i.
+    """
+    if devices in (-1, "-1"):
+        return "auto"
+    listed = devices
+    if isinstance(devices, str) and "," in devices:
+        listed = [int(item) if item.strip().isdigit() else -1 for item in devices.strip(" ,").split(",")]
+    if isinstance(listed, (int, str)):
+        return listed
+    indices = list(listed)
+    if not indices or any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in indices):
+        raise ValueError(f"devices must be a number, 'auto', -1 or a list such as [0, 1], but devices={devices!r}")
+    if sorted(indices) != list(range(len(indices))) and resolve_accelerator(accelerator) == "cuda":
+        names = ",".join(map(str, indices))
+        raise ValueError(
+            f"devices={devices!r} must be the first GPUs, as local rank i takes GPU i; set "
+            f"CUDA_VISIBLE_DEVICES={names} and give devices={len(indices)}"
+        )
+    return len(indices)
 
 
 def resolve_devices(devices: int | str, accelerator: str, most: int | None = None) -> int:

@@ -67,7 +67,7 @@ class DataParallel(SPMDStrategy):
         chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
         refused = dict.fromkeys(("manual_optimization", "several_optimizers"), ONE_OPTIMIZER)
         self.capabilities = (
-            Capabilities(runs_step_once=False, refuses=refused) if self._num_devices > 1 else Capabilities()
+            Capabilities(runs_step_once=False, refuses=refused) if self.num_devices > 1 else Capabilities()
         )
         return chosen
 
@@ -77,7 +77,7 @@ class DataParallel(SPMDStrategy):
             self.topology = replace(self.topology, device=torch.device("cuda", 0))
         self._cutter = None
         self._draws = True  # until the first window has shown that it does not
-        self._threads = ThreadPoolExecutor(self._num_devices, thread_name_prefix="replica")
+        self._threads = ThreadPoolExecutor(self.num_devices, thread_name_prefix="replica")
         return self.topology
 
     def teardown(self) -> None:
@@ -87,7 +87,7 @@ class DataParallel(SPMDStrategy):
         super().teardown()
 
     def setup_module(self, model: nn.Module) -> nn.Module:
-        refuse_max_norm(model, self._num_devices, type(self).__name__)
+        refuse_max_norm(model, self.num_devices, type(self).__name__)
         return super().setup_module(model)
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -108,7 +108,7 @@ class DataParallel(SPMDStrategy):
         window: Window,
         hooks: StepHooks = NO_HOOKS,
     ) -> StepResult:
-        if self._num_devices == 1:
+        if self.num_devices == 1:
             return super().forward_backward(wrapped, step_fn, window, hooks)
         if not hooks.automatic or hooks.parameters:
             raise ValueError(ONE_OPTIMIZER)
@@ -128,7 +128,7 @@ class DataParallel(SPMDStrategy):
         random_state = torch.get_rng_state() if self._draws else None
         count, weighted, last = 0.0, 0.0, len(window.micro_batches) - 1
         for number, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
-            slices = self._cutter.cut(micro_batch.batch, micro_batch.num_samples, self._num_devices)
+            slices = self._cutter.cut(micro_batch.batch, micro_batch.num_samples, self.num_devices)
             replicas = self._replicas(wrapped, len(slices))
             steps = [step_fn, *(rebind(step_fn, wrapped, other) for other in replicas[1:])]
             contexts = [hooks.log_scope(n) for _, n in slices]

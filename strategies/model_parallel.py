@@ -46,7 +46,7 @@ class ModelParallel(SPMDStrategy):
         return self.topology
 
     def setup_module(self, model: nn.Module) -> nn.Module:
-        count = self._num_devices
+        count = self.num_devices
         self.device_map = balanced(model, count) if self._given is None else self._checked(model, self._given)
         self._check_shared(model)
         return super().setup_module(model)
@@ -104,9 +104,9 @@ class ModelParallel(SPMDStrategy):
                 raise ValueError(
                     f"device_map names {name!r}, which is no submodule; there are {', '.join(sorted(names - {''})[:8])}"
                 )
-            if not isinstance(index, int) or not 0 <= index < self._num_devices:
+            if not isinstance(index, int) or not 0 <= index < self.num_devices:
                 raise ValueError(
-                    f"device_map must give an index below devices={self._num_devices}, but {name!r} has {index!r}"
+                    f"device_map must give an index below devices={self.num_devices}, but {name!r} has {index!r}"
                 )
         missing = [
             name

@@ -61,7 +61,7 @@ class SPMDStrategy(SPMDStep):
         self.activation_checkpointing: bool | Rule = (
             "auto" if activation_checkpointing is True else activation_checkpointing
         )
-        self._num_devices = 1
+        self.num_devices = 1
         self._num_nodes = 1
         self._accelerator = "cpu"
         self._ready = False
@@ -76,12 +76,12 @@ class SPMDStrategy(SPMDStep):
         self.precision = Precision(precision)
         self._accelerator = resolve_accelerator(accelerator)
         self._num_nodes = num_nodes
-        self._num_devices = resolve_devices(devices, self._accelerator, self.max_devices)
+        self.num_devices = resolve_devices(devices, self._accelerator, self.max_devices)
         fault_injection.parse(os.environ)
         watchdog.limit_s()
-        check_launcher(type(self).__name__, self.single_process, devices, self._num_devices, num_nodes)
+        check_launcher(type(self).__name__, self.single_process, devices, self.num_devices, num_nodes)
         world = environment.detect()
-        several = (self._num_devices if world is None else world.world_size) > 1
+        several = (self.num_devices if world is None else world.world_size) > 1
         if self.one_rank is None or environment.forces_mesh() or several:
             return self
         alone = self.one_rank(activation_checkpointing=self.activation_checkpointing)
@@ -89,12 +89,12 @@ class SPMDStrategy(SPMDStep):
 
     @property
     def starts_ranks(self) -> bool:  # type: ignore[override]
-        return not self.single_process and self._num_devices > 1 and environment.detect() is None
+        return not self.single_process and self.num_devices > 1 and environment.detect() is None
 
     def launch(self, fn: Callable[..., T], *args: Any) -> T:
         if not self.starts_ranks:
             return fn(*args)
-        return launcher.launch(fn, args, self._num_devices)
+        return launcher.launch(fn, args, self.num_devices)
 
     def setup(self) -> Topology:
         world = None if self.single_process else environment.detect()

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from lockstep import callbacks
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.devices import device_count
 from lockstep.trainer import lightning_names
 
 P = ParamSpec("P")
@@ -26,13 +27,14 @@ class TrainerArguments:
 
     Where the work runs
         `strategy`: "auto", "single", "ddp", or a Strategy object with options.
-        `devices`: devices (ranks) on this node, or "auto".
+        `devices`: devices (ranks) on this node, "auto" or -1 (every GPU, or one CPU process), or a list such as [0, 1].
         `accelerator`: "auto", "cpu" or "gpu".
         `num_nodes`: nodes; more than one needs a launcher such as torchrun.
         `precision`: "32-true", "tf32-true", "64-true", "bf16-mixed", "bf16-true" or "16-mixed".
     How long
         `max_epochs`, `max_steps` (optimizer steps), `max_time` ("DD:HH:MM:SS" or timedelta): whichever comes
-        first, -1 or None for no limit; at least one is needed to fit. `min_epochs`: `should_stop` has no effect before.
+        first, -1 or None for no limit; at least one is needed to fit. `min_epochs`, `min_steps`: `should_stop` has no
+        effect before.
     The step
         `accumulate_grad_batches`: micro-batches of each rank in one optimizer step.
         `split_batches`: the loader's batch size is the global batch of a step, split over ranks and micro-batches.
@@ -41,22 +43,30 @@ class TrainerArguments:
         `val_check_interval`: batches (int) or fraction of an epoch (float) between validations.
         `check_val_every_n_epoch`: epochs between validations; None counts `val_check_interval` across epochs.
         `num_sanity_val_steps`: validation batches before training; -1 all, 0 none.
-        `limit_train_batches`, `limit_val_batches`, `limit_test_batches`: batches of each rank (int) or fraction
-        (float).
+        `limit_train_batches`, `limit_val_batches`, `limit_test_batches`, `limit_predict_batches`: batches of each rank
+        (int) or fraction (float).
         `overfit_batches`: train and validate on these first training batches, in order.
         `fast_dev_run`: one batch (or as many as given) of everything, nothing written.
+        `reload_dataloaders_every_n_epochs`: call the module's or DataModule's train_dataloader and val_dataloader again
+        every so many epochs of training, 0 never. A resumed run calls them as in the epoch in which they were due.
+        `inference_mode`: False. Evaluation runs under `torch.no_grad`, in which `torch.enable_grad` works; True is
+        refused, as sharded parameters must not become inference tensors.
     What is seen and kept
         `callbacks`: Callback objects. `logger`: True (TensorBoard), False, a Logger or a list of them.
         `log_every_n_steps`: optimizer steps between logged values.
         `enable_progress_bar`, `enable_checkpointing` (adds a ModelCheckpoint unless one is given).
+        `enable_model_summary`: print a table of layers; None prints it with the progress bar.
         `default_root_dir`: folder of runs; a run is in `<default_root_dir>/<name>/version_<N>`.
     Reproducibility
         `seed`: seeds every random stream when a run begins; None uses the streams of the process as they are.
         `deterministic`: only deterministic algorithms of torch.
+        `detect_anomaly`: during a run torch names the forward of a NaN that a backward finds; slow.
     Speed
         `compile`: True, or a dict of arguments of torch.compile, compiles the module's repeated blocks, or its
         submodules
             if it has none. Numbers are those of the plain module up to rounding, checkpoints are the same.
+        `benchmark`: during a run cuDNN tries its algorithms and takes the fastest for each shape, so that rounding may
+        differ from run to run; None leaves torch's setting.
         `profiler`: "simple" prints where the time went, "torch" writes a trace of some steps
         (`lockstep.callbacks.Profiler`).
     When something fails
@@ -65,7 +75,7 @@ class TrainerArguments:
     """
 
     strategy: str | Strategy = "auto"
-    devices: int | str = "auto"
+    devices: int | str | list[int] = "auto"
     accelerator: str = "auto"
     num_nodes: int = 1
     precision: str | int = "32-true"
@@ -73,6 +83,7 @@ class TrainerArguments:
     max_steps: int | None = None
     max_time: str | timedelta | dict[str, float] | None = None
     min_epochs: int | None = None
+    min_steps: int | None = None
     accumulate_grad_batches: int = 1
     split_batches: bool = False
     gradient_clip_val: float | None = None
@@ -83,17 +94,23 @@ class TrainerArguments:
     limit_train_batches: int | float | None = None
     limit_val_batches: int | float | None = None
     limit_test_batches: int | float | None = None
+    limit_predict_batches: int | float | None = None
     overfit_batches: int | float = 0
     fast_dev_run: int | bool = False
+    reload_dataloaders_every_n_epochs: int = 0
+    inference_mode: bool = False
     callbacks: Sequence[Callback] | Callback | None = None
     logger: bool | Logger | Sequence[Logger] = True
     log_every_n_steps: int = 50
     enable_progress_bar: bool = True
     enable_checkpointing: bool = True
+    enable_model_summary: bool | None = None
     default_root_dir: str | Path = "runs"
     seed: int | None = None
     deterministic: bool = False
+    detect_anomaly: bool = False
     compile: bool | dict[str, Any] = False
+    benchmark: bool | None = None
     profiler: str | None = None
     max_restarts: int = 0
 
@@ -107,8 +124,16 @@ class TrainerArguments:
         for name in _BATCHES:
             _check_batches(name, getattr(self, name))
         self._check_validation_and_clipping()
-        if self.max_epochs is not None and self.min_epochs is not None and self.min_epochs > self.max_epochs:
-            raise ValueError(f"min_epochs={self.min_epochs} is more than max_epochs={self.max_epochs}; lower it")
+        _check_order("epochs", self.min_epochs, self.max_epochs)
+        _check_order("steps", self.min_steps, self.max_steps)
+        if self.inference_mode:
+            raise ValueError(
+                "inference_mode=True is not offered: evaluation runs under torch.no_grad on every strategy; remove it"
+            )
+        if self.benchmark and self.deterministic:
+            raise ValueError(
+                "benchmark=True may take another algorithm in each run, which deterministic=True forbids; remove one"
+            )
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be in [0, 2**63), but seed={self.seed}")
         given = [self.callbacks] if isinstance(self.callbacks, Callback) else list(self.callbacks or [])
@@ -147,7 +172,7 @@ class TrainerArguments:
     def layout(self) -> dict[str, Any]:
         """What a strategy is built from, besides its name."""
         return {
-            "devices": self.devices,
+            "devices": device_count(self.devices, self.accelerator),
             "accelerator": self.accelerator,
             "num_nodes": self.num_nodes,
             "precision": str(self.precision),
@@ -164,8 +189,10 @@ class TrainerArguments:
             limit_train_batches=batches,
             limit_val_batches=batches,
             limit_test_batches=batches,
+            limit_predict_batches=batches,
             max_epochs=1,
             min_epochs=None if self.min_epochs is None else min(self.min_epochs, 1),
+            min_steps=None,
             max_steps=None,
             val_check_interval=None,
             check_val_every_n_epoch=1,
@@ -195,8 +222,9 @@ class TrainerArguments:
             rest.append(callbacks.Timer(duration=self.max_time))
         if self.profiler is not None:
             rest.append(callbacks.Profiler(self.profiler))
-        for kind in (callbacks.ModelSummary, callbacks.ProgressBar) if self.enable_progress_bar else ():
-            if not any(isinstance(item, kind) for item in rest):
+        summary = self.enable_progress_bar if self.enable_model_summary is None else self.enable_model_summary
+        for kind, wanted in ((callbacks.ModelSummary, summary), (callbacks.ProgressBar, self.enable_progress_bar)):
+            if wanted and not any(isinstance(item, kind) for item in rest):
                 rest.append(kind())
         return [*self._loggers(given), *rest, *savers]
 
@@ -223,6 +251,8 @@ _LEAST = {
     "check_val_every_n_epoch": 1,
     "num_nodes": 1,
     "min_epochs": 0,
+    "min_steps": 0,
+    "reload_dataloaders_every_n_epochs": 0,
     "fast_dev_run": 0,
     "max_restarts": 0,
     "num_sanity_val_steps": -1,
@@ -231,6 +261,7 @@ _BATCHES = (
     "limit_train_batches",
     "limit_val_batches",
     "limit_test_batches",
+    "limit_predict_batches",
     "overfit_batches",
     "val_check_interval",
 )
@@ -268,6 +299,11 @@ def _check_at_least(name: str, value: Any, least: int) -> None:
         value = int(value)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
         raise ValueError(f"{name} must be a whole number of at least {least}, but {name}={value!r}")
+
+
+def _check_order(what: str, least: int | None, most: int | None) -> None:
+    if least is not None and most is not None and least > most:
+        raise ValueError(f"min_{what}={least} is more than max_{what}={most}; lower it")
 
 
 def _check_batches(name: str, value: Any) -> None:

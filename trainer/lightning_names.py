@@ -97,6 +97,24 @@ TRAINER: Mapping[str, str] = {
 }
 """Attributes and methods of Lightning's Trainer."""
 
+SET: Mapping[str, str] = {
+    "current_epoch": "resume with fit(ckpt_path=…)",
+    "datamodule": "give it to fit, validate, test or predict",
+    "global_step": "resume with fit(ckpt_path=…)",
+    "lightning_module": "give the module to fit, validate, test or predict",
+    "log_dir": "give Trainer(default_root_dir=…), or save_dir, name and version of the logger",
+    "logger": "give Trainer(logger=…)",
+    "loggers": "give Trainer(logger=[…])",
+    "model": "give the module to fit, validate, test or predict",
+    "optimizers": "return them from configure_optimizers, and change their param_groups during a run",
+    "strategy": "give Trainer(strategy=…)",
+    "train_dataloader": "give it to fit",
+    "val_dataloaders": "give them to fit or validate",
+    "test_dataloaders": "give them to test",
+    "predict_dataloaders": "give them to predict",
+}
+"""Attributes of a Trainer that are read-only, and what to do instead of setting them."""
+
 _AT_EPOCH_END = "log in the step, or collect in lists of your own and log in on_{}_epoch_end"
 
 METHODS: Mapping[str, str] = {

@@ -6,13 +6,17 @@ import hashlib
 import os
 import random
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from lockstep.strategies.launch.rng import restore_streams, stream_states
+
+if TYPE_CHECKING:
+    from lockstep.trainer.arguments import TrainerArguments
 
 
 def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:
@@ -51,6 +55,18 @@ def deterministic() -> Callable[[], None]:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
     return undo
+
+
+def torch_settings(arguments: TrainerArguments) -> Iterator[Callable[[], None]]:
+    """Set what `deterministic`, `detect_anomaly` and `benchmark` ask for; yields what sets each back."""
+    if arguments.deterministic:
+        yield deterministic()
+    if arguments.detect_anomaly:
+        anomalies = torch.autograd.set_detect_anomaly(True)
+        yield partial(anomalies.__exit__)
+    if arguments.benchmark is not None:
+        yield partial(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        torch.backends.cudnn.benchmark = arguments.benchmark
 
 
 def derive(seed: int, *stream: str | int) -> int:

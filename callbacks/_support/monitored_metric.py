@@ -39,7 +39,7 @@ class MonitoredMetric:
         if self.at_epoch_end is False:
             due = self._validated
         else:
-            due = self._epoch_ended and (self._validated or not trainer.val_dataloaders)
+            due = self._epoch_ended and (self._validated or not trainer.num_val_batches)
         if self.name in trainer.callback_metrics or not due:
             return None
         available = ", ".join(sorted(trainer.callback_metrics)) or "none"

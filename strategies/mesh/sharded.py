@@ -78,7 +78,7 @@ class ShardedStrategy(SPMDStrategy):
     ) -> Strategy:
         chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
         world = environment.detect()
-        sizes = resolve(self.axes, world.world_size if world is not None else self._num_devices)
+        sizes = resolve(self.axes, world.world_size if world is not None else self.num_devices)
         several = max(sizes.values()) > 1
         self._sizes = {name: size for name, size in sizes.items() if size > 1 or not several}
         self.capabilities = Capabilities(

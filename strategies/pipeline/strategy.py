@@ -152,7 +152,7 @@ class Pipeline(SPMDStrategy):
             precision=precision,
         )
         world = environment.detect()
-        num_ranks = world.world_size if world is not None else self._num_devices
+        num_ranks = world.world_size if world is not None else self.num_devices
         if chosen is self:
             self.num_stage_ranks = resolve(self._axes, num_ranks)["pipeline"]
             self.schedule.check(self.num_stage_ranks, self.num_parts)

@@ -24,7 +24,7 @@ def start(callback: EarlyStopping, *, step: int = 0, **options: Any) -> Any:
         "should_stop": False,
         "sanity_checking": False,
         "arguments": SimpleNamespace(fast_dev_run=False),
-        "val_dataloaders": [object()],
+        "num_val_batches": [1],
         "print": print,
     }
     trainer: Any = SimpleNamespace(**(attributes | options))
@@ -194,7 +194,7 @@ def test_a_metric_that_nothing_logs_is_an_error_once_it_should_be_there() -> Non
         moments(callback, start(callback), "v")
     callback = EarlyStopping("val/loss")
     with pytest.raises(ValueError, match="train/loss"):
-        moments(callback, start(callback, val_dataloaders=[]), "e")
+        moments(callback, start(callback, num_val_batches=[]), "e")
 
     lax = EarlyStopping("val/los", strict=False)
     trainer = start(lax)

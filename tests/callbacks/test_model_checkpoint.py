@@ -43,7 +43,7 @@ class Run:
         self.global_step = self.current_epoch = 0
         self.is_global_zero = True
         self.sanity_checking = False
-        self.val_dataloaders: list[Any] = [object()]
+        self.num_val_batches: list[int] = [1]
         self.strategy: Any = SimpleNamespace(topology=Topology(), broadcast=lambda value: value, barrier=lambda: None)
         self.print = print
         self.events: list[str] = []
@@ -365,7 +365,7 @@ def test_a_metric_that_nothing_logs_is_an_error_once_it_should_be_there(run: Cal
     ):
         r.end_epoch()
     r = run(dirpath="b", monitor="train/los")
-    r.val_dataloaders = []
+    r.num_val_batches = []
     with pytest.raises(ValueError, match="one of the logged metrics: none"):
         r.train(10).end_epoch()
 

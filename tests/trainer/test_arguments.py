@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from lockstep import Trainer
-from lockstep.callbacks import ModelCheckpoint
+from lockstep.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from lockstep.trainer.arguments import TrainerArguments
 
 
@@ -46,3 +48,47 @@ def test_fast_dev_run_replaces_limits_and_writers() -> None:
     assert (effective.max_epochs, effective.limit_val_batches, effective.fast_dev_run) == (1, 1, 1)
     assert effective.all_callbacks()[-1].__class__ is not ModelCheckpoint
     assert given.described()["max_epochs"] == 9
+
+
+@pytest.mark.parametrize(
+    ("given", "count"), [(-1, 1), ("-1", 1), ([0, 1], 2), ("0,1", 2), ("0,", 1), ([3], 1), (3, 3), ("2", 2)]
+)
+def test_devices_may_be_listed(given: Any, count: int) -> None:
+    assert Trainer(devices=given, accelerator="cpu", logger=False, enable_checkpointing=False).num_devices == count
+
+
+@pytest.mark.parametrize("given", [[], [0, True], "0,x", [-1, 0], 0, -2])
+def test_wrong_devices_are_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match="devices must be .*devices="):
+        Trainer(devices=given, accelerator="cpu")
+
+
+def test_gpus_that_are_not_the_first_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match=r"set CUDA_VISIBLE_DEVICES=1,3 and give devices=2"):
+        Trainer(devices=[1, 3])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"min_steps": 3, "max_steps": 2}, "min_steps=3 is more than max_steps=2"),
+        ({"inference_mode": True}, "inference_mode=True is not offered"),
+        ({"benchmark": True, "deterministic": True}, "benchmark=True .* deterministic=True"),
+        ({"limit_predict_batches": -1}, "limit_predict_batches must be"),
+        ({"reload_dataloaders_every_n_epochs": -1}, "reload_dataloaders_every_n_epochs must be"),
+    ],
+)
+def test_arguments_that_cannot_hold_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        TrainerArguments(**given)
+
+
+@pytest.mark.parametrize(
+    ("bar", "summary", "shown"), [(True, None, True), (False, None, False), (True, False, False), (False, True, True)]
+)
+def test_the_summary_follows_the_bar_unless_it_is_asked_for(bar: bool, summary: bool | None, shown: bool) -> None:
+    kinds = {
+        type(item) for item in TrainerArguments(enable_progress_bar=bar, enable_model_summary=summary).all_callbacks()
+    }
+    assert (ModelSummary in kinds, ProgressBar in kinds) == (shown, bar)

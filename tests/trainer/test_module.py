@@ -800,7 +800,7 @@ def test_loaders_may_be_methods_of_the_module() -> None:
     trainer = quiet()
     trainer.fit(Own())
     assert trainer.global_step == 2 and "val/loss/dataloader_idx_1" in trainer.callback_metrics
-    assert len(trainer.val_dataloaders) == 2
+    assert len(trainer.num_val_batches) == len(trainer.val_dataloaders) == 2
     assert "val/loss" in quiet().test(Own(), verbose=False)[0]
     assert [len(p) for p in quiet().predict(Own())] == [8, 4]
     trainer = quiet()
@@ -1232,7 +1232,7 @@ def test_reaching_into_the_trainer() -> None:
             size, rank = 4 // self.trainer.world_size, self.trainer.global_rank
             assert torch.equal(first[0], data(8).tensors[0][size * rank : size * (rank + 1)])
             assert len(list(self.trainer.train_dataloader)) == len(self.trainer.train_dataloader) == 2
-            assert next(iter(self.trainer.val_dataloaders[0]))[0].shape == (size, 8)
+            assert next(iter(self.trainer.val_dataloaders))[0].shape == (size, 8)
             assert self.trainer.started and self.trainer.mark == 5
             self.trainer.own = {"a": 1}
 

@@ -104,6 +104,7 @@ def run_stage(run: RunState, module: Module, sources: Sources, stage: str) -> An
     source = sources.get(module, kind)
     if not loaders_of(source):
         raise ValueError(f"{stage} needs data: give dataloaders, or a DataModule or Module with {kind}_dataloader")
+    run.given_loaders[kind] = source
     loaders = evaluation_loaders(run, source, kind)
     if run.resumed is not None:
         load_extra(run, run.resumed, callbacks=False)
@@ -165,7 +166,7 @@ def evaluate(run: RunState, module: Module, loaders: list[ShardedLoader], stage:
     metrics = run.metrics = MetricStore(module, training=False)
     metrics.noticed = run.noticed_names
     outputs: list[list[Any]] = []
-    with _evaluation_mode(module, what):
+    with _evaluation_mode(run, module, what, stage):
         for hook in what.start:
             hook()
         for hook in what.epoch_start:
@@ -298,14 +299,16 @@ def _belongs(key: str, index: int, count: int) -> bool:
 
 
 @contextmanager
-def _evaluation_mode(module: Module, what: Stage) -> Iterator[None]:
+def _evaluation_mode(run: RunState, module: Module, what: Stage, stage: str) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards every submodule has the mode that it had."""
     modes = [(child, child.training) for child in module.modules()]
     what.to_eval()
+    run.evaluating = stage
     try:
         with torch.no_grad():
             yield
     finally:
+        run.evaluating = None
         if modes[0][1]:
             what.to_train()  # `train` is the module's own, which some override to swap weights
         for child, mode in modes:

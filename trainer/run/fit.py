@@ -110,6 +110,8 @@ def _begin(run: RunState, module: Module, loop: FitLoop) -> None:
 def _begin_epoch(run: RunState, module: Module, loop: FitLoop) -> tuple[bool, Iterator[Window]]:
     """Whether to stop at once, and the epoch's windows from where the run is."""
     progress = run.progress
+    if loop.reload is not None and not progress.batches_seen:
+        loop.reload(loop)
     if not progress.batches_seen:
         for hook in run.hooks.on_train_epoch_start:
             hook()
@@ -170,7 +172,7 @@ def _finish_window(
     if loop.val_every is not None and _validation_is_due(run, loop):
         _validate(run, module, loop)
         stop = _agree_to_stop(run)
-    return stop or bool(result.stop) or done
+    return stop or (result.stop > 0 and _may_stop(run)) or done
 
 
 def _finish_epoch(
@@ -215,8 +217,13 @@ def vote(run: RunState) -> StepVote:
     metrics = run.metrics
     if run.saving is not None and run.saving.failure is not None:
         return StepVote(SAVE_FAILED, metrics.keys_hash)
-    wanted = run.should_stop and run.progress.current_epoch >= (run.arguments.min_epochs or 0)
-    return StepVote(run.signals.number or int(wanted), metrics.keys_hash, metrics.names)
+    return StepVote(run.signals.number or int(run.should_stop), metrics.keys_hash, metrics.names)
+
+
+def _may_stop(run: RunState) -> bool:
+    """Whether `should_stop` has an effect by now; the same on all ranks."""
+    progress, arguments = run.progress, run.arguments
+    return progress.current_epoch >= (arguments.min_epochs or 0) and progress.global_step >= (arguments.min_steps or 0)
 
 
 def _agree_to_stop(run: RunState) -> bool:
@@ -228,7 +235,7 @@ def _agree_to_stop(run: RunState) -> bool:
     stop = stop if run.world_size == 1 else int(run.strategy.all_reduce(torch.tensor(stop), "max"))
     if stop > 1:
         raise saving.interrupted(run)
-    return bool(stop)
+    return bool(stop) and _may_stop(run)
 
 
 def _is_finished(run: RunState) -> bool:
@@ -238,7 +245,7 @@ def _is_finished(run: RunState) -> bool:
         return True
     if run.max_steps is not None and progress.global_step >= run.max_steps:
         return True
-    return _agree_to_stop(run) and progress.current_epoch >= (run.arguments.min_epochs or 0)
+    return _agree_to_stop(run)
 
 
 def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBatch]:
@@ -253,7 +260,7 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
         num_samples = _samples_of_all(run, window) or num_samples
     run.window_is_open = True
     for i, micro_batch in enumerate(window.micro_batches):
-        micro_batch.batch_idx = progress.batches_seen + i * window.num_batches // num
+        run.batch_idx = micro_batch.batch_idx = progress.batches_seen + i * window.num_batches // num
         micro_batch.batch = loop.transfer(micro_batch.batch)
         metrics.weight = micro_batch.num_samples
         metrics.samples += micro_batch.num_samples

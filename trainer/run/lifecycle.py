@@ -22,7 +22,8 @@ from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import publish, saving
 from lockstep.trainer.run.folder import conclude
 from lockstep.trainer.run.hooks import Hooks
-from lockstep.trainer.seeding import deterministic, seed_everything
+from lockstep.trainer.run.signals import end_in_one_line
+from lockstep.trainer.seeding import seed_everything, torch_settings
 from lockstep.trainer.setup import start
 from lockstep.trainer.setup.compilation import Compiled
 
@@ -32,6 +33,21 @@ if TYPE_CHECKING:
     from lockstep.trainer.setup.loaders import Sources
 
 _log = logging.getLogger("lockstep")
+
+
+@contextmanager
+def noted(run: RunState, module: Module, stage: str, sources: Sources) -> Iterator[None]:
+    """What the Trainer shows of a run, in the process that the user called it in: status, module and loaders."""
+    run.module, run.stage, run.status, run.batch_idx = module, stage, "running", -1
+    run.given_loaders = {**run.given_loaders, **{kind: given for kind, given in sources.loaders.items() if given}}
+    try:
+        yield
+    except BaseException as error:
+        run.status = "interrupted"
+        if isinstance(error, KeyboardInterrupt):
+            end_in_one_line(error)
+        raise
+    run.status = "finished"
 
 
 class attached:
@@ -127,8 +143,7 @@ def _start(run: RunState, module: Module, stage: str) -> None:
     if given is not None:
         seed_everything(given)
     run.seed = int(run.strategy.broadcast(given if given is not None else torch.initial_seed() % 2**63))
-    if run.arguments.deterministic:
-        run.undo_deterministic = deterministic()
+    run.undo.extend(torch_settings(run.arguments))
     if run.strategy_reason is not None and run.is_global_zero:
         _log.info(run.strategy_reason)
         run.strategy_reason = None
@@ -176,9 +191,8 @@ def _end(run: RunState, status: str, error: BaseException | None = None) -> None
         run.executed = list(run.executed)
         run.folder.end(run, error)
         run.folder = None
-    if run.undo_deterministic is not None:
-        run.undo_deterministic()
-        run.undo_deterministic = None
+    while run.undo:
+        run.undo.pop()()
 
 
 def _undo(run: RunState) -> None:

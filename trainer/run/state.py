@@ -77,6 +77,10 @@ class RunState:
     active: bool = False
     stage: str = "fit"
     """"fit", "validate", "test" or "predict"."""
+    status: str = "initializing"
+    """"initializing", "running", "finished" or "interrupted"."""
+    evaluating: str | None = None
+    """"validate", "test" or "predict" while that runs, within a fit too."""
     module: Module | None = None
     wrapped: Any = None
     """The module as the strategy has wrapped it."""
@@ -98,11 +102,13 @@ class RunState:
     noticed_names: set[str] = field(default_factory=set)
     """Metric names of which was reported that ranks logged values of their own."""
     compiled: Compiled | None = None
-    undo_deterministic: Callable[[], None] | None = None
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    """Gives back torch's settings that this run has changed."""
 
     # ---- data and optimizers -------------------------------------------------------------------------
     train_dataloader: Any = None
-    val_dataloaders: list[Any] = field(default_factory=list)
+    given_loaders: dict[str, Any] = field(default_factory=dict)
+    """By kind ("val", "test", "predict") the loaders as the user gave them."""
     num_training_batches: int | float = 0
     windows_per_epoch: int | None = None
     evaluation_limits: dict[str, list[int | None]] = field(
@@ -122,6 +128,8 @@ class RunState:
     trainable_at_start: dict[str, bool] = field(default_factory=dict)
 
     # ---- flags of the step ---------------------------------------------------------------------------
+    batch_idx: int = -1
+    """Index in the epoch of the running micro-batch of training."""
     manually_stepped: bool = False
     window_is_open: bool = False
     """Whether an accumulation window is being computed, so that gradients are not whole."""
@@ -173,7 +181,7 @@ class RunState:
         gone: dict[str, Any] = dict.fromkeys(
             ("wrapped", "resumed", "saving", "module", "datamodule", "train_dataloader", "folder")
         )
-        gone |= {"streams": {}, "val_dataloaders": [], "schedulers": [], "user_optimizers": [], "optimizers": {}}
+        gone |= {"streams": {}, "given_loaders": {}, "schedulers": [], "user_optimizers": [], "optimizers": {}}
         return {**vars(self), **gone, "metrics": None, "hooks": Hooks()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
             f"leave it out, let {world.launcher} restart them (torchrun --max-restarts) and give ckpt_path='auto'"
         )
     if not isinstance(module, Module):
-        raise TypeError(f"fit takes a lockstep.Module, but module is {type(module).__name__}; subclass Module")
+        raise TypeError(f"fit takes a lockstep.Module, but model is {type(module).__name__}; subclass Module")
     hooks(run, module, sources.datamodule)
     name = type(module).__name__
     for method in ("training_step", "configure_optimizers"):

@@ -57,14 +57,20 @@ def evaluation_loaders(run: RunState, sources: Any, kind: str, overfit: float | 
     limits = {
         "val": arguments.limit_val_batches,
         "test": arguments.limit_test_batches,
-        "predict": arguments.fast_dev_run or None,
+        "predict": arguments.limit_predict_batches,
     }
     wanted = overfit or limits[kind]
     name = "overfit_batches" if overfit else f"limit_{kind}_batches"
     run.evaluation_limits[kind] = [limit_of(wanted, length_of(loader), name) for loader in sharded]
     size = run.strategy.topology.data_size
     for i, (loader, limit) in enumerate(zip(sharded, run.evaluation_limits[kind], strict=True)):
-        if arguments.split_batches and not loader.splits and limit is not None and size > 1 and kind != "predict":
+        if (
+            arguments.split_batches
+            and not loader.splits
+            and limit is not None
+            and size > 1
+            and not (kind == "predict" and arguments.fast_dev_run)
+        ):
             if limit % size:
                 raise ValueError(
                     f"{name}={wanted} is {limit} batches in all with split_batches=True, but those of loader {i} "

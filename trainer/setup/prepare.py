@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,8 @@ class FitLoop:
     """Whether ranks first tell each other how many samples a window holds: in manual optimization, if batches may be
     filtered."""
     guards: Guards
+    reload: Callable[[FitLoop], None] | None
+    """Makes the loaders again if that is due in this epoch."""
     validated_at: int = -1
     """`global_step` of the last validation."""
     windows_seen: int = 0
@@ -78,9 +81,11 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     strategy, checkpoint = run.strategy, run.resumed
     if checkpoint is not None:
         run.seed = checkpoint.state["seed"]
-    source = combined(sources.get(module, "train"))
-    train_loader, limit, num_batches = _train_loader(run, module, source)
-    val_loaders = _val_loaders(run, module, sources, source)
+    reload = _Reload.of(run, module, sources)
+    with nullcontext() if reload is None else reload.at_its_epoch():
+        source = combined(sources.get(module, "train"))
+        train_loader, limit, num_batches = _train_loader(run, module, source)
+        val_loaders = _val_loaders(run, module, sources, source)
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(
             f"{type(module).__name__} has no trainable parameter; give it layers, or set requires_grad on what is to "
@@ -120,12 +125,63 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         after_backward=_all_of(run.hooks.on_after_backward),
         reevaluates=steps_itself or bool(closing),
         counts_manually=not module.automatic_optimization and train_loader.may_filter,
+        reload=reload,
         guards=Guards(run, module, watches=module.automatic_optimization and not steps_itself),
     )
 
 
-def _train_loader(run: RunState, module: Module, source: Any) -> tuple[ShardedLoader, int | None, int | None]:
-    """The sharded training loader, the limit of its batches in an epoch, and their number, if known."""
+@dataclass
+class _Reload:
+    """`reload_dataloaders_every_n_epochs`."""
+
+    run: RunState
+    module: Module
+    sources: Sources
+    every: int
+    made_for: int
+    """The epoch in which the loaders were due."""
+
+    @classmethod
+    def of(cls, run: RunState, module: Module, sources: Sources) -> _Reload | None:
+        every, progress = run.arguments.reload_dataloaders_every_n_epochs, run.progress
+        if not every:
+            return None
+        if sources.loaders.get("train") is not None and sources.loaders.get("val") is not None:
+            raise ValueError(
+                f"reload_dataloaders_every_n_epochs={every} calls train_dataloader and val_dataloader again, but "
+                "loaders were given to fit; define these methods in the Module or a DataModule"
+            )
+        epoch = progress.current_epoch if run.resumed is None else run.resumed.state["progress"]["current_epoch"]
+        return cls(run, module, sources, every, epoch - epoch % every)
+
+    @contextmanager
+    def at_its_epoch(self) -> Iterator[None]:
+        """While it lasts `trainer.current_epoch` is the epoch in which the loaders of a resumed run were due."""
+        progress = self.run.progress
+        now = progress.current_epoch
+        progress.current_epoch = now if self.run.resumed is None else self.made_for
+        yield
+        progress.current_epoch = now
+
+    def __call__(self, loop: FitLoop) -> None:
+        run, epoch = self.run, self.run.progress.current_epoch
+        if epoch - epoch % self.every == self.made_for:
+            return
+        self.made_for = epoch - epoch % self.every
+        plan = run.train_dataloader.plan
+        source = combined(self.sources.get(self.module, "train"))
+        loop.train_loader, loop.limit, loop.num_batches = _train_loader(run, self.module, source, plan)
+        loop.val_loaders = _val_loaders(run, self.module, self.sources, source)
+        loop.val_every = _validation_interval(run, loop.num_batches) if loop.val_loaders else None
+
+
+def _train_loader(
+    run: RunState, module: Module, source: Any, plan: Mapping[str, Any] | None = None
+) -> tuple[ShardedLoader, int | None, int | None]:
+    """The sharded training loader, the limit of its batches in an epoch, and their number, if known.
+
+    `plan` is that of the loader whose place it takes in this run.
+    """
     arguments, checkpoint = run.arguments, run.resumed
     if source is None:
         raise ValueError(
@@ -140,7 +196,9 @@ def _train_loader(run: RunState, module: Module, source: Any) -> tuple[ShardedLo
         split=arguments.split_batches,
     )
     run.train_dataloader = loader
-    if checkpoint is not None:
+    if plan is not None:
+        loader.resume_windows(plan, 0, whole=not module.automatic_optimization)
+    elif checkpoint is not None:
         seen = checkpoint.state["progress"]["samples_seen"]
         done = loader.resume_windows(checkpoint.state["windows"], seen, whole=not module.automatic_optimization)
         if done is not None and run.is_global_zero:
@@ -161,8 +219,8 @@ def _val_loaders(run: RunState, module: Module, sources: Sources, training: Any)
     given = None
     if overrides(module, "validation_step", Module) and run.arguments.limit_val_batches != 0:
         given = training if overfit else sources.get(module, "val")
-    run.val_dataloaders = evaluation_loaders(run, given, "val", overfit)
-    return run.val_dataloaders
+    run.given_loaders["val"] = given
+    return evaluation_loaders(run, given, "val", overfit)
 
 
 def _set_up_optimizers(run: RunState, module: Module) -> set[str]:

@@ -14,6 +14,7 @@ from lockstep.trainer.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from lockstep.callbacks.base import Logger
+    from lockstep.trainer.module import Module
     from lockstep.trainer.run.state import RunState
 
 _log = logging.getLogger("lockstep")
@@ -30,6 +31,19 @@ def checked(run: RunState, ckpt_path: str | Path | None) -> str | None:
     else:
         Checkpoint.open(ckpt_path, verify=False)
     return str(ckpt_path)
+
+
+def last_module(run: RunState, stage: str, ckpt_path: str | Path | None) -> tuple[Module, str | Path | None]:
+    """What `stage` runs without a module: the one that ran last, and "best" if ModelCheckpoint has saved one.
+
+    Raises ValueError if none has run.
+    """
+    if run.module is None:
+        raise ValueError(f"{stage} needs a module, as this Trainer has run none yet; give it model=, or fit first")
+    best = getattr(run.checkpoint_callback, "best_model_path", None)
+    if ckpt_path is None and best and run.is_global_zero:
+        _log.info(f"{stage} without a module takes the best checkpoint, {best}; give the module for its own weights")
+    return run.module, ckpt_path or ("best" if best else None)
 
 
 def open_checkpoint(run: RunState, ckpt_path: str | None) -> Checkpoint | None:
