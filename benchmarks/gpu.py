@@ -31,7 +31,7 @@ from benchmarks._rounds import Clock, described, machine, summarize, table, take
 from examples.gpt import GPT
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
-from lockstep.callbacks.throughput_monitor import peak_of
+from lockstep.callbacks.monitors.throughput_monitor import peak_of
 
 LOG_EVERY = 50  # steps
 WARMUP_STEPS = 10  # compiling is over by then

@@ -2,20 +2,21 @@
 
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.callbacks.channels_last import ChannelsLast
-from lockstep.callbacks.communication_ledger import CommunicationLedger
 from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.guard import Guard
 from lockstep.callbacks.loggers.csv import CSVLogger
 from lockstep.callbacks.loggers.tensorboard import TensorBoardLogger
-from lockstep.callbacks.lr_monitor import LearningRateMonitor
-from lockstep.callbacks.lr_scaling import LRScaling
-from lockstep.callbacks.lr_warmup import LRWarmup
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.callbacks.model_summary import ModelSummary
+from lockstep.callbacks.monitors.communication_ledger import CommunicationLedger
+from lockstep.callbacks.monitors.lr_monitor import LearningRateMonitor
+from lockstep.callbacks.monitors.throughput_monitor import ThroughputMonitor
 from lockstep.callbacks.profiler import Profiler
 from lockstep.callbacks.progress_bar import ProgressBar
-from lockstep.callbacks.throughput_monitor import ThroughputMonitor
 from lockstep.callbacks.timer import Timer
+from lockstep.callbacks.training.lr_scaling import LRScaling
+from lockstep.callbacks.training.lr_warmup import LRWarmup
+from lockstep.callbacks.training.weight_averaging import WeightAveraging
 
 __all__ = [
     "CSVLogger",
@@ -35,4 +36,5 @@ __all__ = [
     "TensorBoardLogger",
     "ThroughputMonitor",
     "Timer",
+    "WeightAveraging",
 ]

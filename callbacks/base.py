@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lockstep import Module, Trainer
+    from lockstep.callbacks._support.parameter_state import ParameterState
 
 
 class Callback:
@@ -98,6 +99,13 @@ class Callback:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned. Called on every rank."""
+
+    def parameter_state(self, trainer: Trainer, module: Module) -> ParameterState | None:
+        """State beside the parameters, such as averages of them, that checkpoints hold sharded as the parameters are.
+
+        Called on every rank once the optimizers are set up, before a checkpoint is loaded.
+        """
+        return None
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None: ...
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None: ...

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lockstep.callbacks._support.parameter_state import is_held
 from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -69,11 +70,7 @@ def check_replicas(trainer: Trainer, module: Module) -> bool:
     """Raise RuntimeError if a parameter that several ranks hold differs on them; whether there are any. Every rank
     calls it."""
     strategy = trainer.strategy
-    mine = {
-        _place(name, p): (name, fingerprint(p))
-        for name, p in module.named_parameters()
-        if not p.is_meta and getattr(p, "_local_tensor", p).numel() and _is_here(p)
-    }
+    mine = {_place(name, p): (name, fingerprint(p)) for name, p in module.named_parameters() if is_held(p)}
     longest = int(
         strategy.all_reduce(torch.tensor(len(mine)), "max")
     )  # a pipeline's ranks have the layers of their stage only
@@ -93,11 +90,6 @@ def check_replicas(trainer: Trainer, module: Module) -> bool:
                     "by rank"
                 )
     return has_replicas
-
-
-def _is_here(parameter: Tensor) -> bool:
-    """Whether this rank holds the parameter, and not pieces of it elsewhere, as under ZeRO-3."""
-    return bool(getattr(parameter, "_local_tensor", parameter).untyped_storage().nbytes())
 
 
 def fingerprint(tensor: Tensor) -> int:

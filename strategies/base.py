@@ -130,8 +130,8 @@ class Capabilities:
     builds_on_meta: bool = False
     """Ranks other than 0 build modules on the meta device, as their values come from rank 0 in `setup_module`."""
     refuses: Mapping[str, str] = field(default_factory=dict)
-    """What the strategy refuses ("manual_optimization", "several_optimizers", "closures", "16-mixed"), and why, in one
-    sentence."""
+    """What the strategy refuses ("manual_optimization", "several_optimizers", "closures", "16-mixed", or
+    "parameter_state" of callbacks), and why, in one sentence."""
 
 
 def _no_scope(num_samples: int) -> AbstractContextManager[Any]:

@@ -65,6 +65,7 @@ PUBLIC = {
         "TensorBoardLogger",
         "ThroughputMonitor",
         "Timer",
+        "WeightAveraging",
     },
     "lockstep.strategies": {
         "DDP",

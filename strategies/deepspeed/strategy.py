@@ -71,6 +71,7 @@ class DeepSpeed(SPMDStrategy):
         refuses={
             "manual_optimization": "DeepSpeed's engine decides when gradients are reduced, so it cannot optimize manually; "
             "set automatic_optimization = True, or use strategy='ddp'",
+            "parameter_state": "DeepSpeed partitions the weights that it steps; use strategy='ddp' or 'fsdp'",
         },
     )
 

@@ -11,25 +11,23 @@ import inspect
 import logging
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from lockstep.strategies.checkpoint_state import TensorShard, is_alike, pack, restore_model, unpack
-from lockstep.trainer.checkpoint import schema, store
+from lockstep.trainer.checkpoint import rank_state, schema, store
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from lockstep.trainer.hparams import restored
-from lockstep.trainer.metrics.entry import COMBINE
 from lockstep.trainer.run import publish
-from lockstep.trainer.seeding import derive, rng_state, seed_everything, set_rng_state
 from lockstep.trainer.setup import resume
 
 if TYPE_CHECKING:
-    from lockstep.strategies import Strategy
+    from lockstep.callbacks._support.parameter_state import ParameterState
     from lockstep.trainer.module import Module
     from lockstep.trainer.run.state import RunState
 
@@ -47,8 +45,22 @@ def save(
 ) -> store.Saving | None:
     """Write a checkpoint of the run at `path`; without `wait` return once it is copied. Every rank calls it, at the
     same place."""
+    with ExitStack() as while_saving:
+        for beside in run.parameter_states.values():
+            while_saving.enter_context(beside.saving())
+        return _save(run, module, path, wait, also, outdated)
+
+
+def _save(
+    run: RunState,
+    module: Module,
+    path: str | Path,
+    wait: bool,
+    also: Sequence[str | Path],
+    outdated: Sequence[str | Path],
+) -> store.Saving | None:
     strategy = run.strategy
-    gathered = strategy.state_dict(run.wrapped, run.optimizers)
+    gathered = strategy.state_dict(run.wrapped, {**run.optimizers, **run.parameter_states})
     tensors, mine = gathered.tensors, strategy.topology.rank == 0
     kept: dict[str, TensorShard] = tensors if mine else {}  # what all ranks hold alike, rank 0 writes
     extra: dict[str, Any] = {}
@@ -56,7 +68,7 @@ def save(
         hook(extra)
     with refused(path):
         state = _shared_state(run, module, gathered.meta, extra, kept)
-        rank_state = _rank_state(run, module, tensors)
+        mine_alone = rank_state.save(run, module, tensors)
     trained = {
         f"model/{name}"
         for entry in gathered.meta["optimizers"].values()
@@ -68,7 +80,7 @@ def save(
         "world_size": strategy.topology.world_size,
         "tensors": tensors,
         "state": state,
-        "rank_state": rank_state,
+        "rank_state": mine_alone,
         "broadcast": strategy.broadcast,
         "finite": trained
         | {name for name in tensors if name.startswith("optimizer/")},  # not buffers: a mask may hold -inf
@@ -106,35 +118,9 @@ def _shared_state(
     }
 
 
-def _rank_state(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict[str, Any]:
-    """What each rank holds for itself, as JSON; its tensors go to `tensors`."""
-    topology, sums = run.strategy.topology, run.metrics.state_dict()
-    folder = f"ranks/{topology.rank}"
-    return {
-        "data_rank": topology.data_rank,
-        "data_size": topology.data_size,
-        "reports": topology.is_reporting_rank,
-        "trainability": {
-            name: trained
-            for name, trained in resume.trainability(module).items()
-            if trained != run.trainable_at_start.get(name, trained)
-        },
-        "rng": pack(rng_state(run.streams), f"{folder}/rng", tensors),
-        "sums": sums,
-        "loader": pack(run.train_dataloader.state_dict(), f"{folder}/loader", tensors),
-        "torchmetrics": {
-            name: pack(
-                {"state": metric.metric_state, "count": metric._update_count}, f"{folder}/metrics/{name}", tensors
-            )
-            | {"names": [logged for logged, entry in sums.items() if entry[6] == name]}
-            for name, metric in torchmetrics_of(module).items()
-        },
-    }
-
-
 def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
     """Put a run back to where `checkpoint` was saved. Every rank calls it, after everything is built."""
-    strategy, state, read = run.strategy, checkpoint.state, checkpoint.read
+    state, read = checkpoint.state, checkpoint.read
     _restore_training(run, checkpoint)
     with refused(checkpoint.path):
         progress, loader = run.progress, run.train_dataloader
@@ -149,22 +135,7 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
             run.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
             run.measured_at[name] = run.progress.global_step
 
-        saved = [checkpoint.rank_state(rank) or {} for rank in range(checkpoint.world_size)]
-        mine = saved[strategy.topology.rank] if strategy.topology.rank < len(saved) else {}
-        if checkpoint.world_size == strategy.topology.world_size and _place(mine) == (
-            strategy.topology.data_rank,
-            strategy.topology.data_size,
-            strategy.topology.is_reporting_rank,
-        ):
-            run.train_dataloader.load_state_dict(unpack(mine["loader"], read))
-            run.metrics.load_state_dict(mine["sums"])
-            _restore_torchmetrics(module, [mine], read)
-            set_rng_state(unpack(mine["rng"], read), run.streams)
-        else:
-            counted = [rank_state for rank_state in saved if rank_state["reports"]]
-            run.metrics.load_state_dict(_shared_sums([rank_state["sums"] for rank_state in counted], strategy))
-            _restore_torchmetrics(module, counted[strategy.topology.data_rank :: strategy.topology.data_size], read)
-            _restore_streams(run, counted, read)
+        rank_state.restore(run, module, checkpoint)
 
 
 def rewind(run: RunState, module: Module, path: str | Path) -> None:
@@ -227,7 +198,8 @@ def restore_weights(run: RunState, checkpoint: Checkpoint) -> None:
 def _restore_training(run: RunState, checkpoint: Checkpoint) -> None:
     state, read = checkpoint.state, checkpoint.read
     with refused(checkpoint.path):
-        run.strategy.load_state_dict(run.wrapped, run.optimizers, checkpoint)
+        beside = _saved_beside(run, checkpoint)
+        run.strategy.load_state_dict(run.wrapped, {**run.optimizers, **beside}, checkpoint)
         if len(state["schedulers"]) != len(run.schedulers):
             raise ValueError(f"it holds {len(state['schedulers'])} schedulers, but this run has {len(run.schedulers)}")
         for config, saved in zip(run.schedulers, state["schedulers"], strict=True):
@@ -241,6 +213,21 @@ def _restore_training(run: RunState, checkpoint: Checkpoint) -> None:
             if callback.state_key in state["callbacks"]:
                 saved = unpack(state["callbacks"][callback.state_key], read)
                 publish.load_state_of(run, callback, saved)
+
+
+def _saved_beside(run: RunState, checkpoint: Checkpoint) -> dict[str, ParameterState]:
+    """The parameter state of callbacks that the checkpoint has; that of others starts again."""
+    saved = {name for name in checkpoint.state["strategy"]["optimizers"] if name.startswith("callbacks.")}
+    lost = sorted(name.removeprefix("callbacks.") for name in saved - run.parameter_states.keys())
+    if lost:
+        raise ValueError(
+            f"it holds the weights that {', '.join(lost)} validates and saves, beside those that train; give the same "
+            "callback to continue that run, or begin a new one from its weights (load_from_checkpoint, and fit "
+            "without ckpt_path)"
+        )
+    for name in run.parameter_states.keys() - saved:
+        run.parameter_states[name].reset()
+    return {name: state for name, state in run.parameter_states.items() if name in saved}
 
 
 def _say_what_is_dropped(run: RunState, checkpoint: Checkpoint) -> None:
@@ -302,75 +289,6 @@ def load_module(cls: Any, path: str | Path, map_location: Any, strict: bool, ove
     with refused(path):
         restore_model(module, checkpoint, strict)
     return module if map_location is None else module.to(map_location)
-
-
-def torchmetrics_of(module: nn.Module) -> dict[str, Any]:
-    """The torchmetrics objects of a module by name; their sums are state of one rank."""
-    return {
-        name: child
-        for name, child in module.named_modules()
-        if hasattr(child, "metric_state") and hasattr(child, "_update_count")
-    }
-
-
-def _place(rank_state: dict[str, Any]) -> tuple[Any, ...]:
-    return rank_state.get("data_rank"), rank_state.get("data_size"), rank_state.get("reports")
-
-
-def _shared_sums(saved: list[dict[str, Any]], strategy: Strategy) -> dict[str, Any]:
-    """What this rank continues with of the running sums of other ranks: over all ranks nothing is lost or counted
-    twice."""
-    sums: dict[str, Any] = {}
-    for rank, state in enumerate(saved):
-        for name, (reduce_fx, *flags, rank_zero_only, metric, number, count, epoch_value, epoch_count) in state.items():
-            own = sums.setdefault(
-                name, [reduce_fx, *flags, rank_zero_only, metric, None, 0.0, epoch_value, epoch_count]
-            )
-            if rank == 0 if rank_zero_only else rank % strategy.topology.data_size == strategy.topology.data_rank:
-                own[-4] = number if own[-4] is None else COMBINE[reduce_fx]([own[-4], number])
-                own[-3] += count
-    return sums
-
-
-def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:
-    """Give this rank the sums of saved ranks, which no other rank takes."""
-    for name, metric in torchmetrics_of(module).items():
-        metric.reset()
-        for rank_state in saved:
-            if name not in rank_state["torchmetrics"]:
-                continue
-            entry = unpack(rank_state["torchmetrics"][name], read)
-            if not entry["count"]:
-                continue
-            own = metric.metric_state
-            if entry["state"].keys() != own.keys() or not all(
-                isinstance(entry["state"][key], (Tensor, list)) for key in own
-            ):
-                raise ValueError(
-                    f"torchmetric {name} has the state {sorted(own)}, tensors and lists, but the checkpoint has "
-                    "different state"
-                )
-            if metric._update_count:
-                metric.merge_state(entry["state"])
-            else:
-                for key, value in entry["state"].items():
-                    setattr(metric, key, value)
-            metric._update_count += entry["count"]
-            metric._computed = None
-
-
-def _restore_streams(run: RunState, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:
-    """Continue the random streams of the rank that saw the same samples; if samples are distributed differently, use
-    new streams."""
-    strategy = run.strategy
-    if len(saved) == strategy.topology.data_size:
-        state = next(rank_state for rank_state in saved if rank_state["data_rank"] == strategy.topology.data_rank)
-        set_rng_state(unpack(state["rng"], read), run.streams)
-        return
-    seed = derive(run.seed, "noise", strategy.topology.data_rank, "resumed", run.progress.global_step)
-    seed_everything(seed)
-    for key, (device, _) in saved[0]["rng"]["streams"].items():
-        run.streams[key] = torch.Generator(device).manual_seed(derive(seed, key))
 
 
 class refused:

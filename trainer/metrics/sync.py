@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.trainer.checkpoint.snapshot import torchmetrics_of
+from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 
 if TYPE_CHECKING:
     from lockstep.strategies import Strategy

@@ -202,6 +202,7 @@ def _undo(run: RunState) -> None:
         if run.compiled is not None:
             run.compiled.undo()
             run.compiled = None
+        run.parameter_states = {}
         for handle in run.user_optimizers:
             handle.close()
         for callback in run.callbacks:

@@ -24,6 +24,7 @@ from lockstep.trainer.run.hooks import Hooks
 from lockstep.trainer.run.signals import Signals
 
 if TYPE_CHECKING:
+    from lockstep.callbacks._support.parameter_state import ParameterState
     from lockstep.trainer.checkpoint.store import Checkpoint, Saving
     from lockstep.trainer.datamodule import DataModule
     from lockstep.trainer.module import Module
@@ -123,6 +124,8 @@ class RunState:
     user_optimizers: list[Any] = field(default_factory=list)
     """What `Module.optimizers()` and `Module.optimizer_step` get."""
     schedulers: list[Any] = field(default_factory=list)
+    parameter_states: dict[str, ParameterState] = field(default_factory=dict)
+    """What callbacks keep beside the parameters, by the name under which a checkpoint holds it."""
     configured: dict[str, Any] = field(default_factory=dict)
     """Classes and initial values that `configure_optimizers` returned."""
     trainable_at_start: dict[str, bool] = field(default_factory=dict)
@@ -182,6 +185,7 @@ class RunState:
             ("wrapped", "resumed", "saving", "module", "datamodule", "train_dataloader", "folder")
         )
         gone |= {"streams": {}, "given_loaders": {}, "schedulers": [], "user_optimizers": [], "optimizers": {}}
+        gone["parameter_states"] = {}
         return {**vars(self), **gone, "metrics": None, "hooks": Hooks()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

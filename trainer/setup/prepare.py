@@ -28,6 +28,7 @@ from lockstep.trainer.setup.optimizers import SchedulerConfig
 from lockstep.trainer.setup.own_steps import own_step
 
 if TYPE_CHECKING:
+    from lockstep.callbacks._support.parameter_state import ParameterState
     from lockstep.trainer.progress import Progress
     from lockstep.trainer.run.state import RunState
 
@@ -96,6 +97,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     run.trainable_at_start = resume.trainability(module)
     run.wrapped = strategy.setup_module(module)
     closing = _set_up_optimizers(run, module)
+    run.parameter_states = _parameter_states(run, module)
     run.metrics = MetricStore(module)
     run.metrics.noticed = run.noticed_names
     if strategy.topology.data_rank > 0:  # a stream of its own; data rank 0 continues with the process's stream
@@ -249,6 +251,20 @@ def _set_up_optimizers(run: RunState, module: Module) -> set[str]:
     handle = AutomaticOptimizer if module.automatic_optimization else ManualOptimizer
     run.user_optimizers = [handle(optimizer, run) for optimizer in run.optimizers.values()]
     return closing
+
+
+def _parameter_states(run: RunState, module: Module) -> dict[str, ParameterState]:
+    """What callbacks keep beside the parameters, by name. Raises ValueError if the strategy cannot save it."""
+    states = {}
+    for callback in run.callbacks:
+        state = callback.parameter_state(run.trainer, module)
+        if state is None:
+            continue
+        refused = run.strategy.capabilities.refuses.get("parameter_state")
+        if refused is not None:
+            raise ValueError(f"{type(callback).__name__} keeps state beside the parameters: {refused}")
+        states[f"callbacks.{callback.state_key}"] = state
+    return states
 
 
 def _check_schedulers(module: Module, named: dict[str, Optimizer], schedulers: list[SchedulerConfig]) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lockstep.callbacks._support.lr_factor import lr_factor
-from lockstep.callbacks.lr_scaling import LRScaling
-from lockstep.callbacks.lr_warmup import LRWarmup
+from lockstep.callbacks.training.lr_scaling import LRScaling
+from lockstep.callbacks.training.lr_warmup import LRWarmup
 from lockstep.strategies.base import Topology
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import Module
 from lockstep.callbacks import Callback, CSVLogger, ModelCheckpoint, ThroughputMonitor
-from lockstep.callbacks.throughput_monitor import known_peak, peak_of
+from lockstep.callbacks.monitors.throughput_monitor import known_peak, peak_of
 from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
 
 FLOPS = 2 * 8 * 16 * 2 + 2 * 16 * 3 * 3

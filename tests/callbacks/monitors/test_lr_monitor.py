@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from lockstep.callbacks import Callback
 from lockstep.callbacks._support.lr_factor import add_lr_factor
-from lockstep.callbacks.lr_monitor import LearningRateMonitor
+from lockstep.callbacks.monitors.lr_monitor import LearningRateMonitor
 from tests.trainer.toy import loader, net, quiet
 
 MODULE: Any = nn.Identity()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from lockstep.callbacks._support.lr_factor import lr_factor
-from lockstep.callbacks.lr_warmup import LRWarmup
+from lockstep.callbacks.training.lr_warmup import LRWarmup
 
 BASE = 0.3
 

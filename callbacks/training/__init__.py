@@ -1,0 +1,1 @@
+"""Callbacks that change how a run trains: learning rates, accumulation, averaged weights, frozen layers."""

@@ -1,0 +1,217 @@
+"""WeightAveraging: averages of the weights (EMA, SWA) that are validated and saved in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from lockstep.callbacks._support.parameter_state import ParameterState, is_held, local
+from lockstep.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from lockstep import Module, Trainer
+
+
+class WeightAveraging(Callback):
+    """Keep a running average of the trained weights, and validate, save and return it in their place.
+
+    After each update `average = decay * average + (1 - decay) * weights` (an exponential moving average, EMA), or
+    with `decay=None` the mean of all updates (stochastic weight averaging, Izmailov et al. 2018, arXiv:1803.05407).
+    The first update copies the weights. Averages are sharded as the parameters are and need as much memory as these,
+    in float32 at least.
+
+    In validation the module has the averages, and so have the weights of each checkpoint, beside which it keeps those
+    that train: a resumed run is the run that was never stopped. After `fit` the module has the averages. Buffers,
+    such as the running statistics of BatchNorm, stay those of training.
+
+    Args:
+        decay: Weight of the old average, above 0 and below 1; None for the mean of all updates.
+        update_every_n_steps: Optimizer steps between updates; None to update after each epoch instead.
+        update_starting_at_step: `global_step` before which nothing is averaged.
+        update_starting_at_epoch: `current_epoch` before which nothing is averaged.
+
+    Raises RuntimeError at the start of `fit` under a strategy that keeps weights in a layout of its own (DeepSpeed).
+    Override `should_update` for another schedule.
+    """
+
+    def __init__(
+        self,
+        decay: float | None = 0.999,
+        *,
+        update_every_n_steps: int | None = 1,
+        update_starting_at_step: int = 0,
+        update_starting_at_epoch: int = 0,
+    ) -> None:
+        if decay is not None and not 0 < decay < 1:
+            raise ValueError(f"decay must be above 0 and below 1, or None for the mean of all updates, got {decay!r}")
+        if update_every_n_steps is not None and (
+            isinstance(update_every_n_steps, bool)
+            or not isinstance(update_every_n_steps, int)
+            or update_every_n_steps < 1
+        ):
+            raise ValueError(
+                "update_every_n_steps must be a whole number of at least 1, or None to update after each epoch, "
+                f"got {update_every_n_steps!r}"
+            )
+        self.decay = decay
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step
+        self.update_starting_at_epoch = update_starting_at_epoch
+        self._averages: Averages | None = None
+        self._last_step = 0
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Whether to update now. Called with `step_idx`, from 0, after each optimizer step, and with `epoch_idx`, from
+        0, after each epoch; on every rank, and must return the same on all."""
+        if epoch_idx is not None:
+            return self.update_every_n_steps is None and epoch_idx >= self.update_starting_at_epoch
+        if self.update_every_n_steps is None or step_idx is None or step_idx < self.update_starting_at_step:
+            return False
+        return (step_idx - self.update_starting_at_step) % self.update_every_n_steps == 0
+
+    @property
+    def num_updates(self) -> int:
+        """Updates so far."""
+        return 0 if self._averages is None else self._averages.num_updates
+
+    def parameter_state(self, trainer: Trainer, module: Module) -> ParameterState:
+        self._averages = Averages(
+            parameter
+            for optimizer in trainer.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+        return self._averages
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_updates": self.num_updates}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._averages is not None:
+            self._averages.num_updates = state_dict["num_updates"]
+
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        self._last_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
+        if step == self._last_step:  # within an accumulation window, or the step was skipped
+            return
+        self._last_step = step
+        starts = trainer.current_epoch >= self.update_starting_at_epoch
+        if starts and self.should_update(step_idx=step - 1):
+            self._update(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        if self.should_update(epoch_idx=trainer.current_epoch):
+            self._update(trainer)
+
+    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+        if self._averages is not None:
+            self._averages.swap_in()
+
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        if self._averages is not None:
+            self._averages.swap_out()
+
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        if self._averages is not None:
+            self._averages.swap_in()  # the last checkpoint is still to come
+
+    def on_fit_end(self, trainer: Trainer, module: Module) -> None:
+        self._averages = None
+
+    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+        if self._averages is not None:
+            self._averages.swap_out()
+            self._averages = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_averages": None}
+
+    def _update(self, trainer: Trainer) -> None:
+        assert self._averages is not None
+        self._averages.follow(trainer.optimizers)
+        average = get_swa_multi_avg_fn() if self.decay is None else get_ema_multi_avg_fn(self.decay)
+        self._averages.update(average)
+
+
+class Averages(ParameterState):
+    """Running averages of parameters, in float32 or the parameter's own dtype if that is wider."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters)
+        self.num_updates = 0
+        self._average: dict[Tensor, Tensor] = {}
+        self._training: dict[Tensor, Tensor] = {}  # the weights that train, while the averages are in their place
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether the parameters are the averages at the moment."""
+        return bool(self._training)
+
+    def reset(self) -> None:
+        """Forget all averages: the next update copies the weights."""
+        self.num_updates = 0
+        self._average.clear()
+        self._training.clear()
+
+    @torch.no_grad()
+    def update(self, multi_average: Any) -> None:
+        """Take the weights of now into the averages. `multi_average` is as in `torch.optim.swa_utils`."""
+        known = {"old": ([], []), "new": []}  # type: ignore[var-annotated]
+        for parameter in filter(is_held, self.parameters()):
+            if parameter in self._average:
+                average = local(self._average[parameter])
+                known["old"][0].append(average)
+                known["old"][1].append(local(parameter).to(average.dtype))
+            else:
+                self._average[parameter] = parameter.detach().to(_wide(parameter.dtype), copy=True)
+        averages, weights = known["old"]
+        by_dtype = {average.dtype for average in averages}
+        for dtype in by_dtype:
+            chosen = [i for i, average in enumerate(averages) if average.dtype == dtype]
+            multi_average([averages[i] for i in chosen], [weights[i] for i in chosen], self.num_updates)
+        self.num_updates += 1
+
+    @torch.no_grad()
+    def swap_in(self) -> None:
+        """Put the averages in the place of the weights, which are kept."""
+        for parameter, average in self._average.items():
+            self._training[parameter] = parameter.detach().clone()
+            parameter.copy_(average)
+
+    @torch.no_grad()
+    def swap_out(self) -> None:
+        """Put the weights back, in every bit."""
+        for parameter, weights in self._training.items():
+            parameter.copy_(weights)
+        self._training.clear()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        if self.is_swapped or not self._average:
+            yield
+            return
+        self.swap_in()
+        try:
+            yield
+        finally:
+            self.swap_out()
+
+    def tensors(self) -> dict[Tensor, dict[str, Tensor]]:
+        return {p: {"average": self._average[p], "weights": weights} for p, weights in self._training.items()}
+
+    @torch.no_grad()
+    def take(self, parameter: Tensor, saved: dict[str, Tensor]) -> None:
+        self._average[parameter] = saved["average"].to(parameter.device)
+        parameter.copy_(saved["weights"])
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,238 @@
+"""WeightAveraging against averages computed by a loop by hand, under every strategy, and over a restart."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep import CheckpointError, Module
+from lockstep.callbacks import Callback, ModelCheckpoint, WeightAveraging
+from tests.trainer.toy import Net, distance, equal, loader, net, quiet, weights
+
+STEPS = 7  # of an epoch of 50 samples in batches of 8
+
+
+class Observed(Callback):
+    """What the run sees: weights in validation and after it, as whole tensors."""
+
+    def __init__(self) -> None:
+        self.in_validation: list[list[torch.Tensor]] = []
+        self.in_training: list[list[torch.Tensor]] = []
+        self.losses: list[float] = []
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.in_validation.append(weights(module))
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.in_training.append(weights(module))
+        self.losses.append(float(trainer.callback_metrics["val/loss"]))
+
+
+def fit(averaging: WeightAveraging, *callbacks: Callback, ckpt_path: Any = None, **options: Any) -> tuple[Net, Any]:
+    module = net()
+    trainer = quiet(
+        **{"precision": "64-true", "split_batches": True, "max_epochs": 2}
+        | {"callbacks": [averaging, *callbacks], "enable_checkpointing": False}
+        | options
+    )
+    trainer.fit(module, loader(), loader(24), ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def by_hand(decay: float | None, epochs: int = 2, every: int = 1, start: int = 0) -> tuple[list[Any], list[Any], Any]:
+    """Weights after each epoch, their averages then, and the validation loss of the last averages."""
+    module = net().double()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    average: list[torch.Tensor] | None = None
+    trained, averaged, updates, step = [], [], 0, 0
+    for _ in range(epochs):
+        for x, y in loader():
+            optimizer.zero_grad()
+            F.cross_entropy(module(x.double()), y).backward()
+            optimizer.step()
+            if step >= start and (step - start) % every == 0:
+                if average is None:
+                    average = weights(module)
+                else:
+                    share = 1 / (updates + 1) if decay is None else 1 - decay
+                    average = [a + share * (w - a) for a, w in zip(average, weights(module), strict=True)]
+                updates += 1
+            step += 1
+        trained.append(weights(module))
+        averaged.append(average if average is not None else weights(module))
+    with torch.no_grad():
+        for parameter, value in zip(module.parameters(), averaged[-1], strict=True):
+            parameter.copy_(value)
+        losses = [F.cross_entropy(module(x.double()), y) * len(x) for x, y in loader(24)]
+    return trained, averaged, (sum(losses) / 24).item()
+
+
+@pytest.mark.parametrize(
+    ("averaging", "hand"),
+    [
+        (lambda: WeightAveraging(0.9), {"decay": 0.9}),
+        (lambda: WeightAveraging(None), {"decay": None}),
+        (
+            lambda: WeightAveraging(0.5, update_every_n_steps=3, update_starting_at_step=2),
+            {"decay": 0.5, "every": 3, "start": 2},
+        ),
+        (lambda: WeightAveraging(0.9, update_starting_at_step=100), {"decay": 0.9, "start": 100}),
+    ],
+    ids=["ema", "mean", "every third step from the third", "not yet"],
+)
+def test_averages_are_those_of_a_loop_by_hand(averaging: Any, hand: dict[str, Any]) -> None:
+    seen = Observed()
+    module, _ = fit(averaging(), seen)
+    trained, averaged, loss = by_hand(**hand)
+    for epoch in range(2):
+        assert distance(seen.in_training[epoch], trained[epoch]) <= 1e-14
+        assert distance(seen.in_validation[epoch], averaged[epoch]) <= 1e-14
+    assert distance(weights(module), averaged[-1]) <= 1e-14
+    assert seen.losses[-1] == pytest.approx(loss, rel=1e-13)
+
+
+def test_averages_of_epoch_ends() -> None:
+    module, _ = fit(WeightAveraging(None, update_every_n_steps=None), max_epochs=3)
+    trained, _, _ = by_hand(None, epochs=3)
+    assert distance(weights(module), [sum(values) / 3 for values in zip(*trained, strict=True)]) <= 1e-14
+
+
+def test_one_s_own_schedule() -> None:
+    class OddSteps(WeightAveraging):
+        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            return step_idx is not None and step_idx % 2 == 1
+
+    averaging = OddSteps(0.9)
+    counts: list[int] = []
+
+    class Counts(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            counts.append(averaging.num_updates)
+
+    fit(averaging, Counts())
+    assert counts == [3, 7]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
+def test_a_strategy_changes_no_average_and_a_resumed_run_is_the_whole_run(strategy: str, tmp_path: Path) -> None:
+    """Also: what one strategy has saved another continues."""
+    one, expected = fit(WeightAveraging(0.9))
+    options = {"strategy": strategy, "devices": 2}
+    whole, trainer = fit(WeightAveraging(0.9), **options)
+    assert distance(weights(whole), weights(one)) <= 1e-12
+    for name, value in expected.callback_metrics.items():
+        assert float(trainer.callback_metrics[name]) == pytest.approx(float(value), rel=1e-12, abs=1e-12)
+
+    saving = {"enable_checkpointing": True, "default_root_dir": str(tmp_path)}
+    first = ModelCheckpoint(dirpath=tmp_path / "run", save_last=True, save_top_k=0)
+    fit(WeightAveraging(0.9), first, max_epochs=1, **saving, **options)
+    last = str(tmp_path / "run" / "last")
+    resumed, _ = fit(WeightAveraging(0.9), ckpt_path=last, **options)
+    assert equal(weights(resumed), weights(whole))
+    elsewhere, _ = fit(WeightAveraging(0.9), ckpt_path=last)
+    assert distance(weights(elsewhere), weights(one)) <= 1e-12
+
+
+def test_a_checkpoint_holds_the_averages(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(dirpath=tmp_path, save_last=True, save_top_k=0)
+    module, _ = fit(WeightAveraging(0.9), saving, enable_checkpointing=True)
+    loaded = Net.load_from_checkpoint(tmp_path / "last").double()
+    assert distance(weights(loaded), weights(module)) <= 1e-7  # a new module is float32
+    _, averaged, _ = by_hand(0.9)
+    assert distance(weights(loaded), averaged[-1]) <= 1e-7
+
+
+def test_a_second_fit_continues_from_the_averages_and_averages_again() -> None:
+    averaging = WeightAveraging(0.9)
+    module, trainer = fit(averaging)
+    before = weights(module)
+    trainer.max_epochs = 3
+    trainer.fit(module, loader(), loader(24))
+    assert distance(weights(module), before) > 1e-4
+
+
+def test_a_resume_without_the_callback_is_refused(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(dirpath=tmp_path, save_last=True, save_top_k=0)
+    fit(WeightAveraging(0.9), saving, enable_checkpointing=True, max_epochs=1)
+    trainer = quiet(precision="64-true", split_batches=True, max_epochs=2)
+    with pytest.raises(CheckpointError, match="WeightAveraging validates and saves"):
+        trainer.fit(net(), loader(), loader(24), ckpt_path=tmp_path / "last")
+
+
+def test_a_checkpoint_without_averages_starts_them_again(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(dirpath=tmp_path, save_last=True, save_top_k=0)
+    trainer = quiet(precision="64-true", split_batches=True, callbacks=[saving], enable_checkpointing=True)
+    trainer.fit(net(), loader(), loader(24))
+    module, _ = fit(WeightAveraging(0.9), ckpt_path=tmp_path / "last")
+    _, averaged, _ = by_hand(0.9, start=STEPS)
+    assert distance(weights(module), averaged[-1]) <= 1e-14
+
+
+def test_weights_that_are_narrow_are_averaged_in_float32() -> None:
+    """In bfloat16 an average of decay 0.999 would stand still."""
+
+    class Ramp(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return -self.weight.sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    module = Ramp()
+    trainer = quiet(
+        precision="bf16-true", max_steps=100, max_epochs=None, callbacks=[WeightAveraging(0.999)], accelerator="cpu"
+    )
+    trainer.fit(module, loader(batch_size=10))
+    average = 1.0
+    for value in range(2, 101):
+        average += 1e-3 * (value - average)
+    assert module.weight.item() == pytest.approx(average, rel=4e-3)  # rounded to bfloat16 once
+
+
+def test_layers_unfrozen_later_are_averaged() -> None:
+    class Unfreezes(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(False)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net[3].parameters(), lr=0.1)
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.net[0].requires_grad_(True)
+                self.trainer.optimizers[0].add_param_group({"params": list(self.net[0].parameters()), "lr": 0.1})
+
+    torch.manual_seed(0)
+    module = Unfreezes()
+    before = copy.deepcopy(module.net[0].weight)
+    seen = Observed()
+    quiet(max_epochs=2, callbacks=[WeightAveraging(0.5), seen]).fit(module, loader(), loader(24))
+    assert not torch.equal(module.net[0].weight, before)
+    assert not torch.equal(module.net[0].weight, seen.in_training[-1][0])
+
+
+@pytest.mark.ranks
+def test_deepspeed_is_refused() -> None:
+    with pytest.raises(ValueError, match="WeightAveraging keeps state beside the parameters: DeepSpeed"):
+        fit(WeightAveraging(0.9), strategy="deepspeed", devices=2, precision="32-true")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"decay": 1.0}, "decay must be above 0"), ({"update_every_n_steps": 0}, "update_every_n_steps must be")],
+)
+def test_invalid_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WeightAveraging(**arguments)

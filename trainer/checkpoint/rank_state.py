@@ -1,0 +1,136 @@
+"""What each rank of a run holds for itself: random streams, running sums of metrics, the position in its data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
+from lockstep.trainer.metrics.entry import COMBINE
+from lockstep.trainer.seeding import derive, rng_state, seed_everything, set_rng_state
+from lockstep.trainer.setup import resume
+
+if TYPE_CHECKING:
+    from lockstep.strategies import Strategy
+    from lockstep.trainer.checkpoint.store import Checkpoint
+    from lockstep.trainer.module import Module
+    from lockstep.trainer.run.state import RunState
+
+
+def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict[str, Any]:
+    """What each rank holds for itself, as JSON; its tensors go to `tensors`."""
+    topology, sums = run.strategy.topology, run.metrics.state_dict()
+    folder = f"ranks/{topology.rank}"
+    return {
+        "data_rank": topology.data_rank,
+        "data_size": topology.data_size,
+        "reports": topology.is_reporting_rank,
+        "trainability": {
+            name: trained
+            for name, trained in resume.trainability(module).items()
+            if trained != run.trainable_at_start.get(name, trained)
+        },
+        "rng": pack(rng_state(run.streams), f"{folder}/rng", tensors),
+        "sums": sums,
+        "loader": pack(run.train_dataloader.state_dict(), f"{folder}/loader", tensors),
+        "torchmetrics": {
+            name: pack(
+                {"state": metric.metric_state, "count": metric._update_count}, f"{folder}/metrics/{name}", tensors
+            )
+            | {"names": [logged for logged, entry in sums.items() if entry[6] == name]}
+            for name, metric in torchmetrics_of(module).items()
+        },
+    }
+
+
+def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
+    """Continue with what this rank had saved; on another layout, with its share of what all ranks had."""
+    strategy, read = run.strategy, checkpoint.read
+    saved = [checkpoint.rank_state(rank) or {} for rank in range(checkpoint.world_size)]
+    mine = saved[strategy.topology.rank] if strategy.topology.rank < len(saved) else {}
+    if checkpoint.world_size == strategy.topology.world_size and _place(mine) == (
+        strategy.topology.data_rank,
+        strategy.topology.data_size,
+        strategy.topology.is_reporting_rank,
+    ):
+        run.train_dataloader.load_state_dict(unpack(mine["loader"], read))
+        run.metrics.load_state_dict(mine["sums"])
+        _restore_torchmetrics(module, [mine], read)
+        set_rng_state(unpack(mine["rng"], read), run.streams)
+    else:
+        counted = [rank_state for rank_state in saved if rank_state["reports"]]
+        run.metrics.load_state_dict(_shared_sums([rank_state["sums"] for rank_state in counted], strategy))
+        _restore_torchmetrics(module, counted[strategy.topology.data_rank :: strategy.topology.data_size], read)
+        _restore_streams(run, counted, read)
+
+
+def torchmetrics_of(module: nn.Module) -> dict[str, Any]:
+    """The torchmetrics objects of a module by name; their sums are state of one rank."""
+    return {
+        name: child
+        for name, child in module.named_modules()
+        if hasattr(child, "metric_state") and hasattr(child, "_update_count")
+    }
+
+
+def _place(rank_state: dict[str, Any]) -> tuple[Any, ...]:
+    return rank_state.get("data_rank"), rank_state.get("data_size"), rank_state.get("reports")
+
+
+def _shared_sums(saved: list[dict[str, Any]], strategy: Strategy) -> dict[str, Any]:
+    """What this rank continues with of the running sums of other ranks: over all ranks nothing is lost or counted
+    twice."""
+    sums: dict[str, Any] = {}
+    for rank, state in enumerate(saved):
+        for name, (reduce_fx, *flags, rank_zero_only, metric, number, count, epoch_value, epoch_count) in state.items():
+            own = sums.setdefault(
+                name, [reduce_fx, *flags, rank_zero_only, metric, None, 0.0, epoch_value, epoch_count]
+            )
+            if rank == 0 if rank_zero_only else rank % strategy.topology.data_size == strategy.topology.data_rank:
+                own[-4] = number if own[-4] is None else COMBINE[reduce_fx]([own[-4], number])
+                own[-3] += count
+    return sums
+
+
+def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:
+    """Give this rank the sums of saved ranks, which no other rank takes."""
+    for name, metric in torchmetrics_of(module).items():
+        metric.reset()
+        for rank_state in saved:
+            if name not in rank_state["torchmetrics"]:
+                continue
+            entry = unpack(rank_state["torchmetrics"][name], read)
+            if not entry["count"]:
+                continue
+            own = metric.metric_state
+            if entry["state"].keys() != own.keys() or not all(
+                isinstance(entry["state"][key], (Tensor, list)) for key in own
+            ):
+                raise ValueError(
+                    f"torchmetric {name} has the state {sorted(own)}, tensors and lists, but the checkpoint has "
+                    "different state"
+                )
+            if metric._update_count:
+                metric.merge_state(entry["state"])
+            else:
+                for key, value in entry["state"].items():
+                    setattr(metric, key, value)
+            metric._update_count += entry["count"]
+            metric._computed = None
+
+
+def _restore_streams(run: RunState, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:
+    """Go on with the random streams of the rank that saw the same samples; where samples are shared out again, with
+    streams that nobody drew from."""
+    strategy = run.strategy
+    if len(saved) == strategy.topology.data_size:
+        state = next(rank_state for rank_state in saved if rank_state["data_rank"] == strategy.topology.data_rank)
+        set_rng_state(unpack(state["rng"], read), run.streams)
+        return
+    seed = derive(run.seed, "noise", strategy.topology.data_rank, "resumed", run.progress.global_step)
+    seed_everything(seed)
+    for key, (device, _) in saved[0]["rng"]["streams"].items():
+        run.streams[key] = torch.Generator(device).manual_seed(derive(seed, key))
