@@ -64,6 +64,7 @@ at the top level. ckpt_path is a checkpoint, last, best or auto; null runs on th
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (`sys.argv[1:]` by default) and return its exit code."""
+    run: Run | None = None
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # classes of the working folder, as `python -m` finds them
     try:
@@ -100,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exception(error)
             return 1
         safe_print(f"lockstep: error: {error}", file=sys.stderr)
-        return 1 if _has_begun(error) else 2
+        begun = isinstance(error.__cause__, RankTraceback) or (run is not None and run.trainer._run.begun)
+        return 1 if begun and not isinstance(error, ConfigError) else 2
 
 
 # ---- commands ----------------------------------------------------------------------------------------
@@ -331,14 +333,6 @@ def _version() -> str:
         return importlib.metadata.version("lockstep-trainer")
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
-
-
-def _has_begun(error: Exception) -> bool:
-    """Whether an error comes from within a run; what is refused before it is a command that cannot be run."""
-    if isinstance(error, ConfigError):
-        return False
-    files = [Path(frame.f_code.co_filename).name for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return "lifecycle.py" in files or "restart.py" in files or isinstance(error.__cause__, RankTraceback)
 
 
 LIBRARIES = tuple(

@@ -80,7 +80,8 @@ class attached:
 
 @contextmanager
 def _life(run: RunState, module: Module, sources: Sources, stage: str, ckpt_path: str | None) -> Iterator[None]:
-    run.active, process = True, os.getpid()
+    run.begun = run.active = True
+    process = os.getpid()
     run.hooks = Hooks()  # those of an earlier run must not get this one's failure
     attach(module, run.trainer)
     run.signals.catch()

@@ -38,6 +38,8 @@ def launch_fit(run: RunState, module: Module, sources: Sources, ckpt_path: str |
             run.verified = str(found)
         return str(found) if found else first
 
+    run.begun = True
+
     def attempt(number: int) -> dict[str, Any]:
         work = (run, "fit", module, sources, newest(number), streams)
         try:
@@ -61,6 +63,7 @@ def launch_fit(run: RunState, module: Module, sources: Sources, ckpt_path: str |
 
 def launch_evaluation(run: RunState, stage: str, module: Module, sources: Sources, ckpt_path: str | None) -> Any:
     """Launch ranks that validate, test or predict; return what rank 0 returned."""
+    run.begun = True
     result = run.strategy.launch(_on_rank, run, stage, module, sources, ckpt_path, rng_state())
     _adopt(run, module, result)
     return result["returned"]

@@ -75,6 +75,8 @@ class RunState:
     """Its first item counts optimizer steps computed, lost ones included."""
 
     # ---- the run that is active ----------------------------------------------------------------------
+    begun: bool = False
+    """Whether a run has got past the checks that need no ranks."""
     active: bool = False
     stage: str = "fit"
     """"fit", "validate", "test" or "predict"."""

@@ -183,7 +183,7 @@ def test_config_prints_what_can_be_run_again(capsys: pytest.CaptureFixture[str])
             2,
             r"trainer\.plugins .*: Trainer has no argument 'plugins'; precision.*",
         ),
-        (["fit", "run.yaml", "data.size=0"], 2, r".*empty.*"),
+        (["fit", "run.yaml", "data.size=0"], 1, r".*empty.*"),
         (["fit", "run.yaml", "ckpt_path=runs/none"], 2, r".*runs/none.*"),
         (["fit", "run.yaml", "default_root_dir=tiny.py"], 2, r".*tiny\.py.*"),
     ],
