@@ -123,7 +123,7 @@ def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Cal
 
 
 def _restore_streams(run: RunState, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:
-    """Go on with the random streams of the rank that saw the same samples; where samples are shared out again, with
+    """Continue with the random streams of the rank that saw the same samples; where samples are shared out again, with
     streams that nobody drew from."""
     strategy = run.strategy
     if len(saved) == strategy.topology.data_size:
