@@ -125,7 +125,9 @@ def make_trainer(**facts: Any) -> Any:
         "accumulate_grad_batches": 1,
         "num_training_batches": 100,
         "num_val_batches": [10, 10],
-        "_run": SimpleNamespace(evaluation_batches={"test": [8], "predict": [8]}),
+        "_run": SimpleNamespace(
+            evaluation_batches={"test": [8], "predict": [8]}, progress=SimpleNamespace(batches_seen=0)
+        ),
         "sanity_checking": False,
         "progress_bar_metrics": {},
     }
@@ -143,6 +145,7 @@ def fit(
 ) -> None:
     """The hooks of a run in their order, 2 seconds of validation and 1 of checkpoint an epoch; `each_batch` hears the
     number of batches done."""
+    trainer._run.progress.batches_seen = first_batch
     bar.setup(trainer, MODULE, "fit")
     bar.on_fit_start(trainer, MODULE)
     bar.on_train_start(trainer, MODULE)
@@ -182,22 +185,26 @@ def test_a_terminal_shows_one_line_that_fits(open_terminal: Callable[..., Termin
     trainer = make_trainer()
     fit(ProgressBar(), trainer, clock, each_batch=look)
     assert all(len(line) < 80 for line in seen)
-    assert any(re.match(r"Epoch 2/3  [█░]{5,}  50/100  10\.0 it/s  0:05 ETA 0:05", line) for line in seen)
+    assert any(
+        re.match(r"Epoch 2/3:  5\d%\|[^|]+\| 5\d/100 \[00:05<00:0[45], 10\.00it/s, run<00:", line) for line in seen
+    )
     last, empty = terminal.lines()
-    assert re.match(r"Epoch 3/3  █{5,}  100/100  10\.0 it/s  0:1[23]  loss=0\.003333 acc=0\.9877$", last)
+    assert re.match(
+        r"Epoch 3/3: 100%\|█+\| 100/100 \[00:1[23]<00:00, 10\.00it/s, loss=0\.003333, acc=0\.9877\]?$", last
+    )
     assert empty == "", "the shell's prompt begins on a line of its own"
 
 
 def test_validation_has_its_own_short_bar(open_terminal: Callable[..., Terminal], clock: Clock) -> None:
     terminal = open_terminal()
     fit(ProgressBar(), make_trainer(max_epochs=1), clock)
-    assert re.search(r"\rValidation  [█░]+  12/20  10\.0 it/s  0:01 ETA 0:01 +\r", terminal.read())
+    assert re.search(r"\rValidation:  60%\|█+[^|]*\| 12/20 \[00:01<00:00, 10\.00it/s\] +\r", terminal.read())
 
 
 def test_it_is_redrawn_ten_times_a_second_at_most(open_terminal: Callable[..., Terminal], clock: Clock) -> None:
     terminal = open_terminal()
     fit(ProgressBar(), make_trainer(num_training_batches=10_000, max_epochs=1), clock, batch_s=0.001)
-    assert 50 <= terminal.read().count("\rEpoch") <= 101
+    assert 50 <= terminal.read().count("\rEpoch") <= 102
     before = terminal.read().count("\r")
     fit(
         ProgressBar(refresh_per_second=1), make_trainer(num_training_batches=10_000, max_epochs=1), clock, batch_s=0.001
@@ -218,7 +225,7 @@ def test_printing_in_between_leaves_both_readable(open_terminal: Callable[..., T
     fit(bar, make_trainer(max_epochs=1), clock, each_batch=talk)
     above, beside, last, empty = terminal.lines()
     assert above == "above = the bar"
-    assert re.match(r"Epoch 1/1 .* loss=[\d.]+ plain print$", beside)
+    assert re.match(r"Epoch 1/1: .* loss=[\d.]+\] plain print$", beside)
     assert last.startswith("Epoch 1/1")
     assert empty == ""
 
@@ -247,8 +254,8 @@ def test_a_log_file_gets_a_line_now_and_then(clock: Clock, monkeypatch: pytest.M
     assert "\r" not in log_file.getvalue()
     assert len(lines) == 12, "after 30, 60 and 90 s of an epoch of 100 s, and at its end"
     for epoch, line in enumerate((line for line in lines if "1000/1000" in line), start=1):
-        assert line.startswith(f"Epoch {epoch}/3  100%  1000/1000  10.0 it/s")
-        assert line.endswith("acc=0.9877"), "with what was logged at the end of the epoch"
+        assert line.startswith(f"Epoch {epoch}/3: 100% 1000/1000 [")
+        assert line.endswith("acc=0.9877]") and "10.00it/s" in line, "with what was logged at the end of the epoch"
 
 
 def test_epochs_of_milliseconds_do_not_flood_a_log_file(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +274,7 @@ def test_epochs_of_milliseconds_do_not_flood_a_log_file(clock: Clock, monkeypatc
     bar.on_train_end(trainer, MODULE)
     lines = log_file.getvalue().splitlines()[before:]
     assert len(lines) <= 4, "of 200 epochs in 0.2 s"
-    assert lines[-1] == "Epoch 200/200  100%  1/1  1000.0 it/s  0:00  loss=0.005 acc=0.9877"
+    assert lines[-1] == "Epoch 200/200: 100% 1/1 [00:00<00:00, 1000.00it/s, loss=0.005, acc=0.9877]"
 
 
 def test_the_time_left_is_honest(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +285,7 @@ def test_the_time_left_is_honest(clock: Clock, monkeypatch: pytest.MonkeyPatch) 
     fit(ProgressBar(), make_trainer(num_training_batches=1000, max_epochs=4), clock)
     end, later = clock.now, 0
     for when, line in shown:
-        estimate = re.search(r"\(run (\d+):(\d+)\)", line)
+        estimate = re.search(r"run<(\d+):(\d+)", line)
         if "Epoch 1" not in line and estimate:
             later += 1
             assert int(estimate[1]) * 60 + int(estimate[2]) == pytest.approx(end - when, rel=0.01, abs=4)
@@ -292,7 +299,7 @@ def test_the_time_left_follows_a_change_of_speed(open_terminal: Callable[..., Te
         clock.now += 0.9 if done > 500 else 0.0
 
     fit(ProgressBar(), make_trainer(num_training_batches=600, max_epochs=1), clock, each_batch=slow_down)
-    assert re.search(r"\rEpoch 1/1  [█░]+  560/600  1\.0 it/s  1:49 ETA 0:40", terminal.read())
+    assert re.search(r"\rEpoch 1/1:  93%\|█+[^|]*\| 560/600 \[01:49<00:40,  1\.00it/s", terminal.read())
 
 
 def test_a_run_that_is_resumed_within_an_epoch_shows_the_true_rate(
@@ -300,13 +307,13 @@ def test_a_run_that_is_resumed_within_an_epoch_shows_the_true_rate(
 ) -> None:
     terminal = open_terminal()
     fit(ProgressBar(), make_trainer(max_epochs=1), clock, batch_s=2.0, first_batch=90)
-    assert re.search(r"\rEpoch 1/1  [█░]+  91/100  2\.0 s/it  0:02 ETA 0:18", terminal.read())
+    assert re.search(r"\rEpoch 1/1:  91%\|█+[^|]*\| 91/100 \[00:02<00:18,  2\.00s/it", terminal.read())
 
 
 def test_an_epoch_shorter_than_the_interval_has_a_rate(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     log_file = open_log_file(monkeypatch)
     fit(ProgressBar(), make_trainer(num_training_batches=40, max_epochs=1), clock, batch_s=0.02)
-    assert "40/40  50.0 it/s" in log_file.getvalue()
+    assert "40/40 [00:03<00:00, 50.00it/s" in log_file.getvalue()
 
 
 def test_limits_by_steps_and_loaders_without_length(open_terminal: Callable[..., Terminal], clock: Clock) -> None:
@@ -315,7 +322,29 @@ def test_limits_by_steps_and_loaders_without_length(open_terminal: Callable[...,
         num_training_batches=math.inf, max_epochs=None, max_steps=200, accumulate_grad_batches=2, num_val_batches=[5]
     )
     fit(ProgressBar(), trainer, clock)
-    assert re.search(r"\rEpoch 1  10/\?  10\.0 it/s  0:01 \(run 0:38\)", terminal.read())
+    assert re.search(r"\rEpoch 1:   2%\|[^|]*\| 10/400 \[00:01<00:39, 10\.00it/s", terminal.read())
+    trainer = make_trainer(num_training_batches=1000, max_epochs=None, max_steps=20)
+    fit(ProgressBar(), trainer, clock, each_batch=lambda done: None)
+    assert "| 20/20 [00:02<00:00, 10.00it/s" in terminal.read(), "the steps of the run, not the batches of the epoch"
+
+
+def test_loaders_without_length_count_batches(open_terminal: Callable[..., Terminal], clock: Clock) -> None:
+    terminal = open_terminal()
+    fit(ProgressBar(), make_trainer(num_training_batches=math.inf, max_epochs=1), clock)
+    assert re.search(r"\rEpoch 1/1: 10it \[00:01, 10\.00it/s, loss=0\.1\]", terminal.read())
+
+
+def test_metrics_are_shown_from_the_first_step(open_terminal: Callable[..., Terminal], clock: Clock) -> None:
+    terminal = open_terminal()
+    seen: list[str] = []
+    fit(
+        ProgressBar(),
+        make_trainer(max_epochs=1),
+        clock,
+        batch_s=0.2,
+        each_batch=lambda _: seen.append(terminal.read()),
+    )
+    assert "| 1/100 [" in seen[0] and "loss=1" in seen[0]
 
 
 def test_sanity_check_test_and_predict(open_terminal: Callable[..., Terminal], clock: Clock) -> None:
@@ -341,10 +370,10 @@ def test_sanity_check_test_and_predict(open_terminal: Callable[..., Terminal], c
         end(trainer, MODULE)
         bar.teardown(trainer, MODULE, stage)
     assert [re.sub("█+", "█", line) for line in terminal.lines()] == [
-        "Sanity check  1/?  1.0 it/s  0:01",
-        "Validation  █  8/8  100.0 it/s  0:00  acc=0.5",
-        "Test  █  8/8  100.0 it/s  0:00  acc=0.5",
-        "Predict  █  8/8  100.0 it/s  0:00  acc=0.5",
+        "Sanity check: 1it [00:01,  1.00it/s]",
+        "Validation: 100%|█| 8/8 [00:00<00:00, 100.00it/s, acc=0.5]",
+        "Test: 100%|█| 8/8 [00:00<00:00, 100.00it/s, acc=0.5]",
+        "Predict: 100%|█| 8/8 [00:00<00:00, 100.00it/s, acc=0.5]",
         "",
     ]
 
@@ -367,7 +396,7 @@ def test_a_stream_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatc
 def test_a_terminal_without_unicode_gets_ascii(open_terminal: Callable[..., Terminal], clock: Clock) -> None:
     terminal = open_terminal("ascii")
     fit(ProgressBar(), make_trainer(max_epochs=1), clock)
-    assert re.match(r"Epoch 1/1  #+  100/100", terminal.lines()[0])
+    assert re.match(r"Epoch 1/1: 100%\|#+\| 100/100", terminal.lines()[0])
 
 
 def test_wide_characters_count_double(open_terminal: Callable[..., Terminal], clock: Clock) -> None:

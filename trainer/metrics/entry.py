@@ -67,3 +67,15 @@ class Reduced(NamedTuple):
     value: float
     entry: Entry
     """What it was logged as."""
+
+
+def is_metric(value: Any) -> bool:
+    """Whether `value` is a torchmetrics Metric or counts as one."""
+    return hasattr(value, "compute") and hasattr(value, "reset")
+
+
+def of_two_kinds(name: str) -> ValueError:
+    return ValueError(
+        f"self.log({name!r}) was given both numbers and a torchmetrics Metric, in this run or the one that it resumes; "
+        "log them under names of their own"
+    )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.trainer.metrics import reduction
-from lockstep.trainer.metrics.entry import COMBINE, Entry, Reduced
+from lockstep.trainer.metrics.entry import COMBINE, Entry, Reduced, is_metric, of_two_kinds
 
 if TYPE_CHECKING:
     from lockstep.strategies import Strategy
@@ -86,20 +86,8 @@ class MetricStore:
     ) -> None:
         if self._parts and (part := getattr(self._thread, "part", None)) is not None:
             value = value.detach() if isinstance(value, Tensor) else value
-            part.calls.append(
-                (
-                    name,
-                    value,
-                    prog_bar,
-                    logger,
-                    on_step,
-                    on_epoch,
-                    reduce_fx,
-                    batch_size,
-                    add_dataloader_idx,
-                    rank_zero_only,
-                )
-            )
+            flags = prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx, rank_zero_only
+            part.calls.append((name, value, *flags))
             return
         if self.suffix and add_dataloader_idx:
             name += self.suffix
@@ -108,45 +96,44 @@ class MetricStore:
             entry = self._add(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
             entry.by_hand = not self.in_batch and batch_size is None
         if entry.metric is not None:
-            if not _is_metric(value):
-                raise _of_two_kinds(name)
+            if not is_metric(value):
+                raise of_two_kinds(name)
             entry.seen = 1.0
-            if entry.on_step:
-                value = getattr(value, "_forward_cache", None)
-                if value is None:
-                    return
-            else:
+            value = getattr(value, "_forward_cache", None) if entry.on_step else None
+            if value is None:
                 return
-        if self.is_ambiguous and self.in_batch and batch_size is None and entry.reduce_fx == "mean":
-            raise ValueError(
-                f"self.log({name!r}) cannot weigh a mean over a batch that does not show how many samples its collate "
-                "function "
-                "left in it; give batch_size="
-            )
         weight = 1.0
+        if entry.reduce_fx == "mean":
+            weight = self.weight if batch_size is None else batch_size
+            if self.is_ambiguous and self.in_batch and batch_size is None:
+                raise ValueError(
+                    f"self.log({name!r}) cannot weigh a mean over a batch that does not show how many samples its "
+                    "collate function left in it; give batch_size="
+                )
         if self.in_batch and not self.weight:  # padding, whatever the step takes its size for
             weight = 0.0
-        elif entry.reduce_fx == "mean":
-            weight = self.weight if batch_size is None else batch_size
+        self._count(entry, value, weight)
+
+    def _count(self, entry: Entry, value: Any, weight: float) -> None:
+        """Add a number, or a tensor of one element, to the sum of `entry`."""
         if isinstance(value, Tensor):
-            if type(value) is not Tensor and hasattr(
-                value, "full_tensor"
-            ):  # sharded, such as the norm of a gradient: every rank logs it
+            if type(value) is not Tensor and hasattr(value, "full_tensor"):
+                # Sharded, such as the norm of a gradient: every rank logs it.
                 value = value.detach().full_tensor()  # type: ignore[attr-defined]
             if value.numel() != 1:
                 raise ValueError(
-                    f"self.log({name!r}) takes one number, but got a tensor of shape {list(value.shape)}; log its mean "
-                    "or its elements under names of their own"
+                    f"self.log({entry.name!r}) takes one number, but got a tensor of shape {list(value.shape)}; log "
+                    "its mean or its elements under names of their own"
                 )
             if not value.is_cpu:
                 self._log_on_device(entry, value.detach().reshape(()), weight)
                 return
             value = value.item()
-        elif _is_metric(value):
-            raise _of_two_kinds(name)
+        elif is_metric(value):
+            raise of_two_kinds(entry.name)
         elif not isinstance(value, (float, int, Number)):
             raise TypeError(
-                f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got "
+                f"self.log({entry.name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got "
                 f"{type(value).__name__}"
             )
         if entry.reduce_fx in ("mean", "sum"):
@@ -197,18 +184,18 @@ class MetricStore:
                     self.log(*call)
             self.weight = weight
 
-    def mark(self) -> list[tuple[Entry, float, Tensor | None, float, float]]:
+    def mark(self) -> list[tuple[Any, ...]]:
         """What has been logged so far, for `back_to`."""
         return [
-            (e, e.number, None if e.total is None else e.total.clone(), e.count, e.seen) for e in self.entries.values()
+            (e, e.number, None if e.total is None else e.total.clone(), e.count, e.seen, e.epoch_value, e.epoch_count)
+            for e in self.entries.values()
         ]
 
-    def back_to(self, mark: list[tuple[Entry, float, Tensor | None, float, float]]) -> None:
+    def back_to(self, mark: list[tuple[Any, ...]]) -> None:
         """Forget what was logged since `mark`; names stay."""
-        for entry in self.entries.values():
-            entry.number, entry.total, entry.count, entry.seen = entry.start, None, 0.0, 0.0
-        for entry, number, total, count, seen in mark:
-            entry.number, entry.total, entry.count, entry.seen = number, total, count, seen
+        fresh = [(e, e.start, None, 0.0, 0.0, e.start, 0.0) for e in self.entries.values()]
+        for entry, *values in [*fresh, *mark]:
+            entry.number, entry.total, entry.count, entry.seen, entry.epoch_value, entry.epoch_count = values
 
     def names(self) -> list[str]:
         """The names that this rank has logged for all ranks."""
@@ -254,7 +241,7 @@ class MetricStore:
             entry.epoch_value, entry.epoch_count = epoch_value, epoch_count
             if metric is not None:
                 entry.metric, entry.seen = self.module.get_submodule(metric), epoch_count  # type: ignore[union-attr]
-                if not _is_metric(entry.metric):
+                if not is_metric(entry.metric):
                     raise ValueError(
                         f"{name!r} was logged of the metric {metric}, which is not a torchmetrics Metric in this run"
                     )
@@ -270,6 +257,14 @@ class MetricStore:
         """
         self._reductions += 1
         return reduction.reduce(self, strategy, epoch_end, reset)
+
+    def preview(self, strategy: Strategy) -> list[Reduced]:
+        """What `reduce` would return now; changes nothing. Every rank calls it."""
+        mark = self.mark()
+        try:
+            return reduction.reduce(self, strategy, epoch_end=False, reset=False)
+        finally:
+            self.back_to(mark)
 
     def of_this_step(self, name: str, reader: int, strategy: Strategy, wanted: bool) -> float | None:
         """The mean over all ranks of what was logged as `name` in this optimizer step; None where nothing was.
@@ -307,8 +302,8 @@ class MetricStore:
         reduce_fx: Any,
         rank_zero_only: bool,
     ) -> Entry:
-        is_metric = _is_metric(value)
-        if not is_metric and not isinstance(value, (Tensor, Number)):
+        counts_itself = is_metric(value)
+        if not counts_itself and not isinstance(value, (Tensor, Number)):
             raise TypeError(
                 f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got "
                 f"{type(value).__name__}"
@@ -322,12 +317,12 @@ class MetricStore:
             on_step = self.in_batch and self.training
         if on_epoch is None:
             on_epoch = not (self.in_batch and self.training)
-        if is_metric and self.module is not None and self.path(value) is None:
+        if counts_itself and self.module is not None and self.path(value) is None:
             raise ValueError(
                 f"the metric logged as {name!r} is not an attribute of {type(self.module).__name__}, so it is "
                 "neither moved nor saved; make it one"
             )
-        if is_metric:
+        if counts_itself:
             twin = next((e.name for e in self.entries.values() if e.metric is value), None)
             if twin is not None and "/dataloader_idx_" in twin and self.suffix and not twin.endswith(self.suffix):
                 raise ValueError(
@@ -335,7 +330,7 @@ class MetricStore:
                     "make one for each"
                 )
         entry = self.new(name, reduction, on_step, on_epoch, prog_bar, logger, rank_zero_only)
-        if is_metric:
+        if counts_itself:
             entry.metric = value
         return entry
 
@@ -359,17 +354,6 @@ class MetricStore:
             total = float(entry.total)  # host sync: only when state is saved or a value changes its device
             entry.number = total if entry.reduce_fx in ("max", "min") else entry.number + total
             entry.total = None
-
-
-def _is_metric(value: Any) -> bool:
-    return hasattr(value, "compute") and hasattr(value, "reset")
-
-
-def _of_two_kinds(name: str) -> ValueError:
-    return ValueError(
-        f"self.log({name!r}) was given both numbers and a torchmetrics Metric, in this run or the one that it resumes; "
-        "log them under names of their own"
-    )
 
 
 def _too_late(name: str, *_: Any) -> None:

@@ -156,6 +156,8 @@ def _finish_window(
     progress.total_batches += window.num_batches
     if stepped and progress.global_step % run.arguments.log_every_n_steps == 0:
         publish.publish(run, metrics.reduce(run.strategy))
+    elif loop.windows_seen == 1:
+        publish.preview(run)
     last = window.micro_batches[-1]
     run.window_is_open = False
     set_phase(progress.global_step, "callbacks")

@@ -43,6 +43,18 @@ def show(run: RunState, reduced: Iterable[Reduced]) -> None:
             run.progress_bar_metrics[name] = value
 
 
+def preview(run: RunState) -> None:
+    """Show the progress bar what the run's first step has logged, before the first interval ends.
+
+    Every rank calls it. Callbacks and loggers see nothing of it, and the interval's sums stay as they are.
+    """
+    if not any(isinstance(item, ProgressBar) for item in run.callbacks):
+        return
+    for name, number, entry in run.metrics.preview(run.strategy):
+        if entry.prog_bar:
+            run.progress_bar_metrics[name] = torch.tensor(number, dtype=torch.float64)
+
+
 def log_metrics(run: RunState, values: dict[str, float]) -> None:
     """Hand values to the loggers at the current step; rank 0 writes them, other ranks may call it too."""
     if run.is_global_zero and values:
