@@ -113,14 +113,10 @@ class Topology:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a strategy can do, known before anything starts."""
+    """What a strategy can do, known before anything starts. `docs/strategies/index.md` has the table of all."""
 
     exact: bool = True
-    """The numbers are those of one process, up to floating-point order."""
-    bitwise: bool = False
-    """The numbers are those of one process bit for bit, with virtual ranks."""
-    synchronous: bool = True
-    """All ranks finish an optimizer step together."""
+    """The numbers are those of one process, up to floating-point order. Only such a strategy is the reference of `lockstep compare`."""
     dynamic_shapes: bool = True
     """False if torch.compile needs a graph for each shape, as one for all of them fails on the wrapped model."""
     preserves_memory_format: bool = True
@@ -130,8 +126,8 @@ class Capabilities:
     builds_on_meta: bool = False
     """Ranks other than 0 build modules on the meta device, as their values come from rank 0 in `setup_module`."""
     refuses: Mapping[str, str] = field(default_factory=dict)
-    """What the strategy refuses ("manual_optimization", "several_optimizers", "closures", "16-mixed", or
-    "parameter_state" of callbacks), and why, in one sentence."""
+    """What the strategy refuses ("manual_optimization", "several_optimizers", "closures", "parameter_state" of
+    callbacks, or a precision such as "16-mixed"), and why, in one sentence, raised as soon as it is asked for."""
 
 
 def _no_scope(num_samples: int) -> AbstractContextManager[Any]:

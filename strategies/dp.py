@@ -34,8 +34,6 @@ from lockstep.strategies.pipeline.microbatches import merged
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.step import detach, weighted_losses
 
-ONE_OPTIMIZER = "strategy 'dp' needs automatic optimization with one optimizer; use strategy='ddp' for others"
-
 
 class DataParallel(SPMDStrategy):
     """Each micro-batch is cut into one slice a device, and the step runs on all slices at once, in threads.
@@ -54,6 +52,13 @@ class DataParallel(SPMDStrategy):
 
     single_process = True
     max_devices = None
+    capabilities = Capabilities(
+        runs_step_once=False,
+        refuses=dict.fromkeys(
+            ("manual_optimization", "several_optimizers"),
+            "strategy 'dp' needs automatic optimization with one optimizer; use strategy='ddp' for others",
+        ),
+    )
 
     def __init__(self, *, activation_checkpointing: bool | Rule = False) -> None:
         super().__init__(activation_checkpointing=activation_checkpointing)
@@ -65,10 +70,8 @@ class DataParallel(SPMDStrategy):
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
     ) -> Strategy:
         chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
-        refused = dict.fromkeys(("manual_optimization", "several_optimizers"), ONE_OPTIMIZER)
-        self.capabilities = (
-            Capabilities(runs_step_once=False, refuses=refused) if self.num_devices > 1 else Capabilities()
-        )
+        if self.num_devices == 1:
+            self.capabilities = Capabilities()
         return chosen
 
     def setup(self) -> Topology:
@@ -110,8 +113,8 @@ class DataParallel(SPMDStrategy):
     ) -> StepResult:
         if self.num_devices == 1:
             return super().forward_backward(wrapped, step_fn, window, hooks)
-        if not hooks.automatic or hooks.parameters:
-            raise ValueError(ONE_OPTIMIZER)
+        if not hooks.automatic:
+            self._refuse("manual_optimization")
         return self._in_slices(wrapped, step_fn, window, hooks)
 
     def _in_slices(

@@ -36,6 +36,11 @@ class ManualOptimization(SPMDHooks):
         self._reduced: set[int] = set()
         """Parameters whose gradient is summed over data ranks."""
 
+    def _refuse(self, what: str) -> None:
+        """Raise ValueError if the strategy says that it refuses this."""
+        if what in self.capabilities.refuses:
+            raise ValueError(self.capabilities.refuses[what])
+
     def _check_finite(self, optimizer: Optimizer) -> None:
         """Manual optimization: raise FloatingPointError, on all ranks alike, for a gradient that is not finite."""
         if self.precision.scaler is not None:

@@ -45,7 +45,8 @@ class SPMDStrategy(SPMDStep):
     single_process = False
     """True where one process is all there ever is."""
     one_rank: type[SPMDStrategy] | None = None
-    """What runs in place of this strategy on one rank, unless LOCKSTEP_FORCE_MESH=1 asks for the strategy itself."""
+    """What runs in place of this strategy on one rank, unless LOCKSTEP_FORCE_MESH=1 asks for the strategy itself. It
+    gets `activation_checkpointing`; None if another option has an effect on one rank."""
     max_devices: int | None = None
     """The most devices that the strategy can use on a node, or None for all."""
     timeout_s = 1800.0
@@ -83,6 +84,7 @@ class SPMDStrategy(SPMDStep):
         world = environment.detect()
         several = (self.num_devices if world is None else world.world_size) > 1
         if self.one_rank is None or environment.forces_mesh() or several:
+            self._refuse(self.precision.name)
             return self
         alone = self.one_rank(activation_checkpointing=self.activation_checkpointing)
         return alone.configure(devices=1, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
@@ -174,6 +176,8 @@ class SPMDStrategy(SPMDStep):
         self._parameter_hooks.put_back(model.named_parameters())
 
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+        if len(optimizers) > 1:
+            self._refuse("several_optimizers")
         if self.precision.scaler is not None:
             for optimizer in optimizers.values():
                 optimizer.register_step_pre_hook(self._mark_step)

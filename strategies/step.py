@@ -64,6 +64,8 @@ class SPMDStep(ManualOptimization):
             self._update_scaler()
         automatic, before_backward, after_backward = hooks.automatic, hooks.before_backward, hooks.after_backward
         self._looks = not automatic
+        if not automatic:
+            self._refuse("manual_optimization")
         if not automatic and self.sees_whole_gradients and self._changes is not None:
             self._parameter_hooks.put_back(self._changes.parameters.items())  # each backward is a plain one
         last = len(window.micro_batches) - 1
@@ -149,6 +151,7 @@ class SPMDStep(ManualOptimization):
             return step_fn(micro_batch.batch, *args)
 
     def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
+        self._refuse("manual_optimization")
         if self._scaler_used:
             self._update_scaler()
         loss = loss if weight == 1.0 else loss * weight
@@ -170,6 +173,8 @@ class SPMDStep(ManualOptimization):
     def optimizer_step(
         self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
     ) -> bool:
+        if closure is not None:
+            self._refuse("closures")
         if self._local:
             self._complete_local_gradients(wrapped, optimizer)
         if self._looks:

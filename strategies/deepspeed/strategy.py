@@ -39,11 +39,12 @@ from lockstep.strategies.launch import environment
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.optimizer_probe import probe
+from lockstep.strategies.precision import PRECISIONS
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
 
-PRECISIONS = ("32-true", "tf32-true", "bf16-mixed", "bf16-true")
+COMPUTES_IN = ("32-true", "tf32-true", "bf16-mixed", "bf16-true")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -72,6 +73,15 @@ class DeepSpeed(SPMDStrategy):
             "manual_optimization": "DeepSpeed's engine decides when gradients are reduced, so it cannot optimize manually; "
             "set automatic_optimization = True, or use strategy='ddp'",
             "parameter_state": "DeepSpeed partitions the weights that it steps; use strategy='ddp' or 'fsdp'",
+            "several_optimizers": "DeepSpeed's engine steps one optimizer; return one from configure_optimizers, with "
+            "parameter groups if rates differ, or use strategy='ddp'",
+            "closures": "DeepSpeed's engine steps without a closure; use another optimizer, or strategy='ddp'",
+        }
+        | {
+            name: "DeepSpeed keeps float32 weights, or bfloat16 ones with float32 masters, so precision must be one of "
+            f"{', '.join(COMPUTES_IN)}, but precision={name!r}"
+            for name in PRECISIONS
+            if name not in COMPUTES_IN
         },
     )
 
@@ -111,11 +121,6 @@ class DeepSpeed(SPMDStrategy):
         if importlib.util.find_spec("deepspeed") is None:
             raise ImportError(
                 "strategy='deepspeed' needs the package deepspeed; install it with `pip install 'lockstep[deepspeed]'`"
-            )
-        if self.precision.name not in PRECISIONS:
-            raise ValueError(
-                "DeepSpeed keeps float32 weights, or bfloat16 ones with float32 masters, "
-                f"so precision must be one of {', '.join(PRECISIONS)}, but precision={precision!r}"
             )
         config = deepspeed_config.read(self._source)
         self._config = deepspeed_config.agreed(
@@ -158,10 +163,7 @@ class DeepSpeed(SPMDStrategy):
         """Build the engine: from here on parameters, gradients and optimizer state are cut."""
         assert isinstance(wrapped, ZeroStep)
         if len(optimizers) != 1:
-            raise ValueError(
-                f"DeepSpeed's engine steps one optimizer, but configure_optimizers returned {len(optimizers)} ({', '.join(optimizers)}); "
-                "return one, with parameter groups where rates differ, or use strategy='ddp'"
-            )
+            self._refuse("several_optimizers")
         ((key, optimizer),) = optimizers.items()
         config = copy.deepcopy(self._config)
         if not config.get("zero_allow_untested_optimizer"):
@@ -224,7 +226,7 @@ class DeepSpeed(SPMDStrategy):
     ) -> StepResult:
         assert isinstance(wrapped, ZeroStep)
         if not hooks.automatic:
-            raise ValueError(self.capabilities.refuses["manual_optimization"])
+            self._refuse("manual_optimization")
         wrapped.begin_window(hooks)
         try:
             result = super().forward_backward(wrapped, step_fn, window, self._around_backward(wrapped, hooks))
@@ -255,11 +257,6 @@ class DeepSpeed(SPMDStrategy):
                 wrapped.evaluate(functools.partial(step_fn, micro_batch.batch, *args))
             return None
 
-    def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
-        raise RuntimeError(
-            "DeepSpeed's engine decides when gradients meet, so there is no manual backward; return the loss from training_step, or use strategy='ddp'"
-        )
-
     def clip_gradients(
         self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
@@ -283,9 +280,7 @@ class DeepSpeed(SPMDStrategy):
     ) -> bool:
         assert isinstance(wrapped, ZeroStep)
         if closure is not None:
-            raise ValueError(
-                f"DeepSpeed's engine steps without a closure, which {type(optimizer).__name__} needs; use strategy='ddp'"
-            )
+            self._refuse("closures")
         if self._given_clip is not None and not self._clipped:
             self.clip_gradients(wrapped, optimizer, self._given_clip)
         if self._non_finite is not None and bool(

@@ -49,13 +49,13 @@ class ShardedStrategy(SPMDStrategy):
     """
 
     cuts_gradients = True
-    one_rank = SingleDevice
 
     def __init__(self, options: Options, timeout_s: float, activation_checkpointing: bool | Rule = False) -> None:
         super().__init__(
             activation_checkpointing=options.wrap if activation_checkpointing is True else activation_checkpointing
         )
         self.options = options
+        self.one_rank = None if options.cpu_offload else SingleDevice
         self.timeout_s = timeout_s
         self._sizes: dict[str, int] = {}
         self._mesh: DeviceMesh | None = None

@@ -85,6 +85,14 @@ class Pipeline(SPMDStrategy):
 
     cuts_gradients = True
     one_rank = SingleDevice
+    capabilities = Capabilities(
+        runs_step_once=False,
+        refuses={
+            "manual_optimization": BY_SCHEDULE,
+            "16-mixed": "precision='16-mixed' scales losses, which stages of a pipeline cannot agree on; "
+            "use 'bf16-mixed'",
+        },
+    )
 
     def __init__(
         self,
@@ -153,18 +161,10 @@ class Pipeline(SPMDStrategy):
         )
         world = environment.detect()
         num_ranks = world.world_size if world is not None else self.num_devices
+        self.num_stage_ranks = resolve(self._axes, num_ranks)["pipeline"]
         if chosen is self:
-            self.num_stage_ranks = resolve(self._axes, num_ranks)["pipeline"]
             self.schedule.check(self.num_stage_ranks, self.num_parts)
-            self.capabilities = Capabilities(
-                runs_step_once=False,
-                preserves_memory_format="fsdp" not in self._axes,
-                refuses={"manual_optimization": BY_SCHEDULE},
-            )
-        if self.precision.name == "16-mixed":
-            raise ValueError(
-                "precision='16-mixed' scales losses, which stages of a pipeline cannot agree on; use 'bf16-mixed'"
-            )
+            self.capabilities = replace(self.capabilities, preserves_memory_format="fsdp" not in self._axes)
         return chosen
 
     def setup(self) -> Topology:
@@ -285,7 +285,7 @@ class Pipeline(SPMDStrategy):
         hooks: StepHooks,
     ) -> StepResult:
         if not hooks.automatic:
-            raise ValueError(BY_SCHEDULE)
+            self._refuse("manual_optimization")
         if wrapped.shards is not None:
             wrapped.shards.gather()
         self._steps_seen += 1
@@ -364,9 +364,6 @@ class Pipeline(SPMDStrategy):
         with kept_streams(), counts, self.precision.autocast(self.topology.device), wrapped.gathered():
             seed_streams(noise)  # the step begins alike on all ranks
             return wrapped.run_evaluation(noise, lambda: step_fn(micro_batch.batch, *args))
-
-    def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
-        raise ValueError(BY_SCHEDULE)
 
     def clip_gradients(
         self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lockstep.strategies import (
     DDP,
@@ -16,10 +18,14 @@ from lockstep.strategies import (
     MeshParallel,
     Pipeline,
     SingleDevice,
+    SPMDStrategy,
     Strategy,
     TensorParallel,
+    build,
 )
-from lockstep.strategies.base import Topology
+from lockstep.strategies.base import Capabilities, Topology
+from lockstep.trainer.testing.compare import layouts
+from tests.conftest import REPO_ROOT
 from tests.trainer.toy import loader, net, quiet
 
 
@@ -47,6 +53,65 @@ def test_manual_optimization_is_refused_before_anything_starts(make: Any, monkey
     monkeypatch.setattr(strategy, "launch", lambda *_: pytest.fail("ranks were started"))
     with pytest.raises(ValueError, match=r"automatic.optimization"):
         quiet(strategy=strategy, devices=2, accelerator="cpu").fit(module, loader())
+
+
+COLUMNS = {
+    "exact": lambda can: can.exact,
+    "manual": lambda can: "manual_optimization" not in can.refuses,
+    "several": lambda can: "several_optimizers" not in can.refuses,
+    "`16-mixed`": lambda can: "16-mixed" not in can.refuses,
+    "`64-true`": lambda can: "64-true" not in can.refuses,
+    "dynamic shapes": lambda can: can.dynamic_shapes,
+    "memory format": lambda can: can.preserves_memory_format,
+    "step once": lambda can: can.runs_step_once,
+    "meta": lambda can: can.builds_on_meta,
+}
+ROWS = ["single", "dp", "ddp", "fsdp", "deepspeed", "tensor", "pipeline", "model", "fsdp=2,tensor=2"]
+
+
+def test_the_docs_have_the_table_of_capabilities() -> None:
+    lines = [f"| `strategy=` | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for name in ROWS:
+        devices = 1 if name == "single" else 4 if "=" in name else 2
+        can = build(name, devices=devices, accelerator="cpu")[0].capabilities
+        lines.append(f'| `"{name}"` | {" | ".join("yes" if can_it(can) else "" for can_it in COLUMNS.values())} |')
+    assert "\n".join(lines) in (REPO_ROOT / "docs" / "strategies" / "index.md").read_text(), "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("make", "precision"), [(Pipeline, "16-mixed"), (DeepSpeed, "16-mixed"), (DeepSpeed, "64-true")]
+)
+def test_a_precision_is_refused_before_anything_starts(make: Any, precision: str) -> None:
+    with pytest.raises(ValueError, match=f"precision='{precision}'"):
+        make().configure(devices=2, accelerator="cpu", precision=precision)
+
+
+def test_a_strategy_that_changes_the_numbers_is_not_compared_with() -> None:
+    strategy = SingleDevice()
+    strategy.capabilities = Capabilities(exact=False)
+    with pytest.raises(ValueError, match="SingleDevice changes the numbers; name an exact one first"):
+        layouts([strategy, "ddp"], 1, "64-true", "cpu")
+
+
+def test_what_a_strategy_refuses_is_raised_where_it_is_asked_for() -> None:
+    class Plain(SPMDStrategy):
+        single_process = True
+        capabilities = Capabilities(refuses={"several_optimizers": "one only", "closures": "none here"})
+
+        def wrap(self, model: nn.Module) -> nn.Module:
+            return model
+
+    strategy = configured(Plain(), 1)
+    strategy.setup()
+    try:
+        model = strategy.setup_module(nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with pytest.raises(ValueError, match="one only"):
+            strategy.setup_optimizers(model, {"0": optimizer, "1": torch.optim.SGD(model.parameters(), 0.1)})
+        with pytest.raises(ValueError, match="none here"):
+            strategy.optimizer_step(model, optimizer, lambda: None)
+    finally:
+        strategy.teardown()
 
 
 def test_setup_returns_where_this_rank_is() -> None:
@@ -89,6 +154,62 @@ def test_one_rank_is_a_single_device_unless_a_mesh_is_forced(make: Any, monkeypa
 def test_one_rank_keeps_the_blocks_to_recompute() -> None:
     alone: Any = configured(FSDP(activation_checkpointing="net.*"), 1)
     assert alone.activation_checkpointing == "net.*"
+
+
+# Options by what they do on one rank: kept, refused, or without anything to act on.
+KEPT = {"activation_checkpointing": True, "cpu_offload": True}
+REFUSED = {"replicas": 2, "axes": "fsdp=2", "mesh": "ddp=2,pipeline=1"}
+EXCHANGES = {
+    "find_unused_parameters": True,
+    "static_graph": True,
+    "gradient_as_bucket_view": False,
+    "bucket_cap_mb": 1.0,
+    "broadcast_buffers": False,
+    "timeout_s": 60.0,
+    "wrap": None,
+    "reshard_after_forward": False,
+    "sync_every_micro_batch": True,
+    "low_precision_gather": False,
+    "plan": {},
+    "sequence_parallel": True,
+    "loss_parallel": True,
+    "schedule": "gpipe",
+    "num_micro_batches": 2,
+    "stages_per_rank": 1,
+    "module": "net",
+    "split": ["net.0"],
+    "sample": torch.ones(1),
+}
+
+
+@pytest.mark.parametrize("make", [DDP, FSDP, TensorParallel, Pipeline, MeshParallel])
+def test_on_one_rank_an_option_is_kept_or_refused_or_has_nothing_to_act_on(make: Any) -> None:
+    for name in set(inspect.signature(make.__init__).parameters) - {"self"}:
+        given = {"axes": "fsdp"} if make is MeshParallel else {}
+        if name == "sync_batchnorm":  # refused on CPU anyway; on one GPU BatchNorm sees the whole batch
+            with pytest.raises(ValueError, match="needs CUDA"):
+                configured(make(**{name: True}), 1)
+        elif name in REFUSED:
+            with pytest.raises(ValueError, match="ranks"):
+                configured(make(**given | {name: REFUSED[name]}), 1)
+        else:
+            strategy = make(**given | {name: (KEPT | EXCHANGES)[name]})
+            chosen: Any = configured(strategy, 1)
+            assert (chosen is strategy) == (name == "cpu_offload"), name
+            assert bool(chosen.activation_checkpointing) == (name == "activation_checkpointing")
+
+
+def test_a_precision_is_kept_on_one_rank() -> None:
+    alone: Any = FSDP().configure(devices=1, accelerator="cpu", precision="bf16-mixed")
+    assert alone.precision.name == "bf16-mixed"
+
+
+def test_fsdp_offloads_on_one_rank_too() -> None:
+    module = net()
+    quiet(strategy=FSDP(cpu_offload=True), devices=1, accelerator="cpu").fit(module, loader())
+    alone = net()
+    quiet(strategy="single", devices=1, accelerator="cpu").fit(alone, loader())
+    assert torch.allclose(module.net[0].weight, alone.net[0].weight)
 
 
 def test_deepspeed_runs_its_engine_on_one_rank_too() -> None:

@@ -66,8 +66,7 @@ class Signals:
         self.number = self._count = 0
         self.deferred = False
         self._pid = os.getpid()
-        world = environment.detect()
-        self.launched = world is not None and world.launcher == "lockstep"
+        self.launched = environment.started_by_lockstep()
         own = signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL  # the program's, which means something else by it
         numbers = (signal.SIGTERM, signal.SIGINT) if own else (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         for number in numbers:

@@ -253,12 +253,17 @@ def layouts(
         }
         used = precision
         try:
-            registry.build(**layout, precision=used)
+            built, _ = registry.build(**layout, precision=used)
         except ValueError:
             if precision != "64-true":
                 raise
             used = "32-true"  # unless something else is wrong, which raises again
-            registry.build(**layout, precision=used)
+            built, _ = registry.build(**layout, precision=used)
+        if not found and not built.capabilities.exact:
+            raise ValueError(
+                f"the first strategy is what the others are compared with, but {type(built).__name__} changes the "
+                "numbers; name an exact one first, such as 'single'"
+            )
         precision = precision if found else used  # the first one's is everyone's
         found.append({**layout, "precision": used})
     return found

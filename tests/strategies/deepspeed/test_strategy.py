@@ -637,7 +637,7 @@ class Refused(Net):
 @pytest.mark.parametrize(
     ("what", "error", "message"),
     [
-        ("several", ValueError, r"steps one optimizer, but configure_optimizers returned 2 \(0, 1\)"),
+        ("several", ValueError, r"steps one optimizer; return one from configure_optimizers"),
         ("factored", ValueError, r"hands Adafactor flat pieces .* and it does not, because .*; use AdamW"),
         ("frozen", ValueError, r"group 1 of the optimizer has no trainable parameter"),
         ("scalar", ValueError, r"without dimensions, which spare is; give it the shape \(1,\)"),

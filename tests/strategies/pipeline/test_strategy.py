@@ -496,7 +496,7 @@ def test_what_cannot_be_cut_is_named_before_anything_runs() -> None:
         with pytest.raises(ValueError, match=message):
             Pipeline(**options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="use 'bf16-mixed'"):
-        Pipeline().configure(precision="16-mixed")
+        Pipeline().configure(devices=2, accelerator="cpu", precision="16-mixed")
 
 
 # ---- what a step must not do ----------------------------------------------------------------------------
