@@ -30,7 +30,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 
 T = TypeVar("T")
+StepFn: TypeAlias = Callable[[Any, int], Any]
+"""The user's step: takes a batch and its index, returns a loss."""
 
 
 class Loss(NamedTuple):
@@ -383,6 +385,7 @@ __all__ = [
     "Capabilities",
     "Loss",
     "Precision",
+    "StepFn",
     "StepHooks",
     "StepResult",
     "StepVote",

@@ -182,14 +182,10 @@ class DataParallel(SPMDStrategy):
         result = StepResult(
             count,
             hooks.vote().stop,
-            None if finite or self.precision.scaler is not None else "the loss of rank 0",
+            None if finite else "the loss of rank 0",
             loss,
         )
-        if count and count != window.num_samples:
-            torch._foreach_mul_(
-                [p.grad for p in wrapped.parameters() if p.grad is not None], window.num_samples / count
-            )
-        return self._concluded(wrapped, result, hooks.after_backward) if count else result
+        return self._conclude(wrapped, result, hooks, window.num_samples) if count else result
 
     def _run(self, work: Callable[[int], Any], count: int) -> list[Any]:
         """`work` for each slice, in threads."""

@@ -81,7 +81,7 @@ class SPMDHooks(Strategy):
         """Called once the backwards of a window have run on all ranks: complete the gradients that the optimizer gets.
 
         May call collectives. Gradient hooks on parameters and the check that all is finite come after it. Not called
-        if no rank has a loss.
+        if no rank has a loss, or without a process group.
         """
 
     def local_gradients(self, wrapped: nn.Module) -> list[Tensor]:

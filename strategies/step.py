@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Loss, StepHooks, StepResult, StepVote, split_loss
+from lockstep.strategies.base import NO_HOOKS, Loss, StepFn, StepHooks, StepResult, StepVote, split_loss
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.devices import move
 from lockstep.strategies.launch import fault_injection
@@ -21,6 +21,7 @@ from lockstep.strategies.manual import ManualOptimization
 from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.fused import allow_sparse, skips_on_device
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
+from lockstep.strategies.sync.step_agreement import StepAgreement
 
 _GRADIENT, _EXISTS = operator.attrgetter("grad"), functools.partial(operator.is_not, None)
 
@@ -53,34 +54,26 @@ class SPMDStep(ManualOptimization):
         return moved
 
     def forward_backward(
-        self,
-        wrapped: nn.Module,
-        step_fn: Callable[[Any, int], Any],
-        window: Window,
-        hooks: StepHooks = NO_HOOKS,
+        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
     ) -> StepResult:
-        self._step_hooks = hooks
+        self._step_hooks, self._looks = hooks, not hooks.automatic
         if self._scaler_used:
             self._update_scaler()
-        automatic, before_backward, after_backward = hooks.automatic, hooks.before_backward, hooks.after_backward
-        self._looks = not automatic
-        if not automatic:
-            self._refuse("manual_optimization")
-        if not automatic and self.sees_whole_gradients and self._changes is not None:
-            self._parameter_hooks.put_back(self._changes.parameters.items())  # each backward is a plain one
+        if not hooks.automatic:
+            return self._run_manual(wrapped, step_fn, window, hooks)
         last = len(window.micro_batches) - 1
         alone = last == 0 and self.topology.data_size == 1
-        scale = 1 / window.num_samples  # summed over data ranks, so that hooks see the gradients of one process
-        autocast, on_cpu = self.precision.autocast_dtype, self._on_cpu
-        run = self.run_step(wrapped, step_fn) if automatic else step_fn
-        exchanges, scaler = self._in_group, self.precision.scaler
+        # Summed over data ranks, so that hooks see the gradients of one process.
+        weight = None if alone else 1 / window.num_samples
+        scaler, autocast = self.precision.scaler, self.precision.autocast_dtype
+        run = self.run_step(wrapped, step_fn)
         count: Any = 0.0  # a tensor if losses count on an accelerator
         weighted, vote, counting, send = 0.0, StepVote(), None, None
         for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
-            if exchanges:
+            if self._in_group:
                 self.set_gradient_sync(wrapped, i == last)
-            call = run if micro_batch.num_samples or not automatic else self.run_padding(wrapped, step_fn)
-            marks = gradient_marks(self._watched) if automatic and not alone else None
+            call = run if micro_batch.num_samples else self.run_padding(wrapped, step_fn)
+            marks = None if alone else gradient_marks(self._watched)
             if autocast is None:
                 output = call(micro_batch.batch, micro_batch.batch_idx)
             else:
@@ -88,52 +81,68 @@ class SPMDStep(ManualOptimization):
                     output = call(micro_batch.batch, micro_batch.batch_idx)
             if marks is not None and marks != gradient_marks(self._watched):
                 raise own_backward(remarked(self.unwrap(wrapped).named_parameters(), marks))
-            losses, counted = (
-                weighted_losses(output, micro_batch.num_samples, None if alone else scale, hooks.parameters, on_cpu)
-                if automatic
-                else ([], micro_batch.num_samples)
-            )
+            losses, counted = weighted_losses(output, micro_batch.num_samples, weight, hooks.parameters, self._on_cpu)
             count += counted
             for value, *_ in losses:
-                weighted += value.item() if on_cpu else math.nan  # no host sync on an accelerator
+                weighted += value.item() if self._on_cpu else math.nan  # no host sync on an accelerator
             micro_batch.output = output.detach() if isinstance(output, Tensor) else detach(output)
             if i == last:
                 vote = hooks.vote()
+                counting = finite.to_host(count) if isinstance(count, Tensor) else None
                 if self._agreement is not None:
                     send = self._agreement.prepare(vote, window.num_samples)
-                if isinstance(count, Tensor):
-                    counting = finite.to_host(count)
-                elif send is not None:
-                    self._send(send, count, weighted * count if alone else weighted / scale)
+                    if counting is None:
+                        self._send(send, count, weighted * (count if alone else window.num_samples))
             if fault_injection.plan is not None:
                 fault_injection.fault("backward")
             for j, (value, inputs, returned) in enumerate(losses):
-                if before_backward is not None:
-                    before_backward(returned)
-                (value if scaler is None else scaler.scale(value)).backward(
-                    retain_graph=j < len(losses) - 1, inputs=inputs
-                )
-                if after_backward is not None and (i < last or j < len(losses) - 1):
-                    after_backward()
+                more = j < len(losses) - 1
+                if hooks.before_backward is not None:
+                    hooks.before_backward(returned)
+                (value if scaler is None else scaler.scale(value)).backward(retain_graph=more, inputs=inputs)
+                if hooks.after_backward is not None and (i < last or more):
+                    hooks.after_backward()
         if counting is not None:  # the host waits for the forward, while the device has the backward to do
             count = counting()
-            if send is not None:
-                self._send(send, count, math.nan)
-        if automatic and exchanges:
-            if self._changes is not None and self._changes.pending:
-                self._refuse_added(self._changes.added())
-            self.end_backward(wrapped)
         if self._agreement is None:
-            bad = on_cpu and not math.isfinite(weighted)
-            loss = weighted if alone else weighted / scale / count if count else None
-            result = StepResult(count, vote.stop, "the loss of rank 0" if bad else None, loss if on_cpu else None)
+            loss = weighted * (1 if alone else window.num_samples / count) if count and self._on_cpu else None
+            bad = None if math.isfinite(weighted) or not self._on_cpu else "the loss of rank 0"
+            result = StepResult(count, vote.stop, bad, loss)
         else:
-            result = self._agreement.receive()
-        if automatic and not alone and result.count and result.count != window.num_samples:
-            torch._foreach_mul_(self.local_gradients(wrapped), window.num_samples / result.count)
-        if scaler is not None:
-            result = result._replace(non_finite=None)  # the scaler skips such a step
-        return self._concluded(wrapped, result, after_backward) if automatic and result.count else result
+            if counting is not None and send is not None:
+                self._send(send, count, math.nan)
+            result = self._receive(wrapped, self._agreement)
+        return self._conclude(wrapped, result, hooks, None if alone else window.num_samples) if result.count else result
+
+    def _run_manual(self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks) -> StepResult:
+        """Only call the step, on padding too: it runs backward and steps by itself. Returns what the ranks conclude."""
+        self._refuse("manual_optimization")
+        if self.sees_whole_gradients and self._changes is not None:
+            self._parameter_hooks.put_back(self._changes.parameters.items())  # each backward is a plain one
+        samples, vote, last = 0, StepVote(), len(window.micro_batches) - 1
+        for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
+            if self._in_group:
+                self.set_gradient_sync(wrapped, i == last)
+            with self.precision.autocast(self.topology.device):
+                output = step_fn(micro_batch.batch, micro_batch.batch_idx)
+            micro_batch.output = detach(output)
+            samples += micro_batch.num_samples
+            if i == last:
+                vote = hooks.vote()
+                if self._agreement is not None:
+                    self._send(self._agreement.prepare(vote, window.num_samples), samples, 0.0)
+            if fault_injection.plan is not None:
+                fault_injection.fault("backward")
+        if self._agreement is None:
+            return StepResult(samples, vote.stop, None, 0.0 if self._on_cpu else None)
+        return self._agreement.receive()
+
+    def _receive(self, wrapped: nn.Module, agreement: StepAgreement) -> StepResult:
+        """What the ranks conclude, once this one has run backward."""
+        if self._changes is not None and self._changes.pending:
+            self._refuse_added(self._changes.added())
+        self.end_backward(wrapped)
+        return agreement.receive()
 
     def evaluate(
         self,
@@ -208,23 +217,27 @@ class SPMDStep(ManualOptimization):
         for parameter in wrapped.parameters():
             self.write_gradient(wrapped, parameter, None)
 
-    def _concluded(
-        self, wrapped: nn.Module, result: StepResult, after_backward: Callable[[], None] | None = None
+    def _conclude(
+        self, wrapped: nn.Module, result: StepResult, hooks: StepHooks, weighed_by: int | None = None
     ) -> StepResult:
         """What `forward_backward` returns: completes gradients, runs users' hooks and checks that all is finite.
 
-        `after_backward` is called here for the last backward, with the gradient that the optimizer gets. On an
+        `weighed_by` is the number that losses were divided by until all ranks' counts were known; None if it was
+        theirs. `after_backward` is called here for the last backward, with the gradient that the optimizer gets. On an
         accelerator the answer is left on the device, where a step can be skipped without the host waiting for it.
         """
-        self.finish_gradients(wrapped)
+        if weighed_by is not None and result.count != weighed_by:
+            torch._foreach_mul_(self.local_gradients(wrapped), weighed_by / result.count)
+        if self._in_group:
+            self.finish_gradients(wrapped)
         if self._changes is not None and self._changes.pending:
             self._refuse_added(self._changes.added())
         if self._parameter_hooks.taken:
             self._run_parameter_hooks(wrapped)
-        if after_backward is not None:
-            after_backward()
+        if hooks.after_backward is not None:
+            hooks.after_backward()
         if self.precision.scaler is not None:
-            return result
+            return result._replace(non_finite=None)  # the scaler skips such a step
         if result.non_finite is None:
             gradients = (
                 self.local_gradients(wrapped)

@@ -388,7 +388,6 @@ LONGER_FUNCTIONS = {
     "strategies/deepspeed/engine.py:attach": 64,
     "strategies/dp.py:_in_slices": 73,
     "strategies/pipeline/strategy.py:_by_schedule": 69,
-    "strategies/step.py:forward_backward": 80,
     "trainer/cli/config/check.py:_fit": 62,
 }
 

@@ -340,10 +340,8 @@ class Pipeline(SPMDStrategy):
             self._sum(wrapped)
         elif wrapped.shards is not None:
             wrapped.shards.scatter()
-        if result.count and result.count != window.num_samples:
-            torch._foreach_mul_(self.local_gradients(wrapped), window.num_samples / result.count)
         if result.count:
-            return self._concluded(wrapped, result, hooks.after_backward)
+            return self._conclude(wrapped, result, hooks, window.num_samples)
         self._drop_gradients(wrapped)  # zeros that went through the stages
         return result
 
