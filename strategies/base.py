@@ -177,13 +177,17 @@ class Strategy(ABC):
     """True if this process is the launcher and the ranks are still to be started by `launch`; valid after
     `configure`."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "optimizers":
-            raise AttributeError(
-                "a strategy holds no optimizers, so setting them would have no effect; return them from "
-                "configure_optimizers, and change their param_groups during a run"
-            )
-        super().__setattr__(name, value)
+    @property
+    def optimizers(self) -> Any:
+        """Not there, as in other trainers: a strategy holds no optimizers."""
+        raise AttributeError("a strategy holds no optimizers; they are in trainer.optimizers")
+
+    @optimizers.setter
+    def optimizers(self, value: Any) -> None:
+        raise AttributeError(
+            "a strategy holds no optimizers, so setting them would have no effect; return them from "
+            "configure_optimizers, and change their param_groups during a run"
+        )
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 
