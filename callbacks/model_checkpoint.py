@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lockstep.callbacks._support.checkpoint_options import (
+    check_options,
+    check_template,
+    filled,
+    make_writable,
+    placeholders,
+    versioned,
+)
 from lockstep.callbacks._support.monitored_metric import MonitoredMetric, check_keys
 from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from lockstep import Module, Trainer
-
-PLACEHOLDER = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
 
 class ModelCheckpoint(Callback):
@@ -92,29 +98,11 @@ class ModelCheckpoint(Callback):
         auto_insert_metric_name: bool = True,
         verbose: bool = False,
     ) -> None:
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode of ModelCheckpoint must be 'min' or 'max', got {mode!r}")
-        if save_top_k < -1:
-            raise ValueError(f"save_top_k of ModelCheckpoint must be at least 0, or -1 to keep all, got {save_top_k}")
-        periods = {"every_n_train_steps": every_n_train_steps, "every_n_epochs": every_n_epochs}
-        for name, period in periods.items():
-            if period is not None and period < 1:
-                raise ValueError(f"{name} of ModelCheckpoint must be at least 1, got {period}")
-        given = [
-            name for name, value in {**periods, "train_time_interval": train_time_interval}.items() if value is not None
-        ]
-        if len(given) > 1:
-            raise ValueError(
-                f"ModelCheckpoint saves by steps, by epochs or by time, got {' and '.join(given)}: add one "
-                "ModelCheckpoint for each"
-            )
-        if save_on_train_epoch_end is not None and given and given != ["every_n_epochs"]:
-            raise ValueError(
-                f"ModelCheckpoint with {given[0]} does not save at the end of epochs, but got "
-                f"save_on_train_epoch_end={save_on_train_epoch_end}"
-            )
+        check_options(
+            mode, save_top_k, every_n_train_steps, every_n_epochs, train_time_interval, save_on_train_epoch_end
+        )
         self.filename = filename or "{epoch}-{step}"
-        _check_template(self.filename)
+        check_template(self.filename)
         if save_last and self.filename == "last":
             raise ValueError(
                 'filename="last" of ModelCheckpoint is reserved by save_last=True: choose another filename'
@@ -134,15 +122,11 @@ class ModelCheckpoint(Callback):
         self.best_k_models = {}
         self.last_model_path = ""
         self.current_score = None
-        self._metric = (
-            MonitoredMetric(monitor, "ModelCheckpoint", save_on_train_epoch_end)
-            if monitor not in (None, "step", "epoch")
-            else None
-        )
+        self._metric: MonitoredMetric | None = None
+        if monitor not in (None, "step", "epoch"):
+            self._metric = MonitoredMetric(monitor, "ModelCheckpoint", save_on_train_epoch_end)
         self._fitting = False
-        self._saving: tuple[str, dict[str, Tensor]] | None = (
-            None  # the path that was saved last, and what was kept before
-        )
+        self._saving: tuple[str, dict[str, Tensor]] | None = None  # the path saved last, and what was kept before
         self._warnings: set[str] = set()  # given already
         self._moved_from: str | None = None  # dirpath of the run that was resumed, until paths are found again
         self._considered_step = 0  # the last step that was checked, saved or not
@@ -178,20 +162,7 @@ class ModelCheckpoint(Callback):
 
     def format_checkpoint_name(self, metrics: dict[str, Any]) -> str:
         """The folder's name for these values; one that is missing is written as nan."""
-
-        def fill(match: re.Match[str]) -> str:
-            name, spec = match[1], match[2] or ""
-            value = metrics.get(name, math.nan)
-            value = value.item() if isinstance(value, Tensor) else value
-            try:
-                text = format(value, spec)
-            except (
-                ValueError
-            ):  # an integer's specification and a value that does not fit: a plain name rather than no checkpoint
-                text = format(value)
-            return f"{name}={text}" if self.auto_insert_metric_name else text
-
-        return PLACEHOLDER.sub(fill, self.filename).replace("/", "_").replace(os.sep, "_")
+        return filled(self.filename, metrics, self.auto_insert_metric_name)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -225,17 +196,7 @@ class ModelCheckpoint(Callback):
             os.path.join(trainer.log_dir or trainer.arguments.default_root_dir, "checkpoints")
         )
         if trainer.is_global_zero:
-            try:
-                os.makedirs(self.dirpath, exist_ok=True)
-            except OSError as error:
-                raise ValueError(
-                    f"the checkpoint folder {self.dirpath} cannot be created ({error.strerror}): set another dirpath "
-                    "of ModelCheckpoint"
-                ) from error
-            if not os.access(self.dirpath, os.W_OK | os.X_OK):
-                raise ValueError(
-                    f"the checkpoint folder {self.dirpath} is not writable: set another dirpath of ModelCheckpoint"
-                )
+            make_writable(self.dirpath)
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         if not self._fitting:
@@ -314,9 +275,7 @@ class ModelCheckpoint(Callback):
         self._considered_step = trainer.global_step
         if self.async_save:
             trainer._run.finish_saving()  # before names are looked up on the disk
-        if (
-            self.save_last and not self.last_model_path
-        ):  # before the first save, so that every checkpoint knows whose `last` is
+        if self.save_last and not self.last_model_path:  # before the first save: every checkpoint knows whose `last` is
             self.last_model_path = self._free_path(trainer, "last")
         ranked = rank and self._save_ranked(trainer, self._score(trainer))
         if self.save_last and not ranked:
@@ -399,22 +358,18 @@ class ModelCheckpoint(Callback):
 
     def _name(self, trainer: Trainer) -> str:
         metrics = {**trainer.callback_metrics, "epoch": self._epoch(trainer), "step": trainer.global_step}
-        for match in PLACEHOLDER.finditer(self.filename):
-            if match[1] not in metrics and match[1] != self.monitor:
+        for name in placeholders(self.filename):
+            if name not in metrics and name != self.monitor:
                 self._warn_once(
                     trainer,
-                    f"the filename of ModelCheckpoint names {match[1]!r}, which has no value now and is written as nan",
+                    f"the filename of ModelCheckpoint names {name!r}, which has no value now and is written as nan",
                 )
         return self.format_checkpoint_name(metrics)
 
     def _free_path(self, trainer: Trainer, name: str) -> str:
         """A path for this name that nothing has, equal on all ranks."""
-        path = free = os.path.join(str(self.dirpath), name)
-        version = 0
-        while trainer.is_global_zero and os.path.lexists(free):
-            version += 1
-            free = f"{path}-v{version}"
-        return str(trainer.strategy.broadcast(free))
+        path = os.path.join(str(self.dirpath), name)
+        return str(trainer.strategy.broadcast(versioned(path) if trainer.is_global_zero else path))
 
     def _warn_once(self, trainer: Trainer, text: str) -> None:
         if trainer.is_global_zero and text not in self._warnings:
@@ -439,27 +394,6 @@ class ModelCheckpoint(Callback):
             path: score for path, score in zip(found, self.best_k_models.values(), strict=True) if path
         }
         self.last_model_path = last if os.path.dirname(last) == self.dirpath else ""
-
-
-def _check_template(filename: str) -> None:
-    for match in PLACEHOLDER.finditer(filename):
-        spec = match[2] or ""
-        for value in (0, 0.0):
-            try:
-                format(value, spec)
-                break
-            except ValueError:
-                continue
-        else:
-            raise ValueError(
-                f"filename={filename!r} of ModelCheckpoint has the format {spec!r}, which is invalid for a number: use "
-                "one such as ':.3f'"
-            )
-    if "{" in PLACEHOLDER.sub("", filename) or "}" in PLACEHOLDER.sub("", filename):
-        raise ValueError(
-            f"filename={filename!r} of ModelCheckpoint has an unmatched brace: write placeholders like '{{epoch}}' or "
-            f"'{{val/loss:.3f}}'"
-        )
 
 
 def _tensor(value: float) -> Tensor:

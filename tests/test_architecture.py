@@ -369,7 +369,6 @@ def test_private_names_of_other_packages_are_listed() -> None:
 MAX_FILES = 15  # in a folder
 MAX_LINES = 400  # in a file; those that are longer may only shrink
 LONGER = {
-    "callbacks/model_checkpoint.py": 466,
     "strategies/data/workers.py": 533,
     "strategies/deepspeed/engine.py": 562,
     "strategies/deepspeed/strategy.py": 614,
@@ -384,11 +383,9 @@ LONGER = {
 }
 MAX_FUNCTION_LINES = 60  # those that are longer may only shrink
 LONGER_FUNCTIONS = {
-    "callbacks/model_checkpoint.py:__init__": 75,
     "strategies/deepspeed/engine.py:attach": 64,
     "strategies/dp.py:_in_slices": 73,
     "strategies/pipeline/strategy.py:_by_schedule": 69,
-    "trainer/cli/config/check.py:_fit": 62,
 }
 
 

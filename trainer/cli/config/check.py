@@ -191,6 +191,11 @@ def _fit(resolved: Resolved, key: Key, value: Any, annotation: Any) -> Any:
         return _accept(value, isinstance(value, kind))
     if kind in (int, float):
         return _accept(value, isinstance(value, (int, kind)) and not isinstance(value, bool))
+    return _fit_class(resolved, key, value, kind, parts)
+
+
+def _fit_class(resolved: Resolved, key: Key, value: Any, kind: type, parts: tuple[Any, ...]) -> Any:
+    """`_fit` for a class that takes the value as an argument, an element or itself; `parts` are its type arguments."""
     if kind is datetime.timedelta and isinstance(value, dict):
         return Call(kind, _fit_arguments(resolved, key, "timedelta", value, _TIMEDELTA, open_ended=False))
     if issubclass(Path, kind) and isinstance(value, str):
