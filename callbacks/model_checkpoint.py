@@ -58,6 +58,7 @@ class ModelCheckpoint(Callback):
         save_top_k: How many to keep; -1 keeps all, 0 none.
         save_last: Keep the latest state as `<dirpath>/last` besides, replaced atomically. It shares its
             files with the checkpoint of the same step where there is one and the file system has hard links.
+        save_weights_only: Save no state of training: such checkpoints cannot be resumed.
         async_save: Hold training up only while the state is copied to host memory; files are written and
             committed beside it. A save that comes before the one before is done waits for it. A failed one
             ends training within a step, on all ranks; when training ends, in whatever way, the last one is
@@ -85,11 +86,12 @@ class ModelCheckpoint(Callback):
         self,
         dirpath: str | os.PathLike[str] | None = None,
         filename: str | None = None,
-        *,
         monitor: str | None = None,
+        *,
         mode: str = "min",
         save_top_k: int = 1,
         save_last: bool = False,
+        save_weights_only: bool = False,
         async_save: bool = False,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
@@ -112,6 +114,7 @@ class ModelCheckpoint(Callback):
         self.mode = mode
         self.save_top_k = save_top_k
         self.save_last = save_last
+        self.save_weights_only = save_weights_only
         self.async_save = async_save
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs
@@ -279,7 +282,7 @@ class ModelCheckpoint(Callback):
             self.last_model_path = self._free_path(trainer, "last")
         ranked = rank and self._save_ranked(trainer, self._score(trainer))
         if self.save_last and not ranked:
-            trainer.save_checkpoint(self.last_model_path, wait=not self.async_save)
+            trainer.save_checkpoint(self.last_model_path, weights_only=self.save_weights_only, wait=not self.async_save)
 
     def _save_ranked(self, trainer: Trainer, score: Tensor) -> bool:
         """Save the state, as `last` too, unless it is not among those to keep; whether it was."""
@@ -303,6 +306,7 @@ class ModelCheckpoint(Callback):
         try:
             trainer.save_checkpoint(
                 path,
+                weights_only=self.save_weights_only,
                 wait=not self.async_save,
                 also=[self.last_model_path] if self.save_last else [],
                 outdated=[gone for gone in leaving if os.path.dirname(gone) == self.dirpath],

@@ -40,6 +40,11 @@ class HyperParameters:
         return self.__dict__.setdefault("_hparams", Namespace())
 
     @property
+    def saved_hparams(self) -> dict[str, Any]:
+        """Of `hparams` what checkpoints and loggers get: all but modules, classes, functions and what holds such."""
+        return {name: value for name, value in self.hparams.items() if not holds_code(value)}
+
+    @property
     def logs_hparams(self) -> bool:
         """Whether loggers are given the hyperparameters."""
         return self.__dict__.get("_log_hparams", True)
@@ -56,8 +61,9 @@ class HyperParameters:
 
         A dict (or an object with a `__dict__`) given in place of a name is kept entry by entry. What is
         kept must be JSON data or tensors to be saved; name what is not in `ignore`, which holds for later
-        calls too (of a base class, or of a subclass), unless they ask for the argument by name. `logger` False
-        keeps them out of the loggers.
+        calls too (of a base class, or of a subclass), unless they ask for the argument by name. Modules, classes,
+        functions and partials stay in `hparams` but are not saved: `load_from_checkpoint` needs them as arguments.
+        `logger` False keeps them out of the loggers.
         """
         frame = inspect.currentframe()
         caller = frame.f_back if frame else None
@@ -86,6 +92,13 @@ class HyperParameters:
         self.hparams.update(values)
         for name in skipped & self.hparams.keys():
             del self.hparams[name]
+
+
+def holds_code(value: Any) -> bool:
+    """Whether a hyperparameter is, or has among its items, something to call: a module, class, function or partial."""
+    if isinstance(value, Mapping):
+        return any(map(holds_code, value.values()))
+    return any(map(holds_code, value)) if isinstance(value, (list, tuple, set)) else callable(value)
 
 
 def restored(cls: type, saved: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -350,16 +350,23 @@ class Module(HyperParameters, nn.Module):
 
     @classmethod
     def load_from_checkpoint(
-        cls: type[M], path: str | Path, map_location: Any = None, strict: bool = True, **overrides: Any
+        cls: type[M],
+        checkpoint_path: str | Path | BinaryIO,
+        map_location: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+        **overrides: Any,
     ) -> M:
         """Build the module from the hyperparameters in a checkpoint and load its weights.
 
+        `checkpoint_path` is a checkpoint folder, or a file in Lightning's layout: its path, or the open file. Such a
+        file is read without running what it may hold; `weights_only=False` unpickles it, for files that you trust.
         `overrides` replace or complete the saved hyperparameters. `map_location` is a device. Raises
         CheckpointError for a folder that is not a valid checkpoint, TypeError where `__init__` needs more.
         """
         from lockstep.trainer.checkpoint.snapshot import load_module  # here, as module.py is what snapshot.py builds on
 
-        return load_module(cls, path, map_location, strict, overrides)
+        return load_module(cls, checkpoint_path, map_location, strict, overrides, trusts=weights_only is False)
 
     # ---- helpers -----------------------------------------------------------------------------------
 

@@ -131,10 +131,20 @@ class Trainer(Facts):
         return self._evaluate("predict", model, dataloaders, datamodule, ckpt_path, False)
 
     def save_checkpoint(
-        self, path: str | Path, *, wait: bool = True, also: Sequence[str] = (), outdated: Sequence[str] = ()
+        self,
+        path: str | Path,
+        weights_only: bool = False,
+        *,
+        wait: bool = True,
+        also: Sequence[str] = (),
+        outdated: Sequence[str] = (),
     ) -> None:
-        """Write a checkpoint folder at `path`, replacing one that is there. Every rank calls it, while `fit` runs.
+        """Write a checkpoint folder at `path`, replacing one that is there. Every rank calls it, in `fit` or after it.
 
+        After `fit` it is the state that `fit` has ended with. Where several ranks ran, the state of the optimizers is
+        gone with them: then the checkpoint that a ModelCheckpoint has saved of the last step is copied by rank 0, and
+        RuntimeError raised if there is none. With `weights_only` it holds weights and hyperparameters, which
+        `load_from_checkpoint`, `validate`, `test` and `predict` take, but `fit` cannot resume.
         With `wait` False it returns once the state is copied to host memory, and the files are written asynchronously.
         A new save waits for the previous one to finish. What fails is raised on all ranks in the next step, save or at
         the end.
@@ -142,7 +152,7 @@ class Trainer(Facts):
         committed. Raises CheckpointError if it cannot be written (what was there stays), FloatingPointError if a
         trainable parameter or the state of an optimizer is NaN or infinite, RuntimeError inside an accumulation window.
         """
-        saving.save(self._run, path, wait=wait, also=also, outdated=outdated)
+        saving.save(self._run, path, weights_only=weights_only, wait=wait, also=also, outdated=outdated)
 
     def whole(self, module: Module) -> AbstractContextManager[None]:
         """While it lasts `module` has whole parameters on every rank, with their whole `.grad`, under any strategy.
@@ -189,6 +199,7 @@ class Trainer(Facts):
         checks.loaders(sources)
         path = start.checked(run, ckpt_path)
         run.callback_metrics, run.logged_metrics, run.progress_bar_metrics = {}, {}, {}
+        run.final = run.final and path is None  # else the module gets other weights
         with noted(run, module, stage, sources):
             if run.strategy.starts_ranks:
                 returned = ranks.launch_evaluation(run, stage, module, sources, path)

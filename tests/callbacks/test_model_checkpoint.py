@@ -65,9 +65,14 @@ class Run:
         getattr(self.callback, hook)(self, None, *args)
 
     def save_checkpoint(
-        self, path: str, wait: bool = True, also: Sequence[str] = (), outdated: Sequence[str] = ()
+        self,
+        path: str,
+        weights_only: bool = False,
+        wait: bool = True,
+        also: Sequence[str] = (),
+        outdated: Sequence[str] = (),
     ) -> None:
-        assert wait
+        assert wait and not weights_only
         self.events.append(f"save {os.path.basename(path)}")
         tensors = {"model/step": TensorShard.whole(torch.tensor(self.global_step))}
         state = {"progress": {"global_step": self.global_step}, "callback": self.callback.state_dict()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,7 @@ class NoOptimizers(Module):
 class Unsaved(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.save_hyperparameters({"net": nn.Linear(1, 1)})
+        self.save_hyperparameters({"lock": threading.Lock()})
 
 
 def empty() -> DataLoader:
@@ -207,7 +208,7 @@ def writing(**options: Any) -> Trainer:
 BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
     "no module": (
         lambda: quiet(devices=2).fit(nn.Linear(1, 1), loader()),
-        "fit takes a lockstep.Module, but module is Linear; subclass Module",
+        "fit takes a lockstep.Module, but model is Linear; subclass Module",
     ),
     "no step": (lambda: quiet(devices=2).fit(NoStep(), loader()), "NoStep needs the method training_step; define it"),
     "no optimizers": (
@@ -259,7 +260,7 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "hyperparameter": (
         lambda: quiet(devices=2, enable_checkpointing=True).fit(Unsaved(), loader()),
-        "hyperparameter 'net' cannot be saved: .*leave it out",
+        "hyperparameter 'lock' cannot be saved: .*leave it out",
     ),
     "checkpoint": (lambda: quiet(devices=2).fit(Net(), loader(), ckpt_path="nowhere"), "nowhere"),
     "checkpoint to test": (lambda: quiet(devices=2).validate(Net(), loader(), ckpt_path="nowhere"), "nowhere"),
@@ -267,7 +268,10 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: quiet(devices=2).fit(Net(), loader(), ckpt_path="best"),
         "ckpt_path='best' needs a ModelCheckpoint that has saved; fit first, or give a path",
     ),
-    "outside": (lambda: quiet().save_checkpoint("x"), "save_checkpoint was called outside of fit"),
+    "outside": (
+        lambda: quiet().save_checkpoint("x"),
+        "save_checkpoint was called where this Trainer has no state of a fit",
+    ),
     "negative": (
         lambda: DDP(find_unused_parameters=True, static_graph=True),
         "find_unused_parameters=True contradicts static_graph=True",

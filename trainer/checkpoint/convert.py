@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -24,6 +26,8 @@ from lockstep.trainer.checkpoint.manifest import reason
 from lockstep.trainer.checkpoint.safetensors_file import PAIRS
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError, save
 
+LIGHTNING = "2.6.0"
+"""The version of Lightning whose layout `export_lightning` writes."""
 _NOTE = "lockstep"
 """Key in a safetensors file's metadata: JSON of what the tensors alone do not say."""
 
@@ -39,6 +43,9 @@ class Weights:
     current_epoch: int = 0
     skipped: list[str] = field(default_factory=list)
     """Names of what was not taken."""
+    source: str = ""
+    content: Mapping[str, Any] = field(default_factory=dict)
+    """All that a pickled file holds."""
 
 
 def export_weights(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> Path:
@@ -81,6 +88,67 @@ def export_weights(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> Pa
     return target
 
 
+def export_lightning(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> Path:
+    """Write a checkpoint as one file in Lightning's layout, which `torch.load(…, weights_only=True)` opens.
+
+    Weights, hyperparameters, counters, optimizers as torch saves them, schedulers and callbacks; Lightning loads its
+    weights and hyperparameters, but not the position of its loops. Holds all of it in memory. Raises CheckpointError.
+    """
+    target, state = Path(os.path.abspath(target)), checkpoint.state
+    if not checkpoint.names("model/"):
+        raise CheckpointError(f"checkpoint {checkpoint.path} has no weights; export one that fit saved")
+
+    def plain(packed: Any) -> Any:
+        return _plain(unpack(packed, checkpoint.read))
+
+    name, hyperparameters = state.get("hyperparameters_name"), plain(state.get("hyperparameters", {}))
+    progress = _progress(state.get("progress"))
+    content = {
+        "epoch": progress["current_epoch"],
+        "global_step": progress["global_step"],
+        "pytorch-lightning_version": LIGHTNING,
+        "state_dict": {
+            key: checkpoint.read(f"model/{key}") if value is None else plain(value)
+            for key, value in checkpoint.meta["model"].items()
+        },
+        "hyper_parameters": hyperparameters,
+        **({} if name is None else {"hparams_name": name}),
+        "optimizer_states": [_torch_state(saved, plain) for saved in checkpoint.meta.get("optimizers", {}).values()],
+        "lr_schedulers": [plain(saved) for saved in state.get("schedulers", [])],
+        "callbacks": {key: plain(saved) for key, saved in state.get("callbacks", {}).items()},
+        **plain(state.get("module", {})),
+    }
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target, "wb", durable=True) as file:
+            torch.save(content, file)
+    except OSError as error:
+        raise CheckpointError(f"cannot export to {target}: {reason(error)}; choose another path") from error
+    return target
+
+
+def _torch_state(saved: dict[str, Any], plain: Callable[[Any], Any]) -> dict[str, Any]:
+    """The saved state of an optimizer with numbers for the names of parameters, as `Optimizer.state_dict` has it."""
+    groups = [plain(group) for group in saved["param_groups"]]
+    names = [name for group in groups for name in group["params"]]
+    index = {name: i for i, name in enumerate(names)}
+    return {
+        "state": {index[name]: plain(entry) for name, entry in saved["state"].items()},
+        "param_groups": [{**group, "params": [index[name] for name in group["params"]]} for group in groups],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """`value` in types that torch's restricted unpickler takes: paths as strings, arrays of numpy as tensors."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_plain, value))
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    return str(value) if isinstance(value, PurePath) else value
+
+
 def import_weights(
     source: str | os.PathLike[str], target: str | os.PathLike[str], *, trust_pickle: bool = False
 ) -> Weights:
@@ -113,7 +181,7 @@ def import_weights(
             "pass --trust-pickle if you trust its author"
         )
     else:
-        found = _read_pickle(source)
+        found = read_pickle(source, trusts=True)
     _write(found, source, target)
     return found
 
@@ -169,12 +237,27 @@ def _read_safetensors(source: Path) -> Weights:
         ) from error
 
 
-def _read_pickle(source: Path) -> Weights:
+def read_pickle(file: str | os.PathLike[str] | BinaryIO, trusts: bool) -> Weights:
+    """What a Lightning checkpoint or a state dict of torch holds; only torch's restricted unpickler reads it unless
+    `trusts`."""
+    source = Path(os.path.expanduser(file)) if isinstance(file, (str, os.PathLike)) else file
     try:
         try:
-            loaded = torch.load(source, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about files that other programs have pickled
+                loaded = torch.load(source, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:
+            if not trusts:
+                raise
+            if not isinstance(source, Path):
+                source.seek(0)
             loaded = torch.load(source, map_location="cpu", weights_only=False)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"cannot read {source}: it holds more than tensors and plain data, which would run code "
+            f"({str(error).splitlines()[0][:150]}); give weights_only=False to load_from_checkpoint, or --trust-pickle "
+            "to lockstep checkpoint import, if you trust its author"
+        ) from error
     except Exception as error:  # whatever the pickled program does
         raise CheckpointError(
             f"cannot import {source}: torch cannot load it ({type(error).__name__}: {str(error)[:200]}); download it "
@@ -191,7 +274,7 @@ def _read_pickle(source: Path) -> Weights:
         (key for key in ("state_dict", "model_state_dict", "model") if isinstance(loaded.get(key), Mapping)), None
     )
     values = loaded if nested is None else loaded[nested]
-    found = Weights({})
+    found = Weights({}, source=str(source), content=loaded)
     for name, value in values.items():
         if isinstance(name, str) and (isinstance(value, Tensor) or _fits(value)):
             found.values[name] = value.detach() if isinstance(value, Tensor) else value

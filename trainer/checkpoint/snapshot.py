@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
 from lockstep.strategies.checkpoint_state import TensorShard, is_alike, pack, restore_model, unpack
-from lockstep.trainer.checkpoint import rank_state, schema, store
+from lockstep.trainer.checkpoint import convert, rank_state, schema, store
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from lockstep.trainer.hparams import restored
 from lockstep.trainer.run import publish
@@ -109,7 +109,7 @@ def _shared_state(
         "callbacks": _callback_states(run, tensors),
         "datamodule": {} if datamodule is None else pack(datamodule.state_dict(), "datamodule/state", tensors),
         "module": pack(extra, "module/extra", tensors),
-        "hyperparameters": pack(dict(module.hparams), "module/hparams", tensors),
+        "hyperparameters": pack(module.saved_hparams, "module/hparams", tensors),
         "hyperparameters_name": module.hparams_name,
         "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
         "windows": run.train_dataloader.plan,
@@ -266,29 +266,41 @@ def check_resumable(checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"checkpoint {checkpoint.path} cannot be resumed: {wrong}; load another one")
 
 
-def load_module(cls: Any, path: str | Path, map_location: Any, strict: bool, overrides: dict[str, Any]) -> Any:
+def load_module(
+    cls: Any, path: str | Path | BinaryIO, map_location: Any, strict: bool, overrides: dict[str, Any], trusts: bool
+) -> Any:
     """`Module.load_from_checkpoint`."""
+    if not isinstance(path, (str, os.PathLike)) or os.path.isfile(os.path.expanduser(path)):
+        found = convert.read_pickle(path, trusts)
+        module = _built(cls, found.hyperparameters, overrides, found.source)
+        module.on_load_checkpoint(found.content)
+        with refused(found.source):
+            module.load_state_dict(found.values, strict=strict)
+        return module if map_location is None else module.to(map_location)
     checkpoint = Checkpoint.open(os.path.expanduser(path))
-    hparams, name = (
-        unpack(checkpoint.state.get("hyperparameters", {}), checkpoint.read),
-        checkpoint.state.get("hyperparameters_name"),
-    )
+    hparams = unpack(checkpoint.state.get("hyperparameters", {}), checkpoint.read)
+    name = checkpoint.state.get("hyperparameters_name")
     if not isinstance(hparams, dict) or not isinstance(name, str | None):
         raise CheckpointError(
             f"checkpoint {path} cannot be used: state.json has no valid hyperparameters; load another one"
         )
-    saved = {name: hparams} if name is not None else hparams
+    module = _built(cls, {name: hparams} if name is not None else hparams, overrides, path)
+    _load_extra_of(module, checkpoint)
+    with refused(path):
+        restore_model(module, checkpoint, strict)
+    return module if map_location is None else module.to(map_location)
+
+
+def _built(cls: Any, saved: dict[str, Any], overrides: dict[str, Any], path: Any) -> Any:
+    """A module of saved hyperparameters; a base class may have been given more than `cls` takes."""
     takes = inspect.signature(cls).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):  # a base class may have been given more
+    if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
         saved = {key: value for key, value in saved.items() if key in takes}
     with refused(path):
         saved = restored(cls, saved)
     module = cls(**saved | overrides)
     module.configure_model()
-    _load_extra_of(module, checkpoint)
-    with refused(path):
-        restore_model(module, checkpoint, strict)
-    return module if map_location is None else module.to(map_location)
+    return module
 
 
 class refused:

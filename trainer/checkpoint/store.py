@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.strategies.checkpoint_state import TensorShard
-from lockstep.trainer.checkpoint.directory import LEFTOVER, abandoned, folders, remove, sync
+from lockstep.trainer.checkpoint.directory import LEFTOVER, abandoned, folders, hidden, put_in_place, remove, sync
 from lockstep.trainer.checkpoint.manifest import MANIFEST, CheckpointError, reason
 from lockstep.trainer.checkpoint.reader import Checkpoint, is_checkpoint, read_manifest
 from lockstep.trainer.checkpoint.writer import Saving
@@ -24,6 +24,7 @@ __all__ = [
     "Saving",
     "begin",
     "clean",
+    "copy",
     "is_checkpoint",
     "newest",
     "present",
@@ -83,6 +84,29 @@ def save(
         return saving.final
     finally:
         saving.close()
+
+
+def copy(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Copy a checkpoint, replacing one at `path`; verified before it gets its name. Raises CheckpointError."""
+    final = Path(os.path.abspath(path))
+    if final.exists() and os.path.samefile(source, final):
+        return
+    temporary = hidden(final, "tmp")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, temporary)
+        for folder, _, names in os.walk(temporary):
+            for name in names:
+                with open(Path(folder) / name, "rb") as file:
+                    os.fsync(file.fileno())
+            sync(Path(folder))
+        Checkpoint.open(temporary)
+        put_in_place(temporary, final, replaces=final.exists())
+        sync(final.parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot copy {source} to {final}: {reason(error)}; choose another path") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def begin(

@@ -23,6 +23,7 @@ examples:
   lockstep checkpoint show runs/digits/version_0/checkpoints/last
   lockstep checkpoint diff one/checkpoints/last other/checkpoints/last
   lockstep checkpoint export runs/digits/version_0/checkpoints/last digits.safetensors
+  lockstep checkpoint export runs/digits/version_0/checkpoints/last digits.ckpt
   lockstep checkpoint import digits.safetensors imported
   lockstep checkpoint import --trust-pickle epoch=3.ckpt imported
 
@@ -46,7 +47,8 @@ def main(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = arg
         return 1 if found else 0
     elif given.command == "export":
         checkpoint = Checkpoint.open(given.path)
-        target = convert.export_weights(checkpoint, given.target)
+        lightning = Path(given.target).suffix == ".ckpt"
+        target = (convert.export_lightning if lightning else convert.export_weights)(checkpoint, given.target)
         print(f"{target}: {len(checkpoint.names('model/'))} tensors, {_bytes(target.stat().st_size)}")
     else:
         weights = convert.import_weights(given.source, given.target, trust_pickle=given.trust_pickle)
@@ -81,7 +83,9 @@ def parse(
         help="which tensors and state differ between two checkpoints; exit code 1 if any do",
     )
     export_parser = commands.add_parser(
-        "export", usage="lockstep checkpoint export PATH [TARGET]", help="write the weights as one safetensors file"
+        "export",
+        usage="lockstep checkpoint export PATH [TARGET]",
+        help="write the weights as one safetensors file, or all of it in Lightning's layout if TARGET ends with .ckpt",
     )
     import_parser = commands.add_parser(
         "import",

@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run: Run | None = None
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # classes of the working folder, as `python -m` finds them
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        words = list(sys.argv[1:] if arguments is None else arguments)
         if words[:1] == ["compare"]:
             return _compare(words[1:])
         if words[:1] == ["checkpoint"]:
@@ -101,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exception(error)
             return 1
         safe_print(f"lockstep: error: {error}", file=sys.stderr)
-        begun = isinstance(error.__cause__, RankTraceback) or (run is not None and run.trainer._run.begun)
+        begun = words[:1] in (["checkpoint"], ["compare"])  # of which an error is an answer
+        begun = begun or isinstance(error.__cause__, RankTraceback) or (run is not None and run.trainer._run.begun)
         return 1 if begun and not isinstance(error, ConfigError) else 2
 
 

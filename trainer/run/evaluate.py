@@ -112,7 +112,9 @@ def run_stage(run: RunState, module: Module, sources: Sources, stage: str) -> An
     run.wrapped = run.strategy.setup_module(module)
     if run.resumed is not None:
         restore_weights(run, run.resumed)
+    training_metrics = run.metrics
     outputs = evaluate(run, module, loaders, stage)
+    run.metrics = training_metrics  # of a fit before, which can still be saved
     if stage != "predict":
         shown = {key: float(value) for key, value in run.callback_metrics.items()}
         return [

@@ -38,8 +38,12 @@ _log = logging.getLogger("lockstep")
 @contextmanager
 def noted(run: RunState, module: Module, stage: str, sources: Sources) -> Iterator[None]:
     """What the Trainer shows of a run, in the process that the user called it in: status, module and loaders."""
+    run.final = run.final and stage != "fit" and module is run.module
     run.module, run.stage, run.status, run.batch_idx = module, stage, "running", -1
-    run.given_loaders = {**run.given_loaders, **{kind: given for kind, given in sources.loaders.items() if given}}
+    run.given_loaders = {
+        **run.given_loaders,
+        **{kind: given for kind, given in sources.loaders.items() if given is not None},
+    }
     try:
         yield
     except BaseException as error:
@@ -47,7 +51,7 @@ def noted(run: RunState, module: Module, stage: str, sources: Sources) -> Iterat
         if isinstance(error, KeyboardInterrupt):
             end_in_one_line(error)
         raise
-    run.status = "finished"
+    run.status, run.final = "finished", stage == "fit" or run.final
 
 
 class attached:

@@ -66,10 +66,11 @@ def describe(run: RunState, module: Module) -> None:
     """Hand the loggers what does not change over a run: hyperparameters, the resolved configuration, the graph."""
     if not run.is_global_zero:
         return
-    params = dict(module.hparams) if module.logs_hparams else {}
+    params = module.saved_hparams if module.logs_hparams else {}
     if run.datamodule is not None and run.datamodule.logs_hparams:
         params |= {
-            (name if name not in params else f"data.{name}"): value for name, value in run.datamodule.hparams.items()
+            (name if name not in params else f"data.{name}"): value
+            for name, value in run.datamodule.saved_hparams.items()
         }
     for logger in run.loggers:
         if params:

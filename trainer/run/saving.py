@@ -8,15 +8,20 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep.callbacks.guard import check_replicas
+from lockstep.callbacks.model_checkpoint import ModelCheckpoint
+from lockstep.strategies.base import Topology
+from lockstep.strategies.checkpoint_state import State, gather_state, pack
 from lockstep.strategies.launch import environment
 from lockstep.trainer.checkpoint import snapshot, store
+from lockstep.trainer.run.hooks import Hooks
 
 if TYPE_CHECKING:
+    from lockstep.trainer.module import Module
     from lockstep.trainer.run.state import RunState
 
 _log = logging.getLogger("lockstep")
@@ -26,13 +31,23 @@ INTERRUPTED = "interrupted-step="
 
 
 def save(
-    run: RunState, path: str | Path, *, wait: bool = True, also: Sequence[str] = (), outdated: Sequence[str] = ()
+    run: RunState,
+    path: str | Path,
+    *,
+    weights_only: bool = False,
+    wait: bool = True,
+    also: Sequence[str] = (),
+    outdated: Sequence[str] = (),
 ) -> None:
     """`Trainer.save_checkpoint`."""
-    if not run.active or run.module is None or not run.optimizers:
+    if run.module is None or not (run.final or (run.optimizers and run.active) or weights_only):
         raise RuntimeError(
-            "save_checkpoint was called outside of fit; call it in a hook, or give ModelCheckpoint to callbacks"
+            "save_checkpoint was called where this Trainer has no state of a fit; call it in a hook of fit, or once "
+            "fit has returned"
         )
+    if not run.active:
+        _save_after(run, run.module, os.path.abspath(os.path.expanduser(path)), weights_only)
+        return
     if run.window_is_open:
         raise RuntimeError(
             "save_checkpoint was called inside an accumulation window, whose gradients are not whole; "
@@ -44,10 +59,69 @@ def save(
     began, path = time.perf_counter(), os.path.expanduser(path)
     if run.world_size > 1 and run.guard.check_replicas_every_n_steps is not None:
         check_replicas(run.trainer, run.module)  # replicas that differ are not worth keeping
-    run.saving = snapshot.save(
-        run, run.module, path, wait=wait, also=also, outdated=[*outdated, *_superseded(run, path)]
-    )
+    options: dict[str, Any] = {"also": also, "outdated": [*outdated, *_superseded(run, path)]}
+    if weights_only:
+        _save_weights(run, run.module, path, run.strategy.state_dict(run.wrapped, {}), **options)
+    else:
+        run.saving = snapshot.save(run, run.module, path, wait=wait, **options)
     run.saving_seconds += time.perf_counter() - began
+
+
+def _save_after(run: RunState, module: Module, path: str, weights_only: bool) -> None:
+    """A checkpoint of what `fit` has left. Where it ran on several ranks, rank 0 writes."""
+    if not weights_only and run.world_size == 1 and run.optimizers:
+        snapshot.save(run, module, path)
+    elif not run.is_global_zero:
+        return
+    elif weights_only:
+        _save_weights(run, module, path, gather_state(module, {}), alone=True)
+    else:
+        store.copy(_of_the_end(run), path)
+
+
+def _of_the_end(run: RunState) -> str:
+    """The checkpoint that ModelCheckpoint has saved of the last step."""
+    savers = [item for item in run.callbacks if isinstance(item, ModelCheckpoint)]
+    for saved in [path for saver in savers for path in (*saver.best_k_models, saver.last_model_path)]:
+        if store.is_checkpoint(saved):
+            state = store.Checkpoint.open(saved, verify=False).state
+            if "seed" in state and state["progress"]["global_step"] == run.progress.global_step:
+                return saved
+    raise RuntimeError(
+        "save_checkpoint was called after fit, whose ranks have ended and with them the state of the optimizers; give "
+        "weights_only=True, or let ModelCheckpoint(save_last=True) save the last step, which is copied then"
+    )
+
+
+def _save_weights(
+    run: RunState, module: Module, path: str | Path, gathered: State, *, alone: bool = False, **options: Any
+) -> None:
+    """A checkpoint of weights, hyperparameters and what `on_save_checkpoint` adds; every rank of the run calls it."""
+    topology, strategy = (Topology() if alone else run.strategy.topology), run.strategy
+    tensors = gathered.tensors
+    kept = tensors if topology.rank == 0 else {}
+    extra: dict[str, Any] = {}
+    for hook in Hooks.find(run, module).on_save_checkpoint:
+        hook(extra)
+    with snapshot.refused(path):
+        state = {
+            "progress": run.progress.state_dict(),
+            "strategy": gathered.meta,
+            "module": pack(extra, "module/extra", kept),
+            "hyperparameters": pack(module.saved_hparams, "module/hparams", kept),
+            "hyperparameters_name": module.hparams_name,
+        }
+    store.save(
+        path,
+        rank=topology.rank,
+        world_size=topology.world_size,
+        tensors=tensors,
+        state=state,
+        barrier=None if alone else strategy.barrier,
+        broadcast=None if alone else strategy.broadcast,
+        finite={f"model/{name}" for name, parameter in module.named_parameters() if parameter.requires_grad},
+        **options,
+    )
 
 
 def finish(run: RunState) -> None:

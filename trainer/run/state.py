@@ -66,6 +66,8 @@ class RunState:
     """By name in `callback_metrics`: `global_step` when its value was measured."""
     last_loss: float | None = None
     """The loss of the last optimizer step over all ranks; None if knowing it would cost a host synchronization."""
+    final: bool = False
+    """Whether the module holds what a fit has ended with."""
     log_dir: str | None = None
     config: str | None = None
     """The resolved configuration as YAML, if the run has one; loggers write it."""

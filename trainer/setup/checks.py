@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -20,6 +21,8 @@ from lockstep.trainer.setup.loaders import Sources, loaders_of
 
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
+
+_log = logging.getLogger("lockstep")
 
 
 def fit(run: RunState, module: Module, sources: Sources) -> None:
@@ -165,8 +168,14 @@ def loaders(sources: Sources) -> None:
 
 
 def savable(module: Module) -> None:
-    """Raise TypeError for a hyperparameter that no checkpoint can hold."""
-    for name, value in module.hparams.items():
+    """Raise TypeError for a hyperparameter that no checkpoint can hold; log which ones are code, and not saved."""
+    saved = module.saved_hparams
+    if code := [name for name in module.hparams if name not in saved]:
+        _log.info(
+            f"hyperparameters that are modules, classes or functions are not saved: {', '.join(code)}; give them to "
+            "load_from_checkpoint"
+        )
+    for name, value in saved.items():
         try:
             pack(value, name, {})
         except TypeError as error:

@@ -435,7 +435,7 @@ def test_evaluation_needs_its_step_and_its_data() -> None:
         ValueError, match="validate needs data: give dataloaders, or a DataModule or Module with val_dataloader"
     ):
         quiet().validate(Net())
-    with pytest.raises(TypeError, match="validate takes a lockstep.Module, but module is Linear"):
+    with pytest.raises(TypeError, match="validate takes a lockstep.Module, but model is Linear"):
         quiet().validate(nn.Linear(1, 1), loader(8))
     with pytest.raises(ValueError, match="a loader for predict is empty"):
         quiet().predict(Net(), DataLoader(TensorDataset(torch.zeros(0, 8))))

@@ -1,0 +1,76 @@
+"""Files in Lightning's layout: written so that torch's restricted unpickler opens them, and read."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import CheckpointError
+from lockstep.trainer.checkpoint.store import Checkpoint
+from lockstep.trainer.cli.main import main
+from tests.trainer.toy import Net, equal, loader, net, quiet, weights
+
+
+class Scheduled(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(
+            [{"params": self.net[3].parameters()}, {"params": self.net[0].parameters()}], lr=0.01
+        )
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["extra"] = {"where": Path("a"), "tensor": torch.ones(2)}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Scheduled, Path]:
+    torch.manual_seed(0)
+    module, trainer = Scheduled(width=6), quiet(accelerator="cpu", devices=1)
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "c")
+    assert main(["checkpoint", "export", str(tmp_path / "c"), str(tmp_path / "c.ckpt")]) == 0
+    return module, tmp_path / "c.ckpt"
+
+
+def test_torch_opens_an_export(saved: tuple[Scheduled, Path]) -> None:
+    module, path = saved
+    content = torch.load(path, weights_only=True)
+    assert (content["epoch"], content["global_step"], content["pytorch-lightning_version"]) == (1, 7, "2.6.0")
+    assert content["hyper_parameters"]["width"] == 6
+    assert content["lr_schedulers"][0]["last_epoch"] == 1
+    assert content["extra"]["where"] == "a"
+    other = Scheduled(width=6)
+    other.load_state_dict(content["state_dict"])
+    assert equal(weights(other), weights(module))
+    (optimizer,), _ = other.configure_optimizers()
+    optimizer.load_state_dict(content["optimizer_states"][0])
+    first = optimizer.param_groups[0]["params"][0]
+    reader = Checkpoint.open(path.with_suffix(""))
+    assert torch.equal(optimizer.state[first]["exp_avg"], reader.read("optimizer/0/net.3.weight/exp_avg"))
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_module_is_loaded_from_a_file(saved: tuple[Scheduled, Path], opened: bool) -> None:
+    module, path = saved
+    source: Any = io.BytesIO(path.read_bytes()) if opened else path
+    loaded = Scheduled.load_from_checkpoint(source, map_location="cpu")
+    assert equal(weights(loaded), weights(module)) and loaded.hparams.width == 6
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        Scheduled.load_from_checkpoint(path, width=7)
+
+
+class OfTheUser:
+    pass
+
+
+def test_a_file_that_would_run_code_is_read_only_if_it_is_trusted(tmp_path: Path) -> None:
+    module, path = net(), tmp_path / "own.ckpt"
+    torch.save({"state_dict": module.state_dict(), "hyper_parameters": {}, "own": OfTheUser()}, path)
+    with pytest.raises(CheckpointError, match="holds more than tensors and plain data.*weights_only=False"):
+        Net.load_from_checkpoint(path)
+    with open(path, "rb") as file:
+        assert equal(weights(Net.load_from_checkpoint(file, weights_only=False)), weights(module))

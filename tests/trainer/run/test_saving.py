@@ -1,0 +1,143 @@
+"""Checkpoints that are saved once fit has returned, and of the weights alone."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep import CheckpointError, Module, Trainer
+from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.trainer.checkpoint.store import Checkpoint
+from tests.trainer.toy import Net, equal, loader, net, quiet, weights
+
+
+class Extra(Net):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["extra"] = 3
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.extra = checkpoint["extra"]
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp", "model"])
+def test_what_is_saved_after_fit_is_resumed_as_if_it_had_been_saved_in_it(strategy: str, tmp_path: Path) -> None:
+    devices = 1 if strategy == "single" else 2
+    options: dict[str, Any] = {"strategy": strategy, "devices": devices, "accelerator": "cpu", "seed": 0}
+    whole, first, second = (net(dropout=0.1) for _ in range(3))
+    quiet(max_epochs=3, **options).fit(whole, loader(shuffle=True))
+    trainer = quiet(max_epochs=2, **options)
+    trainer.fit(first, loader(shuffle=True))
+    trainer.save_checkpoint(tmp_path / "after")
+    quiet(max_epochs=3, **options).fit(second, loader(shuffle=True), ckpt_path=tmp_path / "after")
+    assert equal(weights(whole), weights(second))
+
+
+def test_an_evaluation_in_between_changes_nothing(tmp_path: Path) -> None:
+    trainer = quiet(max_steps=4, max_epochs=None, accelerator="cpu", devices=1, seed=0)
+    module = net()
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "one")
+    trainer.validate(module, loader(), verbose=False)
+    trainer.save_checkpoint(tmp_path / "other")
+    one, other = (Checkpoint.open(tmp_path / name) for name in ("one", "other"))
+    assert one.rank_state(0)["sums"] == other.rank_state(0)["sums"] != {}  # type: ignore[index]
+    trainer.validate(module, loader(), ckpt_path=tmp_path / "one", verbose=False)
+    with pytest.raises(RuntimeError, match="no state of a fit"):
+        trainer.save_checkpoint(tmp_path / "third")
+
+
+def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
+    trainer, module = quiet(accelerator="cpu", devices=1), Extra()
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "w", weights_only=True)
+    assert not Checkpoint.open(tmp_path / "w").names("optimizer/")
+    loaded = Extra.load_from_checkpoint(tmp_path / "w")
+    assert equal(weights(loaded), weights(module)) and loaded.extra == 3
+    with pytest.raises(CheckpointError, match="has only weights"):
+        quiet().fit(Extra(), loader(), ckpt_path=tmp_path / "w")
+
+
+def test_model_checkpoint_takes_its_monitor_by_place_and_saves_weights_alone(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "{epoch}", "val/loss", save_weights_only=True, save_last=True)
+    trainer = quiet(enable_checkpointing=True, callbacks=[saver], max_epochs=2, accelerator="cpu", devices=1)
+    module = net()
+    trainer.fit(module, loader(), loader())
+    assert saver.monitor == "val/loss"
+    for path in (saver.best_model_path, saver.last_model_path):
+        assert "seed" not in Checkpoint.open(path).state
+    assert equal(weights(Net.load_from_checkpoint(saver.last_model_path)), weights(module))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_started_ranks_leave_what_can_be_saved(strategy: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"strategy": strategy, "devices": 2, "accelerator": "cpu", "seed": 0}
+    saver = ModelCheckpoint(tmp_path / "saver")
+    trainer, module = quiet(enable_checkpointing=True, callbacks=[saver], max_epochs=1, **options), Extra()
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "after")
+    trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
+    assert Checkpoint.open(tmp_path / "after").state["progress"]["global_step"] == trainer.global_step
+    assert equal(weights(Extra.load_from_checkpoint(tmp_path / "weights")), weights(module))
+    resumed = quiet(max_epochs=2, **options)
+    resumed.fit(Extra(), loader(), ckpt_path=tmp_path / "after")
+    assert resumed.global_step == 2 * trainer.global_step
+    with pytest.raises(RuntimeError, match="give weights_only=True, or let ModelCheckpoint"):
+        resumed.save_checkpoint(tmp_path / "none")
+
+
+class SavesWeights(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        trainer.save_checkpoint(self.path, weights_only=True)
+
+
+@pytest.mark.ranks
+def test_sharded_weights_are_saved_alone(tmp_path: Path) -> None:
+    module = net()
+    options: dict[str, Any] = {"strategy": "fsdp", "devices": 2, "accelerator": "cpu"}
+    quiet(callbacks=[SavesWeights(tmp_path / "w")], **options).fit(module, loader())
+    assert equal(weights(Net.load_from_checkpoint(tmp_path / "w")), weights(module))
+
+
+class Factories(Module):
+    def __init__(self, net: nn.Module, optimizer: Any, kinds: list[type], width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return self.hparams.optimizer(self.parameters())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("devices", [1, 2])
+def test_hyperparameters_that_are_code_are_not_saved(
+    devices: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Factories(nn.Linear(8, 3), partial(torch.optim.SGD, lr=0.1), [nn.ReLU], 5)
+    trainer = quiet(
+        enable_checkpointing=True, callbacks=[ModelCheckpoint(tmp_path)], devices=devices, accelerator="cpu"
+    )
+    with caplog.at_level("INFO", "lockstep"):
+        trainer.fit(module, loader())
+    said = [line for line in caplog.messages if "not saved" in line]
+    assert said == [
+        "hyperparameters that are modules, classes or functions are not saved: net, optimizer, kinds; give them to "
+        "load_from_checkpoint"
+    ]
+    assert set(module.hparams) == {"net", "optimizer", "kinds", "width"}
+    saved = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    assert Checkpoint.open(saved).state["hyperparameters"] == {"width": 5}
+    loaded = Factories.load_from_checkpoint(saved, net=nn.Linear(8, 3), optimizer=None, kinds=[])
+    assert loaded.hparams.width == 5 and equal(weights(loaded), weights(module))
