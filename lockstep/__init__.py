@@ -12,7 +12,7 @@ try:
     from lockstep.callbacks._support.printing import set_up_logging
     from lockstep.strategies.base import Loss
     from lockstep.strategies.data.combined import CombinedLoader
-    from lockstep.strategies.launch.launcher import RankFailure
+    from lockstep.strategies.launch.failure import RankFailure
     from lockstep.trainer.checkpoint.store import CheckpointError
     from lockstep.trainer.cli.config import ConfigError
     from lockstep.trainer.datamodule import DataModule

@@ -18,7 +18,7 @@ from lockstep.strategies.base import NO_HOOKS, Strategy, Topology
 from lockstep.strategies.checkpoint_state import Reader, State, gather_state, restore_state
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.devices import check_launcher, device_index, resolve_accelerator, resolve_devices
-from lockstep.strategies.launch import environment, fault_injection, launcher, watchdog
+from lockstep.strategies.launch import environment, fault_injection, launcher, process_group, sidecar, watchdog
 from lockstep.strategies.modules.activation_checkpointing import keep, recompute
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.fused import fuse
@@ -130,9 +130,9 @@ class SPMDStrategy(SPMDStep):
             if self.topology.world_size == 1:
                 world = None  # a group of one meets nobody
             elif not environment.started_by_lockstep():
-                self._end_watchdog = launcher.guard(self.topology.rank)
+                self._end_watchdog = sidecar.guard(self.topology.rank)
             backend = "cpu:gloo,cuda:nccl" if self.topology.device.type == "cuda" else "gloo"
-            launcher.init_process_group(world, backend, self.timeout_s, self.topology.device)
+            process_group.init_process_group(world, backend, self.timeout_s, self.topology.device)
             self._agreement = StepAgreement(self.topology.rank, self.topology.world_size, self.timeout_s)
         return self.topology
 
@@ -156,7 +156,7 @@ class SPMDStrategy(SPMDStep):
             self._changes.close()
             self._changes = None
         self.precision.teardown()
-        launcher.destroy_process_group()
+        process_group.destroy_process_group()
 
     def setup_module(self, model: nn.Module) -> nn.Module:
         if self.topology.rank == 0 or not self.capabilities.builds_on_meta:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -111,3 +111,40 @@ def _kind(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return list, tuple(_kind(item) for item in value[:8])
     return int if isinstance(value, _NUMBERS) else type(value)
+
+
+def guess_batch_size(batch: Any) -> int:
+    """The number of samples of a batch whose making is unknown: the first dimension of its first tensor.
+
+    Looks through mappings, sequences and dataclasses, then asks `size` and `len`; a list of strings
+    counts them; 1 where nothing tells.
+    """
+    found = _first_length(batch)
+    return 1 if found is None else found
+
+
+def _first_length(value: Any) -> int | None:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return int(value.shape[0]) if value.ndim else 1
+    if value is None or isinstance(value, str | bytes | int | float | complex):
+        return None
+    if isinstance(value, Mapping):
+        return _first_known(value.values())
+    if isinstance(value, list) and value and all(isinstance(element, str) for element in value):
+        return len(value)
+    if isinstance(value, list | tuple):
+        return _first_known(value)
+    if is_dataclass(value):
+        return _first_known(getattr(value, field.name) for field in fields(value))
+    size = getattr(value, "size", None)
+    if callable(size):
+        size = size()
+    if isinstance(size, int):
+        return size
+    if isinstance(size, Sequence) and size:
+        return int(size[0])
+    return len(value) if hasattr(value, "__len__") else None
+
+
+def _first_known(values: Iterable[Any]) -> int | None:
+    return next((found for value in values if (found := _first_length(value)) is not None), None)

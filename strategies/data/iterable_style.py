@@ -9,8 +9,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
-from lockstep.strategies.data.source import Piece, Source, cannot_share, divisors, length_of, name_of
-from lockstep.strategies.data.workers import Items, Share, Workers
+from lockstep.strategies.data.fetchers import Items
+from lockstep.strategies.data.source import Piece, Share, Source, cannot_share, divisors, length_of, name_of
+from lockstep.strategies.data.workers import Workers
 
 
 class Streamed(Source):

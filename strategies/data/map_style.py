@@ -11,19 +11,12 @@ from typing import Any
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lockstep.strategies.data.batch_rows import count_samples
+from lockstep.strategies.data.batch_rows import count_samples, guess_batch_size
+from lockstep.strategies.data.fetchers import Once, Samples, escaped
 from lockstep.strategies.data.permutation import Permutation, mix
-from lockstep.strategies.data.source import Piece, Source, Task, bounds, cannot_share, length_of, name_of
-from lockstep.strategies.data.workers import (
-    Once,
-    Randomness,
-    Samples,
-    Share,
-    Workers,
-    announce,
-    escaped,
-    guess_batch_size,
-)
+from lockstep.strategies.data.randomness import Randomness, announce
+from lockstep.strategies.data.source import Piece, Share, Source, Task, bounds, cannot_share, length_of, name_of
+from lockstep.strategies.data.workers import Workers
 
 _READ_AHEAD, _READ_AHEAD_BATCHES = 1024, 32
 """Indices, or batches of them, of a user's sampler that are read at once, as switching the random state costs about 0.1
@@ -205,7 +198,7 @@ class Indexed(Source):
         deque(islice(indices, start), maxlen=0)
         while taken := list(islice(indices, unit)):
             if self._drop_last and len(taken) < unit:
-                # Where `start` is no multiple of the unit, what an undisturbed epoch keeps may end inside this one.
+                # If `start` is not a multiple of the unit, what an undisturbed epoch keeps may end inside this one.
                 taken = taken[: max(0, len(taken) - (start + len(taken)) % self._unit)]
                 if not taken:
                     return

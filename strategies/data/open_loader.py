@@ -13,8 +13,9 @@ from lockstep.strategies.data.combined import CombinedLoader
 from lockstep.strategies.data.iterable_style import Streamed
 from lockstep.strategies.data.map_style import Indexed
 from lockstep.strategies.data.permutation import mix
-from lockstep.strategies.data.source import Factory, Piece, Source, cannot_share
-from lockstep.strategies.data.workers import Randomness, Share, keep
+from lockstep.strategies.data.randomness import Randomness
+from lockstep.strategies.data.source import Factory, Piece, Share, Source, cannot_share
+from lockstep.strategies.data.workers import keep
 
 
 def source_of(loader: Any, share: Share, shuffle: bool | None) -> Source:

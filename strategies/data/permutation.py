@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-# Finaliser of MurmurHash3, variant 13 of David Stafford: every input bit flips every output bit with probability 1/2.
+# Finalizer of MurmurHash3, variant 13 of David Stafford: every input bit flips every output bit with probability 1/2.
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 

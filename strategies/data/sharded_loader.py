@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from lockstep.strategies.data.batch_rows import guess_batch_size
 from lockstep.strategies.data.open_loader import source_of
-from lockstep.strategies.data.workers import Share, guess_batch_size
+from lockstep.strategies.data.source import Share
 
 
 @dataclass(slots=True)
@@ -71,7 +72,7 @@ class ShardedLoader:
     `rank` of `size` counts the ranks that see different samples. `sum_over_ranks` is a collective that
     sums an int over them; it is called once a window where a rank cannot know the others' samples.
 
-    Raises ValueError where the loader is empty or cannot be cut as asked, TypeError for what is no loader.
+    Raises ValueError if the loader is empty or cannot be split as asked, TypeError for an object that is not a loader.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class ShardedLoader:
 
     @property
     def splits(self) -> bool:
-        """Whether the loader's batch is the global one of a window, cut over ranks and micro-batches."""
+        """Whether the loader's batch is the global one of a window, split into ranks and micro-batches."""
         return self._source.share.split
 
     @property
@@ -184,8 +185,8 @@ class ShardedLoader:
         }
 
     def resume_windows(self, plan: Mapping[str, Any], start: int = 0, whole: bool = False) -> str | None:
-        """Go on with the windows of a run that had `plan`, on another number of ranks; return what was done, None for
-        nothing.
+        """Continue with the windows of a run that had `plan`, on another number of ranks; return what was done, None
+        for nothing.
 
         Windows keep their samples; batches are measured, limited and counted as in that run. Each window is
         cut again over ranks and micro-batches, none of which has more samples a rank than was planned, or

@@ -8,12 +8,37 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lockstep.strategies.data.batch_rows import count_samples
-from lockstep.strategies.data.workers import Share
 
 Piece: TypeAlias = tuple[Any, int, int, int]
 """A micro-batch: (batch, samples of this rank, samples of all ranks, batches of the window that it ends, else 0)."""
 Task: TypeAlias = tuple[Any, int, int, int, int]
 """What to fetch for one: (indices, position of the first in the order, then as in `Piece`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's part in the cut of an epoch."""
+
+    rank: int
+    size: int
+    seed: int
+    accumulate: int
+    """Micro-batches of a window."""
+    split: bool
+    """The loader's batch is the global batch of a window."""
+    planned: int = 0
+    """Ranks by which batches and windows are measured where not by `size`: of a run that began on so many; else 0."""
+    whole: bool = False
+    """Cut a planned window into one micro-batch, where a step of the user's is one."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks by which batches and windows are measured."""
+        return self.planned or self.size
+
+    def num_parts(self) -> int:
+        """Micro-batches into which a planned window is cut: no rank gets more samples at once than was planned."""
+        return 1 if self.whole else -(-self.planned * self.accumulate // self.size)
 
 
 class Source(ABC):

@@ -376,7 +376,7 @@ def _init_method(environ: Mapping[str, str], default: str | None) -> str | None:
             "tcp": bool(url.hostname and url.port),
             "file": url.path.startswith("/") and not url.netloc,
         }.get(url.scheme, False)
-    except ValueError:  # a port that is no number, or above 65535
+    except ValueError:  # a port that is not a number, or above 65535
         right = False
     if not right:
         name = (

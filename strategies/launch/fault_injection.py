@@ -9,7 +9,7 @@ step:
 
     fault("save.write")  # returns at once where no plan is on
 
-In a step call `set_phase(step, phase)` (`strategies/launch/worker.py`), which reaches the point of that phase, or spare
+In a step call `set_phase(step, phase)` (`strategies/launch/phase.py`), which reaches the point of that phase, or spare
 the call:
 
     if faults.plan is not None:
@@ -98,10 +98,10 @@ class FaultPlan:
         self._happened = [0] * len(faults)
         self._poisons = False
         self.step: int | None = None
-        """The step that `set_phase` was told last."""
+        """The step that `set_phase` got last."""
 
     def enter(self, step: int | None, phase: str) -> None:
-        """What `set_phase` was told; where there is no step any more, the last one stays."""
+        """What `set_phase` got; without a step the last one stays."""
         self.step = self.step if step is None else step
         if phase in _PHASES:
             self.reach(_PHASES[phase])
@@ -154,7 +154,7 @@ class FaultPlan:
 plan: FaultPlan | None = None
 """The plan that is on in this process, mostly None."""
 beat: Callable[[], None] | None = None
-"""Called by `fault`: a heartbeat from what takes long, such as a large save. `strategies/launch/worker.py` sets it."""
+"""Called by `fault`: a heartbeat from what takes long, such as a large save. `strategies/launch/phase.py` sets it."""
 
 
 def fault(point: str) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -26,22 +25,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from lockstep.strategies.launch import forkserver, watchdog
+from lockstep.strategies.launch.failure import Failure, RankFailure, cut, raise_failure, signal_name, stop_error
 from lockstep.strategies.launch.payload import dumps, pack, unpack
-from lockstep.strategies.launch.process_group import destroy_process_group, init_process_group
-from lockstep.strategies.launch.worker import (
-    Failure,
-    current_phase,
-    cut,
-    ends_well,
-    guard,
-    library_state,
-    program_state,
-    set_phase,
-    shortened,
-)
+from lockstep.strategies.launch.worker import library_state, program_state
 
 T = TypeVar("T")
 _log = logging.getLogger("lockstep")
@@ -61,54 +50,6 @@ _SAME_S = (
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a run to stop."""
 _STOPPED_S = 3.0  # after which a server that stands still by SIGSTOP is continued, and after twice as long given up
-
-
-class RankFailure(RuntimeError):
-    """A rank ended without an exception that could be handed on: killed, exited, or with one that cannot be
-    unpickled."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        signal: str | None = None,
-        exitcode: int | None = None,
-        step: int | None = None,
-        phase: str = "",
-    ) -> None:
-        super().__init__(message)
-        self.rank = rank
-        """The rank, or None where it was the server."""
-        self.signal = signal
-        """Name of the signal that killed it, such as SIGKILL, or None."""
-        self.exitcode = exitcode
-        """Its exit code, where it exited by itself."""
-        self.step = step
-        """The `global_step` that it gave to `set_phase` last."""
-        self.phase = phase
-        """The phase that it gave to `set_phase` last."""
-
-
-class Place(NamedTuple):
-    """Where a launch failed."""
-
-    rank: int
-    step: int | None
-    phase: str
-    stopping: bool
-    """The launcher had been asked to stop."""
-
-
-def place_of(error: BaseException) -> Place | None:
-    """Where on the ranks an exception of `launch` comes from; None for one of the launcher's own."""
-    if isinstance(error, RankFailure) and error.rank is None:  # the server, and the ranks with it
-        return Place(0, error.step, error.phase, False)
-    return getattr(error, "_lockstep_place", None)
-
-
-class RankTraceback(Exception):
-    """The traceback of another process as text: the cause of what `launch` raises, so it is printed first."""
 
 
 def launch(fn: Callable[..., T], args: tuple[Any, ...], num_ranks: int, *, grace_s: float = 60.0) -> T:
@@ -208,7 +149,7 @@ class _Ranks:
                     self._hear_ends(grace_s)
         if not self.failures:
             return self.result
-        _raise(min(self.failures, key=lambda failure: (failure.secondary, failure.time)), bool(self.passed_on))
+        raise_failure(min(self.failures, key=lambda failure: (failure.secondary, failure.time)), bool(self.passed_on))
 
     def close(self) -> None:
         """Leave no rank behind: the server kills what still runs when this end is shut, and shuts its own when all are
@@ -299,15 +240,15 @@ class _Ranks:
         place = f" ({place})" if place else ""
         failure = Failure(rank, time.monotonic(), step, phase, "", exitcode=exitcode)
         if -exitcode in self.sent and len(self.requests) >= 3:
-            name = _name(self.passed_on[0])
+            name = signal_name(self.passed_on[0])
             _log.warning("rank %d was killed at the third signal, %s, before it had stopped%s", rank, name, place)
-            failure.stop, failure.error = True, dumps(_stop(self.passed_on[0]))
+            failure.stop, failure.error = True, dumps(stop_error(self.passed_on[0]))
         elif -exitcode in self.sent:
             failure.message = (
-                f"rank {rank} had not ended {grace_s:g} s after {_name(self.passed_on[0])} and was killed{place}"
+                f"rank {rank} had not ended {grace_s:g} s after {signal_name(self.passed_on[0])} and was killed{place}"
             )
         elif -exitcode in _STOPS:  # whoever sent it: the rank has no handler, or none yet, which is a way to end
-            failure.stop, failure.error = True, dumps(_stop(-exitcode))
+            failure.stop, failure.error = True, dumps(stop_error(-exitcode))
         elif exitcode < 0:
             failure.text = cut((self.folder / f"{rank}.fatal").read_text(errors="replace"))
             hint = (
@@ -315,7 +256,7 @@ class _Ranks:
                 if -exitcode == signal.SIGKILL
                 else ""
             )
-            failure.message = f"rank {rank} was killed by {_name(-exitcode)}{place}{hint}"
+            failure.message = f"rank {rank} was killed by {signal_name(-exitcode)}{place}{hint}"
         else:
             failure.message = f"rank {rank} exited with code {exitcode} before its work was done{place}"
         self._note(failure, grace_s)
@@ -380,51 +321,13 @@ class _Ranks:
         self.kill_at = min(self.kill_at, self.terminate_at + _TERMINATE_S)
 
 
-def _raise(failure: Failure, stopping: bool) -> NoReturn:
-    error: BaseException | None = None
-    if failure.error is not None:
-        with suppress(Exception):  # whatever its constructor does here: the text says what it was
-            error = pickle.loads(failure.error)
-    if error is None:
-        code = failure.exitcode
-        killed = code is not None and code < 0
-        error = RankFailure(
-            failure.message,
-            rank=failure.rank,
-            signal=_name(-code) if code is not None and killed else None,
-            exitcode=None if killed else code,
-            step=failure.step,
-            phase=failure.phase,
-        )
-    shortened(error)
-    with suppress(Exception):  # where its class allows attributes
-        error._lockstep_place = Place(failure.rank, failure.step, failure.phase, stopping)  # type: ignore[attr-defined]
-    raise error from (
-        RankTraceback(f"{watchdog.where(failure.rank, failure.step, failure.phase)}\n{failure.text}")
-        if failure.text
-        else None
-    )
-
-
-def _stop(signum: int) -> BaseException:
-    """What ends a program with 130 after SIGINT, else with 143."""
-    return KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
-
-
 def _server_died(server: forkserver.Server) -> str:
     code = server.process.wait()  # it has closed its sockets, so it is at its end
-    how = f"was killed by {_name(-code)}" if code < 0 else f"exited with code {code}"
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
     return (
         f"The process that starts the ranks {how}, and its ranks ended with it: see what it printed above, and start "
         "again"
     )
-
-
-def _name(signum: int) -> str:
-    try:
-        return signal.Signals(signum).name
-    except ValueError:  # a real-time signal
-        return f"signal {signum}"
 
 
 def _is_open(fd: int) -> bool:
@@ -433,18 +336,3 @@ def _is_open(fd: int) -> bool:
     except OSError:
         return False
     return True
-
-
-__all__ = [
-    "RankFailure",
-    "RankTraceback",
-    "current_phase",
-    "destroy_process_group",
-    "ends_well",
-    "guard",
-    "init_process_group",
-    "launch",
-    "place_of",
-    "set_phase",
-    "shortened",
-]

@@ -110,8 +110,8 @@ atexit.register(_drop_kept)
 def destroy_process_group(timeout_s: float = 2.0) -> None:
     """Leave the default process group, if there is one, and return within `timeout_s` seconds.
 
-    Gloo waits for what is in flight, up to the timeout of the collective, even when its peer is gone; that wait continues
-    in a thread that nobody waits for.
+    Gloo waits for what is in flight, up to the timeout of the collective, even when its peer is gone; that wait
+    continues in a thread that nobody waits for.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -210,7 +210,7 @@ def _host_and_port(world: World) -> tuple[str, int]:
 
 
 def _interface_to(host: str) -> str | None:
-    """The network interface that leads from this node to `host`; None where that cannot be told."""
+    """The network interface that leads from this node to `host`; None if that cannot be found out."""
     for target in (
         host,
         "192.0.2.1",

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from lockstep.strategies.launch.launcher import RankFailure, place_of
+from lockstep.strategies.launch.failure import RankFailure, place_of
 
 T = TypeVar("T")
 _log = logging.getLogger("lockstep")

@@ -2,9 +2,9 @@
 from it.
 
 Each rank keeps a heartbeat file in shared memory: its process, step and phase, and when it last said so (`set_phase` in
-`strategies/launch/worker.py`). A watcher checks the heartbeat files: the launcher for the ranks that it started, a
-small process beside each rank that torchrun, Slurm or MPI started, for which this file is also a program (`python
-watchdog.py`), so it imports no torch.
+`strategies/launch/phase.py`). A watcher checks the heartbeat files: the launcher for the ranks that it started, a
+small process beside each rank that torchrun, Slurm or MPI started (`strategies/launch/sidecar.py`), for which this file
+is also a program (`python watchdog.py`), so it imports nothing but the standard library.
 
 In steps time without a heartbeat counts. Set-up has no steps, so there a rank is also taken to live while it computes,
 unless that is a collective that looks for the other ranks without a pause, and while it is in `prepare_data`, the place
@@ -62,8 +62,8 @@ class Heartbeat(NamedTuple):
 
 
 def limit_s() -> float:
-    """The seconds that a run may stand still; infinity for any time. Raises ValueError for a variable that is no number
-    of seconds."""
+    """The seconds that a run may stand still; infinity for any time. Raises ValueError for a variable that is not a
+    number of seconds."""
     text = os.environ.get(VARIABLE) or str(DEFAULT_S)
     try:
         seconds = float(text)
@@ -100,7 +100,7 @@ def where(rank: int, step: int | None, phase: str) -> str:
 
 
 class Watchdog:
-    """Tells when all of some ranks stand still. One that waits for another that works is no reason for an alarm."""
+    """Detects that all of some ranks have stopped. One that waits for another that works does not count as stopped."""
 
     def __init__(self) -> None:
         self.limit_s = limit_s()
@@ -294,86 +294,17 @@ def _ident(thread: str) -> str:
 # ---- beside a rank that another launcher started ---------------------------------------------------------
 
 
-class Sidecar:
-    """A watcher beside this process, one of `num_local` ranks of this machine that one launcher started.
-
-    The watchers read the heartbeat files of all these ranks, which they find by `job`, a name that only they know.
-    """
-
-    def __init__(self, rank: int, job: str, num_local: int, num_nodes: int) -> None:
-        import subprocess  # here, as the watcher itself needs none
-
-        shared = private_folder()
-        self.path = shared / f"{job}-{rank}"
-        _remove(self.path)
-        _remove_dead(shared)
-        self.files = [
-            os.open(self.path.with_suffix(suffix), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            for suffix in (".heartbeat", ".stacks")
-        ]
-        os.truncate(self.files[0], FORMAT.size)
-        fcntl.lockf(self.files[0], fcntl.LOCK_EX)  # its holder is the process on it, alive
-        command = [
-            sys.executable,
-            "-I",
-            "-S",
-            __file__,
-            str(self.path.parent),
-            self.path.name,
-            str(num_local),
-            str(num_nodes),
-        ]
-        # A session of its own: what torchrun sends to the rank's process group would end it before it has tidied up.
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
-        )
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for file in self.files:
-            os.close(file)
-        _remove(self.path)
-
-
-def private_folder() -> Path:
-    """The folder in which the ranks of this user on this machine find each other's files: nobody else may write or look
-    there.
-
-    Raises RuntimeError where another user has taken its name, for the heartbeat files tell whom to kill.
-    """
-    folder = Path("/dev/shm" if os.path.isdir("/dev/shm") else "/tmp", f"lockstep-{os.getuid()}")
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise RuntimeError(
-            f"the watchdog keeps heartbeats in {folder}, which must be a folder that only this user may enter: "
-            f"remove it, or set {VARIABLE}=0 for no watchdog"
-        )
-    return folder
-
-
 def _is_ours(file: int) -> bool:
     """Whether an open file is one that this user alone can have written."""
     status = os.fstat(file)
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Delete the files of a rank that has a watchdog beside it."""
     for suffix in (".heartbeat", ".stacks"):
         with suppress(OSError):
             path.with_suffix(suffix).unlink()
-
-
-def _remove_dead(folder: Path) -> None:
-    """What ranks have left that were killed together with their watchers."""
-    for path in folder.glob("*.heartbeat"):
-        with suppress(OSError), open(path, "rb", buffering=0) as file:
-            if (
-                holder(file.fileno()) is None and time.time() - path.stat().st_mtime > 60
-            ):  # one that is just made has no holder yet
-                _remove(path.with_suffix(""))
 
 
 def holder(file: int) -> int | None:
@@ -433,12 +364,12 @@ def main(folder: Path, name: str, num_local: int, num_nodes: int) -> None:
             act_at, has_waited = now + (elsewhere_s or _PATIENCE_S), True
             continue
         with suppress(OSError, ValueError):  # a terminal that is gone must not keep the hang alive
-            print(_told(reports, watchdog.limit_s, num_missing, num_local), file=sys.stderr, flush=True)
+            print(_report(reports, watchdog.limit_s, num_missing, num_local), file=sys.stderr, flush=True)
         _kill(reports[0].last.pid)
         if reports[0].rank == rank:
             break
         act_at = now + 3 * _PATIENCE_S
-    _remove(folder / name)
+    remove(folder / name)
 
 
 def _kill(pid: int) -> None:
@@ -449,7 +380,7 @@ def _kill(pid: int) -> None:
             os.kill(each, signal.SIGKILL)
 
 
-def _told(reports: list[Report], limit_s: float, num_missing: int, num_local: int) -> str:
+def _report(reports: list[Report], limit_s: float, num_missing: int, num_local: int) -> str:
     first, *others = reports
     lines = [first.headline(limit_s)]
     if num_missing:

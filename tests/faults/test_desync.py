@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.strategies import DDP, FSDP
-from lockstep.strategies.launch.launcher import RankFailure
+from lockstep.strategies.launch.failure import RankFailure
 from tests.trainer.toy import Net, data, loader, net, quiet
 
 pytestmark = pytest.mark.faults

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.strategies.launch.launcher import RankFailure, launch
+from lockstep.strategies.launch.failure import RankFailure
+from lockstep.strategies.launch.launcher import launch
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
 pytestmark = pytest.mark.faults

@@ -80,13 +80,13 @@ def ddp_by_hand(options: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _ddp_reference(options: dict[str, Any]) -> list[torch.Tensor]:
-    from lockstep.strategies.launch import environment, launcher
+    from lockstep.strategies.launch import environment, process_group
 
-    launcher.init_process_group(environment.detect(), "gloo")
+    process_group.init_process_group(environment.detect(), "gloo")
     try:
         return ddp_by_hand(options)
     finally:
-        launcher.destroy_process_group()
+        process_group.destroy_process_group()
 
 
 @pytest.mark.parametrize("options", [STEPS["plain"], STEPS["all"]], ids=["plain", "all"])

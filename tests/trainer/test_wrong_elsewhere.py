@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lockstep import Loss
 from lockstep.callbacks import Callback
-from lockstep.strategies.launch import environment, launcher
+from lockstep.strategies.launch import environment, process_group
 from lockstep.trainer.checkpoint.store import Checkpoint
 from tests.trainer.toy import Net, data, distance, loader, net, quiet, weights
 
@@ -113,7 +113,7 @@ def test_in_evaluation_no_sample_counts_twice(devices: int, n: int) -> None:
 
 def naive_reduction(devices: int) -> dict[str, float]:
     """The values of a rank's dict summed over ranks in its own order: what a collective a key, or a stack of all, does."""
-    launcher.init_process_group(environment.detect(), "gloo")
+    process_group.init_process_group(environment.detect(), "gloo")
     try:
         mine = {
             "loss": torch.tensor(1.0),
@@ -123,7 +123,7 @@ def naive_reduction(devices: int) -> dict[str, float]:
             dist.all_reduce(value)
         return {name: (value / devices).item() for name, value in mine.items()}
     finally:
-        launcher.destroy_process_group()
+        process_group.destroy_process_group()
 
 
 def test_metrics_of_other_names_are_never_averaged_together(run_ranks: Any) -> None:
@@ -142,7 +142,7 @@ def test_metrics_of_other_names_are_never_averaged_together(run_ranks: Any) -> N
 
 def naive_divergence() -> list[bool]:
     """A hand-written loop on two ranks, one of which meets an infinite loss."""
-    launcher.init_process_group(environment.detect(), "gloo")
+    process_group.init_process_group(environment.detect(), "gloo")
     try:
         model = net()
         ddp = DistributedDataParallel(model)
@@ -154,7 +154,7 @@ def naive_divergence() -> list[bool]:
             optimizer.zero_grad()
         return [bool(weight.isnan().any()) for weight in weights(model)]
     finally:
-        launcher.destroy_process_group()
+        process_group.destroy_process_group()
 
 
 DIVERGES = """

@@ -27,7 +27,7 @@ from torch import Tensor
 from lockstep.callbacks._support.files import replacing
 from lockstep.callbacks._support.printing import safe_print
 from lockstep.callbacks._support.tables import columns
-from lockstep.strategies.launch.launcher import RankTraceback
+from lockstep.strategies.launch.failure import RankTraceback
 from lockstep.trainer.arguments import TrainerArguments
 from lockstep.trainer.cli import config
 from lockstep.trainer.cli.config import ConfigError, Resolved, Run

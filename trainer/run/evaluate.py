@@ -15,7 +15,7 @@ from lockstep.callbacks._support.printing import safe_print
 from lockstep.strategies.base import StepHooks
 from lockstep.strategies.checkpoint_state import pack, unpack
 from lockstep.strategies.data.sharded_loader import ShardedLoader
-from lockstep.strategies.launch.launcher import set_phase
+from lockstep.strategies.launch.phase import set_phase
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.checkpoint.snapshot import load_extra, restore_weights
 from lockstep.trainer.metrics.entry import Reduced

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.base import StepHooks, StepResult, StepVote
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
-from lockstep.strategies.launch.launcher import set_phase
+from lockstep.strategies.launch.phase import set_phase
 from lockstep.trainer.run import evaluate, publish, saving
 from lockstep.trainer.run.guards import check_weight
 from lockstep.trainer.setup import prepare

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from lockstep.callbacks.base import Callback, Logger
-from lockstep.strategies.launch.launcher import current_phase, ends_well, set_phase, shortened
+from lockstep.strategies.launch.failure import ends_well, shortened
+from lockstep.strategies.launch.phase import current_phase, set_phase
 from lockstep.strategies.launch.watchdog import SETTING_UP, where
 from lockstep.strategies.modules.sharded_errors import explanation
 from lockstep.trainer.lightning_names import MODULE, missing

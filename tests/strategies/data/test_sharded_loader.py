@@ -32,8 +32,8 @@ from torch.utils.data import (
 
 from lockstep.strategies import DDP
 from lockstep.strategies.data.permutation import Permutation
+from lockstep.strategies.data.randomness import Randomness
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window, guess_batch_size
-from lockstep.strategies.data.workers import Randomness
 
 Pieces = list[list[list[tuple[list[int], int]]]]
 

@@ -27,9 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.strategies.launch import environment
-from lockstep.strategies.launch import launcher as processes
-from lockstep.strategies.launch.launcher import RankFailure, RankTraceback, launch, set_phase
+from lockstep.strategies.launch import environment, process_group
+from lockstep.strategies.launch.failure import RankFailure, RankTraceback
+from lockstep.strategies.launch.launcher import launch
+from lockstep.strategies.launch.phase import set_phase
 
 pytestmark = pytest.mark.ranks
 
@@ -126,7 +127,7 @@ def recorded_pids(folder: Path) -> list[int]:
 def join() -> environment.World:
     world = environment.detect()
     assert world is not None
-    processes.init_process_group(world, timeout_s=60)
+    process_group.init_process_group(world, timeout_s=60)
     return world
 
 
@@ -160,9 +161,9 @@ def whereabouts(x: int) -> dict[str, Any]:
         "server": os.getppid(),
         "x": x,
     }
-    processes.destroy_process_group()
+    process_group.destroy_process_group()
     assert not dist.is_initialized()
-    processes.destroy_process_group()
+    process_group.destroy_process_group()
     return facts
 
 
@@ -293,10 +294,11 @@ def test_a_program_that_ends_without_ranks_does_not_wait_for_the_imports_of_its_
     script = program("""
         import atexit, threading
         from contextlib import suppress
-        from lockstep.strategies.launch import forkserver, launcher as processes
+        from lockstep.strategies.launch import forkserver
+        from lockstep.strategies.launch.launcher import launch
         atexit.register(lambda: print(server.process.returncode))  # before what the launch registers, so run after it
         with suppress(TypeError):
-            processes.launch(print, (threading.Lock(),), 2)
+            launch(print, (threading.Lock(),), 2)
         server = forkserver._idle
     """)
     assert script.finish() == (0, f"{-signal.SIGKILL}\n", "")
@@ -436,7 +438,7 @@ def fail_in_step(folder: Path, kind: str) -> None:
             try:
                 raise ValueError("after a slow clean-up")
             finally:
-                processes.destroy_process_group()
+                process_group.destroy_process_group()
                 time.sleep(0.8)
         if kind == "exit":
             child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
@@ -490,7 +492,7 @@ def test_the_exception_of_the_culprit_comes_out(
     assert isinstance(caught.value.__cause__, RankTraceback)
     printed = "".join(traceback.format_exception(caught.value))
     assert printed.startswith(
-        "lockstep.strategies.launch.launcher.RankTraceback: rank 1, step 3, in training_step\nTraceback (most recent call last):\n"
+        "lockstep.strategies.launch.failure.RankTraceback: rank 1, step 3, in training_step\nTraceback (most recent call last):\n"
     )
     assert printed.index("in fail_in_step") < printed.index("direct cause of the following exception")
     assert len(printed.splitlines()) + len(capfd.readouterr().err.splitlines()) <= 60
@@ -603,7 +605,7 @@ def hang_in_flight() -> float:
         os._exit(0)
     work = dist.all_reduce(torch.ones(1), async_op=True)
     start = time.monotonic()
-    processes.destroy_process_group(timeout_s=1.0)
+    process_group.destroy_process_group(timeout_s=1.0)
     elapsed = time.monotonic() - start
     del work
     raise RuntimeError(f"left after {elapsed:.1f} s")
@@ -621,7 +623,7 @@ def drop_a_ddp_last() -> None:
         ddp(torch.ones(1, 2)).sum().backward()
         kept = torch.ones(4)
         dist.broadcast(kept, 0)
-        processes.destroy_process_group()
+        process_group.destroy_process_group()
         del ddp
 
 
@@ -772,14 +774,15 @@ def test_nothing_is_left_of_a_killed_launcher(program: Callable[[str], Program],
         import multiprocessing, os, signal, time
         from pathlib import Path
         import torch
-        from lockstep.strategies.launch import environment, launcher as processes
+        from lockstep.strategies.launch import environment, process_group
+        from lockstep.strategies.launch.launcher import launch
 
         def idle():
             Path("idle" + os.environ.get("RANK", "")).touch()
             time.sleep(100)
 
         def work(data):
-            processes.init_process_group(environment.detect())
+            process_group.init_process_group(environment.detect())
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             multiprocessing.get_context("fork").Process(target=idle).start()  # as a data loader worker
             Path("ready" + os.environ["RANK"]).touch()
@@ -790,11 +793,11 @@ def test_nothing_is_left_of_a_killed_launcher(program: Callable[[str], Program],
 
         keeper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,))
         keeper.start()  # started after the server, it would hold the launcher's end of the socket open
-        processes.launch(os.getppid, (), 2)
+        launch(os.getppid, (), 2)
         late = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,))
         late.start()
         Path("keepers").write_text(f"{keeper.pid} {late.pid}")
-        processes.launch(work, (torch.ones(1000),), 2)
+        launch(work, (torch.ones(1000),), 2)
     """)
     run.wait_for("ready0", "ready1", "idle0", "idle1", "keepers")
     assert len(run.left()) >= 8
@@ -852,14 +855,14 @@ LOOPBACKS = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007
 def meet(init_method: str | None) -> tuple[set[str], float]:
     world = environment.detect()
     assert world is not None
-    processes.init_process_group(replace(world, init_method=init_method or world.init_method), timeout_s=60)
+    process_group.init_process_group(replace(world, init_method=init_method or world.init_method), timeout_s=60)
     other = dist.new_group([0, 1], backend="gloo")
     total = torch.ones(1)
     dist.all_reduce(total, group=other)
     addresses = listening()
     where = [None] * 2
     dist.all_gather_object(where, addresses)
-    processes.destroy_process_group()
+    process_group.destroy_process_group()
     return {address for part in where if part for address in part}, total.item()
 
 
@@ -902,7 +905,7 @@ def wait_for_nobody() -> None:
     world = environment.detect()
     assert world is not None
     if world.rank == 0:
-        processes.init_process_group(world, timeout_s=1.0)
+        process_group.init_process_group(world, timeout_s=1.0)
     time.sleep(100)
 
 
@@ -914,16 +917,16 @@ def test_the_rendezvous_times_out() -> None:
 WORKER = """
     import os, signal, sys
     import torch, torch.distributed as dist
-    from lockstep.strategies.launch import environment, launcher as processes
+    from lockstep.strategies.launch import environment, process_group
     world = environment.detect()
-    processes.init_process_group(world, timeout_s=60)
+    process_group.init_process_group(world, timeout_s=60)
     total = torch.ones(1)
     dist.all_reduce(total)
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
     os.write(1, f"{world.launcher} {world.rank} of {world.world_size} sum {total.item()} {os.environ['GLOO_SOCKET_IFNAME']}\\n".encode())
-    processes.destroy_process_group()
+    process_group.destroy_process_group()
 """
 
 
@@ -970,7 +973,7 @@ def test_the_ranks_of_mpirun_meet_at_a_file_of_this_user_only(private_tmp: Path)
 def meet_as_mpi() -> float:
     world = environment.detect()
     assert world is not None
-    processes.init_process_group(replace(world, init_method=None, launcher="mpi"), timeout_s=30)
+    process_group.init_process_group(replace(world, init_method=None, launcher="mpi"), timeout_s=30)
     total = torch.ones(1)
     dist.all_reduce(total)
     return total.item()

@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import Trainer
-from lockstep.strategies.launch import environment, fault_injection, launcher, watchdog
-from lockstep.strategies.launch.launcher import RankFailure, RankTraceback, launch, set_phase
+from lockstep.strategies.launch import environment, fault_injection, process_group, sidecar, watchdog
+from lockstep.strategies.launch.failure import RankFailure, RankTraceback
+from lockstep.strategies.launch.launcher import launch
+from lockstep.strategies.launch.phase import set_phase
 from tests.trainer.toy import Net, data, loader, net, quiet
 
 pytestmark = pytest.mark.ranks
@@ -138,8 +140,8 @@ def test_the_end_of_prepare_data_is_a_sign() -> None:
 def test_a_rank_whose_import_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     blocks = "import os, time\ntime.sleep(600 if os.environ.get('RANK') == '1' else 0)\n"
     waits = (
-        "from lockstep.strategies.launch import environment, launcher\n"
-        "def work():\n    launcher.init_process_group(environment.detect(), 'gloo')\n"
+        "from lockstep.strategies.launch import environment, process_group\n"
+        "def work():\n    process_group.init_process_group(environment.detect(), 'gloo')\n"
     )
     (tmp_path / "blocking.py").write_text(blocks + waits)
     monkeypatch.syspath_prepend(tmp_path)
@@ -271,7 +273,7 @@ def wait_without_a_pause() -> None:
     """Rank 0 waits for rank 1, which sleeps, and computes meanwhile, as NCCL does."""
     world = environment.detect()
     assert world is not None
-    launcher.init_process_group(world)
+    process_group.init_process_group(world)
     if world.rank == 1:
         time.sleep(60)
     threading.Thread(target=lambda: [None for _ in itertools.count()], daemon=True).start()
@@ -286,13 +288,13 @@ def test_a_rank_that_waits_for_others_without_a_pause_does_not_compute() -> None
 
 
 def test_boards_lie_where_no_other_user_can_write() -> None:
-    folder = watchdog.private_folder()
+    folder = sidecar.private_folder()
     status = folder.stat()
     assert status.st_uid == os.getuid() and not status.st_mode & 0o077
     folder.chmod(0o755)
     try:
         with pytest.raises(RuntimeError, match=f"{folder}, which must be a folder that only this user may enter"):
-            watchdog.private_folder()
+            sidecar.private_folder()
     finally:
         folder.chmod(0o700)
 

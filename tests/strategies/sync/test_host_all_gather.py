@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.strategies.base import StepVote
-from lockstep.strategies.launch import environment, launcher
+from lockstep.strategies.launch import environment, launcher, process_group
+from lockstep.strategies.launch.failure import RankFailure
 from lockstep.strategies.sync import host_all_gather, host_all_gather_tree
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
@@ -29,7 +30,7 @@ def joined(work: Any, num_ranks: int, tree: bool = False, timeout_s: float = 30.
 def _on_rank(work: Any, tree: bool, timeout_s: float) -> Any:
     world = environment.detect()
     assert world is not None
-    launcher.init_process_group(world, "gloo", 20.0)
+    process_group.init_process_group(world, "gloo", 20.0)
     if tree and world.rank == 0:
         del os.memfd_create  # as on a system without it, or on another machine
     opened = host_all_gather.open_exchange(world.rank, world.world_size, 2, timeout_s)
@@ -37,7 +38,7 @@ def _on_rank(work: Any, tree: bool, timeout_s: float) -> Any:
     result = work(opened, world.rank)
     dist.barrier()
     opened.close()
-    launcher.destroy_process_group()
+    process_group.destroy_process_group()
     return result
 
 
@@ -114,7 +115,7 @@ def test_who_waits_learns_of_a_rank_that_has_ended(tree: bool, tmp_path: Path) -
             (tmp_path / "learned").write_text(str(error))
             raise
 
-    with pytest.raises(launcher.RankFailure, match="rank 1 exited with code 7"):
+    with pytest.raises(RankFailure, match="rank 1 exited with code 7"):
         joined(work, 2, tree)
     assert (tmp_path / "learned").read_text() == "rank 1 has ended: see its own error"
 
@@ -158,13 +159,13 @@ def deep(work: Any) -> None:
     def on_rank() -> None:
         world = environment.detect()
         assert world is not None
-        launcher.init_process_group(world, "gloo", 20.0)
+        process_group.init_process_group(world, "gloo", 20.0)
         links = host_all_gather_tree.Links(world.rank, world.world_size, 20.0, fanout=2)
         dist.barrier()
         work(links, world.rank)
         dist.barrier()
         links.close()
-        launcher.destroy_process_group()
+        process_group.destroy_process_group()
 
     launcher.launch(on_rank, (), NUM_DEEP)
 

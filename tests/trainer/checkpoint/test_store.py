@@ -814,7 +814,7 @@ ON_RANKS = (
     + """
 import itertools, threading
 from lockstep.strategies import FSDP
-from lockstep.strategies.launch.launcher import RankFailure
+from lockstep.strategies.launch.failure import RankFailure
 from lockstep.strategies.checkpoint_state import State
 
 rounds = int(sys.argv[2])

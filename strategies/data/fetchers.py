@@ -1,0 +1,271 @@
+"""Fetch a rank's batches by key, in the main process or in a DataLoader's worker: `Samples` from a map-style dataset,
+`Items` from an iterable-style one."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data._utils.worker as torch_worker
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate, get_worker_info
+
+from lockstep.strategies.data.batch_rows import guess_batch_size
+from lockstep.strategies.data.permutation import mix
+from lockstep.strategies.data.randomness import Randomness, announce, seed_all
+from lockstep.strategies.data.source import Share
+
+
+class Samples:
+    """Fetches the samples of a key `(epoch, position, indices)`, in the main process or in a worker."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int, one_by_one: bool) -> None:
+        self.dataset = dataset
+        self._collate_fn = collate_fn
+        self._seed = seed
+        self._one_by_one = one_by_one
+        inner = dataset
+        while type(inner) is Subset:
+            # A Subset always has `__getitems__`, which is a loop unless its dataset has one.
+            inner = inner.dataset
+        self._in_bulk = one_by_one and bool(getattr(inner, "__getitems__", None))
+        self._is_tensor = type(dataset) is torch.Tensor
+        self._tensors = _stacked(dataset) if one_by_one and collate_fn is default_collate else None
+        self.may_filter = self._tensors is None and (self._in_bulk or collate_fn is not default_collate)
+        """Whether the user's own function makes batches and so may leave samples out."""
+
+    def __getitem__(self, key: tuple[int, int, Any]) -> Any:
+        try:
+            epoch, position, indices = key
+            if self._tensors is not None:
+                rows = torch.from_numpy(np.array(indices))
+                try:
+                    batch = [tensor.index_select(0, rows) for tensor in self._tensors]
+                except (IndexError, RuntimeError):  # counted from the end, or none of the dataset's
+                    batch = [tensor[rows] for tensor in self._tensors]
+                return batch[0] if self._is_tensor else batch
+            dataset = self.dataset
+            if get_worker_info() is None:
+                if self._in_bulk:
+                    return self._collate_fn(dataset.__getitems__(indices))
+                return self._collate_fn([dataset[index] for index in indices] if self._one_by_one else dataset[indices])
+            if self._one_by_one and not self._in_bulk:
+                samples = []
+                for place, index in enumerate(indices, position):
+                    seed_all(mix(self._seed, epoch, place))
+                    samples.append(dataset[index])
+                return self._collate_fn(samples)
+            seed_all(mix(self._seed, epoch, position))
+            return self._collate_fn(dataset.__getitems__(indices) if self._in_bulk else dataset[indices])
+        except StopIteration as error:
+            raise escaped(error, f"reading {str(key[2])[:200]} of {type(self.dataset).__name__}") from error
+        except IndexError as error:
+            refuse_emptied(error, f"samples {str(key[2])[:200]} of {type(self.dataset).__name__}")
+            raise
+
+
+def _stacked(dataset: Any) -> Sequence[torch.Tensor] | None:
+    """The tensors of a dataset whose batches are rows of them, so that indexing gives at once what stacking samples
+    does; else None."""
+    tensors = (
+        (dataset,) if type(dataset) is torch.Tensor else dataset.tensors if type(dataset) is TensorDataset else None
+    )
+    if tensors is None or not all(
+        type(t) is torch.Tensor and t.layout == torch.strided and t.is_contiguous() and not t.requires_grad
+        for t in tensors
+    ):
+        return None
+    return tensors
+
+
+class Items:
+    """Fetches this rank's part of global micro-batch `number` for a key `(run, epoch, start, limit, number)`.
+
+    A new `run` opens the iterable again. Keys come with rising numbers, to one worker every so-many-th;
+    what is between is read and left to the others. Returns (batch, samples here, samples on all
+    ranks), the last of which is -1 after the end.
+    """
+
+    STATE = ("epoch", "samples", "micro_batches", "dataset", "random")
+
+    def __init__(
+        self,
+        dataset: Any,
+        share: Share,
+        batch_size: int | None,
+        collate_fn: Callable[[Any], Any] | None,
+        drop_last: bool,
+    ) -> None:
+        self.dataset = dataset
+        self.drop_last = drop_last
+        self._share = share
+        self._batch_size = batch_size
+        self._collate_fn = collate_fn
+        self._alone = bool(getattr(dataset, "shards_itself", False)) and collate_fn is not None
+        self._rank, self._size = (0, 1) if self._alone else (share.rank, share.size)
+        self._unit = (batch_size or 1) * self._size
+        self._run = -1
+        self._resume: Mapping[str, Any] | None = None
+        self.samples = 0
+        """Samples of the epoch read so far, over all ranks."""
+        self.micro_batches = 0
+        """Global micro-batches of the epoch read so far."""
+
+    def copy(self) -> Items:
+        return Items(self.dataset, self._share, self._batch_size, self._collate_fn, self.drop_last)
+
+    def __getitem__(self, key: tuple[int, int, int, int | None, int]) -> tuple[Any, int, int]:
+        try:
+            return self._fetch(key)
+        except StopIteration as error:
+            raise escaped(error, f"reading batch {key[4]} of {type(self.dataset).__name__}") from error
+        except IndexError as error:
+            refuse_emptied(error, f"samples of batch {key[4]} of {type(self.dataset).__name__}")
+            raise
+
+    def _fetch(self, key: tuple[int, int, int, int | None, int]) -> tuple[Any, int, int]:
+        run, epoch, start, limit, number = key
+        if run != self._run:
+            self._open(epoch, start, limit)
+            self._run = run
+        while True:
+            mine, num_samples, all_samples = self._read()
+            if all_samples < 0:
+                return None, 0, -1
+            self._number += 1
+            if self._alone or self._number > number:
+                break
+        if get_worker_info() is not None:
+            seed_all(mix(self._share.seed, epoch, self.micro_batches, *self._place))
+        batch = mine if self._batch_size is not None else mine[0]
+        return (batch if self._collate_fn is None else self._collate_fn(batch)), num_samples, all_samples
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Begin the next run where `state` was taken."""
+        self._resume = state
+
+    @property
+    def has_state(self) -> bool:
+        # The state of a stateful DataLoader is its own affair: it may hold what a checkpoint refuses.
+        return (
+            not isinstance(self.dataset, DataLoader)
+            and hasattr(self.dataset, "state_dict")
+            and hasattr(self.dataset, "load_state_dict")
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._run < 0 or not self.has_state:
+            return {}
+        values = (self._epoch, self.samples, self.micro_batches, self.dataset.state_dict(), self._apart.state_dict())
+        return dict(zip(self.STATE, values, strict=True))
+
+    def _open(self, epoch: int, start: int, limit: int | None) -> None:
+        state, self._resume = self._resume, None
+        self._place = (self._share.rank, getattr(get_worker_info(), "id", 0)) if self._alone else (self._share.rank,)
+        self._apart = Randomness(mix(self._share.seed, epoch, *(self._place if self._alone else ())))
+        self._epoch, self._limit = epoch, limit
+        self._number, self._ended = 0, False
+        self.samples = self.micro_batches = 0
+        announce(self.dataset, self._share.seed, epoch)
+        if state is not None:
+            self.dataset.load_state_dict(state["dataset"])
+            self.samples, self.micro_batches = state["samples"], state["micro_batches"]
+        with self._iterating():
+            self._items = iter(self.dataset)
+        if state is not None:
+            self._apart.load_state_dict(state["random"])
+        passed = 0
+        with self._iterating():
+            while self.samples < start and not self._ended:
+                item = next(self._items, _NOTHING)
+                if item is _NOTHING:
+                    self._ended = True
+                else:
+                    self.samples += self._weight(item)
+                    passed += 1
+        self.micro_batches += passed // self._unit
+
+    @contextmanager
+    def _iterating(self) -> Iterator[None]:
+        """Be to the dataset as on every other rank and worker: one process, one random state."""
+        info = torch_worker._worker_info
+        if not self._alone:
+            # A dataset that shares itself out over workers would drop what our own cut gives to the others.
+            torch_worker._worker_info = None
+        try:
+            with self._apart:
+                yield
+        finally:
+            torch_worker._worker_info = info
+
+    def _read(self) -> tuple[list[Any], int, int]:
+        if self._ended or (self._limit is not None and self.micro_batches >= self._limit):
+            return [], 0, -1
+        begin = self._rank * self._unit // self._size
+        end = begin + self._unit // self._size
+        mine: list[Any] = []
+        padding = None
+        items = num_samples = all_samples = 0
+        with self._iterating():
+            for item in islice(Once(self._items), self._unit):
+                weight = self._weight(item)
+                if begin <= items < end:
+                    mine.append(item)
+                    num_samples += weight
+                elif items == 0:
+                    padding = item
+                items += 1
+                all_samples += weight
+        self._ended = items < self._unit
+        if items == 0 or (self._ended and self.drop_last):
+            self._ended = True
+            return [], 0, -1
+        self.samples += all_samples
+        self.micro_batches += 1
+        return mine or [padding], num_samples, all_samples
+
+    def _weight(self, item: Any) -> int:
+        return guess_batch_size(item) if self._batch_size is None else 1
+
+
+class Once:
+    """Reads on in an iterator without asking it for another: one whose `__iter__` begins again would."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Once:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+
+def escaped(error: StopIteration, doing: str) -> RuntimeError:
+    """What to raise in place of a StopIteration of user code that would end our own iteration by mistake."""
+    frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
+    code = frame.f_code
+    where = f"{getattr(code, 'co_qualname', code.co_name)} ({code.co_filename}, line {line})"
+    return RuntimeError(
+        f"{where} raised StopIteration while {doing}, which would end the epoch silently; pass a default to next(), or "
+        "catch it"
+    )
+
+
+def refuse_emptied(error: IndexError, samples: str) -> None:
+    """Raise ValueError in place of torch's error for a collate function that has called `default_collate` without
+    samples."""
+    frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]
+    given = frame.f_locals.get("batch")
+    if frame.f_code.co_filename == default_collate.__code__.co_filename and isinstance(given, list) and not given:
+        raise ValueError(
+            f"the collate function drops all {samples}and calls default_collate with an empty list; return None if no "
+            "sample is left"
+        ) from error
+
+
+_NOTHING = object()
