@@ -369,16 +369,11 @@ def test_private_names_of_other_packages_are_listed() -> None:
 MAX_FILES = 15  # in a folder
 MAX_LINES = 400  # in a file; those that are longer may only shrink
 LONGER = {
-    "strategies/data/workers.py": 533,
     "strategies/deepspeed/engine.py": 562,
     "strategies/deepspeed/strategy.py": 614,
-    "strategies/launch/launcher.py": 450,
-    "strategies/launch/watchdog.py": 464,
     "strategies/mesh/axes.py": 552,
     "strategies/mesh/sharded.py": 581,
     "strategies/mesh/tensor_layout.py": 559,
-    "strategies/modules/optimizer_probe.py": 517,
-    "strategies/pipeline/staged_module.py": 729,
     "strategies/pipeline/strategy.py": 643,
 }
 MAX_FUNCTION_LINES = 60  # those that are longer may only shrink

@@ -56,7 +56,9 @@ class Absent(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Absent))
         kind = _kinds.get(func) or _kinds.setdefault(func, _kind(func))
@@ -82,9 +84,9 @@ class Absent(Tensor):
 
     def _refuse(self, why: str) -> NoReturn:
         raise RuntimeError(
-            f"{self.path} lies on stage {self.stage} of the pipeline, on another rank, and {why}; in a hook use "
+            f"{self.path} is on stage {self.stage} of the pipeline, on another rank, and {why}; in a hook use "
             "`with trainer.whole(module): ...` to see whole weights and gradients, or module.grad_norm(); "
-            "where a step needs it, use another strategy"
+            "if a step needs it, use another strategy"
         )
 
     @property

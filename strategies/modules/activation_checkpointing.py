@@ -27,7 +27,7 @@ def recompute(model: nn.Module, rule: Rule) -> None:
     found = match(model, rule, "activation_checkpointing")
     if not found:
         raise ValueError(
-            "activation_checkpointing needs blocks to compute again, but "
+            "activation_checkpointing needs blocks to recompute, but "
             f"{'the rule' if callable(rule) else repr(rule)} finds none in {type(model).__name__}; "
             "give their class or name, such as activation_checkpointing='net.*'"
         )

@@ -48,7 +48,7 @@ def match(model: nn.Module, rule: Rule, option: str) -> dict[str, nn.Module]:
         nothing = [item for item, names in matches.items() if not names]
         if nothing:
             raise ValueError(
-                f"{option} must name classes or submodules that have parameters, but {nothing[0]} is none in "
+                f"{option} must name classes or submodules that have parameters, but {nothing[0]} is not one of "
                 f"{type(model).__name__}; "
                 f"there are {', '.join(candidates[:6])}"
             )

@@ -27,7 +27,8 @@ def with_forward(cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.M
     def reduce(self: nn.Module, protocol: Any) -> Any:
         found: Any = super(made, self).__reduce_ex__(protocol)
         make, args, *rest = found
-        make = object.__new__ if make is copyreg.__newobj__ else make  # type: ignore[attr-defined]  # pickle lets that make no other class
+        if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+            make = object.__new__  # pickle lets the other make no other class
         return make, tuple(cls if arg is made else arg for arg in args), *rest
 
     made: type[nn.Module] = type(

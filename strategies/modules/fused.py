@@ -1,4 +1,4 @@
-"""torch's fused kernels for the optimizer step: one pass over the parameters, and a step can be skipped on the
+"""torch's fused kernels for the optimizer step: few launches for all parameters, and a step can be skipped on the
 device."""
 
 from __future__ import annotations

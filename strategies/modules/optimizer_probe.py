@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import copy
 import math
-import types
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.launch.rng import has_drawn, kept_streams, seed_streams, stream_states
+from lockstep.strategies.modules.optimizer_copy import (
+    Contents,
+    UnknownOptimizer,
+    closure_step,
+    duplicate,
+    make_it_move,
+    plain_step,
+)
 
 MAX_DIM = 136
 """Dimensions of the small tensors: above 128, up to which some optimizers take a matrix for a vector."""
@@ -61,10 +66,6 @@ def probe(optimizer: Optimizer) -> Finding:
             )
 
 
-class _Unknown(Exception):
-    """The optimizer cannot be copied without danger to the real one."""
-
-
 class _Trial(NamedTuple):
     """Where tensors were after the steps."""
 
@@ -79,9 +80,9 @@ class _Trial(NamedTuple):
 class _Probe:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._call: Callable[[Optimizer, Callable[[], Any]], Any] = _plain
+        self._call: Callable[[Optimizer, Callable[[], Any]], Any] = plain_step
         self._sparse = False
-        walk = _Walk(optimizer)
+        walk = Contents(optimizer)
         self._parameters = walk.parameters
         self._trimmed = self._trims(walk)
         self._generators: list[tuple[torch.Generator, Tensor]] = []
@@ -114,13 +115,13 @@ class _Probe:
     def _first(self) -> _Trial:
         """The reference, by the first way of calling `step` that works."""
         errors = []
-        for call, sparse in ((_plain, False), (_closed, False), (_plain, True)):
+        for call, sparse in ((plain_step, False), (closure_step, False), (plain_step, True)):
             self._call, self._sparse = call, sparse
             if sparse:  # slow, and no optimizer asks how large a sparse gradient is
                 self._draw(8)
             try:
                 return self._trial()
-            except _Unknown:
+            except UnknownOptimizer:
                 raise
             except Exception as error:
                 errors.append(error)
@@ -203,11 +204,11 @@ class _Probe:
         `changed` gives, by the index of a tensor, the elements whose gradients are others. `alone` says which of the
         tensors of each group stay. `pieces` cuts tensors.
         """
-        duplicate = _duplicate(self._optimizer, self._memo())
+        trial = duplicate(self._optimizer, self._memo())
         gradients: dict[int, list[Tensor]] = {}
         tensors: list[Tensor] = []
         index = 0
-        for g, (group, kept) in enumerate(zip(duplicate.param_groups, self._kept, strict=True)):
+        for g, (group, kept) in enumerate(zip(trial.param_groups, self._kept, strict=True)):
             chosen = [group["params"][i] for i in kept]
             stays: list[Tensor] = []
             for i, tensor in enumerate(chosen):
@@ -216,19 +217,20 @@ class _Probe:
                 if elements is not None:
                     signal = [torch.where(elements, -37.0 * s, s) for s in signal]
                 if alone is None or i in alone[g]:
-                    cut = [tensor] if pieces is None or not tensor.dim() else self._cut(duplicate, tensor, pieces)
+                    cut = [tensor] if pieces is None or not tensor.dim() else self._cut(trial, tensor, pieces)
                     stays += cut
                     for j, piece in enumerate(cut):
-                        gradients[id(piece)] = signal if piece is tensor else [pieces(s)[j] for s in signal]  # type: ignore[misc]
+                        own = signal if piece is tensor else [pieces(s)[j] for s in signal]  # type: ignore[misc]
+                        gradients[id(piece)] = own
                 index += 1
             group["params"][:] = stays
             if "param_names" in group:
                 group["param_names"] = [f"{g}.{i}" for i in range(len(stays))]
             tensors += stays
-            _make_it_move(group)
-        if callable(train := getattr(duplicate, "train", None)):
+            make_it_move(group)
+        if callable(train := getattr(trial, "train", None)):
             train()  # schedule-free optimizers
-        return self._steps(duplicate, tensors, gradients)
+        return self._steps(trial, tensors, gradients)
 
     def _steps(self, duplicate: Optimizer, tensors: list[Tensor], gradients: dict[int, list[Tensor]]) -> _Trial:
         before = [t.detach().clone() for t in tensors]
@@ -268,7 +270,7 @@ class _Probe:
 
     # ---- the copy --------------------------------------------------------------------------------------
 
-    def _trims(self, walk: _Walk) -> bool:
+    def _trims(self, walk: Contents) -> bool:
         """Whether a few parameters of each group can stand for all: nothing but the groups lists them."""
         if walk.elsewhere:
             return False
@@ -302,7 +304,8 @@ class _Probe:
                 shape, dtype, device = self._like(parameter)
 
                 def draw() -> Tensor:
-                    return torch.randn(shape, dtype=dtype, generator=generator).to(device)  # noqa: B023 - called at once
+                    value = torch.randn(shape, dtype=dtype, generator=generator)  # noqa: B023 - called at once
+                    return value.to(device)  # noqa: B023
 
                 self._values[id(parameter)], mean = draw(), draw()
                 self._signals.append([mean + 0.3 * draw() for _ in SCALES])  # noise around a mean, as in training
@@ -328,7 +331,7 @@ class _Probe:
             else:
                 value = value.clone()
             memo[id(parameter)] = nn.Parameter(value)
-        walk = _Walk(self._optimizer)
+        walk = Contents(self._optimizer)
         self._generators = [(each.clone_state(), each.get_state()) for each in walk.generators]
         memo.update({id(each): clone for each, (clone, _) in zip(walk.generators, self._generators, strict=True)})
         shapes = {tuple(parameter.shape) for parameter in self._parameters}
@@ -340,132 +343,6 @@ class _Probe:
                 small = small.full_tensor() if hasattr(small, "full_tensor") else small.clone()
                 memo[id(tensor)] = small.double() if small.is_floating_point() else small
         return memo
-
-
-class _Walk:
-    """What an optimizer holds: its parameters, other tensors, optimizers within. Raises _Unknown for what may reach the
-    real ones."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.parameters: list[Tensor] = []
-        self.tensors: list[Tensor] = []
-        self.optimizers: list[Optimizer] = []
-        self.generators: list[torch.Generator] = []
-        self.elsewhere = False
-        """Whether attributes list parameters too, or tensors that go with them."""
-        self._seen: set[int] = set()
-        self._owned: set[int] = set()
-        self._optimizer(optimizer)
-
-    def _optimizer(self, optimizer: Optimizer) -> None:
-        if id(optimizer) in self._seen:
-            return
-        self._seen.add(id(optimizer))
-        self.optimizers.append(optimizer)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in self._owned:
-                    self._owned.add(id(parameter))
-                    self.parameters.append(parameter)
-            self._seen.add(id(group["params"]))
-        for parameter, entry in list(optimizer.state.items()):
-            if isinstance(parameter, Tensor) and id(parameter) not in self._owned:
-                self.elsewhere = True
-            self._value(entry, "its state")
-        for name, value in optimizer.__dict__.items():
-            if name not in ("state", *_HOOKS, *_CALLS):
-                self._value(value, name)
-
-    def _value(self, value: Any, name: str) -> None:
-        if isinstance(value, Tensor):
-            if id(value) in self._owned or isinstance(value, nn.Parameter):
-                self.elsewhere = True
-                if id(value) not in self._owned:
-                    self._owned.add(id(value))
-                    self.parameters.append(value)
-            else:
-                self.tensors.append(value)
-            return
-        if id(value) in self._seen or isinstance(value, str | bytes | int | float | complex | type(None) | type):
-            return
-        self._seen.add(id(value))
-        if isinstance(value, Optimizer):
-            self._optimizer(value)
-        elif isinstance(value, torch.Generator):
-            self.generators.append(value)
-        elif isinstance(value, nn.Module):
-            self._value([*value.parameters(), *value.buffers()], name)
-        elif isinstance(value, types.FunctionType | types.MethodType):
-            if getattr(value, "__closure__", None) or getattr(value, "__self__", None) is not None:
-                raise _Unknown(f"its {name} is a function that may reach the real parameters")
-        elif isinstance(value, Mapping):
-            for key, item in value.items():
-                self._value(item, str(key) if isinstance(key, str) else name)
-        elif isinstance(value, list | tuple | set | frozenset):
-            self.elsewhere |= any(
-                isinstance(item, Tensor) and item.dim() > 0 for item in value
-            )  # one a parameter, by its place
-            for item in value:
-                self._value(item, name)
-        elif hasattr(value, "__dict__") and not isinstance(value, _SHARED):
-            for key, item in vars(value).items():
-                self._value(item, f"{name}.{key}")
-
-
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-_CALLS = ("step", "zero_grad", "_warned_capturable_if_run_uncaptured")
-_SHARED = (dist.ProcessGroup, torch.device, types.ModuleType)
-
-
-def _duplicate(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """A deep copy without hooks, and without what replaces `step` on the object. `copy.deepcopy` of an optimizer leaves
-    out its attributes."""
-    own = optimizer.__dict__.get("step")
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
-        raise _Unknown("its step is replaced on the object")
-    found = _Walk(optimizer).optimizers
-    empties = [object.__new__(type(each)) for each in found]
-    memo.update({id(each): empty for each, empty in zip(found, empties, strict=True)})
-    for each, empty in zip(found, empties, strict=True):
-        for name, value in each.__dict__.items():
-            if name in _HOOKS:
-                empty.__dict__[name] = OrderedDict()
-            elif name not in _CALLS:
-                empty.__dict__[name] = value if isinstance(value, _SHARED) else copy.deepcopy(value, memo)
-    return empties[0]
-
-
-def _plain(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-    return _step_of(optimizer)(optimizer)
-
-
-def _closed(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-    return _step_of(optimizer)(optimizer, closure)
-
-
-def _step_of(optimizer: Optimizer) -> Callable[..., Any]:
-    """The class's `step`, without hooks that are registered for all optimizers."""
-    step = type(optimizer).step
-    return step.__wrapped__ if hasattr(step, "hooked") else step  # type: ignore[attr-defined]
-
-
-def _make_it_move(group: dict[str, Any]) -> None:
-    """A schedule may begin with a rate of zero, under which everything looks alike."""
-    rate = group.get("lr")
-    if isinstance(rate, Tensor):
-        if float(rate) < 1e-4:
-            rate.fill_(1e-3)
-    elif isinstance(rate, int | float) and rate < 1e-4:
-        group["lr"] = 1e-3
-    if "capturable" in group:
-        group["capturable"] = False
 
 
 def _halves(tensor: Tensor) -> list[Tensor]:

@@ -33,7 +33,7 @@ def side_effect_free(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, value in values:
-                buffer.data.copy_(value)  # a walk back may still need the buffer, and must not find it changed
+                buffer.data.copy_(value)  # a backward may still need the buffer, and must not find it changed
         for module, attributes, buffers in before:
             for key in [key for key in vars(module) if _is_state(key) and key not in attributes]:
                 del vars(module)[key]

@@ -61,5 +61,5 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 OF_ZERO = ("ds_", "applied_pre_backward")
-"""How the names of counters begin by which ZeRO-3 walks back."""
+"""How the names of counters begin by which ZeRO-3 runs its backward."""
 _OF_TORCH = frozenset(vars(nn.Module()))

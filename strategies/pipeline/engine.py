@@ -1,6 +1,6 @@
 """A schedule of torch.distributed.pipelining around the user's step.
 
-The stages are torch's, with the shapes of a rehearsal; the forward of each is the user's step as far as the stage
+The stages are torch's, with the shapes of shape inference; the forward of each is the user's step as far as the stage
 goes, and that of the last returns the weighted loss.
 """
 
@@ -25,7 +25,8 @@ from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
 from lockstep.strategies.pipeline.microbatches import Feed
 from lockstep.strategies.pipeline.schedules import Schedule
-from lockstep.strategies.pipeline.staged_module import Layout, Staged
+from lockstep.strategies.pipeline.shape_inference import Layout
+from lockstep.strategies.pipeline.staged_module import Staged
 from lockstep.strategies.precision import Precision
 from lockstep.strategies.step import detach, weighted_losses
 
@@ -133,8 +134,8 @@ class Engine:
         """The part of the global mean that this part's loss makes."""
         if feed.hooks.parameters is not None and isinstance(output, Mapping) and "loss" not in output:
             raise ValueError(
-                "a pipeline walks back once a step, so training_step must return one loss for all optimizers; join the "
-                "losses, or use another strategy"
+                "a pipeline runs backward once a step, so training_step must return one loss for all optimizers; join "
+                "the losses, or use another strategy"
             )
         losses, count = weighted_losses(output, num_samples, feed.scale, None)
         feed.tally.count += count
@@ -247,7 +248,7 @@ class WindowStage(OpenStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None: ...
     def _post_metadata_inference_cleanup(
         self,
-    ) -> None: ...  # shapes come from a rehearsal, so nothing has run that would leave traces
+    ) -> None: ...  # shapes are inferred, so nothing has run that would leave traces
 
 
 def _nothing(like: Tensor, received: tuple[Tensor, ...], device: torch.device) -> Tensor:

@@ -42,7 +42,7 @@ class StepState:
         self._tensors = [t for m in self._outside if not _measures(m) for t in _tensors_of(m)]
         self._layer_tensors = [t for m in own if not _measures(m) for t in _tensors_of(m)]
         self.pads = False
-        """Whether the step is rehearsed in the place of a run, as this rank has no samples."""
+        """Whether this rank has no samples, so that the step runs for its shapes only."""
         self._start: _Numbers = {}
         self._end: _Numbers | None = None
         self._called: _Numbers | None = None
@@ -112,7 +112,7 @@ class StepState:
 
     @contextmanager
     def padding(self) -> Iterator[None]:
-        """Around a rehearsal of the step on a rank that has no samples, which must not leave numbers behind."""
+        """Around a run of the step on a rank that has no samples, which must not leave numbers behind."""
         self.pads = True
         try:
             yield
@@ -120,7 +120,7 @@ class StepState:
             self.pads = False
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def side_effect_free(self) -> Iterator[None]:
         """Around a run of the step that leaves nothing behind."""
         numbers, lists = _numbers(self._outside), [(held, len(held)) for _, _, held in _lists(self._outside)]
         try:

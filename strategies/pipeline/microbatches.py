@@ -57,7 +57,7 @@ class Feed:
 
 
 def runs(micro_batch: MicroBatch, num_parts: int) -> list[list[Part]]:
-    """A micro-batch as runs of parts of equal size; a second run where the number of samples is no multiple."""
+    """A micro-batch as runs of parts of equal size; a second run for the rest."""
     n = micro_batch.num_samples
     if not n:
         return []

@@ -50,7 +50,7 @@ def cut(model: nn.Module, module: str | None = None) -> Cut:
     outside = next((n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside), None)
     if outside is not None:
         raise ValueError(
-            f"every trainable parameter must lie in the pipelined module, but {outside} lies outside of {name!r}; "
+            f"every trainable parameter must be in the pipelined module, but {outside} is outside of {name!r}; "
             "move it inside, freeze it, or name a module that holds both"
         )
     layers: list[Layer] = []
@@ -65,8 +65,8 @@ def stages(
     """The stage of each layer: contiguous, none empty.
 
     `split` names the layers with which stages 1, 2, ... begin; otherwise the most expensive stage is made as
-    cheap as possible by `costs` (by default a layer's number of parameters). Raises ValueError where there are
-    too few layers, for a name that is no layer, and for a parameter that two stages would share.
+    cheap as possible by `costs` (by default a layer's number of parameters). Raises ValueError if there are
+    too few layers, for a name that is not a layer's, and for a parameter that two stages would share.
     """
     names = [layer.name for layer in parts.layers]
     if len(names) < num_stages:
@@ -170,7 +170,7 @@ def _found(model: nn.Module) -> tuple[str, nn.Module]:
             places = sorted({n.split(".")[0] for n in trainable.values()})
             raise ValueError(
                 f"a pipeline needs one module that holds every trainable parameter and is called once a step, "
-                f"but they lie in {', '.join(places)} of {type(model).__name__}, "
+                f"but they are in {', '.join(places)} of {type(model).__name__}, "
                 "which has no forward; put them into one submodule, or define forward and call self(...) in "
                 "training_step"
             )
@@ -210,7 +210,7 @@ def _index(names: list[str], net: str, wanted: str) -> int:
         if candidate in names:
             return names.index(candidate)
     raise ValueError(
-        f"split must name layers that have parameters, but {wanted!r} is none; the layers are {', '.join(names)}"
+        f"split must name layers that have parameters, but {wanted!r} is not among them; the layers are {', '.join(names)}"
     )
 
 
@@ -231,8 +231,7 @@ def _refuse_shared(parts: Cut, stage_of: list[int]) -> None:
         if other != stage:
             raise ValueError(
                 f"stages of a pipeline cannot share a parameter, but {name} on stage {stage} is {first} on stage "
-                f"{other}; "
-                "untie them, or choose split so that both lie on one stage"
+                f"{other}; untie them, or choose split so that both are on one stage"
             )
 
 

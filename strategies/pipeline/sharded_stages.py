@@ -1,4 +1,4 @@
-"""The stages of several pipelines cut over their ranks: torch's fully_shard on each layer of a stage.
+"""The stages of several pipelines sharded over their ranks: torch's fully_shard on each layer of a stage.
 
 Parameters are gathered once a window, before its first forward, and gradients are exchanged once, after the last
 backward: how often a schedule runs in between may differ from rank to rank.
@@ -14,11 +14,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 from lockstep.strategies.mesh.axes import Structure, sum_gradients_of
-from lockstep.strategies.pipeline.staged_module import Stage, Staged
+from lockstep.strategies.pipeline.stage_run import Stage
+from lockstep.strategies.pipeline.staged_module import Staged
 
 
 class Shards:
-    """The layers of one rank's stages, cut over `mesh`, whose last dimension shards and whose first, of two,
+    """The layers of one rank's stages, sharded over `mesh`, whose last dimension shards and whose first, of two,
     replicates."""
 
     def __init__(self, staged: Staged, mesh: DeviceMesh) -> None:

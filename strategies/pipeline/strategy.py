@@ -425,7 +425,7 @@ class Pipeline(SPMDStrategy):
         assert isinstance(wrapped, Staged)
         with shown(*optimizers.values()):
             state = gather_state(wrapped.model, optimizers, self.local_shard)
-        own = {name: value for name, value in state.meta["model"].items() if wrapped.is_here(name)}
+        own = {name: value for name, value in state.meta["model"].items() if wrapped.tensors.is_here(name)}
         foreign = {f"model/{name}" for name in state.meta["model"].keys() - own}
         groups = {
             name for name in state.tensors if name.startswith("optimizer/") and name.count("/") == 2
@@ -529,7 +529,7 @@ class Pipeline(SPMDStrategy):
                 )
         names = parameter_names(wrapped.model)
         for i, group in enumerate(optimizer.param_groups if found.needs_all_groups else ()):
-            ranks = {wrapped.rank_of_name(names_of(p, names, key)) for p in group["params"]}
+            ranks = {wrapped.tensors.rank_of_name(names_of(p, names, key)) for p in group["params"]}
             if len(ranks) < self.num_stage_ranks:
                 raise ValueError(
                     f"{called} fails on a parameter group without parameters ({found.needs_all_groups}), "

@@ -26,7 +26,7 @@ def whole(wrapped: Staged, group: dist.ProcessGroup | None, optimizers: Iterable
         yield
         return
     model = wrapped.model
-    staged = wrapped.staged()
+    staged = wrapped.tensors.staged()
     have = torch.tensor([is_here(t) and t.grad is not None for _, t, _ in staged], dtype=torch.int8).to(wrapped.device)
     dist.all_reduce(have, dist.ReduceOp.MAX, group=group)
     made: dict[int, tuple[Tensor, Tensor]] = {}

@@ -488,7 +488,7 @@ def test_blocks_are_found_by_rule() -> None:
     assert list(find_blocks(model, lambda name, module: name == "body.1.up")) == ["body.1.up"]
     assert not find_blocks(model, None)
     with pytest.raises(
-        ValueError, match=r"wrap must name .* but 'blocks\.\*' is none in ModuleDict; there are body\.1\.norm"
+        ValueError, match=r"wrap must name .* but 'blocks\.\*' is not one of ModuleDict; there are body\.1\.norm"
     ):
         find_blocks(model, "blocks.*")
     model["body"][2].up.weight = model["body"][0].weight

@@ -311,15 +311,15 @@ def place(strategy: Strategy, model: nn.Module) -> None:
     [
         (
             lambda: SingleDevice(activation_checkpointing=True),
-            "needs blocks to compute again, but 'auto' finds none in Linear; give their class or name",
+            "needs blocks to recompute, but 'auto' finds none in Linear; give their class or name",
         ),
         (
             lambda: FSDP(wrap=None, activation_checkpointing=True),
-            "needs blocks to compute again, but None finds none in Linear",
+            "needs blocks to recompute, but None finds none in Linear",
         ),
         (
             lambda: DDP(activation_checkpointing="blocks.*"),
-            "activation_checkpointing must name classes or submodules that have parameters, but 'blocks.*' is none",
+            "activation_checkpointing must name classes or submodules that have parameters, but 'blocks.*' is not one of",
         ),
         (lambda: DDP(activation_checkpointing=lambda name, module: False), "but the rule finds none in Linear"),
         (
@@ -328,7 +328,7 @@ def place(strategy: Strategy, model: nn.Module) -> None:
         ),
         (
             lambda: Pipeline(schedule="zbv", activation_checkpointing=True),
-            "schedule='zbv' walks back to inputs and to each weight apart",
+            "schedule='zbv' runs backward to inputs and to each weight apart",
         ),
     ],
 )

@@ -463,10 +463,10 @@ def test_what_cannot_be_cut_is_named_before_anything_runs() -> None:
         stages(cut(tied), 2)
     outside = Model()
     outside.frozen.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"frozen.weight lies outside of 'inner.net'"):
+    with pytest.raises(ValueError, match=r"frozen.weight is outside of 'inner.net'"):
         cut(outside, "inner.net")
     scattered = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Linear(2, 2)})
-    with pytest.raises(ValueError, match=r"they lie in one, two of ModuleDict, which has no forward"):
+    with pytest.raises(ValueError, match=r"they are in one, two of ModuleDict, which has no forward"):
         cut(scattered)
     with pytest.raises(
         ValueError, match=r"module must name a submodule of Model, but module='net'; it has inner, frozen"
@@ -477,7 +477,7 @@ def test_what_cannot_be_cut_is_named_before_anything_runs() -> None:
     ):
         stages(cut(net()), 3)
     for split, message in (
-        (["block"], "'block' is none; the layers are"),
+        (["block"], "'block' is not among them; the layers are"),
         (["blocks.3", "blocks.1"], "in order, but split="),
         (["blocks.1", "blocks.2"], "stages 1 to 1 begin"),
     ):
@@ -569,8 +569,8 @@ def test_wrong_steps_are_told_what_is_wrong(run_ranks: Callable[..., Any]) -> No
         "never": (
             "ValueError: a pipelined module is called once a step, but the step returned a loss without calling net"
         ),
-        "layer by itself": "RuntimeError: net.first lies on another rank of the pipeline",
-        "order": "ValueError: net.norm is called after layers of stage 1, but lies on stage 0",
+        "layer by itself": "RuntimeError: net.first is on another rank of the pipeline",
+        "order": "ValueError: net.norm is called after layers of stage 1, but is on stage 0",
         "lbfgs": "ValueError: optimizer 'main' (LBFGS) cannot be stepped in a pipeline",
         "manual": "ValueError: a pipeline runs backward by its schedule",
         "batch": (
@@ -581,7 +581,7 @@ def test_wrong_steps_are_told_what_is_wrong(run_ranks: Callable[..., Any]) -> No
     found = run_ranks(refused, 2, [*expected])
     for how, message in expected.items():
         if how == "layer by itself":  # the first layer is on rank 0
-            assert "net.last lies on another rank" in found[how]
+            assert "net.last is on another rank" in found[how]
         else:
             assert found[how].startswith(message), found[how]
 
@@ -675,7 +675,7 @@ def held(options: dict[str, Any]) -> list[list[float]]:
         gradients = sum(p.grad.numel() for p in wrapped.parameters() if p.grad is not None)
         entries = optimizer.state.held.values()  # type: ignore[attr-defined]
         state = sum(value.numel() for entry in entries for value in entry.values() if value.dim())
-        (layout,) = wrapped._layouts.values()  # type: ignore[union-attr,operator]
+        (layout,) = wrapped.inference.known.values()  # type: ignore[union-attr,operator]
         sent = sum(message.num_bytes for message in layout.messages) * strategy.num_parts
         return strategy.all_gather(torch.tensor([parameters, gradients, state, sent])).tolist()
     finally:

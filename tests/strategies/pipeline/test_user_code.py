@@ -251,8 +251,8 @@ def test_what_needs_values_of_another_rank_is_refused_by_name(run_ranks: Callabl
     }
     found = run_ranks(told, 2, uses)
     for name, (first, second) in found.items():
-        assert first.startswith("net.2.weight lies on stage 1 of the pipeline") or name == "first layer", (name, first)
-        assert second.startswith("net.0.weight lies on stage 0 of the pipeline"), (name, second)
+        assert first.startswith("net.2.weight is on stage 1 of the pipeline") or name == "first layer", (name, first)
+        assert second.startswith("net.0.weight is on stage 0 of the pipeline"), (name, second)
         assert "trainer.whole(module)" in first
 
 
@@ -748,7 +748,7 @@ def test_gradients_of_the_last_stages_weights_are_exact_within_a_step() -> None:
     ("make", "message"),
     [
         (GradientsToInputs, "training_step asks for a gradient by torch.autograd.grad"),
-        (DecidesByValues, "it looks at values that layers have computed"),
+        (DecidesByValues, "it reads values that layers have computed"),
         (ReadsItsStep, "training_step has set self.mean"),
         (ReadsALayersInput, "training_step has set self.net.1.last"),
     ],

@@ -1,0 +1,148 @@
+"""Copy an optimizer without danger to the real one, and step the copy."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class UnknownOptimizer(Exception):
+    """The optimizer cannot be copied without danger to the real one."""
+
+
+class Contents:
+    """What an optimizer holds: its parameters, other tensors, optimizers within. Raises UnknownOptimizer for what may reach the
+    real ones."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.parameters: list[Tensor] = []
+        self.tensors: list[Tensor] = []
+        self.optimizers: list[Optimizer] = []
+        self.generators: list[torch.Generator] = []
+        self.elsewhere = False
+        """Whether attributes list parameters too, or tensors that go with them."""
+        self._seen: set[int] = set()
+        self._owned: set[int] = set()
+        self._optimizer(optimizer)
+
+    def _optimizer(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self._seen:
+            return
+        self._seen.add(id(optimizer))
+        self.optimizers.append(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._owned:
+                    self._owned.add(id(parameter))
+                    self.parameters.append(parameter)
+            self._seen.add(id(group["params"]))
+        for parameter, entry in list(optimizer.state.items()):
+            if isinstance(parameter, Tensor) and id(parameter) not in self._owned:
+                self.elsewhere = True
+            self._value(entry, "its state")
+        for name, value in optimizer.__dict__.items():
+            if name not in ("state", *_HOOKS, *_CALLS):
+                self._value(value, name)
+
+    def _value(self, value: Any, name: str) -> None:
+        if isinstance(value, Tensor):
+            if id(value) in self._owned or isinstance(value, nn.Parameter):
+                self.elsewhere = True
+                if id(value) not in self._owned:
+                    self._owned.add(id(value))
+                    self.parameters.append(value)
+            else:
+                self.tensors.append(value)
+            return
+        if id(value) in self._seen or isinstance(value, str | bytes | int | float | complex | type(None) | type):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Optimizer):
+            self._optimizer(value)
+        elif isinstance(value, torch.Generator):
+            self.generators.append(value)
+        elif isinstance(value, nn.Module):
+            self._value([*value.parameters(), *value.buffers()], name)
+        elif isinstance(value, types.FunctionType | types.MethodType):
+            if getattr(value, "__closure__", None) or getattr(value, "__self__", None) is not None:
+                raise UnknownOptimizer(f"its {name} is a function that may reach the real parameters")
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                self._value(item, str(key) if isinstance(key, str) else name)
+        elif isinstance(value, list | tuple | set | frozenset):
+            self.elsewhere |= any(
+                isinstance(item, Tensor) and item.dim() > 0 for item in value
+            )  # one a parameter, by its place
+            for item in value:
+                self._value(item, name)
+        elif hasattr(value, "__dict__") and not isinstance(value, _SHARED):
+            for key, item in vars(value).items():
+                self._value(item, f"{name}.{key}")
+
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+_CALLS = ("step", "zero_grad", "_warned_capturable_if_run_uncaptured")
+
+
+_SHARED = (dist.ProcessGroup, torch.device, types.ModuleType)
+
+
+def duplicate(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """A deep copy without hooks, and without what replaces `step` on the object. `copy.deepcopy` of an optimizer leaves
+    out its attributes."""
+    own = optimizer.__dict__.get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        raise UnknownOptimizer("its step is replaced on the object")
+    found = Contents(optimizer).optimizers
+    empties = [object.__new__(type(each)) for each in found]
+    memo.update({id(each): empty for each, empty in zip(found, empties, strict=True)})
+    for each, empty in zip(found, empties, strict=True):
+        for name, value in each.__dict__.items():
+            if name in _HOOKS:
+                empty.__dict__[name] = OrderedDict()
+            elif name not in _CALLS:
+                empty.__dict__[name] = value if isinstance(value, _SHARED) else copy.deepcopy(value, memo)
+    return empties[0]
+
+
+def plain_step(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    return _step_of(optimizer)(optimizer)
+
+
+def closure_step(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    return _step_of(optimizer)(optimizer, closure)
+
+
+def _step_of(optimizer: Optimizer) -> Callable[..., Any]:
+    """The class's `step`, without hooks that are registered for all optimizers."""
+    step = type(optimizer).step
+    return step.__wrapped__ if hasattr(step, "hooked") else step  # type: ignore[attr-defined]
+
+
+def make_it_move(group: dict[str, Any]) -> None:
+    """A schedule may begin with a rate of zero, under which everything looks alike."""
+    rate = group.get("lr")
+    if isinstance(rate, Tensor):
+        if float(rate) < 1e-4:
+            rate.fill_(1e-3)
+    elif isinstance(rate, int | float) and rate < 1e-4:
+        group["lr"] = 1e-3
+    if "capturable" in group:
+        group["capturable"] = False

@@ -1,0 +1,165 @@
+"""Which rank of a pipeline holds which parameters and buffers of the model; others have `Absent` tensors instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.strategies.modules.absent import Absent
+from lockstep.strategies.pipeline.partition import Cut
+
+
+class _Lost(NamedTuple):
+    """A parameter or buffer that is on another rank."""
+
+    module: nn.Module
+    name: str
+    value: Tensor | None
+    """A buffer that is not part of the state, as it was."""
+    absent: Absent
+
+
+class StageTensors:
+    """The parameters and buffers of `model` by stage and rank; see `Staged` for the arguments."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Cut,
+        stage_of: Sequence[int],
+        rank_of: Sequence[int],
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self._model, self._device = model, device
+        self._stage_of, self._rank_of, self._rank = stage_of, rank_of, rank
+        self._layers = parts.layers
+        self._owner = self._owners(parts)
+        self.beside_layers = [
+            (shell, name) for _, shell in parts.shells for name, p in shell._parameters.items() if p is not None
+        ]
+        """Parameters of the modules around the layers: module and name. They belong to the first stage."""
+        self._lost: list[_Lost] = []
+
+    def is_here(self, name: str) -> bool:
+        """Whether this rank answers for the tensor `name` of the model's state."""
+        return self.rank_of_name(name) == self._rank
+
+    def rank_of_name(self, name: str) -> int:
+        """The rank of the pipeline that answers for the tensor `name` of the model's state."""
+        return self._rank_of[self._owner[name]]
+
+    def staged(self) -> list[tuple[str, Tensor, int]]:
+        """Name, tensor and rank of each parameter and buffer that is on one stage, in the same order on all ranks.
+
+        Others, outside of the pipelined module or buffers beside layers, are on every rank.
+        """
+        stage_by_id = {id(lost.absent): lost.absent.stage for lost in self._lost}
+        stage_by_id.update((id(shell._parameters[name]), 0) for shell, name in self.beside_layers)
+        stage_by_id.update(self._stages_of_layers())
+        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        return [(name, t, self._rank_of[stage_by_id[id(t)]]) for name, t in named if id(t) in stage_by_id]
+
+    def replace_absent(self) -> None:
+        """Give up what other ranks hold and move the rest to the device."""
+        places = [
+            (child, name, stage)
+            for layer, stage in zip(self._layers, self._stage_of, strict=True)
+            if self._rank_of[stage] != self._rank
+            for child in layer.module.modules()
+            for name in (*child._parameters, *child._buffers)
+        ]
+        places += [] if self._rank_of[0] == self._rank else [(shell, name, 0) for shell, name in self.beside_layers]
+        known = {(id(module), name) for module, name, _ in places}
+        places += [  # names for the same parameter elsewhere
+            (module, name, -1)
+            for module in self._model.modules()
+            for name in (*module._parameters, *module._buffers)
+            if (id(module), name) not in known
+        ]
+        paths = {module: path for path, module in self._model.named_modules()}
+        made: dict[int, Absent] = {}
+        alive: list[Tensor] = []  # until all are listed, so that ids are distinct
+        for module, name, stage in places:
+            is_parameter = name in module._parameters
+            value = module._parameters[name] if is_parameter else module._buffers[name]
+            if value is None or (stage < 0 and id(value) not in made):
+                continue
+            alive.append(value)
+            if id(value) not in made:
+                path = f"{paths[module]}.{name}" if paths[module] else name
+                made[id(value)] = Absent(value, path, stage, self._device, is_parameter)
+            kept = value if name in module._non_persistent_buffers_set else None
+            self._lost.append(_Lost(module, name, kept, made[id(value)]))
+        for lost in self._lost:
+            _put(lost, None)
+        alive.clear()
+        self._model.to(self._device)
+        for lost in self._lost:
+            _put(lost, lost.absent)
+
+    def restore(self, values: Mapping[str, Tensor], shards: Any) -> None:
+        """Make all parameters plain ones on the CPU with `values`, the whole tensors by name.
+
+        `shards` are a `sharded_stages.Shards` if layers are sharded, else None.
+        """
+        for lost in self._lost:
+            _put(lost, None)
+        if shards is not None:
+            shards.scatter()
+            shards.undo()
+            self._make_plain(values)
+        self._model.to("cpu")
+        parameters: dict[Absent, nn.Parameter] = {}
+        for lost in self._lost:
+            if not lost.absent._is_param:
+                _put(lost, values.get(lost.absent.path, lost.value))
+                continue
+            if lost.absent not in parameters:
+                whole = nn.Parameter(values[lost.absent.path], requires_grad=lost.absent.requires_grad)
+                parameters[lost.absent] = whole
+            _put(lost, parameters[lost.absent])
+        self._model.load_state_dict(dict(values), strict=False)
+
+    def _make_plain(self, values: Mapping[str, Tensor]) -> None:
+        whole = {
+            id(p): nn.Parameter(values[name], requires_grad=p.requires_grad)
+            for name, p in self._model.named_parameters()
+        }
+        for module in self._model.modules():
+            module._parameters.update(
+                {name: None if p is None else whole[id(p)] for name, p in module._parameters.items()}
+            )
+
+    def _owners(self, parts: Cut) -> dict[str, int]:
+        """The stage that answers for each name of the model's state: the last one, whose step ends, for those outside
+        of the module."""
+        stage_by_id: dict[int, int] = {}
+        for _, shell in parts.shells:
+            stage_by_id.update(
+                (id(t), 0) for t in (*shell._parameters.values(), *shell._buffers.values()) if t is not None
+            )
+        stage_by_id.update(self._stages_of_layers())
+        owners = {}
+        for name, value in self._model.state_dict(keep_vars=True).items():
+            by_name = next(
+                (s for layer, s in zip(self._layers, self._stage_of, strict=True) if name.startswith(f"{layer.name}.")),
+                len(self._rank_of) - 1,
+            )
+            owners[name] = stage_by_id.get(id(value), by_name)
+        return owners
+
+    def _stages_of_layers(self) -> dict[int, int]:
+        """The stage of each tensor of a layer, by `id`."""
+        found: dict[int, int] = {}
+        for layer, stage in zip(self._layers, self._stage_of, strict=True):
+            found.update((id(t), stage) for t in (*layer.module.parameters(), *layer.module.buffers()))
+        return found
+
+
+def _put(lost: _Lost, value: Tensor | None) -> None:
+    holder: dict[str, Any] = lost.module._parameters if lost.absent._is_param else lost.module._buffers
+    holder[lost.name] = value
