@@ -369,8 +369,6 @@ def test_private_names_of_other_packages_are_listed() -> None:
 MAX_FILES = 15  # in a folder
 MAX_LINES = 400  # in a file; those that are longer may only shrink
 LONGER = {
-    "strategies/deepspeed/engine.py": 562,
-    "strategies/deepspeed/strategy.py": 614,
     "strategies/mesh/axes.py": 552,
     "strategies/mesh/sharded.py": 581,
     "strategies/mesh/tensor_layout.py": 559,
@@ -378,7 +376,6 @@ LONGER = {
 }
 MAX_FUNCTION_LINES = 60  # those that are longer may only shrink
 LONGER_FUNCTIONS = {
-    "strategies/deepspeed/engine.py:attach": 64,
     "strategies/dp.py:_in_slices": 73,
     "strategies/pipeline/strategy.py:_by_schedule": 69,
 }

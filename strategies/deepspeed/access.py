@@ -41,6 +41,7 @@ class Access:
         self.is_users = True
         self.hides_gradients = False
         """Whether the engine holds the gradient of a window, so that `.grad` is empty."""
+        self._outer: list[bool] = []
 
     @contextmanager
     def of_engine(self) -> Iterator[None]:
@@ -50,6 +51,14 @@ class Access:
             yield
         finally:
             self.is_users = before
+
+    def begin_engine(self, *_: Any) -> None:
+        """As a hook: the engine reads parameters until the matching `end_engine`."""
+        self._outer.append(self.is_users)
+        self.is_users = False
+
+    def end_engine(self, *_: Any) -> None:
+        self.is_users = self._outer.pop()
 
     def guard(self, name: str, parameter: nn.Parameter) -> None:
         """Watch a parameter that the engine holds, until `release`."""
@@ -128,7 +137,9 @@ class _Cut(_Guarded):
 
     def is_empty(self) -> bool:
         access = self.zero_access
-        return access is not None and access.is_users and self.ds_status.name == "NOT_AVAILABLE"  # type: ignore[attr-defined]
+        if access is None or not access.is_users:
+            return False
+        return self.ds_status.name == "NOT_AVAILABLE"  # type: ignore[attr-defined]
 
 
 def _ask_empty(parameter: _Cut, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -103,3 +103,40 @@ def _set(config: dict[str, Any], key: str, ours: Any, setting: str, always: bool
                 config[section] = {}
             config = config[section]
         config[last] = ours
+
+
+def complete(config: dict[str, Any], num_trained: int) -> None:
+    """Set in DeepSpeed's config what Lockstep does itself, and sizes that fit a model of `num_trained` elements."""
+    config |= {  # windows are weighted and gradients clipped here
+        "zero_allow_untested_optimizer": True,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+    }
+    # Elements besides those that a rank keeps.
+    at_once = min(500_000_000, max(2**23, num_trained // 16))
+    for name in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_reuse_distance"):
+        if not {name, name.removeprefix("stage3_")} & set(config["zero_optimization"]):
+            config["zero_optimization"][name] = at_once
+
+
+def check_batches(given: Mapping[str, int], accumulate: int, batch_size: int | None, data_size: int) -> None:
+    """Raise ValueError if the config says other batch sizes (`given`, by its keys) than the run has.
+
+    `batch_size` is the number of samples of all ranks in a step, None if it is unknown.
+    """
+    ours: dict[str, tuple[str, float | None]] = {
+        "gradient_accumulation_steps": ("accumulate_grad_batches", accumulate),
+        "train_batch_size": ("samples of all ranks in a step", batch_size),
+        "train_micro_batch_size_per_gpu": (
+            "samples of a rank in a micro-batch",
+            batch_size and batch_size / accumulate / data_size,
+        ),
+    }
+    for key, theirs in given.items():
+        what, value = ours[key]
+        if value is not None and theirs != value:
+            raise ValueError(
+                f"DeepSpeed's config has {key}={theirs}, but the run has {what}={value:g}; drop it from the config, or "
+                "give the run the same"
+            )

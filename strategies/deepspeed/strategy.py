@@ -1,11 +1,10 @@
-"""Optimizer state, gradients and parameters cut over the ranks: ZeRO stages 1, 2 and 3 of DeepSpeed's own engine."""
+"""Optimizer state, gradients and parameters sharded over the ranks: ZeRO stages 1, 2 and 3 of DeepSpeed's engine."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import importlib.util
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,27 +17,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Strategy, Topology
-from lockstep.strategies.checkpoint_state import (
-    HOW,
-    Reader,
-    State,
-    TensorShard,
-    check_names,
-    check_optimizers,
-    check_shape,
-    names_of,
-    pack,
-    parameter_names,
-    saved_groups,
-    unpack,
-)
+from lockstep.strategies.checkpoint_state import Reader, State, names_of, parameter_names
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
+from lockstep.strategies.deepspeed import checkpoint
 from lockstep.strategies.deepspeed import config as deepspeed_config
-from lockstep.strategies.deepspeed.engine import ZeroStep, no_trace
+from lockstep.strategies.deepspeed.checks import check_groups, check_optimizer, check_parameters, check_used
+from lockstep.strategies.deepspeed.zero_step import ZeroStep, no_trace
 from lockstep.strategies.launch import environment
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import shortened
-from lockstep.strategies.modules.optimizer_probe import probe
 from lockstep.strategies.precision import PRECISIONS
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import share_buffers
@@ -70,8 +57,8 @@ class DeepSpeed(SPMDStrategy):
     capabilities = Capabilities(
         preserves_memory_format=False,
         refuses={
-            "manual_optimization": "DeepSpeed's engine decides when gradients are reduced, so it cannot optimize manually; "
-            "set automatic_optimization = True, or use strategy='ddp'",
+            "manual_optimization": "DeepSpeed's engine decides when gradients are reduced, so it cannot optimize "
+            "manually; set automatic_optimization = True, or use strategy='ddp'",
             "parameter_state": "DeepSpeed partitions the weights that it steps; use strategy='ddp' or 'fsdp'",
             "several_optimizers": "DeepSpeed's engine steps one optimizer; return one from configure_optimizers, with "
             "parameter groups if rates differ, or use strategy='ddp'",
@@ -145,9 +132,7 @@ class DeepSpeed(SPMDStrategy):
         self._attached = self._clipped = self._steps = False
         self._batches = None
         super().teardown()
-        if (
-            "deepspeed.utils.groups" in sys.modules
-        ):  # the next engine of this process must not find groups that are gone
+        if "deepspeed.utils.groups" in sys.modules:  # the next engine must not find groups that are gone
             sys.modules["deepspeed.utils.groups"]._release_process_group_references()
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -167,41 +152,19 @@ class DeepSpeed(SPMDStrategy):
         ((key, optimizer),) = optimizers.items()
         config = copy.deepcopy(self._config)
         if not config.get("zero_allow_untested_optimizer"):
-            self._check_optimizer(optimizer)
-        scalar = next((name for name, p in wrapped.model.named_parameters() if not p.dim()), None)
-        if scalar is not None:
-            raise ValueError(
-                f"DeepSpeed cannot send a parameter without dimensions, which {scalar} is; give it the shape (1,)"
-            )
-        self._check_dtypes(wrapped.model)
+            check_optimizer(optimizer)
+        check_parameters(wrapped.model, self.precision)
+        check_groups(optimizer)
         names = parameter_names(wrapped.model)
         wrapped.groups = [[names_of(p, names, key) for p in group["params"]] for group in optimizer.param_groups]
-        trained = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
-        if [] in trained:
-            raise ValueError(
-                f"group {trained.index([])} of the optimizer has no trainable parameter, and ZeRO has nothing to cut there; leave the group out"
-            )
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._attached = True
         self._check_batches()
-        # Windows are weighted and gradients clipped here.
-        config |= {
-            "zero_allow_untested_optimizer": True,
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": 0.0,
-        }
-        at_once = min(500_000_000, max(2**23, sum(p.numel() for group in trained for p in group) // 16))
-        for name in (
-            "reduce_bucket_size",
-            "stage3_prefetch_bucket_size",
-            "stage3_max_reuse_distance",
-        ):  # elements beside those that a rank keeps
-            if not {name, name.removeprefix("stage3_")} & set(config["zero_optimization"]):
-                config["zero_optimization"][name] = at_once
+        deepspeed_config.complete(config, sum(p.numel() for p in trained))
         self._detach = wrapped.detach
         self._watch_changes(wrapped)
         device_index = self.topology.local_rank if self.topology.device.index is None else self.topology.device.index
-        wrapped.attach(optimizer, config, [p for group in trained for p in group], self.topology.device, device_index)
+        wrapped.attach(optimizer, config, trained, self.topology.device, device_index)
         if wrapped.stage > 1:
             self._order = wrapped.call_order = CallOrder(
                 self.topology.rank,
@@ -229,7 +192,7 @@ class DeepSpeed(SPMDStrategy):
             self._refuse("manual_optimization")
         wrapped.begin_window(hooks)
         try:
-            result = super().forward_backward(wrapped, step_fn, window, self._around_backward(wrapped, hooks))
+            result = super().forward_backward(wrapped, step_fn, window, wrapped.around_backward(hooks))
         finally:
             wrapped.access.is_users = True
         self._clipped = False
@@ -262,8 +225,8 @@ class DeepSpeed(SPMDStrategy):
     ) -> Tensor | None:
         if self._given_clip is not None and (value, algorithm) != (self._given_clip, "norm"):
             raise ValueError(
-                f"DeepSpeed's config has gradient_clipping={self._given_clip} (by norm), but the run has gradient_clip_val={value} "
-                f"and gradient_clip_algorithm={algorithm!r}; drop one of them"
+                f"DeepSpeed's config has gradient_clipping={self._given_clip} (by norm), but the run has "
+                f"gradient_clip_val={value} and gradient_clip_algorithm={algorithm!r}; drop one of them"
             )
         self._clipped = True
         gradients = self.local_gradients(wrapped)
@@ -283,12 +246,11 @@ class DeepSpeed(SPMDStrategy):
             self._refuse("closures")
         if self._given_clip is not None and not self._clipped:
             self.clip_gradients(wrapped, optimizer, self._given_clip)
-        if self._non_finite is not None and bool(
-            self._non_finite
-        ):  # a host synchronization: the engine cannot skip a step on the device
+        # A host synchronization, as the engine cannot skip a step on the device.
+        if self._non_finite is not None and bool(self._non_finite):
             wrapped.forget_gradients()
             return False
-        wrapped.adopt_weights()
+        wrapped.partitions.adopt_weights()
         self._steps = True
         try:
             with wrapped.access.of_engine():
@@ -311,53 +273,16 @@ class DeepSpeed(SPMDStrategy):
     # ---- 4. checkpointing ------------------------------------------------------------------------
 
     def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
-        """Each rank contributes its rows of every tensor; the tensors are gathered one at a time."""
         assert isinstance(wrapped, ZeroStep)
         if wrapped.engine is None:
             return super().state_dict(wrapped, optimizers)
-        wrapped.adopt_weights()
-        state, shared = State(), State()  # `shared`: what all ranks hold alike, rank 0 writes
-        model: dict[str, Any] = {}
-        for name, value in wrapped.model.state_dict(keep_vars=True).items():
-            if wrapped.cuts(value):
-                self._contribute(state, f"model/{name}", wrapped.whole(value))
-            packed = None if wrapped.cuts(value) else pack(value, f"model/{name}", shared.tensors)
-            model[name] = None if isinstance(value, Tensor) else packed
-        state.meta = {
-            "model": model,
-            "optimizers": {
-                key: self._optimizer_state(wrapped, optimizer, key, state, shared)
-                for key, optimizer in optimizers.items()
-            },
-        }
-        if self.topology.rank == 0:
-            state.tensors.update(shared.tensors)
-        return state
+        return checkpoint.save(wrapped, optimizers, self.topology)
 
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        """Each rank reads its own pieces only."""
         assert isinstance(wrapped, ZeroStep)
         if wrapped.engine is None:
             return super().load_state_dict(wrapped, optimizers, state)
-        own = wrapped.model.state_dict(keep_vars=True)
-        check_names(own, state)
-        extra = {}
-        with torch.no_grad():
-            for name, value in own.items():
-                if isinstance(value, Tensor):
-                    check_shape(name, wrapped.shape(value), state)
-                    wrapped.fill(value, functools.partial(_read_range, state, f"model/{name}", wrapped.shape(value)))
-                else:
-                    extra[name] = unpack(state.meta["model"][name], state.read)
-            if extra:
-                wrapped.model.load_state_dict(extra, strict=False)
-            if optimizers:
-                ((key, optimizer),) = optimizers.items()
-                check_optimizers(optimizers, state)
-                for group, saved in zip(optimizer.param_groups, saved_groups(state, key, wrapped.groups), strict=True):
-                    group.update({name: value for name, value in saved.items() if name not in ("params", *HOW)})
-                self._load_optimizer(wrapped, optimizer, key, state)
-            wrapped.refresh()
+        checkpoint.load(wrapped, optimizers, state)
 
     # ---- what the base class asks ------------------------------------------------------------------
 
@@ -371,7 +296,7 @@ class DeepSpeed(SPMDStrategy):
 
     def local_gradients(self, wrapped: nn.Module) -> list[Tensor]:
         assert isinstance(wrapped, ZeroStep)
-        return wrapped.gradients()
+        return wrapped.partitions.gradients()
 
     def end_backward(self, wrapped: nn.Module) -> None:
         assert isinstance(wrapped, ZeroStep)
@@ -381,12 +306,12 @@ class DeepSpeed(SPMDStrategy):
 
     def finish_gradients(self, wrapped: nn.Module) -> None:
         assert isinstance(wrapped, ZeroStep)
-        self._check_used(wrapped)
+        check_used(wrapped, None if self._agreement is None else self._agreement.gather, self.all_reduce)
         changed = self._changes.trainability() if self._changes is not None else []
         if changed:
             raise RuntimeError(
-                f"requires_grad was changed within a step ({', '.join(changed[:5])}), but DeepSpeed's engine is built for the "
-                "parameters that are trained when the run begins; use strategy='ddp' or 'fsdp'"
+                f"requires_grad was changed within a step ({', '.join(changed[:5])}), but DeepSpeed's engine is built "
+                "for the parameters that are trained when the run begins; use strategy='ddp' or 'fsdp'"
             )
         if self.topology.data_size > 1:
             torch._foreach_mul_(self.local_gradients(wrapped), self.topology.data_size)  # the engine averages
@@ -397,8 +322,8 @@ class DeepSpeed(SPMDStrategy):
         if wrapped.engine is None:
             return
         raise RuntimeError(
-            f"requires_grad of {shortened(names)} changed during the run, but ZeRO cuts what is trained when it starts; freeze "
-            "layers before fit, or use strategy='ddp' or 'fsdp'"
+            f"requires_grad of {shortened(names)} changed during the run, but ZeRO shards what is trained when it "
+            "starts; freeze layers before fit, or use strategy='ddp' or 'fsdp'"
         )
 
     @contextmanager
@@ -407,17 +332,17 @@ class DeepSpeed(SPMDStrategy):
         if wrapped.engine is None:
             yield
             return
-        with wrapped.unsharded():
+        with wrapped.partitions.unsharded(wrapped.has_gradients):
             yield
 
     def read_gradient(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
         assert isinstance(wrapped, ZeroStep)
-        return wrapped.gradient(parameter) if parameter.requires_grad else None
+        return wrapped.partitions.gradient(parameter) if parameter.requires_grad else None
 
     def write_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         assert isinstance(wrapped, ZeroStep)
         if gradient is not None:
-            wrapped.set_gradient(parameter, gradient)
+            wrapped.partitions.set_gradient(parameter, gradient)
         elif wrapped.has_gradients:  # all of them, at the first parameter
             wrapped.forget_gradients()
 
@@ -427,175 +352,14 @@ class DeepSpeed(SPMDStrategy):
 
     # ---- helpers -----------------------------------------------------------------------------------
 
-    def _around_backward(self, wrapped: ZeroStep, hooks: StepHooks) -> StepHooks:
-        """The user's hooks around a backward, which is the engine's time to read parameters."""
-
-        def before_backward(loss: Tensor) -> None:
-            if hooks.before_backward is not None:
-                hooks.before_backward(loss)
-            wrapped.access.is_users = False
-
-        def after_backward() -> None:
-            wrapped.access.is_users = wrapped.access.hides_gradients = True
-            if hooks.after_backward is not None:
-                hooks.after_backward()
-
-        return hooks._replace(
-            prepare=functools.partial(wrapped.each, hooks.prepare),
-            before_backward=before_backward,
-            after_backward=after_backward,
-        )
-
-    def _check_used(self, wrapped: ZeroStep) -> None:
-        """Raise RuntimeError for parameters that no rank used in this window: the engine would step them all the same.
-
-        And where ranks used them in different orders, by which they exchange tensors. Every rank calls it.
-        """
-        unused = wrapped.unused()
-        if self._agreement is not None:
-            said = self._agreement.gather(wrapped.order() * 2 + bool(unused))
-            if any(number // 2 != said[0] // 2 for number in said):
-                raise RuntimeError(
-                    f"ranks used the layers of {type(wrapped.model).__name__} in different orders or numbers, by which ZeRO-{wrapped.stage} "
-                    f"exchanges {'parameters and ' if wrapped.stage == 3 else ''}gradients, so those are wrong now; use the same layers "
-                    "for the samples of every rank, or strategy='ddp' or 'deepspeed_stage_1'"
-                )
-            if any(number % 2 for number in said):
-                used = torch.ones(len(wrapped.trained), device=self.topology.device)
-                used[unused] = 0
-                unused = (self.all_reduce(used, "max") == 0).nonzero()[:, 0].tolist()
-        if unused:
-            names = wrapped.names(unused)
-            raise RuntimeError(
-                f"these parameters got no gradient in a step, but ZeRO steps them with the others: {shortened(names)}; "
-                "use them in each step, freeze them before fit (requires_grad=False), or use strategy='ddp' or 'fsdp'"
-            )
-
-    def _check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise ValueError for an optimizer that would step flat pieces of the parameters differently from the whole."""
-        found = probe(optimizer)
-        if found.kind != "elementwise" or not found.flattens:
-            raise ValueError(
-                f"ZeRO hands {type(optimizer).__name__} flat pieces of the parameters, which is exact only if it treats each element by itself, "
-                f"and it does not, because {found.reason or 'it moves flattened tensors differently'}; use AdamW, SGD or another such optimizer, "
-                "strategy='ddp', or set zero_allow_untested_optimizer to true in DeepSpeed's config"
-            )
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-            raise ValueError(
-                f"{type(optimizer).__name__} has a step hook, which would see flat pieces of the parameters; remove the hook and override "
-                "on_before_optimizer_step or on_train_batch_end"
-            )
-
-    def _check_dtypes(self, model: nn.Module) -> None:
-        """Raise ValueError for parameters of a dtype that the engine would convert."""
-        wanted = self.precision.dtype
-        for name, parameter in model.named_parameters():
-            if parameter.dtype != wanted and (parameter.is_floating_point() or parameter.is_complex()):
-                raise ValueError(
-                    f"DeepSpeed keeps all parameters in {str(wanted).removeprefix('torch.')} under precision={self.precision.name!r}, but {name} "
-                    f"is {str(parameter.dtype).removeprefix('torch.')}; give it that dtype, or use strategy='fsdp' or 'ddp'"
-                )
-
     def _check_batches(self) -> None:
         """Compare DeepSpeed's config with the loader, once both are known."""
-        if not self._attached or self._batches is None:
-            return
-        accumulate, size = self._batches
-        ours: dict[str, tuple[str, float | None]] = {
-            "gradient_accumulation_steps": ("accumulate_grad_batches", accumulate),
-            "train_batch_size": ("samples of all ranks in a step", size),
-            "train_micro_batch_size_per_gpu": (
-                "samples of a rank in a micro-batch",
-                size and size / accumulate / self.topology.data_size,
-            ),
-        }
-        for key, theirs in self._given_batches.items():
-            what, value = ours[key]
-            if value is not None and theirs != value:
-                raise ValueError(
-                    f"DeepSpeed's config has {key}={theirs}, but the run has {what}={value:g}; drop it from the config, or give the run the same"
-                )
+        if self._attached and self._batches is not None:
+            deepspeed_config.check_batches(self._given_batches, *self._batches, self.topology.data_size)
 
     def _only_through_the_engine(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._steps:
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step was called, but it holds pieces that only DeepSpeed's engine may step; leave the step to the Trainer"
+                f"{type(optimizer).__name__}.step was called, but it holds pieces that only DeepSpeed's engine may "
+                "step; leave the step to the Trainer"
             )
-
-    def _contribute(self, state: State, name: str, whole: Tensor) -> None:
-        """Add this rank's rows of a tensor that all ranks hold."""
-        shape = tuple(whole.shape)
-        rows = shape[0] if shape and whole.numel() else 1
-        first, last = (
-            self.topology.rank * rows // self.topology.world_size,
-            (self.topology.rank + 1) * rows // self.topology.world_size,
-        )
-        if first < last:
-            mine = whole[first:last] if rows > 1 else whole
-            state.tensors[name] = TensorShard(
-                mine.detach().to("cpu", copy=True), shape, (first, *[0] * len(shape))[: len(shape)]
-            )
-
-    def _optimizer_state(
-        self, wrapped: ZeroStep, optimizer: Optimizer, key: str, state: State, shared: State
-    ) -> dict[str, Any]:
-        """Cut the flat tensors of the optimizer at parameters; returns the JSON part."""
-        entries: dict[str, Any] = {}
-        for name, parameter in wrapped.named_trained():
-            for k, v in optimizer.state.get(wrapped.flat(parameter), {}).items():
-                full = f"optimizer/{key}/{name}/{k}"
-                if isinstance(v, Tensor) and v.dim():
-                    self._contribute(state, full, wrapped.whole(parameter, v))
-                    v = {"$tensor": full}
-                else:
-                    v = pack(v, full, shared.tensors)
-                entries.setdefault(name, {})[k] = v
-        groups = [
-            {**group, "params": names} for group, names in zip(optimizer.param_groups, wrapped.groups, strict=True)
-        ]
-        return {
-            "param_groups": [
-                pack(group, f"optimizer/{key}/group{i}", shared.tensors) for i, group in enumerate(groups)
-            ],
-            "state": entries,
-        }
-
-    def _load_optimizer(self, wrapped: ZeroStep, optimizer: Optimizer, key: str, state: Reader) -> None:
-        """Put saved optimizer state, a tensor a parameter, into the flat tensors that the engine steps."""
-        saved = state.meta["optimizers"][key]["state"]
-        if not saved:
-            return
-        optimizer.state.clear()
-        for name, parameter in wrapped.named_trained():
-            if name not in saved:
-                raise ValueError(
-                    f"the checkpoint holds optimizer state, but none of {name}, and ZeRO steps all parameters together; use the strategy that saved it"
-                )
-            shape, flat = wrapped.shape(parameter), wrapped.flat(parameter)
-            entry = optimizer.state[flat]
-            for k, v in saved[name].items():
-                full = f"optimizer/{key}/{name}/{k}"
-                if isinstance(v, dict) and "$tensor" in v and k != "step" and tuple(state.shape(full)) == shape:
-                    if k not in entry:
-                        entry[k] = torch.zeros_like(flat)
-                    wrapped.fill(parameter, functools.partial(_read_range, state, full, shape), entry[k])
-                    continue
-                value = unpack(v, state.read)
-                if isinstance(value, Tensor) and (
-                    optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-                ):
-                    value = value.to(flat.device)
-                if not bool(entry.setdefault(k, value) == value):
-                    raise ValueError(
-                        f"the checkpoint's {k} of {name} is {value}, but {entry[k]} of others, and ZeRO keeps one for all; use the strategy that saved it"
-                    )
-
-
-def _read_range(state: Reader, name: str, shape: tuple[int, ...], offset: int, numel: int) -> Tensor:
-    """`numel` elements of a saved tensor from element `offset` on; reads the rows that hold them."""
-    if not shape or not numel:
-        return state.read(name).reshape(-1)[offset : offset + numel]
-    row = math.prod(shape[1:])
-    first, last = offset // row, -(-(offset + numel) // row)
-    rows = state.read(name, (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))
-    return rows.reshape(-1)[offset - first * row :][:numel]

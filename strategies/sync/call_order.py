@@ -12,8 +12,14 @@ from collections.abc import Callable, Sequence
 
 from lockstep.strategies.sync.host_all_gather import open_exchange
 
-GATHER, REDUCE, END_FORWARD, END_BACKWARD = range(4)
-_DOES = "uses {}", "reduces gradients of {}", "is done with its forward", "is done with its backward"
+GATHER, REDUCE, END_FORWARD, END_BACKWARD, GATHER_FOR_BACKWARD = range(5)
+_DOES = (
+    "uses {}",
+    "reduces gradients of {}",
+    "is done with its forward",
+    "is done with its backward",
+    "runs the backward of {}",
+)
 _EVENT = struct.Struct("<ddd")
 
 
@@ -28,7 +34,7 @@ class CallOrder:
         self, rank: int, world_size: int, timeout_s: float, name: Callable[[int], str], engine: str, instead: str
     ) -> None:
         self._rank = rank
-        self._exchange = open_exchange(rank, world_size, 3, timeout_s)
+        self._exchange = open_exchange(rank, world_size, 4, timeout_s)
         self._name, self._engine, self._instead = name, engine, instead
         self._hash = 0
 
@@ -41,10 +47,12 @@ class CallOrder:
         self._hash = zlib.crc32(_EVENT.pack(*mine), self._hash)
         if not self._exchange.peeks:
             return
-        self._exchange.post(*mine)
-        for rank, theirs in enumerate(self._exchange.peek()):
-            if theirs is not None and theirs != mine:
-                raise self._error(f": {self._words(mine)} on rank {self._rank}, {self._words(theirs)} on rank {rank}")
+        self._exchange.post(*mine, self._hash)  # the hash shows a difference whose own message is overwritten by now
+        for rank, message in enumerate(self._exchange.peek()):
+            if message is not None and message != (*mine, self._hash):
+                theirs = message[:3]
+                where = f": {self._words(mine)} on rank {self._rank}, {self._words(theirs)} on rank {rank}"
+                raise self._error("" if theirs == mine else where)
 
     def take(self) -> int:
         """A number of what was noted since the last call, equal on ranks that did the same."""
@@ -67,8 +75,6 @@ class CallOrder:
     def _error(self, what: str) -> RuntimeError:
         return RuntimeError(
             f"the ranks use different layers, or use them in different orders, in a step{what}; {self._engine} "
-            "exchanges "
-            "them in the order of their use: use the same layers in the same order on every rank (those without "
-            "samples "
-            f"on a batch of none), or {self._instead}"
+            "exchanges them in the order of their use: use the same layers in the same order on every rank (those "
+            f"without samples on a batch of none), or {self._instead}"
         )

@@ -1,0 +1,90 @@
+"""What DeepSpeed's engine cannot train exactly: refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.strategies.deepspeed.zero_step import ZeroStep
+from lockstep.strategies.modules.model_changes import shortened
+from lockstep.strategies.modules.optimizer_probe import probe
+from lockstep.strategies.precision import Precision
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise ValueError for an optimizer that would step flat pieces of the parameters differently from the whole."""
+    found = probe(optimizer)
+    if found.kind != "elementwise" or not found.flattens:
+        raise ValueError(
+            f"ZeRO hands {type(optimizer).__name__} flat pieces of the parameters, which is exact only if it treats "
+            f"each element by itself, and it does not, because "
+            f"{found.reason or 'it moves flattened tensors differently'}; use AdamW, SGD or another such optimizer, "
+            "strategy='ddp', or set zero_allow_untested_optimizer to true in DeepSpeed's config"
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ValueError(
+            f"{type(optimizer).__name__} has a step hook, which would see flat pieces of the parameters; remove the "
+            "hook and override on_before_optimizer_step or on_train_batch_end"
+        )
+
+
+def check_groups(optimizer: Optimizer) -> None:
+    """Raise ValueError for a parameter group in which nothing is trained."""
+    trained = [any(p.requires_grad for p in group["params"]) for group in optimizer.param_groups]
+    if not all(trained):
+        raise ValueError(
+            f"group {trained.index(False)} of the optimizer has no trainable parameter, and ZeRO has nothing to shard "
+            "there; drop the group"
+        )
+
+
+def check_parameters(model: nn.Module, precision: Precision) -> None:
+    """Raise ValueError for parameters that the engine cannot send, or would convert to another dtype."""
+    wanted = str(precision.dtype).removeprefix("torch.")
+    named = list(model.named_parameters())
+    scalar = next((name for name, parameter in named if not parameter.dim()), None)
+    if scalar is not None:
+        raise ValueError(
+            f"DeepSpeed cannot send a parameter without dimensions, which {scalar} is; give it the shape (1,)"
+        )
+    for name, parameter in named:
+        if parameter.dtype != precision.dtype and (parameter.is_floating_point() or parameter.is_complex()):
+            raise ValueError(
+                f"DeepSpeed keeps all parameters in {wanted} under precision={precision.name!r}, but {name} is "
+                f"{str(parameter.dtype).removeprefix('torch.')}; give it that dtype, or use strategy='fsdp' or 'ddp'"
+            )
+
+
+def check_used(
+    wrapped: ZeroStep,
+    gather: Callable[[float], Sequence[float]] | None,
+    all_reduce: Callable[[Tensor, str], Tensor],
+) -> None:
+    """Raise RuntimeError for parameters that no rank used in this window: the engine would step them all the same.
+
+    Also if ranks used them in different orders, by which they exchange tensors. `gather` is a number from every rank,
+    None if there is one rank. Every rank calls it.
+    """
+    unused = wrapped.unused()
+    if gather is not None:
+        said = gather(wrapped.order() * 2 + bool(unused))
+        if any(number // 2 != said[0] // 2 for number in said):
+            raise RuntimeError(
+                f"ranks used the layers of {type(wrapped.model).__name__} in different orders or numbers, by which "
+                f"ZeRO-{wrapped.stage} exchanges {'parameters and ' if wrapped.stage == 3 else ''}gradients, so "
+                "those are wrong now; use the same layers for the samples of every rank, or strategy='ddp' or "
+                "'deepspeed_stage_1'"
+            )
+        if any(number % 2 for number in said):
+            used = torch.ones(len(wrapped.trained), device=wrapped.engine.device)
+            used[unused] = 0
+            unused = (all_reduce(used, "max") == 0).nonzero()[:, 0].tolist()
+    if unused:
+        names = wrapped.names(unused)
+        raise RuntimeError(
+            f"these parameters got no gradient in a step, but ZeRO steps them with the others: {shortened(names)}; "
+            "use them in each step, freeze them before fit (requires_grad=False), or use strategy='ddp' or 'fsdp'"
+        )

@@ -1,0 +1,231 @@
+"""Where DeepSpeed's engine keeps weights, gradients and optimizer state, and how to read and change them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.strategies.deepspeed.access import Access
+
+
+class Partitions:
+    """What the engine keeps of `model` on this rank. `trained` are the parameters that the optimizer steps."""
+
+    def __init__(self, engine: Any, model: nn.Module, trained: list[nn.Parameter], access: Access) -> None:
+        self._engine, self._model, self._trained, self._access = engine, model, trained, access
+        self.stage = int(engine.zero_optimization_stage())
+        self._offloads = engine.zero_cpu_offload()
+        self._kept = [flat.grad for flat in self.flats()]
+        self._views = [] if self.stage == 3 else [(parameter, parameter.detach()) for parameter in trained]
+
+    def begin_window(self) -> None:
+        """Empty what the engine would add gradients to, or take for this window's."""
+        if self.stage == 3:
+            # a parameter without gradient would be stepped by its last one
+            self._engine.optimizer.grad_partitions_flat_buffer.zero_()
+        elif self._offloads:
+            for flat, gradient in zip(self.flats(), self._kept, strict=True):
+                flat.grad = gradient  # the optimizer's zero_grad has dropped the buffers that the engine copies into
+
+    @torch.no_grad()
+    def adopt_weights(self) -> None:
+        """Let the weights that the optimizer steps follow what user code has changed in the model's parameters.
+
+        Calls no collective. Where masters are more precise than parameters, only elements that were changed are taken
+        over.
+        """
+        optimizer, rank = self._engine.optimizer, dist.get_rank()
+        if self.stage == 3:
+            for parameter in optimizer.persistent_parameters:  # the others are not there to be changed
+                self._take_changes(parameter)
+            return
+        for parameter, view in self._views:
+            if parameter.data_ptr() != view.data_ptr():  # `.data` was assigned
+                view.copy_(parameter)
+                parameter.data = view
+        for parts, high in zip(optimizer.parallel_partitioned_bit16_groups, self.flats(), strict=True):
+            _take_changes(high, parts[rank])
+
+    def _take_changes(self, parameter: nn.Parameter) -> None:
+        """The same for one parameter under stage 3, if it is not empty."""
+        piece = self._piece(parameter, None)
+        with self._access.of_engine():
+            if piece is not None and parameter.numel():
+                low = parameter.detach().reshape(-1)[piece.offset : piece.offset + piece.source.numel()]
+                _take_changes(piece.source, low)
+
+    @contextlib.contextmanager
+    def unsharded(self, gathers: bool) -> Iterator[None]:
+        """Parameters, and with `gathers` the gradients of a window, are whole while it lasts; changes persist. Every
+        rank calls it."""
+        parameters = list(self._model.parameters())
+        self.adopt_weights()
+        cut = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+        hides = self._access.hides_gradients
+        with self._access.of_engine():
+            if cut:
+                cut[0].all_gather(param_list=cut)  # type: ignore[attr-defined]
+            for parameter in self._trained if gathers else ():
+                parameter.grad = self.gradient(parameter)
+        self._access.hides_gradients = hides and not gathers
+        try:
+            yield
+            with self._access.of_engine(), torch.no_grad():
+                for parameter in self._trained if gathers else ():
+                    if parameter.grad is None:
+                        raise RuntimeError(
+                            f"the gradient of {self._name_of(parameter)} was dropped, but ZeRO steps all parameters "
+                            "together; set it to zeros, or use strategy='ddp'"
+                        )
+                    self.set_gradient(parameter, parameter.grad)
+                for parameter in cut:
+                    if parameter.numel() < parameter.ds_numel:  # type: ignore[attr-defined]
+                        raise RuntimeError(
+                            "a layer was called within `whole`, which ends with that under ZeRO-3; call it outside"
+                        )
+                    self._take_changes(parameter)
+        finally:
+            self._access.hides_gradients = hides
+            with self._access.of_engine():
+                for parameter in self._trained if gathers else ():
+                    parameter.grad = None
+                if cut:
+                    cut[0].partition(param_list=cut, has_been_updated=True)  # type: ignore[attr-defined]
+        if cut:
+            self.refresh()
+        else:
+            self.adopt_weights()
+
+    @torch.no_grad()
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """All of the gradient that the optimizer will get. Every rank calls it."""
+        from deepspeed.utils import safe_get_full_grad
+
+        with self._access.of_engine():
+            held, parameter.grad = parameter.grad, None
+            gradient = safe_get_full_grad(parameter).to(parameter.dtype)
+            parameter.grad = held
+        return gradient
+
+    @torch.no_grad()
+    def set_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Let this be the gradient of a parameter, where it differs from what the optimizer would get."""
+        from deepspeed.utils import safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
+
+        with self._access.of_engine():
+            held, parameter.grad = parameter.grad, None
+            if self.stage < 3:
+                safe_set_full_grad(parameter, gradient.to(torch.float32))
+            else:  # what sets all of it asks for more elements than there are, where ranks hold different numbers
+                mine = safe_get_local_grad(parameter).clone()
+                piece = gradient.reshape(-1)[dist.get_rank() * mine.numel() :][: mine.numel()]
+                mine[: piece.numel()] = piece
+                safe_set_local_grad(parameter, mine)
+            parameter.grad = held
+
+    def flats(self) -> list[Tensor]:
+        """This rank's pieces of the weights as the optimizer steps them, several parameters in one tensor."""
+        optimizer = self._engine.optimizer
+        return optimizer.fp32_partitioned_groups_flat if self.stage == 3 else optimizer.single_partition_of_fp32_groups
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's pieces of the global gradient, once a window is through."""
+        if self._offloads:
+            if self._engine.device.type == "cuda":
+                torch.cuda.synchronize()  # the engine copies them to the host beside the backward
+            return [flat.grad for flat in self.flats()]  # type: ignore[misc]
+        return [gradient for group in self._engine.optimizer.averaged_gradients.values() for gradient in group]
+
+    def shape(self, tensor: Tensor) -> tuple[int, ...]:
+        return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+    def flat(self, parameter: nn.Parameter) -> Tensor:
+        """The flat tensor of this rank for the parameter's group; optimizer state is kept under it."""
+        if self.stage == 3:
+            optimizer = self._engine.optimizer
+            return self.flats()[optimizer.grad_position[optimizer.get_param_id(parameter)][0]]
+        return self.flats()[self._engine.optimizer._get_param_group_idx(parameter)]
+
+    def cuts(self, value: Any) -> bool:
+        """Whether ranks hold pieces of a parameter, or of what the optimizer steps in its place."""
+        return hasattr(value, "ds_id") or hasattr(value, "_hp_mapping")
+
+    def whole(self, tensor: Tensor, state: Tensor | None = None) -> Tensor:
+        """All of a parameter or buffer, or of `state` (a tensor like `flat`) of a parameter. Every rank calls it."""
+        piece = self._piece(tensor, state)
+        if piece is None:
+            return tensor.detach()
+        shape = self.shape(tensor)
+        buffer = torch.zeros(math.prod(shape), dtype=piece.source.dtype, device=self._engine.device)
+        buffer[piece.offset : piece.offset + piece.source.numel()] = piece.source.detach().to(buffer.device)
+        dist.all_reduce(buffer)
+        return buffer.view(shape)
+
+    def fill(self, tensor: Tensor, read: Callable[[int, int], Tensor], state: Tensor | None = None) -> None:
+        """Copy into this rank's piece what `read(offset, numel)` gives of the flattened tensor."""
+        piece = self._piece(tensor, state)
+        if piece is None:
+            tensor.copy_(read(0, tensor.numel()).view(tensor.shape))
+        elif piece.source.numel():
+            piece.source.copy_(read(piece.offset, piece.source.numel()))
+
+    def refresh(self) -> None:
+        """Let the parameters that the model computes with follow the weights that the optimizer steps. Every rank calls
+        it."""
+        optimizer = self._engine.optimizer
+        if self.stage < 3:
+            optimizer.update_lp_params()
+            return
+        for low, high in zip(optimizer.fp16_partitioned_groups_flat, self.flats(), strict=True):
+            low.copy_(high)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next(name for name, other in self._model.named_parameters() if other is parameter)
+
+    def _piece(self, tensor: Any, state: Tensor | None) -> _Piece | None:
+        """This rank's piece of a tensor, or None where every rank holds all of it."""
+        optimizer, rank = self._engine.optimizer, dist.get_rank()
+        if self.stage == 3:
+            if not hasattr(tensor, "ds_id"):
+                return None
+            source = tensor.ds_tensor
+            if optimizer.get_param_id(tensor) in optimizer.grad_position:
+                index, begin, numel = optimizer.grad_position[optimizer.get_param_id(tensor)]
+                source = (self.flats()[index] if state is None else state)[begin : begin + numel]
+            offset = rank * source.numel()
+            return _Piece(source[: max(0, tensor.ds_numel - offset)], offset)
+        if not hasattr(tensor, "_hp_mapping"):
+            return None
+        mapping = tensor._hp_mapping
+        if mapping is None:
+            return _Piece(self.flats()[0][:0], 0)
+        at, numel = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+        return _Piece(
+            (self.flats()[mapping.param_group_index] if state is None else state)[at : at + numel],
+            mapping.lp_fragment_address.start,
+        )
+
+
+class _Piece(NamedTuple):
+    source: Tensor
+    """A flat view of what this rank holds."""
+    offset: int
+    """Where it begins in the flattened tensor."""
+
+
+def _take_changes(high: Tensor, low: Tensor) -> None:
+    """Copy `low` into `high`, but for elements of which `low` is the rounded value."""
+    if high.dtype == low.dtype:
+        high.copy_(low)
+        return
+    low = low.to(high.device)
+    torch.where(high.to(low.dtype) == low, high, low.to(high.dtype), out=high)
