@@ -20,8 +20,7 @@ from lockstep.strategies.devices import resolve_accelerator
 from lockstep.strategies.launch.process_group import plain_group
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import shortened
-from lockstep.strategies.modules.side_effect_free import side_effect_free
-from lockstep.strategies.modules.step_state import numbers, refuse_changed_numbers
+from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
 from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import share_buffers

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.strategies.base import NO_HOOKS, Loss, Strategy, split_loss
 from lockstep.strategies.checkpoint_state import Reader, TensorShard
-from lockstep.strategies.modules.side_effect_free import side_effect_free
-from lockstep.strategies.modules.step_state import numbers, refuse_changed_numbers
+from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
 from lockstep.strategies.sync.collectives import sum_gradients
 
 

@@ -22,8 +22,7 @@ from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.deepspeed.access import Access
 from lockstep.strategies.deepspeed.partitions import Partitions
 from lockstep.strategies.modules.model_changes import own_backward
-from lockstep.strategies.modules.side_effect_free import side_effect_free
-from lockstep.strategies.modules.step_state import numbers, refuse_changed_numbers
+from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
 from lockstep.strategies.sync.call_order import END_FORWARD, GATHER, GATHER_FOR_BACKWARD, REDUCE, CallOrder
 
 

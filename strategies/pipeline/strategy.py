@@ -111,9 +111,8 @@ class Pipeline(SPMDStrategy):
         self.schedule = find_schedule(schedule, stages_per_rank)
         if self.schedule.splits_backward and activation_checkpointing is not False:
             raise ValueError(
-                f"schedule={schedule!r} walks back to inputs and to each weight apart, and activation_checkpointing "
-                "would compute a block again for each; "
-                "use 'gpipe', '1f1b', 'interleaved_1f1b' or 'looped_bfs'"
+                f"schedule={schedule!r} runs backward to inputs and to each weight apart, and activation_checkpointing "
+                "would recompute a block for each; use 'gpipe', '1f1b', 'interleaved_1f1b' or 'looped_bfs'"
             )
         if num_micro_batches is not None and (
             isinstance(num_micro_batches, bool) or not isinstance(num_micro_batches, int) or num_micro_batches < 1

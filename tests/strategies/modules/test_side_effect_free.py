@@ -9,7 +9,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lockstep.strategies.modules.step_state import numbers, refuse_changed_numbers
+from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers
 
 
 class Stateful(nn.Module):
