@@ -110,10 +110,8 @@ class ModelCheckpoint(Callback):
                 'filename="last" of ModelCheckpoint is reserved by save_last=True: choose another filename'
             )
         self.dirpath = self._given_dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
-        self.monitor = monitor
-        self.mode = mode
-        self.save_top_k = save_top_k
-        self.save_last = save_last
+        self.monitor, self.mode = monitor, mode
+        self.save_top_k, self.save_last = save_top_k, save_last
         self.save_weights_only = save_weights_only
         self.async_save = async_save
         self.every_n_train_steps = every_n_train_steps
@@ -122,9 +120,7 @@ class ModelCheckpoint(Callback):
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.auto_insert_metric_name = auto_insert_metric_name
         self.verbose = verbose
-        self.best_k_models = {}
-        self.last_model_path = ""
-        self.current_score = None
+        self.best_k_models, self.last_model_path, self.current_score = {}, "", None
         self._metric: MonitoredMetric | None = None
         if monitor not in (None, "step", "epoch"):
             self._metric = MonitoredMetric(monitor, "ModelCheckpoint", save_on_train_epoch_end)
