@@ -14,6 +14,7 @@ from lockstep.callbacks.monitors.throughput_monitor import ThroughputMonitor
 from lockstep.callbacks.profiler import Profiler
 from lockstep.callbacks.progress_bar import ProgressBar
 from lockstep.callbacks.timer import Timer
+from lockstep.callbacks.training.gradient_accumulation import GradientAccumulationScheduler
 from lockstep.callbacks.training.lr_scaling import LRScaling
 from lockstep.callbacks.training.lr_warmup import LRWarmup
 from lockstep.callbacks.training.weight_averaging import WeightAveraging
@@ -24,6 +25,7 @@ __all__ = [
     "ChannelsLast",
     "CommunicationLedger",
     "EarlyStopping",
+    "GradientAccumulationScheduler",
     "Guard",
     "LRScaling",
     "LRWarmup",

@@ -53,6 +53,7 @@ PUBLIC = {
         "ChannelsLast",
         "CommunicationLedger",
         "EarlyStopping",
+        "GradientAccumulationScheduler",
         "Guard",
         "LRScaling",
         "LRWarmup",

@@ -112,7 +112,8 @@ class Facts:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Micro-batches of each rank in one optimizer step."""
+        """Micro-batches of each rank in one optimizer step. Set in a run, it holds from the next epoch on, or from
+        this one in `on_train_epoch_start`; all ranks must set the same."""
         return self._run.accumulate_grad_batches
 
     @accumulate_grad_batches.setter
@@ -253,7 +254,7 @@ class Facts:
         run = self._run
         by_epochs = float("inf")
         if run.max_epochs is not None and run.windows_per_epoch is not None:
-            by_epochs = run.max_epochs * run.windows_per_epoch
+            by_epochs = sum(map(run.windows_in, range(run.max_epochs)))
         return by_epochs if run.max_steps is None else min(by_epochs, run.max_steps)
 
     @property

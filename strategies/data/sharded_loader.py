@@ -89,16 +89,12 @@ class ShardedLoader:
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank must be in [0, size), but rank is {rank} and size is {size}")
-        if accumulate < 1:
-            raise ValueError(
-                f"accumulate is the number of micro-batches of a window and must be at least 1, but it is {accumulate}"
-            )
         self.loader = loader
         """The loader as it was given."""
         self.dataset = getattr(loader, "dataset", loader)
         """The dataset of the loader; the loader itself where it has none."""
         self._shuffle = shuffle
-        self._source = source_of(loader, Share(rank, size, seed, accumulate, split), shuffle)
+        self._source = source_of(loader, Share(rank, size, seed, _positive(accumulate), split), shuffle)
         self._sum = sum_over_ranks
         self._last: Any = None
         """The last batch with a sample: padding where all samples of a later one are skipped."""
@@ -211,6 +207,16 @@ class ShardedLoader:
             f"(accumulate_grad_batches={share.accumulate} at its start); batches are counted as before"
         )
 
+    def set_accumulation(self, accumulate: int) -> None:
+        """Give the windows that follow another number of micro-batches. Every rank calls it alike, between epochs.
+
+        Raises ValueError for a number below 1, and if batches cannot be split so.
+        """
+        share = replace(self._source.share, accumulate=_positive(accumulate))
+        self._source = source_of(self.loader, share, self._shuffle)
+        if share.planned:
+            self._source.check_planned(0)
+
     def state_dict(self) -> dict[str, Any]:
         """The state of an iterable dataset that has its own, after the last window read; else {}.
 
@@ -283,6 +289,14 @@ class ShardedLoader:
                 yield Window(mine, shared % (1 << 32), self._source.batches_of(want))
         if empty:
             raise ValueError(f"the loader yielded no batch in epoch {epoch}: {self._source.describe()}")
+
+
+def _positive(accumulate: int) -> int:
+    if accumulate < 1:
+        raise ValueError(
+            f"accumulate is the number of micro-batches of a window and must be at least 1, but it is {accumulate}"
+        )
+    return accumulate
 
 
 __all__ = ["MicroBatch", "ShardedLoader", "Window", "guess_batch_size"]

@@ -59,6 +59,7 @@ class DeepSpeed(SPMDStrategy):
         refuses={
             "manual_optimization": "DeepSpeed's engine decides when gradients are reduced, so it cannot optimize "
             "manually; set automatic_optimization = True, or use strategy='ddp'",
+            "accumulation_schedule": "DeepSpeed's engine is built for one number; use strategy='ddp' or 'fsdp'",
             "parameter_state": "DeepSpeed partitions the weights that it steps; use strategy='ddp' or 'fsdp'",
             "several_optimizers": "DeepSpeed's engine steps one optimizer; return one from configure_optimizers, with "
             "parameter groups if rates differ, or use strategy='ddp'",

@@ -41,6 +41,11 @@ def fault(checkpoint: Checkpoint) -> str | None:
         return str(error)
     if progress["global_step"] != checkpoint.global_step:
         return f"progress.global_step is {progress['global_step']}, but {checkpoint.global_step} in the manifest"
+    accumulation = state.get("accumulation", {"at_start": 1, "now": 1})  # older versions saved none
+    if not _is_object(accumulation) or not all(
+        _WINDOWS["accumulate"](accumulation.get(k)) for k in ("at_start", "now")
+    ):
+        return "state.json has no valid accumulation"
     for part, whole in (
         ("batches_seen", "total_batches"),
         ("samples_seen", "total_samples"),

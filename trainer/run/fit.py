@@ -115,6 +115,8 @@ def _begin_epoch(run: RunState, module: Module, loop: FitLoop) -> tuple[bool, It
     if not progress.batches_seen:
         for hook in run.hooks.on_train_epoch_start:
             hook()
+        if run.accumulate_grad_batches != loop.train_loader.plan["accumulate"]:
+            prepare.change_accumulation(run, loop)
     stop = _agree_to_stop(run)
     if loop.val_every is not None and _validation_is_due(run, loop):  # the resumed checkpoint was saved just before it
         _validate(run, module, loop)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.callbacks.guard import Guard
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
+from lockstep.callbacks.training.gradient_accumulation import GradientAccumulationScheduler
 from lockstep.strategies.base import Strategy
 from lockstep.trainer.arguments import TrainerArguments
 from lockstep.trainer.checkpoint import store
@@ -55,6 +56,8 @@ class RunState:
     max_epochs: int | None
     max_steps: int | None
     accumulate_grad_batches: int
+    accumulation_at_start: int = field(default=1, init=False)
+    """`accumulate_grad_batches` when the run began; hooks may change it."""
 
     # ---- results, which the Trainer shows ------------------------------------------------------------
     progress: Progress = field(default_factory=Progress)
@@ -161,6 +164,14 @@ class RunState:
     @property
     def loggers(self) -> list[Logger]:
         return [item for item in self.callbacks if isinstance(item, Logger)]
+
+    def windows_in(self, epoch: int) -> int:
+        """Accumulation windows of an epoch, if the loader's length is known."""
+        assert self.windows_per_epoch is not None
+        schedule = next((item for item in self.callbacks if isinstance(item, GradientAccumulationScheduler)), None)
+        if schedule is None or self.arguments.split_batches:
+            return self.windows_per_epoch
+        return -(-int(self.num_training_batches) // schedule.accumulation_at(epoch, self.accumulation_at_start))
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:

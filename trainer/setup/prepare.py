@@ -190,11 +190,17 @@ def _train_loader(
             "fit needs training data: give train_dataloaders, or a DataModule or Module with train_dataloader"
         )
     overfit = arguments.overfit_batches
+    accumulate = run.accumulate_grad_batches
+    if plan is None:
+        run.accumulation_at_start = accumulate
+        saved = None if checkpoint is None else checkpoint.state.get("accumulation")
+        if checkpoint is not None and saved is not None and saved["at_start"] == accumulate:  # hooks had changed it
+            accumulate, run.accumulate_grad_batches = checkpoint.state["windows"]["accumulate"], saved["now"]
     loader = run.strategy.shard_loader(
         source,
         seed=derive(run.seed, "train"),
         shuffle=False if overfit else None,
-        accumulate=run.accumulate_grad_batches,
+        accumulate=accumulate,
         split=arguments.split_batches,
     )
     run.train_dataloader = loader
@@ -214,6 +220,22 @@ def _train_loader(
     run.num_training_batches = math.inf if num_batches is None else num_batches
     run.windows_per_epoch = loader.num_windows(limit)
     return loader, limit, num_batches
+
+
+def change_accumulation(run: RunState, loop: FitLoop) -> None:
+    """Make the windows that follow of `run.accumulate_grad_batches`. Every rank calls it at the start of an epoch.
+
+    Raises ValueError in manual optimization, and if the strategy cannot change it during a run.
+    """
+    assert run.module is not None
+    number = run.accumulate_grad_batches
+    refused = run.strategy.capabilities.refuses.get("accumulation_schedule")
+    if not run.module.automatic_optimization:
+        refused = f"{type(run.module).__name__} optimizes manually, so accumulate in its training_step"
+    if refused is not None:
+        raise ValueError(f"accumulate_grad_batches was set to {number} during the run, but {refused}")
+    loop.train_loader.set_accumulation(number)
+    run.windows_per_epoch = loop.train_loader.num_windows(loop.limit)
 
 
 def _val_loaders(run: RunState, module: Module, sources: Sources, training: Any) -> list[ShardedLoader]:
