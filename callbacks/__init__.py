@@ -4,35 +4,46 @@ from lockstep.callbacks.base import Callback, Logger
 from lockstep.callbacks.channels_last import ChannelsLast
 from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.guard import Guard
+from lockstep.callbacks.lambda_callback import LambdaCallback
 from lockstep.callbacks.loggers.csv import CSVLogger
 from lockstep.callbacks.loggers.tensorboard import TensorBoardLogger
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.callbacks.model_summary import ModelSummary
 from lockstep.callbacks.monitors.communication_ledger import CommunicationLedger
+from lockstep.callbacks.monitors.device_stats import DeviceStats
+from lockstep.callbacks.monitors.gradient_norm import GradientNorm
 from lockstep.callbacks.monitors.lr_monitor import LearningRateMonitor
 from lockstep.callbacks.monitors.throughput_monitor import ThroughputMonitor
+from lockstep.callbacks.prediction_writer import PredictionWriter
 from lockstep.callbacks.profiler import Profiler
 from lockstep.callbacks.progress_bar import ProgressBar
 from lockstep.callbacks.timer import Timer
+from lockstep.callbacks.training.finetuning import BackboneFinetuning, BaseFinetuning
 from lockstep.callbacks.training.gradient_accumulation import GradientAccumulationScheduler
 from lockstep.callbacks.training.lr_scaling import LRScaling
 from lockstep.callbacks.training.lr_warmup import LRWarmup
 from lockstep.callbacks.training.weight_averaging import WeightAveraging
 
 __all__ = [
+    "BackboneFinetuning",
+    "BaseFinetuning",
     "CSVLogger",
     "Callback",
     "ChannelsLast",
     "CommunicationLedger",
+    "DeviceStats",
     "EarlyStopping",
     "GradientAccumulationScheduler",
+    "GradientNorm",
     "Guard",
     "LRScaling",
     "LRWarmup",
+    "LambdaCallback",
     "LearningRateMonitor",
     "Logger",
     "ModelCheckpoint",
     "ModelSummary",
+    "PredictionWriter",
     "Profiler",
     "ProgressBar",
     "TensorBoardLogger",

@@ -71,6 +71,8 @@ if TYPE_CHECKING:
 class Callback:
     """Base of all callbacks; override what you need."""
 
+    changes_model = False
+    """Whether a callback of this package freezes, unfreezes or adds layers or hooks; of others that is assumed."""
     _module: Module | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -113,6 +113,8 @@ def _is_users(hook: Callable) -> bool:
     if isinstance(hook, partial) and hook.func is publish.guarded:
         return False  # a logger's
     owner = getattr(hook.func if isinstance(hook, partial) else hook, "__self__", None)
+    if isinstance(owner, Callback) and owner.changes_model:
+        return True
     return owner is None or not type(owner).__module__.startswith(("lockstep.callbacks.", "lockstep.trainer."))
 
 

@@ -1,0 +1,151 @@
+"""PredictionWriter: predictions on disk in the order of the dataset, for more than fits into memory."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from lockstep import Module, Trainer
+
+
+class PredictionWriter(Callback):
+    """Write what `predict_step` returns to `.npy` files, a row for each sample, in the order of the dataset.
+
+    `predict_step` returns a tensor, or a dict of tensors, whose first dimension is the samples of the batch. Each
+    batch is appended to a file of its rank as soon as it is computed; at the end rank 0 merges the ranks' files a
+    batch at a time, so no rank ever holds more than one batch. With `trainer.predict(…, return_predictions=False)`
+    memory stays flat. The files are the same on any number of ranks, and nodes must share `output_dir`:
+
+        <output_dir>/<key>.npy                      # "predictions.npy" for a tensor
+        <output_dir>/dataloader_<i>/<key>.npy       # with several loaders
+
+    `numpy.load(path, mmap_mode="r")` reads one without loading it. bfloat16 is written as float32. A file of the
+    same name from an earlier run is replaced once the new one is complete.
+
+    Raises TypeError for outputs of another kind and ValueError for shapes that differ between batches, by name.
+
+    Args:
+        output_dir: Folder to write to; None takes `predictions` in the run's folder.
+    """
+
+    def __init__(self, output_dir: str | Path | None = None) -> None:
+        self.output_dir = output_dir
+        self._files: dict[tuple[int, str], BinaryIO] = {}
+        self._columns: dict[tuple[int, str], tuple[str, list[int]]] = {}
+        self._rows: dict[int, list[int]] = {}
+        self._folder = Path()
+        self._rank = 0
+
+    def on_predict_start(self, trainer: Trainer, module: Module) -> None:
+        root = Path(trainer.log_dir or trainer.arguments.default_root_dir)
+        self._folder = Path(self.output_dir).expanduser() if self.output_dir is not None else root / "predictions"
+        self._rank = trainer.strategy.topology.data_rank
+        self._close()
+        self._columns, self._rows = {}, {}
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if not trainer.strategy.topology.is_reporting_rank:
+            return
+        outputs = {"predictions": outputs} if isinstance(outputs, Tensor) else outputs
+        if not isinstance(outputs, dict) or not all(isinstance(value, Tensor) for value in outputs.values()):
+            raise TypeError(
+                "PredictionWriter writes a tensor or a dict of tensors, but predict_step returned "
+                f"{_described(outputs)}; return tensors, or write in on_predict_batch_end of a callback of your own"
+            )
+        rows = {name: value.shape[0] if value.dim() else None for name, value in outputs.items()}
+        if len(set(rows.values())) != 1 or None in rows.values():
+            raise ValueError(
+                "the tensors that predict_step returns must have the samples of the batch as first dimension, but they "
+                f"have the shapes { {name: list(value.shape) for name, value in outputs.items()} }"
+            )
+        for name, value in outputs.items():
+            self._append(dataloader_idx, name, value)
+        self._rows.setdefault(dataloader_idx, []).append(next(iter(rows.values())) or 0)
+
+    def on_predict_end(self, trainer: Trainer, module: Module) -> None:
+        self._close()
+        if trainer.strategy.topology.is_reporting_rank:
+            columns = [[index, name, *column] for (index, name), column in self._columns.items()]
+            self._part(0, "layout").write_text(json.dumps({"columns": columns, "rows": self._rows}))
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            _merge(self._folder, trainer.strategy.topology.data_size)
+
+    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+        self._close()
+
+    def _append(self, loader: int, name: str, value: Tensor) -> None:
+        if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
+            raise ValueError(f"predict_step returned the key {name!r}, which cannot be a file name; use letters")
+        value = value.detach().cpu()
+        array = (value.float() if value.dtype == torch.bfloat16 else value).contiguous().numpy()
+        column = array.dtype.str, list(array.shape[1:])
+        if self._columns.setdefault((loader, name), column) != column:
+            raise ValueError(
+                f"predict_step returned {name} with rows of {column}, but of {self._columns[loader, name]} before; "
+                "pad them to one shape"
+            )
+        if (loader, name) not in self._files:
+            self._files[loader, name] = self._part(loader, name).open("wb")
+        self._files[loader, name].write(array.tobytes())
+
+    def _part(self, loader: int, name: str) -> Path:
+        return self._folder / f".{loader}.{name}.rank-{self._rank}"
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_files": {}, "_columns": {}, "_rows": {}}
+
+
+def _merge(folder: Path, ranks: int) -> None:
+    """Make one file of each column out of the ranks' parts: batch 0 of each rank in order, then batch 1."""
+    layouts = [json.loads((folder / f".0.layout.rank-{rank}").read_text()) for rank in range(ranks)]
+    columns = {(index, name): (kind, shape) for layout in layouts for index, name, kind, shape in layout["columns"]}
+    several = len({index for index, _ in columns}) > 1
+    for (index, name), (kind, shape) in columns.items():
+        rows = [layout["rows"].get(str(index), []) for layout in layouts]
+        target = folder / f"dataloader_{index}" if several else folder
+        target.mkdir(exist_ok=True)
+        parts = [folder / f".{index}.{name}.rank-{rank}" for rank in range(ranks)]
+        files = [part.open("rb") if part.exists() else None for part in parts]
+        whole = target / f".{name}.npy.tmp"
+        total = sum(map(sum, rows))
+        merged = np.lib.format.open_memmap(whole, mode="w+", dtype=np.dtype(kind), shape=(total, *shape))
+        at, width = 0, np.dtype(kind).itemsize * int(np.prod(shape, dtype=np.int64))
+        for i in range(max(map(len, rows), default=0)):
+            for counts, file in zip(rows, files, strict=True):
+                if file is not None and i < len(counts):
+                    data = np.frombuffer(file.read(counts[i] * width), dtype=np.dtype(kind))
+                    merged[at : at + counts[i]] = data.reshape(counts[i], *shape)
+                    at += counts[i]
+        merged.flush()
+        del merged
+        for part, file in zip(parts, files, strict=True):
+            if file is not None:
+                file.close()
+                part.unlink()
+        whole.replace(target / f"{name}.npy")
+    for rank in range(ranks):
+        (folder / f".0.layout.rank-{rank}").unlink()
+
+
+def _described(outputs: Any) -> str:
+    if isinstance(outputs, dict):
+        return "a dict with " + ", ".join(f"{name}: {type(value).__name__}" for name, value in outputs.items())
+    return type(outputs).__name__

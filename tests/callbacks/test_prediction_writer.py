@@ -1,0 +1,82 @@
+"""PredictionWriter: files that hold what predict returns, in its order, from any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.callbacks import PredictionWriter
+from tests.trainer.toy import Net, loader, quiet
+
+
+class Predicts(Net):
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        logits = self(batch[0])
+        return {"logits": logits, "class": logits.argmax(1)}
+
+
+def predict(folder: Path, loaders: Any, **options: Any) -> dict[str, np.ndarray]:
+    torch.manual_seed(0)
+    trainer = quiet(callbacks=[PredictionWriter(folder)], precision="64-true", **options)
+    assert trainer.predict(Predicts(), loaders, return_predictions=False) is None
+    return {str(path.relative_to(folder)): np.load(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_files_hold_the_predictions(tmp_path: Path) -> None:
+    written = predict(tmp_path, loader())
+    torch.manual_seed(0)
+    module = Predicts().double()
+    with torch.no_grad():
+        logits = torch.cat([module(x.double()) for x, _ in loader()]).numpy()
+    assert set(written) == {"class.npy", "logits.npy"}
+    assert np.array_equal(written["logits.npy"], logits)
+    assert np.array_equal(written["class.npy"], logits.argmax(1))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("strategy", "devices", "size"), [("ddp", 2, 4), ("ddp", 3, 8), ("tensor", 2, 8), ("pipeline", 2, 8)]
+)
+def test_the_order_is_the_same_on_several_ranks(strategy: str, devices: int, size: int, tmp_path: Path) -> None:
+    """Also with a batch that not every rank has a sample of: 50 samples on three ranks."""
+    one = predict(tmp_path / "one", loader())
+    several = predict(tmp_path / "several", loader(batch_size=size), strategy=strategy, devices=devices)
+    assert set(several) == set(one)
+    for name, expected in one.items():
+        np.testing.assert_allclose(several[name], expected, rtol=1e-12)
+
+
+def test_several_loaders_and_a_second_run(tmp_path: Path) -> None:
+    predict(tmp_path, [loader(16), loader(8)])
+    written = predict(tmp_path, [loader(24), loader(8)])
+    assert {name: len(value) for name, value in written.items()} == {
+        "dataloader_0/class.npy": 24,
+        "dataloader_0/logits.npy": 24,
+        "dataloader_1/class.npy": 8,
+        "dataloader_1/logits.npy": 8,
+    }
+
+
+@pytest.mark.parametrize(
+    ("outputs", "error", "message"),
+    [
+        (lambda x, i: ["a"], TypeError, "but predict_step returned list"),
+        (lambda x, i: {"a": 1}, TypeError, "a dict with a: int"),
+        (lambda x, i: x.sum(), ValueError, "must have the samples of the batch as first dimension"),
+        (lambda x, i: {"a": x, "b": x[1:]}, ValueError, "must have the samples of the batch"),
+        (lambda x, i: x[:, : i + 1], ValueError, "pad them to one shape"),
+        (lambda x, i: {"../a": x}, ValueError, "cannot be a file name"),
+    ],
+)
+def test_what_cannot_be_written_is_named(outputs: Any, error: Any, message: str, tmp_path: Path) -> None:
+    class Odd(Net):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return outputs(batch[0], batch_idx)
+
+    with pytest.raises(error, match=message):
+        quiet(callbacks=[PredictionWriter(tmp_path)]).predict(Odd(), loader())
+    assert not list(tmp_path.glob("*.npy"))

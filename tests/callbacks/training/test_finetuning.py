@@ -1,0 +1,111 @@
+"""Freezing and unfreezing by epoch, under every strategy and over a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.callbacks import BackboneFinetuning, BaseFinetuning, Callback, ModelCheckpoint
+from tests.trainer.toy import Net, distance, equal, loader, quiet, weights
+
+
+class Pretrained(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+class Rates(Callback):
+    def __init__(self) -> None:
+        self.rates: list[list[float]] = []
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+
+
+def fit(callback: Callback, *others: Callback, ckpt_path: Any = None, **options: Any) -> Pretrained:
+    torch.manual_seed(0)
+    module = Pretrained()
+    options = {"precision": "64-true", "split_batches": True, "max_epochs": 4} | options
+    quiet(**options, callbacks=[callback, *others]).fit(module, loader(), ckpt_path=ckpt_path)
+    return module
+
+
+def backbone() -> BackboneFinetuning:
+    return BackboneFinetuning(1, backbone="net.0", backbone_initial_ratio_lr=0.2)
+
+
+def by_hand() -> Pretrained:
+    torch.manual_seed(0)
+    module = Pretrained().double()
+    module.net[0].requires_grad_(False)
+    optimizer = module.configure_optimizers()
+    for epoch in range(4):
+        if epoch == 1:
+            module.net[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(module.net[0].parameters()), "lr": 2e-3})
+        elif epoch > 1:
+            optimizer.param_groups[1]["lr"] = min(2 * optimizer.param_groups[1]["lr"], 1e-2)
+        for x, y in loader():
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(module.net(x.double()), y).backward()
+            optimizer.step()
+    return module
+
+
+def test_a_backbone_joins_at_its_epoch() -> None:
+    rates = Rates()
+    module = fit(backbone(), rates)
+    assert rates.rates == [[1e-2], [1e-2, 2e-3], [1e-2, 4e-3], [1e-2, 8e-3]]
+    assert distance(weights(module), weights(by_hand())) <= 1e-13
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
+def test_a_strategy_changes_nothing(strategy: str) -> None:
+    assert distance(weights(fit(backbone(), strategy=strategy, devices=2)), weights(by_hand())) <= 1e-12
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_a_resumed_run_is_the_whole_run(epochs: int, tmp_path: Path) -> None:
+    saving = ModelCheckpoint(dirpath=tmp_path, save_last=True, save_top_k=0)
+    fit(backbone(), saving, enable_checkpointing=True, max_epochs=epochs)
+    assert equal(weights(fit(backbone(), ckpt_path=tmp_path / "last")), weights(fit(backbone())))
+
+
+def test_batch_norm_may_stay_trainable() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    BaseFinetuning.freeze(layers)
+    assert [p.requires_grad for p in layers.parameters()] == [False, False, True, True]
+    BaseFinetuning.freeze(layers, train_bn=False)
+    assert not any(p.requires_grad for p in layers.parameters())
+
+
+def test_a_schedule_of_one_s_own() -> None:
+    class LayerByLayer(BaseFinetuning):
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze([module.net[0], module.net[2]])
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch in (1, 2):
+                self.unfreeze_and_add_param_group(module.net[4 - 2 * epoch], optimizer)
+
+    torch.manual_seed(0)
+    start = weights(Pretrained().double())
+    moved = [
+        [not torch.equal(a, b) for a, b in zip(weights(fit(LayerByLayer(), max_epochs=n)), start, strict=True)][::2]
+        for n in (1, 2, 3)
+    ]
+    assert moved == [[False, False, True], [False, True, True], [True, True, True]]
+
+
+def test_an_unknown_backbone_is_named() -> None:
+    with pytest.raises(ValueError, match="Pretrained has no submodule 'encoder' to unfreeze"):
+        fit(BackboneFinetuning(1, backbone="encoder"))
