@@ -52,23 +52,19 @@ class ModelCheckpoint(Callback):
         filename: Template such as "{epoch}-{step}-{val/loss:.3f}" of `epoch` (the running one, from 0),
             `step` (optimizer steps completed) and metrics with format specifications; "/" becomes "_".
             A name that is taken gets "-v1". None takes "{epoch}-{step}".
-        monitor: Metric in `trainer.callback_metrics`, or "step" or "epoch". A metric that should be
-            there and is not raises ValueError.
+        monitor: Metric in `trainer.callback_metrics`, "step" or "epoch". One that is missing raises ValueError.
         mode: "min" where lower is better, "max" where higher is.
         save_top_k: How many to keep; -1 keeps all, 0 none.
         save_last: Keep the latest state as `<dirpath>/last` besides, replaced atomically. It shares its
             files with the checkpoint of the same step where there is one and the file system has hard links.
         save_weights_only: Save no state of training: such checkpoints cannot be resumed.
-        async_save: Hold training up only while the state is copied to host memory; files are written and
-            committed beside it. A save that comes before the one before is done waits for it. A failed one
-            ends training within a step, on all ranks; when training ends, in whatever way, the last one is
-            finished first.
+        async_save: Training waits only while the state is copied to host memory; files are written and committed
+            asynchronously. A new save, and the end of training, waits for the previous one to finish. A failed one
+            ends training within a step, on all ranks.
         every_n_train_steps: Save every that many optimizer steps instead.
         every_n_epochs: Save only in every that-many-th epoch.
-        train_time_interval: Save whenever that much time of training has passed instead. Checked
-            every `log_every_n_steps` optimizer steps, because ranks have to agree.
-        save_on_train_epoch_end: True saves only at the end of training epochs, False only after
-            validations.
+        train_time_interval: Save whenever so much time has passed instead, checked every `log_every_n_steps` steps.
+        save_on_train_epoch_end: True saves only at the end of training epochs, False only after validations.
         auto_insert_metric_name: Write "val_loss=0.123" where False writes "0.123".
         verbose: Rank 0 prints what it saves.
     """

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.callbacks.base import Callback
 
@@ -14,6 +13,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lockstep import Module, Trainer
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class BaseFinetuning(Callback):
@@ -30,7 +32,7 @@ class BaseFinetuning(Callback):
     def freeze(modules: nn.Module | Iterable[nn.Module], train_bn: bool = True) -> None:
         """Freeze all parameters of `modules`, but for those of BatchNorm layers with `train_bn`."""
         for layer in _leaves(modules):
-            trains = train_bn and isinstance(layer, _BatchNorm)
+            trains = train_bn and isinstance(layer, _BATCH_NORMS)
             for parameter in layer.parameters(recurse=False):
                 parameter.requires_grad_(trains)
 
