@@ -1,0 +1,129 @@
+"""ModelCheckpoint: what a resumed run, a second run and a copy continue with."""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep import Trainer
+from lockstep.callbacks import Callback, CSVLogger, TensorBoardLogger
+from lockstep.callbacks.model_checkpoint import ModelCheckpoint
+from lockstep.trainer.checkpoint.store import Checkpoint
+from tests.callbacks.model_checkpoint.run import Run
+from tests.trainer.toy import loader, net
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("from_last", [False, True])
+def test_a_resumed_run_continues_with_its_best_k(tmp_path: Path, moved: bool, from_last: bool) -> None:
+    def new() -> ModelCheckpoint:
+        return ModelCheckpoint(monitor="val/loss", save_top_k=2, save_last=True)
+
+    values = (3.0, 1.0, 2.0, 4.0, 0.5, 0.25)
+    whole = Run(new(), tmp_path / "whole")
+    for value in values:
+        whole.epoch(val_loss=value)
+
+    folder = tmp_path / "run"
+    first = Run(new(), folder)
+    for value in values[:3]:
+        first.epoch(val_loss=value)
+    if moved:
+        folder = tmp_path / "elsewhere"
+        shutil.move(tmp_path / "run", folder)
+    second = Run(new(), folder, resume=str(folder / "checkpoints" / ("last" if from_last else "epoch=2-step=30")))
+    assert second.callback._considered_step == 30
+    second.current_epoch = 3
+    for value in values[3:]:
+        second.epoch(val_loss=value)
+    assert second.found() == whole.found() == {"epoch=4-step=50": 50, "epoch=5-step=60": 60, "last": 60}
+    assert second.callback.best_model_path == str(folder / "checkpoints" / "epoch=5-step=60")
+    assert second.events == whole.events[len(first.events) :]
+
+
+def test_a_kill_between_commit_and_removal_is_made_good_by_the_next_save(tmp_path: Path) -> None:
+    first = Run(ModelCheckpoint(), tmp_path / "run")
+    first.epoch()
+    first.removes = False
+    first.epoch()
+    assert sorted(first.found().values()) == [10, 20]
+    second = Run(ModelCheckpoint(), tmp_path / "run", resume=first.callback.best_model_path)
+    second.current_epoch = 2
+    second.epoch()
+    assert sorted(second.found().values()) == [30]
+
+
+def test_checkpoints_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+    first = Run(ModelCheckpoint(monitor="val/loss", save_top_k=2), tmp_path / "run")
+    first.epoch(val_loss=1.0).epoch(val_loss=2.0)
+    shutil.rmtree(first.callback.best_model_path)
+    second = Run(
+        ModelCheckpoint(monitor="val/loss", save_top_k=2),
+        tmp_path / "run",
+        resume=str(tmp_path / "run" / "checkpoints" / "epoch=1-step=20"),
+    )
+    assert [score.item() for score in second.callback.best_k_models.values()] == [2.0]
+    second.epoch(val_loss=3.0)
+    assert sorted(second.found().values()) == [20, 30]
+
+
+def test_a_second_run_with_the_same_callback_ranks_for_itself(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val/loss")
+    Run(callback, tmp_path / "one").epoch(val_loss=1.0)
+    second = Run(callback, tmp_path / "two").epoch(val_loss=2.0)
+    assert second.found() == {"epoch=0-step=10": 10}
+    assert callback.best_model_path == str(tmp_path / "two" / "checkpoints" / "epoch=0-step=10")
+
+
+def test_the_state_is_read_back_as_it_was_and_nothing_else_is_taken(tmp_path: Path) -> None:
+    r = Run(ModelCheckpoint(monitor="val/loss", save_top_k=3, save_last=True), tmp_path / "run")
+    r.epoch(val_loss=0.1).epoch(val_loss=math.nan)
+    state = Checkpoint.open(r.callback.last_model_path).state["callback"]
+    assert [name for name, _ in state["best_k_models"]] == ["epoch=0-step=10", "epoch=1-step=20"]
+    assert state["last_model_path"] == "last"
+    other = ModelCheckpoint(monitor="val/loss", save_top_k=3, save_last=True)
+    other.load_state_dict(state)
+    assert other.best_model_path == r.callback.best_model_path
+    assert other.best_model_score == r.callback.best_model_score
+    assert other.last_model_path == r.callback.last_model_path
+    assert other.dirpath == r.callback.dirpath
+    for wrong in ({**state, "more": 1}, {key: value for key, value in state.items() if key != "dirpath"}):
+        with pytest.raises(ValueError, match="saved state of ModelCheckpoint must have the keys"):
+            other.load_state_dict(wrong)
+
+
+def test_state_keys_differ_by_what_is_decided() -> None:
+    options: list[dict[str, Any]] = [
+        {},
+        {"monitor": "a"},
+        {"monitor": "b"},
+        {"monitor": "a", "mode": "max"},
+        {"every_n_train_steps": 5},
+        {"train_time_interval": timedelta(hours=1)},
+    ]
+    assert len({ModelCheckpoint(**option).state_key for option in options}) == len(options)
+
+
+def test_callbacks_can_be_copied_while_a_run_is_on(tmp_path: Path) -> None:
+    class Copies(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            for one, other in zip(trainer.callbacks, copy.deepcopy(trainer.callbacks), strict=True):
+                assert type(one) is type(other) and other._module is None
+
+    trainer = Trainer(
+        callbacks=[Copies()],
+        max_epochs=1,
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        logger=[TensorBoardLogger(), CSVLogger()],
+    )
+    trainer.fit(net(), loader(32), loader(8))
+    assert trainer.global_step == 4
