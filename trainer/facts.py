@@ -1,10 +1,11 @@
-"""What users read on a Trainer."""
+"""What users read on a Trainer, and on a Module of it."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,6 +21,7 @@ from lockstep.trainer.lightning_names import SET, TRAINER, missing
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
     from lockstep.trainer.run.state import RunState
+    from lockstep.trainer.trainer import Trainer
 
 _ARGUMENTS = frozenset(field.name for field in fields(TrainerArguments))
 
@@ -310,6 +312,46 @@ class Facts:
                 f"{name} of a Trainer is fixed once it is made; make a new Trainer({name}={value!r:.60})"
             )
         super().__setattr__(name, value)
+
+
+class ModuleFacts:
+    """The attributes of a Module that its Trainer knows."""
+
+    @property
+    def _trainer(self) -> Trainer | None:
+        return self.__dict__.get("_trainer")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return next((p.dtype for p in self.parameters()), torch.get_default_dtype())  # type: ignore[attr-defined]
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed; the index of the running epoch."""
+        return self._trainer.current_epoch if self._trainer is not None else 0
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps completed."""
+        return self._trainer.global_step if self._trainer is not None else 0
+
+    @property
+    def global_rank(self) -> int:
+        return self._trainer.global_rank if self._trainer is not None else 0
+
+    @property
+    def local_rank(self) -> int:
+        return self._trainer.local_rank if self._trainer is not None else 0
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return self._trainer.logger if self._trainer is not None else None
+
+    @property
+    def loggers(self) -> list[Any]:
+        return self._trainer.loggers if self._trainer is not None else []
 
 
 class _Silent(Logger):

@@ -121,7 +121,6 @@ METHODS: Mapping[str, str] = {
     "backward": (
         "set automatic_optimization = False and call manual_backward, or use on_before_backward and on_after_backward"
     ),
-    "configure_callbacks": "give the callbacks to the Trainer",
     "configure_sharded_model": "call it configure_model",
     "optimizer_zero_grad": (
         "gradients are set to None after every step; keep them over steps with accumulate_grad_batches"

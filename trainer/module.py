@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.callbacks.base import Callback
+from lockstep.trainer.facts import ModuleFacts
 from lockstep.trainer.hparams import HyperParameters
 from lockstep.trainer.run.manual import manual_backward
 from lockstep.trainer.seeding import named_stream
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="Module")
 
 
-class Module(HyperParameters, nn.Module):
+class Module(ModuleFacts, HyperParameters, nn.Module):
     """An nn.Module with the steps of its training.
 
     Override `training_step` and `configure_optimizers`, and of the rest what you need. The hooks are
@@ -70,6 +72,10 @@ class Module(HyperParameters, nn.Module):
         """Return an optimizer; a list of them; (optimizers, schedulers); a dict with "optimizer" and "lr_scheduler"; or
         a dict of these by name."""
         raise NotImplementedError
+
+    def configure_callbacks(self) -> Sequence[Callback] | Callback:
+        """Return callbacks for the runs of this module; each replaces those of its class that the Trainer has."""
+        return []
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -268,6 +274,16 @@ class Module(HyperParameters, nn.Module):
         for parameter, requires_grad in self.__dict__.pop("_toggled", {}).values():
             parameter.requires_grad_(requires_grad)
 
+    def freeze(self) -> None:
+        """Stop training: no parameter gets a gradient, and every submodule is in evaluation mode."""
+        self.requires_grad_(False)
+        self.eval()
+
+    def unfreeze(self) -> None:
+        """Train every parameter, in training mode."""
+        self.requires_grad_(True)
+        self.train(True)
+
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Stack each tensor of `data` over ranks: shape `[world_size, …]`. Every rank calls it; no gradient flows."""
         if sync_grads:
@@ -316,38 +332,6 @@ class Module(HyperParameters, nn.Module):
             return vars(self).get("replica_device") or self._trainer.strategy.topology.device
         return next((t.device for t in [*self.parameters(), *self.buffers()]), torch.device("cpu"))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the parameters."""
-        return next((p.dtype for p in self.parameters()), torch.get_default_dtype())
-
-    @property
-    def current_epoch(self) -> int:
-        """Epochs completed; the index of the running epoch."""
-        return self._trainer.current_epoch if self._trainer is not None else 0
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps completed."""
-        return self._trainer.global_step if self._trainer is not None else 0
-
-    @property
-    def global_rank(self) -> int:
-        return self._trainer.global_rank if self._trainer is not None else 0
-
-    @property
-    def local_rank(self) -> int:
-        return self._trainer.local_rank if self._trainer is not None else 0
-
-    @property
-    def logger(self) -> Any:
-        """The first logger, or None."""
-        return self._trainer.logger if self._trainer is not None else None
-
-    @property
-    def loggers(self) -> list[Any]:
-        return self._trainer.loggers if self._trainer is not None else []
-
     @classmethod
     def load_from_checkpoint(
         cls: type[M],
@@ -369,10 +353,6 @@ class Module(HyperParameters, nn.Module):
         return load_module(cls, checkpoint_path, map_location, strict, overrides, trusts=weights_only is False)
 
     # ---- helpers -----------------------------------------------------------------------------------
-
-    @property
-    def _trainer(self) -> Trainer | None:
-        return self.__dict__.get("_trainer")
 
     def _running(self) -> RunState:
         trainer = self.__dict__.get("_trainer")

@@ -12,7 +12,7 @@ from lockstep.trainer.arguments import TrainerArguments, takes_arguments
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.facts import Facts
 from lockstep.trainer.module import Module
-from lockstep.trainer.run import evaluate, fit, publish, ranks, saving
+from lockstep.trainer.run import evaluate, fit, hooks, publish, ranks, saving
 from lockstep.trainer.run.lifecycle import attached, noted
 from lockstep.trainer.run.state import RunState
 from lockstep.trainer.setup import checks, compilation, start
@@ -70,6 +70,7 @@ class Trainer(Facts):
         run.failed_loggers.clear()
         run.verified = None
         sources = Sources({"train": train_dataloaders, "val": val_dataloaders}, datamodule)
+        self._take_callbacks(model)
         checks.fit(run, model, sources)
         if ckpt_path is None:
             checks.not_done(run)
@@ -175,6 +176,11 @@ class Trainer(Facts):
 
     # ---- helpers -----------------------------------------------------------------------------------
 
+    def _take_callbacks(self, module: Any) -> None:
+        if isinstance(module, Module):
+            self._run.callbacks = hooks.with_those_of(module, self._run.callbacks)
+            checks.unique(self._run.callbacks)
+
     def _evaluate(
         self,
         stage: str,
@@ -195,6 +201,7 @@ class Trainer(Facts):
         run.failed_loggers.clear()
         run.verified = None
         sources = Sources({evaluate.KINDS[stage]: dataloaders}, datamodule)
+        self._take_callbacks(module)
         checks.hooks(run, module, datamodule)
         checks.loaders(sources)
         path = start.checked(run, ckpt_path)

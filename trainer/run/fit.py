@@ -59,6 +59,8 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
             steps, stepped = automatic and result.count and not skipped, run.manually_stepped
             if steps:
                 set_phase(progress.global_step, "optimizer step")
+                if guards.unowned:
+                    guards.check_unowned()
                 moving = guards.watches and guards.before_step(optimizers)
                 for optimizer, handle in zip(optimizers, handles, strict=True):
                     for hook in hooks.on_before_optimizer_step:

@@ -29,7 +29,7 @@ _log = logging.getLogger("lockstep")
 class Guards:
     """The guards of one fit; the loop asks them only where something is to be decided."""
 
-    def __init__(self, run: RunState, module: Module, watches: bool) -> None:
+    def __init__(self, run: RunState, module: Module, watches: bool, unowned: list[str]) -> None:
         self.run = run
         self.module = module
         self.options = run.guard
@@ -39,6 +39,8 @@ class Guards:
         """Whether what a window logs may have to be forgotten."""
         self.watches = watches
         """Whether no step has been seen yet to move a parameter."""
+        self.unowned = unowned
+        """The trainable parameters that no optimizer steps, until a step has shown whether a gradient reaches them."""
         self._logged: list[Any] = []
         self._before: list[int] | None = None
         self._warned = self._skipped = False
@@ -129,6 +131,24 @@ class Guards:
                 "an older checkpoint"
             )
 
+    def check_unowned(self) -> None:
+        """After the first backward: raise ValueError if a gradient has reached a parameter that no optimizer steps.
+
+        Without one it is used without gradients, as a target network is, which is logged once.
+        """
+        parameters = dict(self.module.named_parameters())
+        reached = [name for name in self.unowned if name in parameters and parameters[name].grad is not None]
+        names = reached or self.unowned
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        self.unowned = []
+        if reached:
+            raise ValueError(
+                f"no optimizer steps {shown}, so training would leave them as they are, though they get gradients; "
+                "give them to one, or freeze them (requires_grad_(False))"
+            )
+        if self.run.is_global_zero:
+            _log.info(f"no optimizer steps {shown}, and no gradient reaches them: training leaves them as they are")
+
     def before_step(self, optimizers: Sequence[Optimizer]) -> bool:
         """Record the parameters before they move for the first time; whether a gradient on this rank is not
         zero."""
@@ -196,9 +216,9 @@ def _not_finite(module: Module, optimizers: Sequence[Optimizer]) -> str | None:
     return None
 
 
-def check_ownership(module: Module, optimizers: Mapping[str, Optimizer]) -> None:
-    """Raise ValueError unless the optimizers hold the trainable parameters of the wrapped module, all of them and no
-    others."""
+def check_ownership(module: Module, optimizers: Mapping[str, Optimizer]) -> list[str]:
+    """Return the trainable parameters of the wrapped module that no optimizer holds; raise ValueError if one holds a
+    tensor that is not a parameter of the module."""
     names = {id(p): name for name, p in module.named_parameters()}
     owned: set[int] = set()
     for key, optimizer in optimizers.items():
@@ -212,13 +232,7 @@ def check_ownership(module: Module, optimizers: Mapping[str, Optimizer]) -> None
                         "configure_optimizers, of self.parameters()"
                     )
                 owned.add(id(parameter))
-    left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in owned]
-    if left:
-        shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-        raise ValueError(
-            f"no optimizer steps {shown}, so training would leave them as they are; give them to one, or freeze them "
-            "(requires_grad_(False))"
-        )
+    return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in owned]
 
 
 def check_weight(run: RunState, window: Window, micro_batch: MicroBatch) -> None:

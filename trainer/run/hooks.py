@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.callbacks.base import Callback, Logger
+from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.trainer import lightning_names
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.module import Module
@@ -139,6 +140,42 @@ def check_names(owner: Any, base: type) -> None:
             if not instead:
                 instead = f"the nearest hook is {near}. Rename it without 'on_' if it is a method of your own"
             raise TypeError(f"{kind}.{name} is not a hook, so it would never be called; {instead}")
+
+
+SHAPES = {
+    "lr_scheduler_step": ("scheduler", "metric"),
+    "optimizer_step": ("epoch", "batch_idx", "optimizer", "optimizer_closure"),
+    "configure_gradient_clipping": ("optimizer", "gradient_clip_val", "gradient_clip_algorithm"),
+}
+"""What the loop gives to methods that it calls by position."""
+
+
+def check_shapes(module: Module) -> None:
+    """Raise TypeError for an overridden method that needs an argument which the loop does not give."""
+    for name, given in SHAPES.items():
+        method = getattr(module, name)
+        if method is None or not overrides(module, name, Module):
+            continue
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        takes = [p for p in inspect.signature(method).parameters.values() if p.kind in kinds]
+        own = [p.name for p in takes if p.default is p.empty]
+        extra = next((found for found in own if found not in given), None)
+        if extra is not None and len(own) > len(given):
+            raise TypeError(
+                f"{type(module).__name__}.{name} has the argument {extra!r}, which the loop does not give; it gives "
+                f"({', '.join(given)})"
+            )
+
+
+def with_those_of(module: Module, callbacks: list[Callback]) -> list[Callback]:
+    """`callbacks` and what the module's `configure_callbacks` returns, which replaces callbacks of the same class."""
+    found = module.configure_callbacks() if overrides(module, "configure_callbacks", Module) else []
+    own = [found] if isinstance(found, Callback) else list(found or [])
+    wrong = next((item for item in own if not isinstance(item, Callback)), None)
+    if wrong is not None:
+        raise TypeError(f"configure_callbacks must return Callback objects, but one is {wrong!r}")
+    merged = [item for item in callbacks if type(item) not in set(map(type, own))] + own
+    return sorted(merged, key=lambda item: (isinstance(item, ModelCheckpoint), not isinstance(item, Logger)))
 
 
 def transfer_of(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
@@ -36,6 +37,18 @@ class ManualOptimizer:
         for hook in self._run.hooks.on_before_zero_grad:
             hook(self.optimizer)
         self.optimizer.zero_grad(set_to_none)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """While it lasts only the parameters of this optimizer get gradients. `sync_grad` is accepted for Lightning's
+        sake: gradients are summed over ranks in `step` either way."""
+        module = self._run.module
+        assert module is not None
+        module.toggle_optimizer(self)
+        try:
+            yield
+        finally:
+            module.untoggle_optimizer(self)
 
     def _agreed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """`closure` with the same loss on all ranks: a line search must end on all of them at once."""

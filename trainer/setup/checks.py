@@ -15,7 +15,7 @@ from lockstep.strategies.data.open_loader import refuse_dataset
 from lockstep.strategies.launch import environment
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.module import Module
-from lockstep.trainer.run.hooks import check_names, overrides
+from lockstep.trainer.run.hooks import check_names, check_shapes, overrides
 from lockstep.trainer.setup import start
 from lockstep.trainer.setup.loaders import Sources, loaders_of
 
@@ -100,6 +100,7 @@ def _manual_optimization(run: RunState, name: str) -> None:
 def hooks(run: RunState, module: Module, datamodule: DataModule | None) -> None:
     """Raise TypeError for a method that is named like a hook but is not one."""
     check_names(module, Module)
+    check_shapes(module)
     if datamodule is not None:
         check_names(datamodule, DataModule)
     for callback in run.callbacks:

@@ -96,7 +96,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         snapshot.load_extra(run, checkpoint)
     run.trainable_at_start = resume.trainability(module)
     run.wrapped = strategy.setup_module(module)
-    closing = _set_up_optimizers(run, module)
+    closing, unowned = _set_up_optimizers(run, module)
     run.parameter_states = _parameter_states(run, module)
     run.metrics = MetricStore(module)
     run.metrics.noticed = run.noticed_names
@@ -128,7 +128,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         reevaluates=steps_itself or bool(closing),
         counts_manually=not module.automatic_optimization and train_loader.may_filter,
         reload=reload,
-        guards=Guards(run, module, watches=module.automatic_optimization and not steps_itself),
+        guards=Guards(run, module, module.automatic_optimization and not steps_itself, unowned),
     )
 
 
@@ -247,8 +247,9 @@ def _val_loaders(run: RunState, module: Module, sources: Sources, training: Any)
     return evaluation_loaders(run, given, "val", overfit)
 
 
-def _set_up_optimizers(run: RunState, module: Module) -> set[str]:
-    """Build, check and set up optimizers and schedulers; return the names of those that need a closure."""
+def _set_up_optimizers(run: RunState, module: Module) -> tuple[set[str], list[str]]:
+    """Build, check and set up optimizers and schedulers; return the names of those that need a closure, and of the
+    trainable parameters that none of them steps."""
     named, schedulers = optimizers.parse(module.configure_optimizers())
     if module.automatic_optimization and not named:
         raise ValueError(
@@ -256,8 +257,7 @@ def _set_up_optimizers(run: RunState, module: Module) -> set[str]:
             "automatic_optimization = False"
         )
     _check_schedulers(module, named, schedulers)
-    if module.automatic_optimization:
-        check_ownership(module, named)
+    unowned = check_ownership(module, named) if module.automatic_optimization else []
     run.configured = resume.configured(named, schedulers)
     if run.resumed is not None:
         snapshot.check_configured(run, run.resumed)
@@ -272,7 +272,7 @@ def _set_up_optimizers(run: RunState, module: Module) -> set[str]:
     run.optimizers, run.schedulers = run.strategy.setup_optimizers(run.wrapped, named), schedulers
     handle = AutomaticOptimizer if module.automatic_optimization else ManualOptimizer
     run.user_optimizers = [handle(optimizer, run) for optimizer in run.optimizers.values()]
-    return closing
+    return closing, unowned
 
 
 def _parameter_states(run: RunState, module: Module) -> dict[str, ParameterState]:

@@ -27,7 +27,7 @@ from lockstep.strategies import (
     TensorParallel,
 )
 from tests.strategies.contract import Body
-from tests.trainer.toy import Net, loader, quiet
+from tests.trainer.toy import Net, loader, quiet, weights
 
 STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "single": (SingleDevice, 1),
@@ -271,12 +271,58 @@ class Stale(Net):
 def test_a_parameter_that_no_optimizer_steps() -> None:
     with pytest.raises(
         ValueError,
-        match=r"no optimizer steps net.3.weight, net.3.bias, so training would leave them as they are; give them to one, or freeze",
+        match=r"no optimizer steps net.3.weight, net.3.bias, so training would leave them as they are, though they get gradients; give them to one, or freeze",
     ):
         quiet().fit(Forgetful(), loader())
     frozen = Forgetful()
     frozen.net[3].requires_grad_(False)
     quiet().fit(frozen, loader())
+
+
+class Target(Net):
+    """A Q-learner: its target network has trainable parameters that are used without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.net)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        with torch.no_grad():
+            wanted = 1 + 0.9 * self.target(x).max(1).values
+        return (self.net(x).max(1).values - wanted).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.target.load_state_dict(self.net.state_dict())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+def test_parameters_without_a_gradient_need_no_optimizer(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    module = Target()
+    with caplog.at_level("INFO", "lockstep"):
+        quiet(accelerator="cpu", devices=1).fit(module, loader())
+    (said,) = [line for line in caplog.messages if "no optimizer steps" in line]
+    assert said == (
+        "no optimizer steps target.0.weight, target.0.bias, target.3.weight, target.3.bias, and no gradient reaches "
+        "them: training leaves them as they are"
+    )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", [DDP(find_unused_parameters=True), "fsdp"])
+def test_a_target_network_is_the_same_on_several_ranks(strategy: Any) -> None:
+    modules = []
+    for options in ({"devices": 1}, {"devices": 2, "strategy": strategy}):
+        torch.manual_seed(0)
+        module = Target()
+        quiet(accelerator="cpu", precision="64-true", split_batches=True, **options).fit(module, loader())
+        modules.append(module)
+    for one, other in zip(weights(modules[0]), weights(modules[1]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
 def test_an_optimizer_of_other_parameters() -> None:

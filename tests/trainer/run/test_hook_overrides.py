@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep import DataModule, Module, Trainer
-from lockstep.callbacks import Callback
+from lockstep.callbacks import Callback, CSVLogger, EarlyStopping, ModelCheckpoint
 from tests.trainer.toy import Net, loader, net, quiet, weights
 
 
@@ -164,7 +165,6 @@ def test_what_looks_like_a_hook_and_is_none_is_refused(base: type, name: str, me
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("configure_callbacks", "give the callbacks to the Trainer"),
         ("backward", "manual_backward"),
         ("optimizer_zero_grad", "accumulate_grad_batches"),
         ("training_epoch_end", "on_train_epoch_end"),
@@ -239,3 +239,76 @@ def test_a_module_within_a_module_knows_the_run(devices: int, late: bool) -> Non
     assert module.inner.current_epoch == module.current_epoch == 2
     if devices == 1:
         assert set(module.inner.epochs) == {0, 1}
+
+
+class Configured(Net):
+    def configure_callbacks(self) -> Any:
+        return [EarlyStopping(monitor="val/loss", patience=7), CSVLogger()]
+
+
+def test_a_module_brings_callbacks_that_replace_those_of_their_class(tmp_path: Path) -> None:
+    saver, short = ModelCheckpoint(tmp_path), Short()
+    trainer = quiet(
+        callbacks=[EarlyStopping(monitor="val/loss"), saver, short],
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        devices=1,
+    )
+    for _ in range(2):
+        trainer.fit(Configured(), loader(), loader())
+        assert [type(item).__name__ for item in trainer.callbacks] == [
+            "CSVLogger",
+            "Short",
+            "EarlyStopping",
+            "ModelCheckpoint",
+        ]
+        assert trainer.early_stopping_callback.patience == 7  # type: ignore[union-attr]
+        trainer.max_epochs = 2
+    with pytest.raises(TypeError, match="configure_callbacks must return Callback objects, but one is 3"):
+        quiet().fit(type("Own", (Net,), {"configure_callbacks": lambda self: [3]})(), loader())
+
+
+def test_freezing_and_unfreezing() -> None:
+    module = net()
+    module.freeze()
+    assert not module.training and not any(p.requires_grad for p in module.parameters())
+    module.unfreeze()
+    assert module.net.training and all(p.requires_grad for p in module.parameters())
+
+
+class Steps(Net):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, _ = self.optimizers()
+        with first.toggle_model():
+            self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
+        assert self.net[3].weight.grad is None and self.net[0].weight.grad is not None
+        assert all(p.requires_grad for p in self.parameters())
+        first.step()
+        first.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 3)]
+
+
+def test_an_optimizer_toggles_the_model() -> None:
+    quiet(accelerator="cpu", devices=1).fit(Steps(), loader(8))
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "extra"),
+    [
+        ("lr_scheduler_step", lambda self, scheduler, optimizer_idx, metric: None, "optimizer_idx"),
+        (
+            "optimizer_step",
+            lambda self, epoch, batch_idx, optimizer, optimizer_idx, optimizer_closure: None,
+            "optimizer_idx",
+        ),
+    ],
+)
+def test_methods_of_an_earlier_lightning_are_refused(name: str, method: Any, extra: str) -> None:
+    module = type("Own", (Net,), {name: method})()
+    with pytest.raises(TypeError, match=f"Own.{name} has the argument '{extra}', which the loop does not give"):
+        quiet().fit(module, loader())
