@@ -99,7 +99,7 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if gpu_report.is_asked_for(session.config) and not torch.cuda.is_available() and exitstatus == pytest.ExitCode.OK:
-        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED  # that all were skipped is no success
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED  # all skipped is not a success
 
 
 @pytest.fixture(autouse=True)

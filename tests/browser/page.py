@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through chromedriver's HTTP interface, and a TensorBoard server to look at.
+"""A headless Chromium, driven through chromedriver's HTTP interface, and a TensorBoard server.
 
 Interface: https://www.w3.org/TR/webdriver2/. The few commands that are needed are plain HTTP, so no client library is.
 """

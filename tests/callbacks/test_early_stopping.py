@@ -109,7 +109,7 @@ def test_a_run_that_is_resumed_where_it_had_stopped_stops_unless_more_is_allowed
     assert checks(patient, trainer, 1.0, 1.0) == 2
 
 
-def test_a_second_run_with_the_same_callback_starts_anew() -> None:
+def test_a_second_run_with_the_same_callback_starts_from_scratch() -> None:
     callback = EarlyStopping("val/loss", patience=1)
     assert checks(callback, start(callback), 1.0, 1.0) == 2
     assert checks(callback, start(callback), 3.0, 2.0, 2.0) == 3
@@ -164,9 +164,7 @@ def moments(callback: EarlyStopping, trainer: Any, epochs: str) -> list[int]:
         ("val/loss", True, "vvevve", [0, 0, 0, 0, 0, 1]),
     ],
 )
-def test_the_metric_is_looked_at_when_it_is_fresh(
-    monitor: str, option: bool | None, epochs: str, counts: list[int]
-) -> None:
+def test_the_metric_is_read_when_it_is_fresh(monitor: str, option: bool | None, epochs: str, counts: list[int]) -> None:
     callback = EarlyStopping(monitor, patience=100, check_on_train_epoch_end=option)
     assert moments(callback, start(callback), epochs) == counts
 

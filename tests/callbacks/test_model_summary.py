@@ -122,7 +122,7 @@ def test_sharded_parameters_count_with_their_global_shape() -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_a_forward_that_fails_is_told_and_does_no_harm() -> None:
+def test_a_forward_that_fails_is_reported_and_does_no_harm() -> None:
     net = Net()
     net.example_input_array = (torch.rand(1, 3),)
     assert "Sizes and FLOPs are unknown: forward on example_input_array failed with RuntimeError: " in summarize(net)

@@ -108,7 +108,7 @@ class Odd(Watched):
 
 
 class OddLater(Odd):
-    """Differs once the ranks have told each other what they called."""
+    """Differs once the ranks have exchanged what they called."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return Net.training_step(self, batch, batch_idx)
@@ -127,7 +127,7 @@ class OddLast(OddLater):
 
 
 def failure(strategy: str, ranks: int, module: Net, batches: Any) -> Exception:
-    """What a fit raises that must not continue to its end, after a look at what it has left."""
+    """What a fit raises that must not continue to its end, after a check of what it has left."""
     trainer = quiet(
         strategy={"ddp": DDP, "fsdp": FSDP}[strategy](timeout_s=TIMEOUT_S), devices=ranks, accelerator="cpu"
     )
@@ -161,7 +161,7 @@ def check_collectives(strategy: str, ranks: int, case: str, module: type[Odd] = 
         assert not isinstance(error, RankFailure) or error.signal == "SIGABRT"
     else:
         assert is_named(error, ranks), error
-        assert list(Path().glob("failed*")), "nobody looked at the parameters"
+        assert list(Path().glob("failed*")), "nobody checked the parameters"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_rank_that_differs_after_the_backward_is_stopped(
 
 
 class MayDiffer(Net):
-    """What is no contradiction: roots and others, uneven parts, groups of some."""
+    """What does not contradict: roots and others, uneven parts, groups of some."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         rank, size = self.global_rank, self.trainer.world_size
@@ -227,7 +227,7 @@ class MayDiffer(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_what_ranks_may_do_differently_is_no_alarm() -> None:
+def test_what_ranks_may_do_differently_raises_nothing() -> None:
     trainer = quiet(strategy="ddp", devices=2, accelerator="cpu")
     trainer.fit(MayDiffer(), loader(24, 4))
     assert trainer.global_step == 3

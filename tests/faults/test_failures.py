@@ -101,7 +101,7 @@ def dead(path: Path) -> bool:
 
 
 def fail(folder: Path, point: str, action: str, strategy: str, ranks: int) -> float:
-    """One rank fails at `point`: how long until all is gone, after a look at what was said."""
+    """One rank fails at `point`: how long until all is gone, after a check of what was said."""
     rank = 0 if point == "save.write" else ranks - 1
     count = folder.parent / f"{folder.name}-count"  # written when the fault happens
     plan = f"rank={rank},step={STEP},point={point},action={action},file={count}"
@@ -126,7 +126,7 @@ def check_first_block(said: str, rank: int, action: str) -> None:
         assert re.search(
             rf"rank {rank}, step {STEP}, in [a-z ]+\n+(.*\n)*?Traceback \(most recent call last\):\n", first
         ), said
-        assert first.count("Traceback (most recent call last)") <= 2, said  # torch's cause of it is no error
+        assert first.count("Traceback (most recent call last)") <= 2, said  # torch's cause of it is not an error
         assert "Error:" not in first, said
     else:
         assert re.search(rf"RankFailure: rank {rank} was killed by SIGKILL \(step {STEP}, in [a-z ]+\)", said), said

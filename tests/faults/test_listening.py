@@ -69,6 +69,6 @@ def test_nothing_listens_beyond_loopback(strategy: str) -> None:
     model.launcher, model.before = os.getpid(), {os.getpid()}
     quiet(strategy=strategy, devices=devices, max_restarts=1).fit(model, loader(64, num_workers=1))
     count, *addresses = Path("seen1" if strategy == "pipeline" else "seen0").read_text().split()
-    assert int(count) >= 1 + devices, "the server and the ranks at least were looked at"
+    assert int(count) >= 1 + devices, "the server and the ranks at least were checked"
     assert set(addresses) <= LOOPBACKS
     assert addresses or devices == 1, "gloo listens somewhere"

@@ -49,7 +49,7 @@ class Expected:
     folder: Path
     metrics: dict[str, float]
     third_epoch: dict[str, torch.Tensor]
-    """The weights, had it gone on for another epoch."""
+    """The weights, had it continued for another epoch."""
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +224,7 @@ def check(folder: Path, nodes: int, devices: int, one_process: Expected) -> None
 
 
 def one_more_epoch(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights after one process has gone on from the checkpoint in `folder`."""
+    """The weights after one process has continued from the checkpoint in `folder`."""
     module = net()
     quiet(strategy="single", precision="64-true", split_batches=True, max_epochs=3).fit(
         module, datamodule=fit.Data(), ckpt_path=folder / "checkpoints" / "last"

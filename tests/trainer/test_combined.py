@@ -36,8 +36,8 @@ class Joint(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if isinstance(batch, list):
-            batch = {"labelled": batch}
-        losses = [F.cross_entropy(self(batch["labelled"][0]), batch["labelled"][1])] if batch.get("labelled") else []
+            batch = {"labeled": batch}
+        losses = [F.cross_entropy(self(batch["labeled"][0]), batch["labeled"][1])] if batch.get("labeled") else []
         losses += [self(batch["more"][0]).square().mean()] if batch.get("more") else []
         self.log("train/loss", sum(losses), on_step=False, on_epoch=True)
         return sum(losses)
@@ -64,7 +64,7 @@ def train(
 ) -> tuple[Joint, float]:
     torch.manual_seed(0)
     model = Joint(dropout=0.2 if dataset is Noisy else 0.0)
-    loaders = {"labelled": DataLoader(dataset(41), 4, shuffle=True), "more": DataLoader(dataset(13), 3, shuffle=True)}
+    loaders = {"labeled": DataLoader(dataset(41), 4, shuffle=True), "more": DataLoader(dataset(13), 3, shuffle=True)}
     trainer = quiet(
         **{"precision": "64-true", "max_epochs": 2, "seed": 3} | options,
         strategy="single" if ranks == 1 else "ddp",
@@ -77,7 +77,7 @@ def train(
 
 
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size", "sequential"])
-def test_ranks_give_the_numbers_of_one_process_and_go_on_on_others(mode: str) -> None:
+def test_ranks_give_the_numbers_of_one_process_and_continue_on_others(mode: str) -> None:
     reference, loss = train(mode, 1, 6)
     train(mode, 2, 3, stop=2 if mode == "min_size" else 3)
     for model, its in (train(mode, 3, 2), train(mode, 3, 3, ckpt_path="saved")):

@@ -196,10 +196,10 @@ class Joint(Net):
 
 @pytest.mark.ranks
 def test_training_loaders_side_by_side_cycle_the_shorter_one() -> None:
-    for loaders in ({"labelled": loader(24), "more": loader(5, 4)}, [loader(24), loader(5, 4)]):
+    for loaders in ({"labeled": loader(24), "more": loader(5, 4)}, [loader(24), loader(5, 4)]):
         trainer, model = quiet(), Joint()
         trainer.fit(model, loaders)
         assert model.sizes.tolist() == [[8, 4], [8, 1], [8, 4]] and trainer.num_training_batches == 3
     trainer, model = quiet(devices=2), Joint()
-    trainer.fit(model, {"labelled": loader(24), "more": loader(5, 4)})
+    trainer.fit(model, {"labeled": loader(24), "more": loader(5, 4)})
     assert model.sizes.tolist() == [[8, 4], [8, 4]], "whole batches, in turn"

@@ -286,7 +286,7 @@ def test_known_before_any_process_starts(call: Callable[[], Any], message: str, 
     sentence(caught)
 
 
-def test_no_validation_loader_is_no_error() -> None:
+def test_no_validation_loader_is_allowed() -> None:
     quiet().fit(Net(), loader(8), [])
     quiet().fit(Net(), loader(8), {})
 
@@ -375,7 +375,7 @@ LOSSES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 
 
 @pytest.mark.parametrize(("returns", "message"), LOSSES.values(), ids=LOSSES)
-def test_losses_that_cannot_be_walked_back_from(returns: Callable[[Any, Any], Any], message: str) -> None:
+def test_losses_without_a_backward_are_refused(returns: Callable[[Any, Any], Any], message: str) -> None:
     model = net()
     model.__class__ = step(returns)
     with pytest.raises((ValueError, TypeError), match=message) as caught:
@@ -499,7 +499,7 @@ def test_a_missing_optional_package_is_named(package: str, monkeypatch: pytest.M
         quiet().fit(Net(), loader(8), loader(8))  # only who uses it needs it
 
 
-def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "weights.pt").write_bytes(b"x")
     for path in ("weights.pt", tmp_path, "missing"):
         with pytest.raises(CheckpointError, match=str(path)):

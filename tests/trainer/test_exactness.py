@@ -79,7 +79,7 @@ def test_after_a_resume_in_the_middle_of_an_epoch_no_sample_comes_again(devices:
     again = [number for _, _, batch in list(numbered)[:3] for number in batch.tolist()] + [
         number for _, _, batch in numbered for number in batch.tolist()
     ]
-    assert len(again) > len(set(again)), "a loader that begins anew"
+    assert len(again) > len(set(again)), "a loader that begins again"
 
     quiet(devices=devices, seed=1, max_steps=3, callbacks=[Saved()]).fit(
         Noting(), DataLoader(Numbered(30), 4 // devices, shuffle=True)

@@ -287,7 +287,7 @@ def test_loss_scaling_skips_the_same_step_on_all_ranks(devices: int, fused: bool
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_a_skipped_first_step_is_no_step(strategy: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_first_step_is_not_a_step(strategy: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that watches the first step mistakes it for one that moves nothing, and the scheduler waits."""
     monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
 

@@ -251,7 +251,7 @@ def reference_with(ema: Ema) -> Net:
 
 
 class Extra(Net):
-    """Keeps state that is no tensor, as averages of weights do."""
+    """Keeps state that is not a tensor, as averages of weights do."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -189,7 +189,7 @@ def test_nothing_else_moves_a_stream(what: str, tmp_path: Path, monkeypatch: pyt
     assert equal([*weights(model), model.drawn], [*weights(expected), expected.drawn])
 
 
-class Dice(Net):
+class Noisy(Net):
     """Logs what every rank draws for one model, which differs from rank to rank, and how it was initialized, which does
     not."""
 
@@ -203,13 +203,13 @@ class Dice(Net):
     def on_train_start(self) -> None:
         start = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters()])
         noise = torch.tensor([torch.rand(()).item(), random.random(), float(np.random.rand())])
-        torch.save((self.all_gather(start), self.all_gather(noise)), f"dice{self.global_rank}")
+        torch.save((self.all_gather(start), self.all_gather(noise)), f"noise{self.global_rank}")
 
 
 @pytest.mark.ranks
 def test_ranks_begin_alike_and_draw_different_noise() -> None:
-    quiet(devices=3, seed=5).fit(Dice(), loader(8))
-    start, noise = torch.load("dice0")
+    quiet(devices=3, seed=5).fit(Noisy(), loader(8))
+    start, noise = torch.load("noise0")
     assert torch.equal(start[0], start[1]) and torch.equal(start[0], start[2])
     assert all(len(set(column)) == 3 for column in noise.T.tolist()), "torch, random and numpy"
 
@@ -258,7 +258,7 @@ def test_where_parts_of_a_step_run_apart_only_hooks_have_streams(strategy: str) 
 
 
 @pytest.mark.ranks
-def test_where_samples_are_shared_out_anew_streams_begin_anew() -> None:
+def test_where_samples_are_distributed_differently_streams_are_new() -> None:
     """Neither what was drawn before is drawn again, nor do ranks draw alike."""
 
     class Dicing(Net):
@@ -266,7 +266,7 @@ def test_where_samples_are_shared_out_anew_streams_begin_anew() -> None:
             mine = torch.tensor(
                 [torch.rand(()).item(), random.random(), torch.rand((), generator=self.random_stream("a")).item()]
             )
-            path = Path(f"dice-{self.trainer.world_size}-{self.global_step}-{self.global_rank}")
+            path = Path(f"noise-{self.trainer.world_size}-{self.global_step}-{self.global_rank}")
             torch.save(mine, path) if not path.exists() else None
             return super().training_step(batch, batch_idx)
 
@@ -275,12 +275,12 @@ def test_where_samples_are_shared_out_anew_streams_begin_anew() -> None:
             Dicing(), loader(32, 4), ckpt_path=ckpt_path
         )
     drawn = [
-        torch.load(f"dice-{ranks}-{step}-{rank}")
+        torch.load(f"noise-{ranks}-{step}-{rank}")
         for ranks, step in ((2, 0), (2, 1), (3, 2), (3, 3))
         for rank in range(ranks)
     ]
     assert all(len(set(column.tolist())) == len(drawn) for column in torch.stack(drawn).T)
-    assert torch.equal(torch.load("dice-3-2-0"), torch.load("dice-1-2-0")), (
+    assert torch.equal(torch.load("noise-3-2-0"), torch.load("noise-1-2-0")), (
         "a function of the seed, the data rank and the step"
     )
 

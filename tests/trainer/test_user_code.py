@@ -129,7 +129,7 @@ def test_parametrized_layers_train_on_ranks(strategy: str, devices: int) -> None
     assert_as_on_one_process(Parametrized, strategy, devices)
 
 
-class Thawing(Base):
+class Unfreezing(Base):
     """Layers freeze and unfreeze at other times than epochs begin, in the module and in a callback."""
 
     def __init__(self) -> None:
@@ -141,15 +141,15 @@ class Thawing(Base):
         return super().configure_optimizers()
 
 
-class Thaw(Callback):
+class Unfreeze(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         module.net[0].requires_grad_(trainer.global_step % 2 == 1)
         module.net[4].requires_grad_(trainer.global_step > 2)
 
 
 @pytest.mark.parametrize(("strategy", "devices"), SPREAD)
-def test_layers_freeze_and_thaw_during_a_run(strategy: str, devices: int) -> None:
-    assert_as_on_one_process(Thawing, strategy, devices, callbacks=[Thaw()], n=17)
+def test_layers_freeze_and_unfreeze_during_a_run(strategy: str, devices: int) -> None:
+    assert_as_on_one_process(Unfreezing, strategy, devices, callbacks=[Unfreeze()], n=17)
 
 
 class Branching(Module):
@@ -211,7 +211,7 @@ class OnlyFirst(Branching):
         return self.loss(batch, 2 if batch_idx % 2 else 0)
 
 
-def test_ddp_names_what_the_last_micro_batch_left_out() -> None:
+def test_ddp_names_what_the_last_micro_batch_skipped() -> None:
     with pytest.raises(RuntimeError, match=r"these parameters got no gradient in a step: b.weight, b.bias; use them"):
         fitted(OnlyFirst(), "ddp", 2, accumulate_grad_batches=2)
 
@@ -312,7 +312,7 @@ class Rare(Base):
         self.net.insert(0, nn.Embedding(3, 8, max_norm=1.0))
 
 
-class ThawsInTheStep(Thawing):
+class UnfreezesInTheStep(Unfreezing):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_step == 2:
             self.net[0].requires_grad_(True)
@@ -333,7 +333,7 @@ class RunsBackward(Base):
         (Grows, r"parameters were added or replaced during the run \(net.2.weight, net.2.bias\), which DDP cannot"),
         (GrowsInTheStep, r"parameters were added or replaced during the run \(net.2.weight\)"),
         (Rare, r"net.0 has max_norm=1.0, which changes its weight in the forward"),
-        (ThawsInTheStep, r"requires_grad was changed within a step \(net.0.weight, net.0.bias\)"),
+        (UnfreezesInTheStep, r"requires_grad was changed within a step \(net.0.weight, net.0.bias\)"),
         (RunsBackward, r"training_step changed gradients by itself \(net.0.weight, net.0.bias, net.2.weight, …\)"),
     ],
 )

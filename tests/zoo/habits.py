@@ -104,7 +104,7 @@ class ScaledAfterAccumulation(Plain):
 
 
 @habit
-class Thawed(Plain):
+class Unfrozen(Plain):
     """A layer unfrozen after an epoch."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Alternating(Plain):
 
 
 @habit
-class ThawedInTheStep(Plain):
+class UnfrozenInTheStep(Plain):
     """A layer unfrozen in training_step."""
 
     def __init__(self) -> None:

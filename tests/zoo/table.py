@@ -167,7 +167,7 @@ def distance(value: torch.Tensor | None, expected: torch.Tensor) -> float:
 
 
 def is_refusal(error: str) -> bool:
-    """Whether an error is a sentence of ours: it says what to do instead, in few lines, and is no error of torch's."""
+    """Whether an error is a sentence of ours: it says what to do instead, in few lines, and not an error of torch's."""
     foreign = (
         "got mixed torch.Tensor",
         "the same mesh",

@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Deep(Net):
-    """All sizes are even, so that nothing is padded to be cut over two ranks."""
+    """All sizes are even, so that nothing is padded when sharded over two ranks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -110,7 +110,7 @@ def test_schedulers_and_the_rates_after_warmup_are_bitwise_those_without(name: s
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("at", [3, 7])
-def test_a_run_that_is_resumed_goes_on_bitwise(name: str, at: int) -> None:
+def test_a_resumed_run_continues_bitwise(name: str, at: int) -> None:
     scheduler = SCHEDULERS[name][0]
     whole = Run(scheduler, LRWarmup(steps=5, shape="cosine")).start().steps(11)
     first = Run(scheduler, LRWarmup(steps=5, shape="cosine")).start().steps(at)
@@ -153,7 +153,7 @@ def test_epochs_are_counted_in_the_steps_of_this_run() -> None:
         endless.start()
 
 
-def test_several_optimizers_are_warmed_and_a_second_fit_starts_anew() -> None:
+def test_several_optimizers_are_warmed_and_a_second_fit_starts_from_scratch() -> None:
     weights = [nn.Parameter(torch.zeros((), dtype=torch.float64)) for _ in range(2)]
     optimizers = [torch.optim.SGD([weight], lr=lr) for weight, lr in zip(weights, (0.1, 0.2), strict=True)]
     trainer: Any = SimpleNamespace(global_step=0, optimizers=optimizers)

@@ -116,7 +116,7 @@ def train(step, writer):
             os.write(writer, pending[0].to_bytes(4, "big"))
         pending = step, checkpoint.begin(path, **options)
         for tensor in tensors.values():
-            tensor.tensor.fill_(-1.0)  # training goes on
+            tensor.tensor.fill_(-1.0)  # training continues
 
 for round in range(rounds):
     reader, writer = os.pipe()

@@ -1,4 +1,4 @@
-"""Saves of a run: asynchronously, with numbers that are none, interrupted, failing. Real ranks, real files."""
+"""Saves of a run: asynchronously, with NaN weights, interrupted, failing. Real ranks, real files."""
 
 from __future__ import annotations
 
@@ -62,9 +62,7 @@ class Both(Callback):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "devices"), LAYOUTS)
-def test_a_checkpoint_saved_beside_the_training_is_the_same_to_the_byte(
-    tmp_path: Path, strategy: str, devices: int
-) -> None:
+def test_a_checkpoint_saved_asynchronously_is_the_same_to_the_byte(tmp_path: Path, strategy: str, devices: int) -> None:
     fit(tmp_path, Both(), strategy=strategy, devices=devices)
     names = sorted(os.listdir("sync"))
     assert names == sorted(os.listdir("async")) and len(names) > 4
@@ -102,7 +100,7 @@ class Steps(Callback):
         note(self.folder, f"left-{trainer.global_rank}", f"{type(exception).__name__}: {exception}")
 
 
-def test_training_goes_on_while_the_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_while_the_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_FAULTS", "point=save.fsync,action=sleep,seconds=1")
     saver = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=4, save_top_k=-1, async_save=True)
     fit(tmp_path, Steps(tmp_path, 0.05), saver, max_steps=7)
@@ -209,7 +207,7 @@ def test_an_exception_lets_the_pending_save_finish(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_rank_that_dies_while_it_saves_beside_the_training_ends_the_others(
+def test_a_rank_that_dies_in_an_asynchronous_save_ends_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_FAULTS", f"rank={rank},step=4,point=save.fsync,action=sigkill")
@@ -287,7 +285,7 @@ class Spoils(Callback):
         ("fsdp", 2, 1, False, "optimizer"),
     ],
 )
-def test_numbers_that_are_none_are_not_saved(
+def test_nan_weights_are_not_saved(
     tmp_path: Path, strategy: str, devices: int, rank: int, waits: bool, what: str
 ) -> None:
     name = {"parameter": "model/net.0.weight", "optimizer": "optimizer/.*/net.0.weight/exp_avg"}[what]

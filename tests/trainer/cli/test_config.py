@@ -112,8 +112,8 @@ def test_files_then_overrides_in_order() -> None:
 
 def test_a_mapping_of_another_class_replaces_the_one_before() -> None:
     first = write("module: {class: shop.Net, width: 8}\n", "a.yaml")
-    second = write("module: {class: shop.Loose, colour: red}\n", "b.yaml")
-    assert resolve([first, second]).values["module"] == {"class": "shop.Loose", "colour": "red"}
+    second = write("module: {class: shop.Loose, color: red}\n", "b.yaml")
+    assert resolve([first, second]).values["module"] == {"class": "shop.Loose", "color": "red"}
     assert resolve([first], ["module={class: shop.Loose}"]).values["module"] == {"class": "shop.Loose"}
     assert resolve([first], ["module={width: 9}"]).values["module"] == {"class": "shop.Net", "width": 9}
 
@@ -237,7 +237,7 @@ def test_kwargs_pass_on_to_the_base_class() -> None:
         message("module.class=shop.Wide", "module.dept=3")
         == "module.dept (command line): Wide has no argument 'dept'; did you mean 'depth'?"
     )
-    assert build(resolve([write("module: {class: shop.Loose, colour: red}")])).module.given == {"colour": "red"}
+    assert build(resolve([write("module: {class: shop.Loose, color: red}")])).module.given == {"color": "red"}
 
 
 def test_nothing_is_built_where_anything_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

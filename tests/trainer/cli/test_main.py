@@ -132,7 +132,7 @@ def test_evaluation_and_prediction_of_a_checkpoint(capsys: pytest.CaptureFixture
     )
 
 
-def test_a_run_goes_on_where_it_ended(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_continues_where_it_ended(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "run.yaml", "max_epochs=4", "default_root_dir=whole"]) == 0
     whole = block(capsys.readouterr().out, "fit: ")
     assert main(["fit", "run.yaml", "ckpt_path=auto", "default_root_dir=halves"]) == 0

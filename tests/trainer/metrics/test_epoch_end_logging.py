@@ -127,7 +127,7 @@ def test_training_values_weigh_the_samples_of_the_epoch() -> None:
     assert found[1]["train/rate"] == 0.1
 
 
-def test_ranks_with_values_of_their_own_are_told_of_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_with_values_of_their_own_are_reported_once(capfd: pytest.CaptureFixture[str]) -> None:
     numbers("ddp", 2, 13)
     said = capfd.readouterr().err
     assert said.count("logged outside of a batch with another value on each rank: 'callback/mean', 'val/mean'.") == 1

@@ -104,7 +104,7 @@ def second() -> Trainer:
     return quiet(logger=CSVLogger(version=0), callbacks=ModelCheckpoint(), enable_checkpointing=True)
 
 
-def test_a_second_writer_is_refused_and_told_who_writes(writer: subprocess.Popen) -> None:
+def test_a_second_writer_is_refused_with_the_name_of_the_first(writer: subprocess.Popen) -> None:
     for trainer in (second(), quiet(logger=CSVLogger(version=0), devices=2)):
         with pytest.raises(
             ValueError,

@@ -347,7 +347,7 @@ def test_a_step_that_moves_nothing() -> None:
         quiet().fit(Lost(), loader())
 
 
-def test_rates_of_zero_and_gradients_of_zero_are_no_fault() -> None:
+def test_rates_of_zero_and_gradients_of_zero_are_not_a_fault() -> None:
     class Late(Net):
         """The first step runs at rate 0."""
 

@@ -130,7 +130,7 @@ class Short(Callback):
         self.seen.append(batch_idx)
 
 
-def test_a_callback_may_leave_out_the_index_of_the_loader() -> None:
+def test_a_callback_may_omit_the_index_of_the_loader() -> None:
     callback = Short()
     quiet(accelerator="cpu", devices=1, callbacks=[callback]).validate(net(), loader(16), verbose=False)
     assert callback.seen == [0, 1]
@@ -150,7 +150,7 @@ def misnamed(base: type, name: str) -> Any:
     ],
 )
 @pytest.mark.parametrize("base", [Net, Callback, DataModule])
-def test_what_looks_like_a_hook_and_is_none_is_refused(base: type, name: str, message: str) -> None:
+def test_methods_named_almost_like_hooks_are_refused(base: type, name: str, message: str) -> None:
     own = misnamed(base, name)
     message = message if base is not DataModule else f"Own.{name} is not a hook"
     module = own if base is Net else net()

@@ -182,7 +182,7 @@ def test_the_process_that_starts_the_ranks_dies(capfd: pytest.CaptureFixture[str
     )
 
 
-def test_a_stop_that_was_asked_for_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_that_was_asked_for_is_not_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(fault_injection.VARIABLE, "step=3,point=forward,action=sigterm,times=9,file=count")
     with pytest.raises(SystemExit) as caught:
         fit("ddp", 2, max_restarts=5)
@@ -259,4 +259,4 @@ def test_a_clock_that_is_set_back_does_not_hide_checkpoints(
     quiet(max_restarts=1, enable_checkpointing=True, callbacks=[ModelCheckpoint(every_n_train_steps=2)]).fit(
         SetBack(), loader(32, 4)
     )
-    assert "restart 1 of 1 from" in (told := capfd.readouterr().err) and "step=4" in told
+    assert "restart 1 of 1 from" in (shown := capfd.readouterr().err) and "step=4" in shown

@@ -147,7 +147,7 @@ def test_killed_in_the_middle_of_an_epoch_and_resumed(tmp_path: Path, devices: i
     assert resumed["step"] == undisturbed["step"]
     assert equal(resumed["weights"], undisturbed["weights"])
     assert resumed["metrics"] == undisturbed["metrics"]
-    assert not (tmp_path / "Rich/version_1").exists(), "the run goes on in its folder"
+    assert not (tmp_path / "Rich/version_1").exists(), "the run continues in its folder"
 
 
 @pytest.mark.parametrize("step", range(1, 34, 4))

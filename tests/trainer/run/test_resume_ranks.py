@@ -138,7 +138,7 @@ def each_once(steps: list[Any], n: int = N, per_epoch: int = 3) -> None:
 
 @pytest.mark.parametrize("began", RANKS)
 @pytest.mark.parametrize("stop", [4, pytest.param(5, marks=pytest.mark.slow)])
-def test_every_number_of_ranks_goes_on_from_every_other(
+def test_every_number_of_ranks_continues_from_every_other(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], began: int, stop: int
 ) -> None:
     """Stopped in the second epoch, one or two windows before its short last one."""
@@ -275,7 +275,7 @@ class Fives(Sampler[list[int]]):
 
 @pytest.mark.parametrize("kind", ["sampler", "batch sampler"])
 @pytest.mark.parametrize(("began", "ranks"), [(1, 2), pytest.param(2, 3, marks=pytest.mark.slow)])
-def test_the_users_own_order_goes_on(tmp_path: Path, kind: str, began: int, ranks: int) -> None:
+def test_the_users_own_order_continues(tmp_path: Path, kind: str, began: int, ranks: int) -> None:
     def loader() -> Any:
         return (
             DataLoader(Rows(), batch_sampler=Fives())

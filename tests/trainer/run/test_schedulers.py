@@ -112,7 +112,7 @@ def test_schedulers_of_other_makes_step_through_lr_scheduler_step(tmp_path: Path
 
 
 def test_scheduler_step_sees_the_metric_it_declares() -> None:
-    """`reduce_on_plateau` marks a scheduler that is stepped on a metric and is no ReduceLROnPlateau."""
+    """`reduce_on_plateau` marks a scheduler that is stepped on a metric but is not a ReduceLROnPlateau."""
     seen = []
 
     class Custom(Net):

@@ -96,7 +96,7 @@ def test_validation_data_without_a_step_is_warned_of() -> None:
     cpu(limit_val_batches=0).fit(Unvalidated(), loader(8), loader(8))
 
 
-def test_an_interval_of_validation_is_not_looked_at_where_validation_is_off() -> None:
+def test_an_interval_of_validation_is_ignored_if_validation_is_off() -> None:
     cpu(val_check_interval=1000).fit(net(), loader(8))
     cpu(val_check_interval=1000, limit_val_batches=0).fit(net(), loader(8), loader(8))
     with pytest.raises(ValueError, match="val_check_interval=1000 is more than the 1 batches"):

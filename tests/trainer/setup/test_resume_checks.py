@@ -104,7 +104,7 @@ def test_another_optimizer_or_scheduler_than_the_saved_one_is_refused_by_name(tm
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
-def test_rates_that_schedulers_have_moved_are_no_difference(tmp_path: Path, devices: int) -> None:
+def test_rates_that_schedulers_have_moved_are_not_a_difference(tmp_path: Path, devices: int) -> None:
     """What is compared is what the code gives, warm-up and kernels (fused, foreach) not counted."""
 
     def make(module: Any, **options: Any) -> Any:
@@ -143,7 +143,7 @@ def test_on_another_number_of_ranks_the_saved_rate_holds_with_one_line(
 # ---- parameter groups and freezing in the run --------------------------------------------------------
 
 
-class Thaws(Module):
+class Unfreezes(Module):
     """Trains its head; after some steps its body too, in a group of its own."""
 
     def __init__(self, at: int) -> None:
@@ -170,7 +170,7 @@ def test_groups_added_and_layers_unfrozen_in_the_run_are_resumed_to_the_bit(
     tmp_path: Path, strategy: str, devices: int
 ) -> None:
     def fit(ckpt_path: Path | None, *callbacks: Callback) -> Module:
-        module = Thaws(at=3)
+        module = Unfreezes(at=3)
         trainer = quiet(
             strategy=strategy, devices=devices, accelerator="cpu", callbacks=list(callbacks), max_epochs=3, seed=0
         )
@@ -178,7 +178,7 @@ def test_groups_added_and_layers_unfrozen_in_the_run_are_resumed_to_the_bit(
         return module
 
     whole = fit(None, SavesAt(tmp_path, 2, 3, 5))
-    before = weights(Thaws(3))
+    before = weights(Unfreezes(3))
     assert not any(torch.equal(a, b) for a, b in zip(weights(whole), before, strict=True))
     for step in (2, 5):
         assert equal(weights(whole), weights(fit(tmp_path / str(step)))), step
