@@ -294,7 +294,7 @@ class ShardedStrategy(SPMDStrategy):
     def run_step(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         run: Callable[..., Any] = wrapped.run  # type: ignore[assignment]
         step = functools.partial(self._checked_step, step_fn)
-        return functools.partial(run, step) if self._steps is None else self._steps.told(run, step)
+        return functools.partial(run, step) if self._steps is None else self._steps.announcing(run, step)
 
     def _checked_step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Any:
         """The user's step. Raises RuntimeError if it changed what only the whole parameters of this step know.
@@ -510,8 +510,8 @@ class Steps:
         self._rank = rank
         self._losses = open_exchange(rank, world_size, 1, timeout_s)
 
-    def told(self, run: Callable[..., Any], *first: Any) -> Callable[[Any, int], Any]:
-        """`run(*first, batch, batch_idx)`, after which the others are told whether it has a loss."""
+    def announcing(self, run: Callable[..., Any], *first: Any) -> Callable[[Any, int], Any]:
+        """`run(*first, batch, batch_idx)`, which then tells the other ranks whether it has a loss."""
 
         def call(batch: Any, batch_idx: int) -> Any:
             output = run(*first, batch, batch_idx)
@@ -540,7 +540,7 @@ def _one_optimizer_each(
 ) -> tuple[Callable[[Any, int], Any], StepHooks]:
     """Let each loss of a dict move only its optimizer's parameters: what the backward left elsewhere is taken back.
 
-    Autograd could be told which parameters to reach, but the graph holds the gathered ones.
+    Autograd takes the parameters to reach, but the graph holds the gathered ones.
     """
     parameters = hooks.parameters or {}
     own = [set(map(id, group)) for group in parameters.values()]
