@@ -23,10 +23,13 @@ from lockstep.callbacks.training.gradient_accumulation import GradientAccumulati
 from lockstep.callbacks.training.lr_scaling import LRScaling
 from lockstep.callbacks.training.lr_warmup import LRWarmup
 from lockstep.callbacks.training.weight_averaging import WeightAveraging
+from lockstep.callbacks.tuning.batch_size_finder import BatchSizeFinder
+from lockstep.callbacks.tuning.lr_finder import LRFinder
 
 __all__ = [
     "BackboneFinetuning",
     "BaseFinetuning",
+    "BatchSizeFinder",
     "CSVLogger",
     "Callback",
     "ChannelsLast",
@@ -36,6 +39,7 @@ __all__ = [
     "GradientAccumulationScheduler",
     "GradientNorm",
     "Guard",
+    "LRFinder",
     "LRScaling",
     "LRWarmup",
     "LambdaCallback",

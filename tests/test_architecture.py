@@ -53,6 +53,8 @@ PUBLIC = {
         "ChannelsLast",
         "CommunicationLedger",
         "EarlyStopping",
+        "BatchSizeFinder",
+        "LRFinder",
         "BackboneFinetuning",
         "BaseFinetuning",
         "DeviceStats",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import strategies
+from lockstep.trainer import tuner
 from lockstep.trainer.arguments import TrainerArguments, takes_arguments
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.facts import Facts
@@ -75,6 +76,8 @@ class Trainer(Facts):
         if ckpt_path is None:
             checks.not_done(run)
         path = start.checked(run, ckpt_path)
+        if path is None and not run.arguments.fast_dev_run:
+            tuner.search(run, model, sources)
         if run.arguments.strategy == "auto":  # now that the model is known
             strategy, reason = strategies.build("auto", **run.arguments.layout, model=model)
             if type(strategy) is not type(run.strategy):

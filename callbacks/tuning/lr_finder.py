@@ -1,0 +1,165 @@
+"""LRFinder: a learning rate from a short run in which the rate rises."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from lockstep import Module, Trainer
+
+_SMOOTHING = 0.98
+_FIRST, _LAST = 10, 1  # points that the suggestion skips at both ends
+
+
+@dataclass
+class LRSweep:
+    """Losses of a run whose learning rate rose from step to step."""
+
+    lrs: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    """Of each step, over all ranks, before the step."""
+
+    @property
+    def smoothed(self) -> list[float]:
+        """The losses as a bias-corrected moving average."""
+        average, smooth = 0.0, []
+        for i, loss in enumerate(self.losses):
+            average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
+            smooth.append(average / (1 - _SMOOTHING ** (i + 1)))
+        return smooth
+
+    def suggestion(self) -> float | None:
+        """The rate at which the smoothed loss falls fastest; None if there are too few points to tell."""
+        losses = self.smoothed
+        points = range(_FIRST + 1, len(losses) - _LAST - 1)
+        slopes = {i: losses[i + 1] - losses[i - 1] for i in points}
+        return self.lrs[min(slopes, key=slopes.__getitem__)] if slopes else None
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Return a figure of the loss by rate with the suggestion; write it to `path` (PNG, PDF, SVG) too.
+
+        Raises ModuleNotFoundError without matplotlib.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError(
+                "plot needs matplotlib: pip install 'lockstep-trainer[plot]', or read lrs and losses"
+            ) from None
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(self.lrs, self.losses, alpha=0.4, label="loss")
+        axes.plot(self.lrs, self.smoothed, label="smoothed")
+        suggestion = self.suggestion()
+        if suggestion is not None:
+            axes.axvline(suggestion, linestyle="--", color="black", label=f"suggestion {suggestion:.3g}")
+        axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
+        axes.legend()
+        if path is not None:
+            figure.savefig(Path(path).expanduser())
+        return figure
+
+
+class LRFinder(Callback):
+    """Before `fit`, train a copy of the module for some steps with a rising learning rate, and set the rate found.
+
+    The copy runs in a run of its own, under the same strategy and on the same data, so nothing of the run that
+    follows is moved: weights, random streams, counters and folders are those of a run without this callback. Losses
+    are those over all ranks, so the answer is the same on any number of ranks for the same global batch. A run that
+    is resumed (`ckpt_path`) is not searched.
+
+    The rate replaces `module.lr` or `module.learning_rate`, or the hyperparameter of that name, which
+    `configure_optimizers` must use. Smith 2015, arXiv:1506.01186.
+
+    Args:
+        min_lr, max_lr: Rates of the first and last step.
+        num_training_steps: Optimizer steps of the search.
+        mode: "exponential" or "linear" rise.
+        early_stop_threshold: Stop once the smoothed loss is so many times the lowest; None for never.
+        update_attr: Set the rate on the module; False only finds it.
+        attr_name: Name of the attribute or hyperparameter; None takes "lr" or "learning_rate".
+        plot: A file to draw the curve to, such as "lr.png"; needs matplotlib.
+    """
+
+    result: LRSweep | None = None
+    """What the last search measured."""
+
+    def __init__(
+        self,
+        min_lr: float = 1e-8,
+        max_lr: float = 1.0,
+        num_training_steps: int = 100,
+        *,
+        mode: str = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str | None = None,
+        plot: str | Path | None = None,
+    ) -> None:
+        if not 0 < min_lr < max_lr < math.inf:
+            raise ValueError(f"min_lr must be above 0 and below max_lr, got min_lr={min_lr} and max_lr={max_lr}")
+        if num_training_steps < _FIRST + _LAST + 3:
+            raise ValueError(f"num_training_steps must be at least {_FIRST + _LAST + 3}, got {num_training_steps}")
+        if mode not in ("exponential", "linear"):
+            raise ValueError(f"mode must be 'exponential' or 'linear', got {mode!r}")
+        self.min_lr, self.max_lr, self.num_training_steps, self.mode = min_lr, max_lr, num_training_steps, mode
+        self.early_stop_threshold = early_stop_threshold
+        self.update_attr, self.attr_name, self.plot = update_attr, attr_name, plot
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of step `step`, from 0."""
+        share = step / (self.num_training_steps - 1)
+        if self.mode == "linear":
+            return self.min_lr + (self.max_lr - self.min_lr) * share
+        return self.min_lr * (self.max_lr / self.min_lr) ** share
+
+
+class RisingRate(Callback):
+    """The callback of the search: sets the rate of each step and records its loss."""
+
+    def __init__(self, finder: LRFinder) -> None:
+        self.finder = finder
+        self.sweep = LRSweep()
+        self._shares: dict[int, list[float]] = {}  # rates of groups over that of the first, by optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lrs": self.sweep.lrs, "losses": self.sweep.losses}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.sweep = LRSweep(state_dict["lrs"], state_dict["losses"])
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        for i, optimizer in enumerate(trainer.optimizers):
+            first = float(optimizer.param_groups[0]["lr"]) or 1.0
+            self._shares[i] = [float(group["lr"]) / first for group in optimizer.param_groups]
+
+    def on_before_backward(self, trainer: Trainer, module: Module, loss: Tensor) -> None:
+        self.log("lr_find/loss", loss.detach(), on_step=True, on_epoch=False)
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
+        rate = self.finder.rate_at(trainer.global_step)
+        index = next(i for i, item in enumerate(trainer.optimizers) if item is optimizer)
+        for group, share in zip(optimizer.param_groups, self._shares[index], strict=True):
+            group["lr"] = group["lr"].fill_(rate * share) if isinstance(group["lr"], torch.Tensor) else rate * share
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        steps = len(self.sweep.lrs)
+        if trainer.global_step == steps:  # within an accumulation window, or the loss was not finite
+            trainer.should_stop = trainer.should_stop or trainer._run.guard.in_a_row > 0
+            return
+        loss = trainer._run.last_loss
+        self.sweep.losses.append(float(trainer.callback_metrics["lr_find/loss"]) if loss is None else loss)
+        self.sweep.lrs.append(self.finder.rate_at(steps))
+        threshold, smooth = self.finder.early_stop_threshold, self.sweep.smoothed
+        if threshold is not None and steps > _FIRST and smooth[-1] > threshold * min(smooth):
+            trainer.should_stop = True

@@ -1,0 +1,107 @@
+"""BatchSizeFinder: with a step that runs out of memory above a known size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep import DataModule
+from lockstep.callbacks import BatchSizeFinder
+from tests.trainer.toy import Net, data, equal, loader, quiet, weights
+
+
+class Limited(Net):
+    """Has room for batches of 21 samples."""
+
+    def __init__(self, batch_size: int = 2) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(data(200), self.batch_size)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if len(batch[0]) > 21:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().training_step(batch, batch_idx)
+
+
+def find(callback: BatchSizeFinder, **options: Any) -> Limited:
+    torch.manual_seed(0)
+    module = Limited()
+    quiet(**{"max_steps": 2, "max_epochs": None} | options, callbacks=[callback]).fit(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("options", "size"), [({}, 16), ({"mode": "binsearch"}, 21), ({"margin": 0.25}, 12), ({"max_trials": 2}, 4)]
+)
+def test_the_largest_size_that_fits_is_set_and_the_run_is_that_run(options: dict[str, Any], size: int) -> None:
+    callback = BatchSizeFinder(**options)
+    module = find(callback)
+    assert module.batch_size == callback.result == size
+    torch.manual_seed(0)
+    expected = Limited(size)
+    quiet(max_steps=2, max_epochs=None).fit(expected)
+    assert equal(weights(module), weights(expected))
+
+
+@pytest.mark.ranks
+def test_ranks_agree() -> None:
+    callback = BatchSizeFinder(mode="binsearch")
+    find(callback, strategy="ddp", devices=2)
+    assert callback.result == 21
+
+
+def test_the_search_ends_where_the_dataset_is_one_batch() -> None:
+    class Small(Net):
+        batch_size = 4
+
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(data(50), self.batch_size)
+
+    callback = BatchSizeFinder()
+    quiet(callbacks=[callback]).fit(Small())
+    assert callback.result == 64
+
+
+def test_the_batch_size_of_a_datamodule_is_set() -> None:
+    class Data(DataModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch_size = 4
+
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(data(200), self.batch_size)
+
+    class Module(Limited):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.batch_size
+
+        train_dataloader = None
+
+    datamodule = Data()
+    quiet(callbacks=[BatchSizeFinder()], max_steps=1, max_epochs=None).fit(Module(), datamodule=datamodule)
+    assert datamodule.batch_size == 16
+
+
+def test_other_errors_come_out() -> None:
+    class Broken(Limited):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("of the user")
+
+    with pytest.raises(RuntimeError, match="of the user"):
+        quiet(callbacks=[BatchSizeFinder()]).fit(Broken())
+
+
+def test_what_cannot_be_searched_is_named() -> None:
+    with pytest.raises(ValueError, match="cannot change the batch size of a loader that was given"):
+        quiet(callbacks=[BatchSizeFinder()]).fit(Limited(), loader())
+    with pytest.raises(ValueError, match="init_val=32 does not fit"):
+        find(BatchSizeFinder(init_val=32))
+    with pytest.raises(ValueError, match="mode must be"):
+        BatchSizeFinder(mode="half")

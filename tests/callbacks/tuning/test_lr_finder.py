@@ -1,0 +1,129 @@
+"""LRFinder against a sweep by hand; on several ranks; and that it moves nothing of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+from lockstep.callbacks import LRFinder
+from lockstep.callbacks.tuning.lr_finder import LRSweep
+from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
+
+OPTIONS: dict[str, Any] = {"precision": "64-true", "split_batches": True, "seed": 3}
+
+
+def finder(**options: Any) -> LRFinder:
+    return LRFinder(**{"min_lr": 1e-5, "max_lr": 1.0, "num_training_steps": 40} | options)
+
+
+def find(callback: LRFinder, **options: Any) -> Net:
+    module = net()
+    quiet(**OPTIONS | options, callbacks=[callback]).fit(module, loader())
+    return module
+
+
+def test_losses_are_those_of_a_sweep_by_hand() -> None:
+    callback = finder(early_stop_threshold=None)
+    module = find(callback)
+    reference = net().double()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    lrs, losses = [], []
+    while len(lrs) < 40:
+        for x, y in loader():
+            if len(lrs) == 40:
+                break
+            rate = 1e-5 * 1e5 ** (len(lrs) / 39)
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad()
+            loss = F.cross_entropy(reference(x.double()), y)
+            loss.backward()
+            optimizer.step()
+            lrs.append(rate)
+            losses.append(loss.item())
+    assert callback.result is not None
+    assert callback.result.lrs == pytest.approx(lrs, rel=1e-15)
+    assert callback.result.losses == pytest.approx(losses, rel=1e-10)
+    assert module.hparams.lr == callback.result.suggestion()
+
+
+def test_the_run_is_the_one_that_had_the_rate_from_the_start() -> None:
+    callback = finder()
+    module = find(callback)
+    assert callback.result is not None
+    expected = net(lr=callback.result.suggestion())
+    quiet(**OPTIONS).fit(expected, loader())
+    assert equal(weights(module), weights(expected))
+
+
+def test_random_streams_are_where_they_were() -> None:
+    """Dropout draws in the search, and the shuffled order of the run depends on the seed alone."""
+
+    def train(*callbacks: Any) -> Net:
+        torch.manual_seed(0)
+        module = Net(dropout=0.5)
+        quiet(callbacks=list(callbacks)).fit(module, DataLoader(data(), 8, shuffle=True))
+        return module
+
+    assert equal(weights(train(finder(update_attr=False))), weights(train()))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("strategy", "devices"), [("ddp", 4), ("fsdp", 2), ("pipeline", 2)])
+def test_ranks_find_the_rate_of_one_process(strategy: str, devices: int) -> None:
+    one, several = finder(), finder()
+    find(one)
+    find(several, strategy=strategy, devices=devices)
+    assert one.result is not None and several.result is not None
+    assert several.result.losses == pytest.approx(one.result.losses, rel=1e-10)
+    assert several.result.suggestion() == one.result.suggestion()
+
+
+def test_a_diverging_sweep_ends_early_and_a_nan_ends_it() -> None:
+    class Diverges(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * (1 if self.trainer.global_step < 25 else torch.nan)
+
+    callback = finder()
+    quiet(callbacks=[callback], limit_train_batches=1).fit(Diverges(), loader())
+    assert callback.result is not None and len(callback.result.lrs) == 25
+
+
+def test_the_steepest_point_is_suggested() -> None:
+    losses = [1.0] * 30 + [0.2] * 20 + [0.19] * 10
+    sweep = LRSweep([10.0**i for i in range(60)], losses)
+    assert sweep.suggestion() in (1e30, 1e31, 1e29)
+    assert LRSweep([1.0] * 5, [1.0] * 5).suggestion() is None
+
+
+def test_a_plot_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need the extra plot")
+    find(finder(plot=tmp_path / "lr.png"))
+    assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_module_without_a_rate_is_named() -> None:
+    class Fixed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.hparams["lr"]
+
+    with pytest.raises(ValueError, match="LRFinder found no attribute or hyperparameter lr or learning_rate on Fixed"):
+        quiet(callbacks=[finder()]).fit(Fixed(), loader())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"min_lr": 1.0}, "min_lr must be above 0 and below max_lr"),
+        ({"num_training_steps": 3}, "num_training_steps must be at least"),
+        ({"mode": "square"}, "mode must be 'exponential' or 'linear'"),
+    ],
+)
+def test_invalid_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        finder(**arguments)

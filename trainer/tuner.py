@@ -1,0 +1,181 @@
+"""Searches before a run: each trains copies of the module in runs of their own, and sets what it has found."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.callbacks.base import Callback
+from lockstep.callbacks.guard import Guard
+from lockstep.callbacks.tuning.batch_size_finder import BatchSizeFinder
+from lockstep.callbacks.tuning.lr_finder import LRFinder, LRSweep, RisingRate
+from lockstep.strategies.launch import environment
+from lockstep.strategies.launch.launcher import RankFailure
+from lockstep.trainer.seeding import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from lockstep.trainer.module import Module
+    from lockstep.trainer.run.state import RunState
+    from lockstep.trainer.setup.loaders import Sources
+    from lockstep.trainer.trainer import Trainer
+
+_log = logging.getLogger("lockstep")
+
+
+def search(run: RunState, module: Module, sources: Sources) -> None:
+    """Run the finders among the callbacks: batch sizes first, as rates depend on them. Every process that called
+    `fit` calls it, before ranks are launched."""
+    for callback in run.callbacks:
+        if isinstance(callback, BatchSizeFinder):
+            callback.result = _find_batch_size(run, callback, module, sources)
+    for callback in run.callbacks:
+        if isinstance(callback, LRFinder):
+            callback.result = _find_rate(run, callback, module, sources)
+
+
+def _find_rate(run: RunState, finder: LRFinder, module: Module, sources: Sources) -> LRSweep:
+    owner, name = _holder(finder, [module], (finder.attr_name,) if finder.attr_name else ("lr", "learning_rate"))
+    recorded = RisingRate(finder)
+    _trial(run, module, sources, finder.num_training_steps, [recorded, Guard(non_finite="skip", max_in_a_row=1)])
+    sweep = recorded.sweep
+    suggestion = sweep.suggestion()
+    if finder.plot is not None:
+        sweep.plot(finder.plot)
+    if suggestion is None:
+        _log.warning(
+            f"LRFinder found no learning rate in {len(sweep.lrs)} steps, so {name} stays {_read(owner, name)!r}; "
+            "raise num_training_steps or lower max_lr"
+        )
+    elif finder.update_attr:
+        _log.info(f"LRFinder: {name} {_read(owner, name)!r} → {suggestion!r}")
+        _write(owner, name, suggestion)
+    return sweep
+
+
+def _find_batch_size(run: RunState, finder: BatchSizeFinder, module: Module, sources: Sources) -> int:
+    if sources.loaders.get("train") is not None:
+        raise ValueError(
+            "BatchSizeFinder cannot change the batch size of a loader that was given to fit; define train_dataloader "
+            f"on the module or a DataModule, with {finder.batch_arg_name} as an attribute"
+        )
+    world = environment.detect()
+    if world is not None and world.world_size > 1:
+        raise ValueError(
+            "BatchSizeFinder cannot search under a launcher that has started several ranks, as a rank that runs out "
+            "of memory ends the job; find the size with devices=1, and set it"
+        )
+    owners = [module] if sources.datamodule is None else [sources.datamodule, module]
+    owner, name = _holder(finder, owners, (finder.batch_arg_name,))
+    size, fits, fails = finder.init_val, 0, None
+    for _ in range(finder.max_trials):
+        batches = _batches_that_fit(run, finder, module, sources, owner is module, name, size)
+        if batches is None:
+            fails = size
+        else:
+            fits = size
+        if batches is not None and batches <= 1:
+            break  # the whole dataset is one batch
+        if fails is None:
+            size = fits * 2
+        elif finder.mode == "power" or fails - fits <= 1:
+            break
+        else:
+            size = (fits + fails) // 2
+    if not fits:
+        raise ValueError(f"a batch of init_val={finder.init_val} does not fit into memory; set a lower init_val")
+    found = max(1, int(fits * (1 - finder.margin)))
+    _log.info(f"BatchSizeFinder: {name} {_read(owner, name)!r} → {found}")
+    _write(owner, name, found)
+    return found
+
+
+def _batches_that_fit(
+    run: RunState,
+    finder: BatchSizeFinder,
+    module: Module,
+    sources: Sources,
+    on_module: bool,
+    name: str,
+    size: int,
+) -> float | None:
+    """The batches of an epoch at batch size `size`; None if it does not fit into memory."""
+    module, sources = _copied(module), replace(sources, datamodule=_copied(sources.datamodule))
+    _write(module if on_module else sources.datamodule, name, size)
+    try:
+        trainer = _trial(run, module, sources, finder.steps_per_trial, [])
+    except BaseException as error:
+        if not _is_out_of_memory(error):
+            raise
+        del error
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return None
+    return trainer._run.num_training_batches
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, RankFailure):
+        return error.signal == "SIGKILL"  # most likely of the kernel's out-of-memory killer
+    words = ("out of memory", "not enough memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def _trial(run: RunState, module: Module, sources: Sources, steps: int, callbacks: list[Callback]) -> Trainer:
+    """Fit a copy of `module` for `steps` optimizer steps in a run that writes and shows nothing; return its Trainer."""
+    from lockstep.trainer.trainer import Trainer
+
+    module, datamodule = _copied(module), _copied(sources.datamodule)
+    given = {field.name: getattr(run.arguments, field.name) for field in fields(run.arguments)}
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    unused = dict.fromkeys(("min_epochs", "min_steps", "max_time", "profiler"))
+    trainer = Trainer(
+        **given
+        | quiet
+        | unused
+        | {"max_steps": steps, "max_epochs": steps, "limit_val_batches": 0, "num_sanity_val_steps": 0, "max_restarts": 0}
+        | {"callbacks": callbacks, "log_every_n_steps": 1, "accumulate_grad_batches": run.accumulate_grad_batches}
+    )
+    random = rng_state()
+    try:
+        trainer.fit(module, sources.loaders.get("train"), datamodule=datamodule)
+    finally:
+        set_rng_state(random)
+    return trainer
+
+
+def _copied(owner: Any) -> Any:
+    """A deep copy of a module or DataModule, but for the Trainer that it belongs to."""
+    trainer = getattr(owner, "__dict__", {}).get("_trainer") or getattr(owner, "__dict__", {}).get("trainer")
+    return copy.deepcopy(owner, {} if trainer is None else {id(trainer): trainer})
+
+
+def _holder(finder: Callback, owners: Sequence[Any], names: Sequence[str]) -> tuple[Any, str]:
+    """Which of `owners` has an attribute or hyperparameter of one of `names`, and which."""
+    for owner in owners:
+        for name in names:
+            if hasattr(owner, name) or name in owner.hparams:
+                return owner, name
+    raise ValueError(
+        f"{type(finder).__name__} found no attribute or hyperparameter {' or '.join(names)} on "
+        f"{' or '.join(type(owner).__name__ for owner in owners)} to set; add one that the code uses, or name it"
+    )
+
+
+def _read(owner: Any, name: str) -> Any:
+    return getattr(owner, name) if hasattr(owner, name) else owner.hparams[name]
+
+
+def _write(owner: Any, name: str, value: Any) -> None:
+    if name in owner.hparams:
+        owner.hparams[name] = value
+    if hasattr(owner, name):
+        setattr(owner, name, value)
