@@ -141,7 +141,13 @@ def _trial(run: RunState, module: Module, sources: Sources, steps: int, callback
         **given
         | quiet
         | unused
-        | {"max_steps": steps, "max_epochs": steps, "limit_val_batches": 0, "num_sanity_val_steps": 0, "max_restarts": 0}
+        | {
+            "max_steps": steps,
+            "max_epochs": steps,
+            "limit_val_batches": 0,
+            "num_sanity_val_steps": 0,
+            "max_restarts": 0,
+        }
         | {"callbacks": callbacks, "log_every_n_steps": 1, "accumulate_grad_batches": run.accumulate_grad_batches}
     )
     random = rng_state()
