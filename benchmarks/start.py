@@ -1,4 +1,4 @@
-"""How long until it runs: `import lockstep` beside `import torch`, and from process start to the end of the first step.
+"""How long until it runs: imports of lockstep beside `import torch`, and from process start to the end of the first step.
 
     python -m benchmarks.start [--rounds 5] [--match TEXT] [--json FILE]
 
@@ -56,17 +56,24 @@ def main() -> None:
     write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds)
 
 
-def import_s(module: str) -> float:
-    """Seconds that `import module` takes in a new interpreter."""
+def import_s(statement: str) -> float:
+    """Seconds that an import takes in a new interpreter."""
     return float(
         run(
             [
                 sys.executable,
                 "-c",
-                f"import time; begin = time.perf_counter(); import {module}; print(time.perf_counter() - begin)",
+                f"import time; begin = time.perf_counter(); {statement}; print(time.perf_counter() - begin)",
             ]
         )
     )
+
+
+def help_s() -> float:
+    """Seconds from starting `lockstep fit --help` to its end."""
+    begin = time.perf_counter()
+    run([sys.executable, "-m", "lockstep", "fit", "--help"])
+    return time.perf_counter() - begin
 
 
 def first_step_s(what: str, ranks: int) -> float:
@@ -163,8 +170,10 @@ def train_by_hand(rank: int, ranks: int, store: str) -> None:
 
 CHILDREN = {"lockstep": lockstep, "by_hand": by_hand}
 MEASUREMENTS: dict[str, tuple[Callable[[], float], str]] = {
-    "import torch": (partial(import_s, "torch"), "import torch"),
-    "import lockstep (and so torch)": (partial(import_s, "lockstep"), "import torch"),
+    "import torch": (partial(import_s, "import torch"), "import torch"),
+    "import lockstep": (partial(import_s, "import lockstep"), "import torch"),
+    "from lockstep import Trainer, Module": (partial(import_s, "from lockstep import Trainer, Module"), "import torch"),
+    "lockstep fit --help": (help_s, "import torch"),
     "first step, by hand, 1 rank": (partial(first_step_s, "by_hand", 1), "first step, by hand, 1 rank"),
     "first step, lockstep, 1 rank": (partial(first_step_s, "lockstep", 1), "first step, by hand, 1 rank"),
     "first step, by hand with spawn, 2 ranks": (partial(first_step_s, "by_hand", 2), "first step, by hand, 1 rank"),
@@ -172,7 +181,7 @@ MEASUREMENTS: dict[str, tuple[Callable[[], float], str]] = {
 }
 """What is measured, and what it is compared with."""
 if importlib.util.find_spec("lightning"):
-    MEASUREMENTS["import lightning (and so torch)"] = (partial(import_s, "lightning"), "import torch")
+    MEASUREMENTS["import lightning (and so torch)"] = (partial(import_s, "import lightning"), "import torch")
 
 if __name__ == "__main__":
     main()

@@ -1,17 +1,40 @@
 """Strategies: where the work runs, never what it computes."""
 
-from lockstep.strategies.base import Loss, Strategy
-from lockstep.strategies.ddp import DDP
-from lockstep.strategies.deepspeed.strategy import DeepSpeed
-from lockstep.strategies.dp import DataParallel
-from lockstep.strategies.mesh.fsdp import FSDP
-from lockstep.strategies.mesh.mesh_parallel import MeshParallel
-from lockstep.strategies.mesh.tensor import TensorParallel
-from lockstep.strategies.model_parallel import ModelParallel
-from lockstep.strategies.pipeline.strategy import Pipeline
-from lockstep.strategies.registry import build
-from lockstep.strategies.single import SingleDevice
-from lockstep.strategies.spmd import SPMDStrategy
+from typing import TYPE_CHECKING
+
+from lockstep._lazy import exports
+
+if TYPE_CHECKING:
+    from lockstep.strategies.base import Loss, Strategy
+    from lockstep.strategies.ddp import DDP
+    from lockstep.strategies.deepspeed.strategy import DeepSpeed
+    from lockstep.strategies.dp import DataParallel
+    from lockstep.strategies.mesh.fsdp import FSDP
+    from lockstep.strategies.mesh.mesh_parallel import MeshParallel
+    from lockstep.strategies.mesh.tensor import TensorParallel
+    from lockstep.strategies.model_parallel import ModelParallel
+    from lockstep.strategies.pipeline.strategy import Pipeline
+    from lockstep.strategies.registry import build
+    from lockstep.strategies.single import SingleDevice
+    from lockstep.strategies.spmd import SPMDStrategy
+else:
+    __getattr__, __dir__ = exports(
+        __name__,
+        {
+            "base": ["Loss", "Strategy"],
+            "ddp": ["DDP"],
+            "deepspeed.strategy": ["DeepSpeed"],
+            "dp": ["DataParallel"],
+            "mesh.fsdp": ["FSDP"],
+            "mesh.mesh_parallel": ["MeshParallel"],
+            "mesh.tensor": ["TensorParallel"],
+            "model_parallel": ["ModelParallel"],
+            "pipeline.strategy": ["Pipeline"],
+            "registry": ["build"],
+            "single": ["SingleDevice"],
+            "spmd": ["SPMDStrategy"],
+        },
+    )
 
 __all__ = [
     "DDP",

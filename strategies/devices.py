@@ -140,7 +140,7 @@ def move(
     """
     if isinstance(batch, Tensor):
         to = None if dtype is None else dtype_of(batch, dtype)
-        if batch.device.type == kept:
+        if kept is not None and batch.device.type == kept:
             return batch
         if batch.device == device and (to is None or batch.dtype == to):
             return batch

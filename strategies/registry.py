@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import os
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.ddp import DDP
-from lockstep.strategies.deepspeed.strategy import DeepSpeed
 from lockstep.strategies.devices import resolve_accelerator, resolve_devices
-from lockstep.strategies.dp import DataParallel
 from lockstep.strategies.launch import environment
-from lockstep.strategies.mesh.fsdp import FSDP
-from lockstep.strategies.mesh.mesh import parse
-from lockstep.strategies.mesh.mesh_parallel import MeshParallel
-from lockstep.strategies.mesh.tensor import TensorParallel
-from lockstep.strategies.model_parallel import ModelParallel
-from lockstep.strategies.pipeline.strategy import Pipeline
-from lockstep.strategies.single import SingleDevice
 
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    "single": SingleDevice,
-    "dp": DataParallel,
-    "ddp": DDP,
-    "fsdp": FSDP,
-    "model": ModelParallel,
-    "pipeline": Pipeline,
-    "tensor": TensorParallel,
-    "deepspeed": DeepSpeed,
-    "deepspeed_stage_1": functools.partial(DeepSpeed, stage=1),
-    "deepspeed_stage_2": functools.partial(DeepSpeed, stage=2),
-    "deepspeed_stage_3": functools.partial(DeepSpeed, stage=3),
+STRATEGIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "single": ("single", "SingleDevice", {}),
+    "dp": ("dp", "DataParallel", {}),
+    "ddp": ("ddp", "DDP", {}),
+    "fsdp": ("mesh.fsdp", "FSDP", {}),
+    "model": ("model_parallel", "ModelParallel", {}),
+    "pipeline": ("pipeline.strategy", "Pipeline", {}),
+    "tensor": ("mesh.tensor", "TensorParallel", {}),
+    "deepspeed": ("deepspeed.strategy", "DeepSpeed", {}),
+    "deepspeed_stage_1": ("deepspeed.strategy", "DeepSpeed", {"stage": 1}),
+    "deepspeed_stage_2": ("deepspeed.strategy", "DeepSpeed", {"stage": 2}),
+    "deepspeed_stage_3": ("deepspeed.strategy", "DeepSpeed", {"stage": 3}),
 }
+"""By name: the module, imported where the strategy is chosen, the class and its arguments."""
 ELSEWHERE = {
     **dict.fromkeys(
         ("ddp_spawn", "ddp_fork", "ddp_notebook", "ddp_sharded", "horovod"),
@@ -144,13 +137,18 @@ def _choose(devices: int | str, accelerator: str, num_nodes: int, model: nn.Modu
 
 def _find(name: str) -> Callable[[], Strategy]:
     if name in STRATEGIES:
-        return STRATEGIES[name]
+        module, cls, arguments = STRATEGIES[name]
+        return functools.partial(getattr(importlib.import_module(f"lockstep.strategies.{module}"), cls), **arguments)
     if "=" in name or "," in name:
-        return (
-            functools.partial(Pipeline, mesh=name)
-            if "pipeline" in parse(name)
-            else functools.partial(MeshParallel, name)
-        )
+        from lockstep.strategies.mesh.mesh import parse  # where a mesh is chosen, as every strategy
+
+        if "pipeline" in parse(name):
+            from lockstep.strategies.pipeline.strategy import Pipeline
+
+            return functools.partial(Pipeline, mesh=name)
+        from lockstep.strategies.mesh.mesh_parallel import MeshParallel
+
+        return functools.partial(MeshParallel, name)
     for point in entry_points(group=ENTRY_POINTS):
         if point.name == name:
             found = point.load()

@@ -23,6 +23,7 @@ from lockstep.strategies.modules.fused import allow_sparse, skips_on_device
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
+NO_VOTE = StepVote()
 _GRADIENT, _EXISTS = operator.attrgetter("grad"), functools.partial(operator.is_not, None)
 
 
@@ -48,6 +49,12 @@ class SPMDStep(ManualOptimization):
 
     def to_device(self, batch: Any) -> Any:
         dtype = self.precision.dtype
+        if self._on_cpu and dtype == torch.float32 and type(batch) is list:
+            for item in batch:  # tensors that stay are not worth a call each in every step
+                if type(item) is not Tensor or not item.is_cpu:
+                    break
+            else:
+                return [*batch]
         moved = move(batch, self.topology.device, None if dtype == torch.float32 else dtype, self._copies)
         if self._copies is not None:
             torch.cuda.current_stream().wait_stream(self._copies)
@@ -68,7 +75,7 @@ class SPMDStep(ManualOptimization):
         scaler, autocast = self.precision.scaler, self.precision.autocast_dtype
         run = self.run_step(wrapped, step_fn)
         count: Any = 0.0  # a tensor if losses count on an accelerator
-        weighted, vote, counting, send = 0.0, StepVote(), None, None
+        weighted, vote, counting, send = 0.0, NO_VOTE, None, None
         for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
             if self._in_group:
                 self.set_gradient_sync(wrapped, i == last)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -310,11 +311,25 @@ def test_public_names() -> None:
 
 
 def test_package_roots_only_re_export() -> None:
+    """Names that are imported at their first use are imported for type checkers as well, and listed."""
     for path in (path for path in FILES if path.name == "__init__.py"):
         for node in ast.parse(path.read_text()).body:
             docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             names = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-            assert docstring or names or isinstance(node, ast.Import | ast.ImportFrom), f"{path}: {ast.unparse(node)}"
+            lazy = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            imports_ = isinstance(node, ast.Import | ast.ImportFrom)
+            assert docstring or names or lazy or imports_, f"{path}: {ast.unparse(node)}"
+
+
+def test_lazy_names_are_the_names_that_type_checkers_see() -> None:
+    for package in PUBLIC:
+        root = REPO_ROOT.joinpath(package, "__init__.py") if package == "lockstep" else None
+        path = root or REPO_ROOT.joinpath(*package.split(".")[1:], "__init__.py")
+        lazy: Any = next(node for node in ast.parse(path.read_text()).body if isinstance(node, ast.If))
+        seen = {f"{node.module}.{alias.name}" for node in lazy.body for alias in node.names}
+        modules = ast.literal_eval(lazy.orelse[0].value.args[1])
+        assert seen == {f"{package}.{module}.{name}" for module, names in modules.items() for name in names}
+        assert {name.rpartition(".")[2] for name in seen} == PUBLIC[package] - {"__version__"}
 
 
 PRIVATE = {
@@ -426,7 +441,9 @@ def state():
     return len(tasks), len(children), sorted(link for link in links if link.startswith(("socket:", "pipe:")))
 
 modules, before = set(sys.modules), state()
-import lockstep.strategies, lockstep.callbacks
+from lockstep import *
+from lockstep.strategies import *
+from lockstep.callbacks import *
 after = state()
 added = {name.split(".")[0] for name in set(sys.modules) - modules} - set(sys.stdlib_module_names)
 print(json.dumps({"before": before, "after": after, "added": sorted(added), "torch": sorted(n for n in set(sys.modules) - modules if n.startswith("torch."))}))
@@ -448,3 +465,14 @@ def test_importing_starts_nothing_and_costs_torch_and_little_more() -> None:
         for name in seen["torch"]
         if name.startswith(("torch.utils.tensorboard", "torch._dynamo", "torch.distributed.tensor"))
     ]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("statement", "most"), [("import lockstep", 5), ("from lockstep import Trainer, Module", 30)])
+def test_importing_a_name_imports_what_it_needs(statement: str, most: int) -> None:
+    """`import lockstep` alone does not even import torch."""
+    code = f"import sys\n{statement}\nprint('torch' in sys.modules, *sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True, timeout=100)
+    torch, *modules = run.stdout.split()
+    assert torch == str("Trainer" in statement), run.stderr
+    assert len([name for name in modules if name.split(".")[0] == "lockstep"]) <= most

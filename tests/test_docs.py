@@ -22,8 +22,9 @@ import pytest
 from docs.make_architecture import PAGE, picture
 from lockstep.strategies import registry
 from lockstep.trainer.cli import checkpoint as checkpoint_command
-from lockstep.trainer.cli import config
+from lockstep.trainer.cli import config, parser
 from lockstep.trainer.cli import main as cli
+from lockstep.trainer.cli.commands import parse_compare
 from tests.conftest import REPO_ROOT
 
 pytestmark = pytest.mark.docs
@@ -134,13 +135,13 @@ def test_commands_lead_somewhere(
                     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
                     assert doctest.OutputChecker().check_output(expected, printed, flags), f"{place}\n{printed}"
             elif arguments is not None and arguments and arguments[0] == "compare":
-                given = cli._parse_compare(arguments[1:])
+                given = parse_compare(arguments[1:])
                 check_config(given.files, given.overrides)
             elif arguments is not None and arguments and arguments[0] == "checkpoint":
                 checkpoint_command.parse(arguments[1:])
             elif arguments is not None and arguments and not arguments[0].startswith("-"):
-                command, files, overrides = cli._parse(arguments)
-                assert command in cli.COMMANDS, place
+                command, files, overrides = parser.parse(arguments)
+                assert command in parser.COMMANDS, place
                 check_config(files, overrides)
             for before, word in zip(["", *words], words, strict=False):
                 if before == "-m":

@@ -32,29 +32,36 @@ class TrainerArguments:
         `num_nodes`: nodes; more than one needs a launcher such as torchrun.
         `precision`: "32-true", "tf32-true", "64-true", "bf16-mixed", "bf16-true" or "16-mixed".
     How long
-        `max_epochs`, `max_steps` (optimizer steps), `max_time` ("DD:HH:MM:SS" or timedelta): whichever comes
-        first, -1 or None for no limit; at least one is needed to fit. `min_epochs`, `min_steps`: `should_stop` has no
-        effect before.
+        `max_epochs`: epochs; -1 or None for no limit. To fit needs one of the limits; the first that is reached counts.
+        `max_steps`: optimizer steps; -1 or None for no limit.
+        `max_time`: "DD:HH:MM:SS" or a timedelta; None for no limit.
+        `min_epochs`: epochs before which `should_stop` has no effect.
+        `min_steps`: optimizer steps before which `should_stop` has no effect.
     The step
         `accumulate_grad_batches`: micro-batches of each rank in one optimizer step.
         `split_batches`: the loader's batch size is the global batch of a step, split over ranks and micro-batches.
-        `gradient_clip_val`, `gradient_clip_algorithm`: "norm" (of the global gradient) or "value".
+        `gradient_clip_val`: where gradients are clipped; None for no clipping.
+        `gradient_clip_algorithm`: "norm" (of the global gradient) or "value".
     Validation and limits
         `val_check_interval`: batches (int) or fraction of an epoch (float) between validations.
         `check_val_every_n_epoch`: epochs between validations; None counts `val_check_interval` across epochs.
         `num_sanity_val_steps`: validation batches before training; -1 all, 0 none.
-        `limit_train_batches`, `limit_val_batches`, `limit_test_batches`, `limit_predict_batches`: batches of each rank
-        (int) or fraction (float).
+        `limit_train_batches`: training batches of each rank (int) or fraction (float).
+        `limit_val_batches`: validation batches, likewise.
+        `limit_test_batches`: test batches, likewise.
+        `limit_predict_batches`: prediction batches, likewise.
         `overfit_batches`: train and validate on these first training batches, in order.
         `fast_dev_run`: one batch (or as many as given) of everything, nothing written.
         `reload_dataloaders_every_n_epochs`: call the module's or DataModule's train_dataloader and val_dataloader again
         every so many epochs of training, 0 never. A resumed run calls them as in the epoch in which they were due.
-        `inference_mode`: False. Evaluation runs under `torch.no_grad`, in which `torch.enable_grad` works; True is
-        refused, as sharded parameters must not become inference tensors.
+        `inference_mode`: must be False: evaluation runs under `torch.no_grad`, in which `torch.enable_grad` works, as
+        sharded parameters must not become inference tensors.
     What is seen and kept
-        `callbacks`: Callback objects. `logger`: True (TensorBoard), False, a Logger or a list of them.
+        `callbacks`: Callback objects.
+        `logger`: True (TensorBoard), False, a Logger or a list of them.
         `log_every_n_steps`: optimizer steps between logged values.
-        `enable_progress_bar`, `enable_checkpointing` (adds a ModelCheckpoint unless one is given).
+        `enable_progress_bar`: show a progress bar.
+        `enable_checkpointing`: add a ModelCheckpoint unless one is given.
         `enable_model_summary`: print a table of layers; None prints it with the progress bar.
         `default_root_dir`: folder of runs; a run is in `<default_root_dir>/<name>/version_<N>`.
     Reproducibility

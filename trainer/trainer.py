@@ -7,17 +7,17 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+<<<<<<< HEAD
 from lockstep import strategies
 from lockstep.trainer import tuner
+=======
+>>>>>>> 083aff7 (Import what lockstep exports at its first use, and print help without torch)
 from lockstep.trainer.arguments import TrainerArguments, takes_arguments
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.facts import Facts
 from lockstep.trainer.module import Module
-from lockstep.trainer.run import evaluate, fit, hooks, publish, ranks, saving
-from lockstep.trainer.run.lifecycle import attached, noted
-from lockstep.trainer.run.state import RunState
-from lockstep.trainer.setup import checks, compilation, start
-from lockstep.trainer.setup.loaders import Sources
+
+# What runs need is imported by the methods that use it, so that importing the Trainer costs little.
 
 
 class Trainer(Facts):
@@ -28,7 +28,11 @@ class Trainer(Facts):
 
     @takes_arguments(TrainerArguments)
     def __init__(self, given: TrainerArguments) -> None:
-        strategy, reason = strategies.build(given.strategy, **given.layout)
+        from lockstep.strategies.registry import build
+        from lockstep.trainer.run.state import RunState
+        from lockstep.trainer.setup import checks, compilation
+
+        strategy, reason = build(given.strategy, **given.layout)
         arguments = given.effective()
         callbacks = arguments.all_callbacks()
         checks.unique(callbacks)
@@ -64,13 +68,17 @@ class Trainer(Facts):
         Raises what a hook or step raises, as itself; RankFailure if a rank died; SystemExit(143) or
         KeyboardInterrupt after SIGTERM or SIGINT, once a checkpoint is committed.
         """
+        from lockstep.strategies.registry import build
+        from lockstep.trainer.run import fit, lifecycle, ranks
+        from lockstep.trainer.setup import checks, loaders, start
+
         run = self._run
         checks.not_running(run, "fit")
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         run.failed_loggers.clear()
         run.verified = None
-        sources = Sources({"train": train_dataloaders, "val": val_dataloaders}, datamodule)
+        sources = loaders.Sources({"train": train_dataloaders, "val": val_dataloaders}, datamodule)
         self._take_callbacks(model)
         checks.fit(run, model, sources)
         if ckpt_path is None:
@@ -79,14 +87,14 @@ class Trainer(Facts):
         if path is None and not run.arguments.fast_dev_run:
             tuner.search(run, model, sources)
         if run.arguments.strategy == "auto":  # now that the model is known
-            strategy, reason = strategies.build("auto", **run.arguments.layout, model=model)
+            strategy, reason = build("auto", **run.arguments.layout, model=model)
             if type(strategy) is not type(run.strategy):
                 run.strategy, run.strategy_reason = strategy, f"strategy {type(strategy).__name__}: {reason}"
-        with noted(run, model, "fit", sources):
+        with lifecycle.noted(run, model, "fit", sources):
             if run.arguments.max_restarts or run.strategy.starts_ranks:
                 ranks.launch_fit(run, model, sources, path)
                 return
-            with attached(run, model, sources, "fit", path):
+            with lifecycle.attached(run, model, sources, "fit", path):
                 fit.fit(run, model, sources)
 
     def validate(
@@ -156,6 +164,8 @@ class Trainer(Facts):
         committed. Raises CheckpointError if it cannot be written (what was there stays), FloatingPointError if a
         trainable parameter or the state of an optimizer is NaN or infinite, RuntimeError inside an accumulation window.
         """
+        from lockstep.trainer.run import saving
+
         saving.save(self._run, path, weights_only=weights_only, wait=wait, also=also, outdated=outdated)
 
     def whole(self, module: Module) -> AbstractContextManager[None]:
@@ -175,11 +185,16 @@ class Trainer(Facts):
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on rank 0, above the progress bar."""
+        from lockstep.trainer.run import publish
+
         publish.print_(self._run, *values, **options)
 
     # ---- helpers -----------------------------------------------------------------------------------
 
     def _take_callbacks(self, module: Any) -> None:
+        from lockstep.trainer.run import hooks
+        from lockstep.trainer.setup import checks
+
         if isinstance(module, Module):
             self._run.callbacks = hooks.with_those_of(module, self._run.callbacks)
             checks.unique(self._run.callbacks)
@@ -193,6 +208,9 @@ class Trainer(Facts):
         ckpt_path: str | Path | None,
         verbose: bool,
     ) -> Any:
+        from lockstep.trainer.run import evaluate, lifecycle, ranks
+        from lockstep.trainer.setup import checks, loaders, start
+
         run = self._run
         checks.not_running(run, stage)
         if module is None:
@@ -203,18 +221,18 @@ class Trainer(Facts):
             dataloaders, datamodule = None, dataloaders
         run.failed_loggers.clear()
         run.verified = None
-        sources = Sources({evaluate.KINDS[stage]: dataloaders}, datamodule)
+        sources = loaders.Sources({evaluate.KINDS[stage]: dataloaders}, datamodule)
         self._take_callbacks(module)
         checks.hooks(run, module, datamodule)
         checks.loaders(sources)
         path = start.checked(run, ckpt_path)
         run.callback_metrics, run.logged_metrics, run.progress_bar_metrics = {}, {}, {}
         run.final = run.final and path is None  # else the module gets other weights
-        with noted(run, module, stage, sources):
+        with lifecycle.noted(run, module, stage, sources):
             if run.strategy.starts_ranks:
                 returned = ranks.launch_evaluation(run, stage, module, sources, path)
             else:
-                with attached(run, module, sources, stage, path):
+                with lifecycle.attached(run, module, sources, stage, path):
                     returned = evaluate.run_stage(run, module, sources, stage)
         if verbose and run.is_global_zero:
             evaluate.print_metrics(stage, returned)

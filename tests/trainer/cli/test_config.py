@@ -309,7 +309,8 @@ def test_nothing_is_built_where_anything_is_wrong(monkeypatch: pytest.MonkeyPatc
         ),
         (
             "callbacks=[{class: LRWarmpu}]",
-            "trainer.callbacks.0.class (command line): callbacks has no class 'LRWarmpu'; did you mean 'LRWarmup'?",
+            "trainer.callbacks.0.class (command line): lockstep.callbacks has no class 'LRWarmpu'; did you mean "
+            "'LRWarmup'?",
         ),
         (
             "callbacks=[{class: LRWarmup, step: 1}]",
@@ -325,7 +326,7 @@ def test_nothing_is_built_where_anything_is_wrong(monkeypatch: pytest.MonkeyPatc
         ),
         (
             "strategy.class=DPP",
-            "trainer.strategy.class (command line): strategies has no class 'DPP'; did you mean 'DDP'?",
+            "trainer.strategy.class (command line): lockstep.strategies has no class 'DPP'; did you mean 'DDP'?",
         ),
         (
             "optimizer={class: AdamW, batas: 1}",

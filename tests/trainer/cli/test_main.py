@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -15,8 +16,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lockstep.trainer.arguments import TrainerArguments
 from lockstep.trainer.cli.config import resolve
 from lockstep.trainer.cli.main import main
+
+HELP = """
+import contextlib, io, sys
+from lockstep.trainer.cli.main import main
+for words in (["--help"], ["fit", "--help"], ["plan", "--help"]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        main(words)
+    print(len(out.getvalue()) > 500, "torch" in sys.modules, len(sys.modules))
+"""
 
 TINY = """
 import os, time
@@ -253,3 +264,22 @@ def test_help_and_version(option: str, expected: str, capsys: pytest.CaptureFixt
         main([option])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith(expected)
+
+
+@pytest.mark.ranks
+def test_a_page_of_help_imports_no_torch() -> None:
+    result = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=100, check=True)
+    for line in result.stdout.splitlines():
+        printed, imported, modules = line.split()
+        assert (printed, imported) == ("True", "False")
+        assert int(modules) < 200, "modules, of which Python itself has some 60"
+
+
+def test_the_help_of_fit_lists_every_argument_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--help"])
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    for field in dataclasses.fields(TrainerArguments):
+        at = lines.index(f"  {field.name}={field.default!r}")
+        assert re.fullmatch(r" {6}\S.{5,}", lines[at + 1]), lines[at + 1]

@@ -23,7 +23,7 @@ Callbacks, strategies, optimizers and schedulers also go by their short names.
 
 from lockstep.trainer.cli.config.build import Run, build
 from lockstep.trainer.cli.config.check import check
-from lockstep.trainer.cli.config.errors import ConfigError, Resolved
 from lockstep.trainer.cli.config.load import resolve
+from lockstep.trainer.cli.errors import ConfigError, Resolved
 
 __all__ = ["ConfigError", "Resolved", "Run", "build", "check", "resolve"]

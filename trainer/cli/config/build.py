@@ -6,7 +6,7 @@ import functools
 from typing import Any, NamedTuple
 
 from lockstep.trainer.cli.config.check import Call, checked_calls
-from lockstep.trainer.cli.config.errors import Resolved
+from lockstep.trainer.cli.errors import Resolved
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.module import Module
 from lockstep.trainer.seeding import seed_everything

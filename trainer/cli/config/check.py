@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.strategies.base import Strategy
-from lockstep.trainer.cli.config.errors import ConfigError, Key, Resolved, bounded, first_line
 from lockstep.trainer.cli.config.signatures import BASES, arguments_of, describe, is_slot, trainer_arguments
+from lockstep.trainer.cli.errors import ConfigError, Key, Resolved, bounded, first_line
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.lightning_names import ARGUMENTS, missing, nearest
 from lockstep.trainer.module import Module
@@ -103,7 +103,8 @@ def _import(resolved: Resolved, key: Key, path: Any, base: type) -> type:
         ) from error
     target = getattr(module, name, None)
     if target is None:
-        classes = [n for n, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)]
+        found = {name: getattr(module, name, None) for name in dir(module)}
+        classes = [n for n, value in found.items() if isinstance(value, type) and issubclass(value, base)]
         raise resolved.error(key, f"{module_name} has no class '{name}'{nearest(name, classes)}")
     if not isinstance(target, type) or not issubclass(target, base):
         raise resolved.error(key, f"{path} is not a subclass of {base.__name__}, which is required here")

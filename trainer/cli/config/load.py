@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.trainer.cli.config.errors import ConfigError, Key, Resolved, bounded, error_at, first_line
 from lockstep.trainer.cli.config.signatures import trainer_arguments
+from lockstep.trainer.cli.errors import ConfigError, Key, Resolved, bounded, error_at, first_line
 from lockstep.trainer.lightning_names import ARGUMENTS, nearest
 
 SHORT_FOR_MODULE = ("optimizer", "lr_scheduler")

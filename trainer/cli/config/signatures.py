@@ -24,8 +24,8 @@ from lockstep.trainer.trainer import Trainer
 BASES: dict[type, str | None] = {
     Module: None,
     DataModule: None,
-    Callback: "callbacks",
-    Strategy: "strategies",
+    Callback: "lockstep.callbacks",
+    Strategy: "lockstep.strategies",
     Optimizer: "torch.optim",
     LRScheduler: "torch.optim.lr_scheduler",
     Dataset: None,

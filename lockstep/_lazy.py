@@ -1,0 +1,45 @@
+"""Names that a package exports and imports at their first use (PEP 562), so that importing the package costs nothing."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def exports(package: str, modules: Mapping[str, Sequence[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` for a package that exports these names; `modules` says which module of it
+    defines which. A module that is listed with no names is exported itself.
+
+    The package imports the same names under TYPE_CHECKING and lists them in `__all__`, for type checkers.
+    """
+    places = {name: module for module, names in modules.items() for name in names}
+
+    def __getattr__(name: str) -> Any:
+        if name in places:
+            value = getattr(_imported(f"{package}.{places[name]}"), name)
+        elif name in modules:
+            value = _imported(f"{package}.{name}")
+        else:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *places, *(name for name in modules if "." not in name)})
+
+    return __getattr__, __dir__
+
+
+def _imported(module: str) -> Any:
+    """Import it with the garbage collector off: an import makes hundreds of thousands of objects that stay, and the
+    collector, which runs by their number, would scan all of them several times."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(module)
+    finally:
+        if collects:
+            gc.enable()
