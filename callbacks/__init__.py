@@ -1,32 +1,5 @@
 """Callbacks: code hung into the moments of a run. Loggers are callbacks too."""
 
-<<<<<<< HEAD
-from lockstep.callbacks.base import Callback, Logger
-from lockstep.callbacks.channels_last import ChannelsLast
-from lockstep.callbacks.early_stopping import EarlyStopping
-from lockstep.callbacks.guard import Guard
-from lockstep.callbacks.lambda_callback import LambdaCallback
-from lockstep.callbacks.loggers.csv import CSVLogger
-from lockstep.callbacks.loggers.tensorboard import TensorBoardLogger
-from lockstep.callbacks.model_checkpoint import ModelCheckpoint
-from lockstep.callbacks.model_summary import ModelSummary
-from lockstep.callbacks.monitors.communication_ledger import CommunicationLedger
-from lockstep.callbacks.monitors.device_stats import DeviceStats
-from lockstep.callbacks.monitors.gradient_norm import GradientNorm
-from lockstep.callbacks.monitors.lr_monitor import LearningRateMonitor
-from lockstep.callbacks.monitors.throughput_monitor import ThroughputMonitor
-from lockstep.callbacks.prediction_writer import PredictionWriter
-from lockstep.callbacks.profiler import Profiler
-from lockstep.callbacks.progress_bar import ProgressBar
-from lockstep.callbacks.timer import Timer
-from lockstep.callbacks.training.finetuning import BackboneFinetuning, BaseFinetuning
-from lockstep.callbacks.training.gradient_accumulation import GradientAccumulationScheduler
-from lockstep.callbacks.training.lr_scaling import LRScaling
-from lockstep.callbacks.training.lr_warmup import LRWarmup
-from lockstep.callbacks.training.weight_averaging import WeightAveraging
-from lockstep.callbacks.tuning.batch_size_finder import BatchSizeFinder
-from lockstep.callbacks.tuning.lr_finder import LRFinder
-=======
 from typing import TYPE_CHECKING
 
 from lockstep._lazy import exports
@@ -55,6 +28,8 @@ if TYPE_CHECKING:
     from lockstep.callbacks.training.lr_scaling import LRScaling
     from lockstep.callbacks.training.lr_warmup import LRWarmup
     from lockstep.callbacks.training.weight_averaging import WeightAveraging
+    from lockstep.callbacks.tuning.batch_size_finder import BatchSizeFinder
+    from lockstep.callbacks.tuning.lr_finder import LRFinder
 else:
     __getattr__, __dir__ = exports(
         __name__,
@@ -82,9 +57,10 @@ else:
             "training.lr_scaling": ["LRScaling"],
             "training.lr_warmup": ["LRWarmup"],
             "training.weight_averaging": ["WeightAveraging"],
+            "tuning.batch_size_finder": ["BatchSizeFinder"],
+            "tuning.lr_finder": ["LRFinder"],
         },
     )
->>>>>>> 083aff7 (Import what lockstep exports at its first use, and print help without torch)
 
 __all__ = [
     "BackboneFinetuning",

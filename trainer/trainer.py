@@ -7,11 +7,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-<<<<<<< HEAD
-from lockstep import strategies
-from lockstep.trainer import tuner
-=======
->>>>>>> 083aff7 (Import what lockstep exports at its first use, and print help without torch)
 from lockstep.trainer.arguments import TrainerArguments, takes_arguments
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.facts import Facts
@@ -69,6 +64,7 @@ class Trainer(Facts):
         KeyboardInterrupt after SIGTERM or SIGINT, once a checkpoint is committed.
         """
         from lockstep.strategies.registry import build
+        from lockstep.trainer import tuner
         from lockstep.trainer.run import fit, lifecycle, ranks
         from lockstep.trainer.setup import checks, loaders, start
 
