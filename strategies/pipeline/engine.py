@@ -9,21 +9,26 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_leaves
 
+from lockstep.strategies.base import StepHooks, Topology
+from lockstep.strategies.data.batch_slices import signature
 from lockstep.strategies.data.permutation import mix
+from lockstep.strategies.data.sharded_loader import Window
 from lockstep.strategies.launch import fault_injection
+from lockstep.strategies.launch.rng import kept_streams
 from lockstep.strategies.modules.absent import is_here
-from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
-from lockstep.strategies.pipeline.microbatches import Feed
+from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
+from lockstep.strategies.pipeline.microbatches import Feed, Tally, feeds_of, merged
 from lockstep.strategies.pipeline.schedules import Schedule
 from lockstep.strategies.pipeline.shape_inference import Layout
 from lockstep.strategies.pipeline.staged_module import Staged
@@ -156,6 +161,121 @@ class Engine:
         if int(index) == self._num_parts - 1 and self._feed is not None and self._feed.before_last_backward is not None:
             self._feed.before_last_backward()
         return output
+
+
+class Engines:
+    """The schedules of a run: one is built for each shape of parts, and the last two are kept.
+
+    `sizes` are the ranks of a pipeline and the parts of a micro-batch. `changed` returns the names of parameters whose
+    `requires_grad` is not what it was.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        sizes: tuple[int, int],
+        topology: Topology,
+        precision: Precision,
+        changed: Callable[[], list[str]],
+    ) -> None:
+        self._schedule, self._topology = schedule, topology
+        self._num_stage_ranks, self._num_parts = sizes
+        self._precision, self._changed = precision, changed
+        self._known: dict[Any, Engine | None] = {}
+        self.is_running = False
+
+    def clear(self) -> None:
+        self._known.clear()
+
+    def run_window(
+        self,
+        wrapped: Staged,
+        step_fn: Callable[[Any, int], Any],
+        window: Window,
+        hooks: StepHooks,
+        noise: tuple[int, ...],
+        tally: Tally,
+        send: Callable[[], None],
+    ) -> None:
+        """Forward and backward of all micro-batches; `send` is called before the last backward."""
+        assert wrapped.state is not None
+        last = len(window.micro_batches) - 1
+        for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
+            before = send if i == last else None
+            scale = 1 / window.num_samples
+            feeds = feeds_of(micro_batch, self._num_parts, step_fn, scale, (*noise, i), hooks, before, tally)
+            tally.outputs = []
+            with kept_streams(), wrapped.state.micro_batch(sum(len(feed.parts) for feed in feeds)):
+                for feed in feeds:
+                    self._run(wrapped, feed)
+            if not feeds and self._topology.data_size > 1:
+                scope = hooks.log_scope(0)
+                with kept_streams(), wrapped.state.padding(), self._precision.autocast(wrapped.device), scope:
+                    wrapped.layout_of(functools.partial(step_fn, micro_batch.batch, micro_batch.batch_idx))
+            if i == last and not feeds:
+                send()
+            if feeds and hooks.after_backward is not None and i < last:
+                hooks.after_backward()
+            micro_batch.output = merged(tally.outputs) if self._topology.is_reporting_rank else None
+
+    def _run(self, wrapped: Staged, feed: Feed) -> None:
+        """Forward and backward of all parts of `feed`; nothing if the step returns None for each."""
+        self.is_running = True
+        try:
+            with self._named_errors():
+                engine = self._engine(wrapped, feed)
+                if engine is not None:
+                    engine.run(feed)
+            if engine is None and feed.before_last_backward is not None:
+                feed.before_last_backward()
+        finally:
+            self.is_running = False
+
+    def _engine(self, wrapped: Staged, feed: Feed) -> Engine | None:
+        key = (signature(feed.parts[0].batch), len(feed.parts))
+        engine = self._known.pop(key, None)
+        if engine is None:
+            with self._precision.autocast(wrapped.device), feed.hooks.log_scope(0):
+                layouts = (wrapped.layout_of(functools.partial(feed.step, i)) for i in range(len(feed.parts)))
+                layout = next(filter(None, layouts), None)
+            if layout is None:
+                return None
+            fitting = self._schedule.fitting(self._num_stage_ranks, len(feed.parts))
+            engine = Engine(wrapped, layout, fitting, len(feed.parts), self._precision)
+        self._known[key] = engine
+        while len(self._known) > 2:  # each has buffers for what it receives
+            self._known.pop(next(iter(self._known)))
+        return engine
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Say of torch's errors in a schedule what user code made them."""
+        try:
+            yield
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            raise RuntimeError(
+                f"shapes within a pipelined module must follow from those of the batch, but {error} gives one that "
+                "follows from values; compute with a mask instead, or use strategy='ddp' or 'fsdp'"
+            ) from None
+        except RuntimeError as error:
+            text, changed = str(error), self._changed()
+            if "Failed to run stage backward" in text and changed:
+                raise RuntimeError(
+                    f"requires_grad was changed within a step ({shortened(changed)}), after the pipeline had learned "
+                    "what its stages send; change it in a hook such as on_train_batch_start"
+                ) from error
+            if "Failed to run stage backward" in text:
+                raise RuntimeError(
+                    "the backward of a stage found no gradient for what the stage sent, as happens where a model calls "
+                    "torch.utils.checkpoint around layers of a pipeline; give Pipeline(activation_checkpointing=True) "
+                    "instead"
+                ) from error
+            if "appears to not have been used in the graph" in text:
+                raise RuntimeError(
+                    "training_step asks for a gradient by torch.autograd.grad, which in a pipeline ends at the layers "
+                    "of this rank; use strategy='ddp' or 'fsdp' for penalties on gradients"
+                ) from error
+            raise
 
 
 class OpenStage(PipelineStage):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -88,3 +88,23 @@ def merged(outputs: list[tuple[Any, int]]) -> Any:
     if isinstance(first, Mapping):
         return {key: merged([(value[key], n) for value, n in outputs]) for key in first}
     return outputs[-1][0]
+
+
+def feeds_of(
+    micro_batch: MicroBatch,
+    num_parts: int,
+    step_fn: Callable[[Any, int], Any],
+    scale: float,
+    noise: Sequence[int],
+    hooks: StepHooks,
+    before_last_backward: Callable[[], None] | None,
+    tally: Tally,
+) -> list[Feed]:
+    """The runs of a micro-batch; `before_last_backward` is called in the last of them."""
+    feeds = [
+        Feed(step_fn, micro_batch.batch_idx, parts, mix(*noise, k), scale, hooks, None, tally)
+        for k, parts in enumerate(runs(micro_batch, num_parts))
+    ]
+    if feeds:
+        feeds[-1].before_last_backward = before_last_backward
+    return feeds

@@ -1,5 +1,4 @@
-"""The state of an optimizer in a pipeline, where each rank has that of its own parameters: hidden from what would take
-it for all."""
+"""Optimizers and gradients in a pipeline, where each rank has those of its own stages."""
 
 from __future__ import annotations
 
@@ -8,10 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.strategies.checkpoint_state import names_of, parameter_names
 from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.modules.optimizer_probe import probe
+from lockstep.strategies.pipeline.staged_module import Staged
+from lockstep.strategies.sync.collectives import sum_gradients
 
 
 class HiddenState(defaultdict[Tensor, Any]):
@@ -62,3 +67,94 @@ def shown(*optimizers: Optimizer) -> Iterator[None]:
     finally:
         for optimizer in optimizers:
             hide(optimizer)
+
+
+def check_optimizer(wrapped: Staged, key: str, optimizer: Optimizer, num_stage_ranks: int, cuts: bool) -> None:
+    """Raise ValueError, on all ranks alike, for an optimizer that would step other numbers on one rank's
+    parameters. `cuts`: stages are sharded over ranks."""
+    called, found = f"optimizer {key!r} ({type(optimizer).__name__})", probe(optimizer)
+    if found.kind in ("coupled", "unknown") or (cuts and found.kind == "whole_tensor"):
+        holds = "pieces of the parameters of its stages" if cuts else "the parameters of its stages"
+        raise ValueError(
+            f"{called} cannot be stepped in a pipeline, where each rank holds {holds}, because {found.reason}; "
+            "use an optimizer that treats "
+            + ("elements one by one" if cuts else "parameters one by one")
+            + ", or strategy='ddp'"
+        )
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        if hooks:
+            raise ValueError(
+                f"{called} has a step hook, which would see one rank's parameters only; "
+                "remove the hook and override on_before_optimizer_step or on_train_batch_end"
+            )
+    names = parameter_names(wrapped.model)
+    for i, group in enumerate(optimizer.param_groups if found.needs_all_groups else ()):
+        ranks = {wrapped.tensors.rank_of_name(names_of(p, names, key)) for p in group["params"]}
+        if len(ranks) < num_stage_ranks:
+            raise ValueError(
+                f"{called} fails on a parameter group without parameters ({found.needs_all_groups}), "
+                f"but no stage of some rank has one of group {i}; let its step skip empty groups, or join the groups"
+            )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory."""
+    if type(tensor) is Tensor or not hasattr(tensor, "device_mesh"):
+        return tensor
+    return tensor.to_local()  # type: ignore[attr-defined]
+
+
+@contextmanager
+def own_parameters(optimizer: Optimizer) -> Iterator[None]:
+    """While it lasts the groups of `optimizer` hold what this rank does."""
+    groups = [(group, group["params"]) for group in optimizer.param_groups]
+    for group, parameters in groups:
+        group["params"] = [p for p in parameters if is_here(p)]
+    try:
+        yield
+    finally:
+        for group, parameters in groups:
+            group["params"] = parameters
+
+
+def clip_by_norm(
+    optimizer: Optimizer,
+    value: float,
+    group: dist.ProcessGroup | None,
+    shard_group: dist.ProcessGroup | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Clip the gradients of an optimizer by their global norm, and return it.
+
+    Every rank of the pipeline's `group` calls it, and of `shard_group`, over which stages are sharded, if they are.
+    """
+    found = [p.grad for params in optimizer.param_groups for p in params["params"] if is_here(p) and p.grad is not None]
+    squares = _squares([gradient for gradient in found if not hasattr(gradient, "device_mesh")], device)
+    if shard_group is not None:
+        sharded = _squares([local(gradient) for gradient in found if hasattr(gradient, "device_mesh")], device)
+        dist.all_reduce(sharded, group=shard_group)
+        squares += sharded
+    dist.all_reduce(squares, group=group)
+    norm = squares.sqrt().to(dtype)
+    if found:
+        torch._foreach_mul_([local(gradient) for gradient in found], torch.clamp(value / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def _squares(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """Sum of the squares of all elements."""
+    return torch.nn.utils.get_total_norm(gradients).to(device).double().square().reshape(())
+
+
+def sum_over_pipelines(wrapped: Staged, group: dist.ProcessGroup) -> None:
+    """Sum the gradients of the pipelines, and give the statistics of the first to the others. What none of them has
+    stays None."""
+    trained = [p for p in wrapped.parameters() if p.requires_grad]
+    if wrapped.shards is not None:
+        wrapped.shards.exchange(wrapped, group)
+        apart = {id(p) for p in wrapped.shards.whole}
+        trained = [p for p in trained if id(p) in apart]
+    sum_gradients(trained, group)
+    for buffer in wrapped.statistics:
+        dist.broadcast(buffer, group=group, group_src=0)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lockstep.strategies.modules.activation_checkpointing import is_recomputed
+
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 LISTS_OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 
@@ -57,6 +59,16 @@ def cut(model: nn.Module, module: str | None = None) -> Cut:
     shells: list[tuple[str, nn.Module]] = []
     _take_apart(name, net, sum(p.numel() for p in net.parameters()), layers, shells)
     return Cut(name, net, layers, shells)
+
+
+def refuse_recomputed_groups(model: nn.Module, parts: Cut) -> None:
+    """Raise ValueError if activation checkpointing is on for a block that holds several layers."""
+    for name, block in model.named_modules():
+        if is_recomputed(block) and any(layer.name.startswith(f"{name}.") for layer in parts.layers):
+            raise ValueError(
+                f"a pipeline recomputes its layers one by one, but activation_checkpointing finds {name}, which holds "
+                "several; name them, or submodules of them"
+            )
 
 
 def stages(
@@ -210,7 +222,8 @@ def _index(names: list[str], net: str, wanted: str) -> int:
         if candidate in names:
             return names.index(candidate)
     raise ValueError(
-        f"split must name layers that have parameters, but {wanted!r} is not among them; the layers are {', '.join(names)}"
+        f"split must name layers that have parameters, but {wanted!r} is not among them; the layers are "
+        f"{', '.join(names)}"
     )
 
 

@@ -86,11 +86,10 @@ class ShapeInference:
         self._mode = Mode()
         self._beside_layers = beside_layers
         self._fake_layers = [self._fake(layer.module) for layer in parts.layers]
-        own = [shell._parameters[name] for shell, name in beside_layers]
+        own: list[Any] = [shell._parameters[name] for shell, name in beside_layers]
         with self._mode:
             self._fake_beside = [
-                self._mode.from_tensor(p.detach()).to(device).requires_grad_(p.requires_grad)  # type: ignore[union-attr]
-                for p in own
+                self._mode.from_tensor(p.detach()).to(device).requires_grad_(p.requires_grad) for p in own
             ]
         self._pass: _Pass | None = None
         self.known: dict[Any, Layout] = {}

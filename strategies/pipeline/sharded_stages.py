@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -52,12 +54,27 @@ class Shards:
         for module in self._layers:
             module.reshard()  # type: ignore[operator]
 
-    def exchange(self) -> None:
-        """Sum the gradients of a window over the mesh, and shard them and the parameters again. Every parameter has
-        one."""
+    def exchange(self, staged: Staged, group: dist.ProcessGroup) -> None:
+        """Sum the gradients of a window over the mesh, and shard them and the parameters again.
+
+        What no rank of `group`, that of all pipelines' same stages, has stays None.
+        """
+        trained = self._sharded(staged)
+        have = torch.tensor([p.grad is not None for p in trained], dtype=torch.int8).to(staged.device)
+        dist.all_reduce(have, dist.ReduceOp.MAX, group=group)
+        for parameter in trained:  # torch reduces a shard only if every rank has a gradient
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         self.gathered = False
         for stage in self._stages:
             PipelineStage.perform_reduce_grad(SimpleNamespace(submod=stage), 1)  # type: ignore[arg-type]
+        for parameter, used in zip(self._sharded(staged), have.tolist(), strict=True):  # shards again
+            if not used:
+                parameter.grad = None
+
+    def _sharded(self, staged: Staged) -> list[nn.Parameter]:
+        apart = {id(p) for p in self.whole}
+        return [p for p in staged.parameters() if p.requires_grad and id(p) not in apart]
 
     def undo(self) -> None:
         """Take the layers' classes and hooks off; parameters are left as they are."""

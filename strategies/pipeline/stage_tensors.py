@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lockstep.strategies.checkpoint_state import State
 from lockstep.strategies.modules.absent import Absent
 from lockstep.strategies.pipeline.partition import Cut
 
@@ -62,6 +63,18 @@ class StageTensors:
         stage_by_id.update(self._stages_of_layers())
         named = [*self._model.named_parameters(), *self._model.named_buffers()]
         return [(name, t, self._rank_of[stage_by_id[id(t)]]) for name, t in named if id(t) in stage_by_id]
+
+    def keep_own(self, state: State, is_first: bool) -> dict[str, Any]:
+        """Drop from a checkpoint's state what other ranks save, and return this rank's JSON part.
+
+        `is_first`: this rank holds the first stage, and saves what all ranks have.
+        """
+        meta = {name: value for name, value in state.meta["model"].items() if self.is_here(name)}
+        dropped = {f"model/{name}" for name in state.meta["model"].keys() - meta}
+        if not is_first:  # of parameter groups
+            dropped |= {name for name in state.tensors if name.startswith("optimizer/") and name.count("/") == 2}
+        state.tensors = {name: shard for name, shard in state.tensors.items() if name not in dropped}
+        return {"model": meta, "optimizers": state.meta["optimizers"]}
 
     def replace_absent(self) -> None:
         """Give up what other ranks hold and move the rest to the device."""
@@ -163,3 +176,10 @@ class StageTensors:
 def _put(lost: _Lost, value: Tensor | None) -> None:
     holder: dict[str, Any] = lost.module._parameters if lost.absent._is_param else lost.module._buffers
     holder[lost.name] = value
+
+
+def merge_meta(state: State, pieces: Sequence[Mapping[str, Any]]) -> None:
+    """Put what `keep_own` returned on each rank of a pipeline into the JSON part of `state`."""
+    state.meta["model"] = {name: value for piece in pieces for name, value in piece["model"].items()}
+    for key, saved in state.meta["optimizers"].items():
+        saved["state"] = {name: entry for piece in pieces for name, entry in piece["optimizers"][key]["state"].items()}

@@ -10,10 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Strategy, Topology
@@ -23,33 +21,37 @@ from lockstep.strategies.checkpoint_state import (
     TensorShard,
     gather_state,
     gather_whole,
-    names_of,
-    parameter_names,
 )
-from lockstep.strategies.data.batch_slices import signature
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.rng import kept_streams, seed_streams
 from lockstep.strategies.mesh.mesh import devices_of, parse, resolve
 from lockstep.strategies.modules.absent import is_here
-from lockstep.strategies.modules.activation_checkpointing import is_recomputed
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.modules.model_changes import shortened
-from lockstep.strategies.modules.optimizer_probe import probe
 from lockstep.strategies.pipeline import partition
-from lockstep.strategies.pipeline.microbatches import Feed, Tally, merged, runs
-from lockstep.strategies.pipeline.optimizers import hide, show, shown
+from lockstep.strategies.pipeline.microbatches import Tally
+from lockstep.strategies.pipeline.optimizers import (
+    check_optimizer,
+    clip_by_norm,
+    hide,
+    local,
+    own_parameters,
+    show,
+    shown,
+    sum_over_pipelines,
+)
 from lockstep.strategies.pipeline.schedules import schedule as find_schedule
+from lockstep.strategies.pipeline.stage_tensors import merge_meta
 from lockstep.strategies.pipeline.staged_module import Staged
 from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
-from lockstep.strategies.sync.collectives import sum_gradients
+from lockstep.strategies.sync.collectives import own_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from lockstep.strategies.pipeline.engine import Engine
+    from lockstep.strategies.pipeline.engine import Engines
 
 
 BY_SCHEDULE = (
@@ -77,9 +79,9 @@ class Pipeline(SPMDStrategy):
     `sample`: an input of the pipelined module (a tensor or a tuple of arguments): stages are balanced by the seconds
         that layers take on it instead of by their numbers of parameters.
     `mesh`: `"ddp=2,pipeline=2"` runs two pipelines of two ranks on different samples and sums their gradients after
-        the schedule; `"fsdp=2,pipeline=2"` cuts parameters, gradients and optimizer state of each stage over two ranks
-        as well.
-    `activation_checkpointing`: compute what lies within blocks again in the backward; True, or which blocks.
+        the schedule; `"fsdp=2,pipeline=2"` shards parameters, gradients and optimizer state of each stage over two
+        ranks as well.
+    `activation_checkpointing`: recompute blocks in the backward; True, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
 
@@ -138,9 +140,8 @@ class Pipeline(SPMDStrategy):
         self._group: dist.ProcessGroup | None = None
         self._seed: int | None = None
         self._steps_seen = 0
-        self._engines: dict[Any, Any] = {}
+        self._engines: Engines | None = None
         self._optimizers: WeakSet[Optimizer] = WeakSet()
-        self._in_step = False
 
     @property
     def num_parts(self) -> int:
@@ -168,7 +169,7 @@ class Pipeline(SPMDStrategy):
 
     def setup(self) -> Topology:
         super().setup()
-        self._engines, self._seed = {}, None
+        self._seed = None
         sizes = {
             name: size
             for name, size in resolve(self._axes, self.topology.world_size).items()
@@ -184,18 +185,14 @@ class Pipeline(SPMDStrategy):
             is_reporting_rank=self.schedule.rank_of(self.num_stage_ranks)[-1] == self._stage_rank,
         )
         backend = "cpu:gloo,cuda:nccl" if self.topology.device.type == "cuda" else "gloo"
-        for first in range(self.topology.data_size):  # every rank takes part in making every group
-            group = dist.new_group(
-                list(range(first, self.topology.world_size, self.topology.data_size)), backend=backend
-            )
-            self._group = group if first == self.topology.data_rank else self._group
+        every, apart = range(self.topology.world_size), self.topology.data_size
+        self._group = own_group([list(every[first::apart]) for first in range(apart)], backend)
         if "fsdp" in sizes:
             from torch.distributed.device_mesh import init_device_mesh
 
             self._mesh = init_device_mesh(self.topology.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        for first in range(0, self.topology.world_size, self.topology.data_size) if len(sizes) > 1 else ():
-            group = dist.new_group(list(range(first, first + self.topology.data_size)), backend=backend)
-            self._data_group = group if first == self.topology.rank - self.topology.data_rank else self._data_group
+        if len(sizes) > 1:
+            self._data_group = own_group([list(every[first : first + apart]) for first in every[::apart]], backend)
         return self.topology
 
     def teardown(self) -> None:
@@ -203,20 +200,14 @@ class Pipeline(SPMDStrategy):
         for optimizer in self._optimizers:
             show(optimizer)
         self._optimizers.clear()
-        self._engines, self._group, self._data_group, self._mesh = {}, None, None, None
+        self._engines = self._group = self._data_group = self._mesh = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if not environment.started_by_lockstep():  # each rank has drawn initial weights of its own
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.data, 0)
         parts = partition.cut(model, self.module)
-        for name, block in model.named_modules():
-            if is_recomputed(block) and any(layer.name.startswith(f"{name}.") for layer in parts.layers):
-                raise ValueError(
-                    f"a pipeline computes its layers again one by one, but activation_checkpointing finds {name}, "
-                    "which holds several; "
-                    "name them, or what lies within them"
-                )
+        partition.refuse_recomputed_groups(model, parts)
         costs = None
         if self.sample is not None:  # one rank's times for all
             costs = self.broadcast(
@@ -256,7 +247,7 @@ class Pipeline(SPMDStrategy):
         """
         assert isinstance(wrapped, Staged)
         for key, optimizer in optimizers.items():
-            self._check_optimizer(wrapped, key, optimizer)
+            check_optimizer(wrapped, key, optimizer, self.num_stage_ranks, self._mesh is not None)
             self._optimizers.add(optimizer)
             show(optimizer)
         optimizers = super().setup_optimizers(wrapped, optimizers)
@@ -273,70 +264,43 @@ class Pipeline(SPMDStrategy):
         window: Window,
         hooks: StepHooks = NO_HOOKS,
     ) -> StepResult:
-        assert isinstance(wrapped, Staged)
-        return self._by_schedule(wrapped, step_fn, window, hooks)
-
-    def _by_schedule(
-        self,
-        wrapped: Staged,
-        step_fn: Callable[[Any, int], Any],
-        window: Window,
-        hooks: StepHooks,
-    ) -> StepResult:
+        assert isinstance(wrapped, Staged) and wrapped.state is not None
         if not hooks.automatic:
             self._refuse("manual_optimization")
         if wrapped.shards is not None:
             wrapped.shards.gather()
+        engines = self._engines = self._engines or self._make_engines()
         self._steps_seen += 1
-        last = len(window.micro_batches) - 1
         tally = Tally()
+        noise = self._seed or 0, self.topology.data_rank, self._steps_seen
+        engines.run_window(
+            wrapped, step_fn, window, hooks, noise, tally, partial(self._send_vote, window, hooks, tally)
+        )
+        return self._reduce_gradients(wrapped, window, hooks)
 
-        def send() -> None:
-            vote = hooks.vote()
-            finite = self.topology.device.type != "cpu" or math.isfinite(tally.total)
-            total = tally.total * window.num_samples
-            vote = vote if self.topology.is_reporting_rank else vote._replace(keys=0)
-            self._agreement.send(vote, window.num_samples, tally.count, finite, total)  # type: ignore[union-attr]
+    def _make_engines(self) -> Engines:
+        from lockstep.strategies.pipeline.engine import Engines  # torch.distributed.pipelining takes a second to import
 
-        for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
-            feeds = runs(micro_batch, self.num_parts)
-            tally.outputs = []
-            assert wrapped.state is not None
-            num_parts = sum(map(len, feeds))
-            with kept_streams(), wrapped.state.micro_batch(num_parts), self._within_step():
-                for k, run in enumerate(feeds):
-                    feed = Feed(
-                        step_fn=step_fn,
-                        batch_idx=micro_batch.batch_idx,
-                        parts=run,
-                        noise=mix(self._seed or 0, self.topology.data_rank, self._steps_seen, i, k),
-                        scale=1 / window.num_samples,
-                        hooks=hooks,
-                        before_last_backward=send if i == last and k == len(feeds) - 1 else None,
-                        tally=tally,
-                    )
-                    with self._named_errors():
-                        engine = self._engine(wrapped, feed)
-                        if engine is not None:
-                            engine.run(feed)
-                    if engine is None and feed.before_last_backward is not None:
-                        feed.before_last_backward()
-            if not feeds and self.topology.data_size > 1:
-                with (
-                    kept_streams(),
-                    wrapped.state.padding(),
-                    self.precision.autocast(self.topology.device),
-                    hooks.log_scope(0),
-                ):
-                    wrapped.layout_of(partial(step_fn, micro_batch.batch, micro_batch.batch_idx))
-            if i == last and not feeds:
-                send()
-            if feeds and hooks.after_backward is not None and i < last:
-                hooks.after_backward()
-            micro_batch.output = merged(tally.outputs) if self.topology.is_reporting_rank else None
+        return Engines(
+            self.schedule,
+            (self.num_stage_ranks, self.num_parts),
+            self.topology,
+            self.precision,
+            lambda: [] if self._changes is None else self._changes.trainability(),
+        )
+
+    def _send_vote(self, window: Window, hooks: StepHooks, tally: Tally) -> None:
+        """Send this rank's part of the step agreement, before the last backward of a window."""
+        vote = hooks.vote()
+        finite = self.topology.device.type != "cpu" or math.isfinite(tally.total)
+        vote = vote if self.topology.is_reporting_rank else vote._replace(keys=0)
+        total = tally.total * window.num_samples
+        self._agreement.send(vote, window.num_samples, tally.count, finite, total)  # type: ignore[union-attr]
+
+    def _reduce_gradients(self, wrapped: Staged, window: Window, hooks: StepHooks) -> StepResult:
         result = self._agreement.receive()  # type: ignore[union-attr]
         if result.count and self._data_group is not None:
-            self._sum(wrapped)
+            sum_over_pipelines(wrapped, self._data_group)
         elif wrapped.shards is not None:
             wrapped.shards.scatter()
         if result.count:
@@ -367,29 +331,16 @@ class Pipeline(SPMDStrategy):
     ) -> Tensor | None:
         assert isinstance(wrapped, Staged)
         if algorithm != "norm":
-            with _own_parameters(optimizer):
+            with own_parameters(optimizer):
                 return super().clip_gradients(wrapped, optimizer, value, algorithm)
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if is_here(p)]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        cut_over_ranks = [gradient for gradient in gradients if hasattr(gradient, "device_mesh")]
-        squares = self._squares([gradient for gradient in gradients if not hasattr(gradient, "device_mesh")])
-        if wrapped.shards is not None:
-            cut_squares = self._squares([_local(gradient) for gradient in cut_over_ranks])
-            dist.all_reduce(cut_squares, group=self._mesh.get_group("fsdp"))  # type: ignore[union-attr]
-            squares += cut_squares
-        dist.all_reduce(squares, group=self._group)
-        norm = squares.sqrt().to(self.precision.dtype)
-        if gradients:
-            torch._foreach_mul_(
-                [_local(gradient) for gradient in gradients], torch.clamp(value / (norm + 1e-6), max=1.0)
-            )
-        return norm
+        shard_group = None if wrapped.shards is None or self._mesh is None else self._mesh.get_group("fsdp")
+        return clip_by_norm(optimizer, value, self._group, shard_group, self.topology.device, self.precision.dtype)
 
     def optimizer_step(
         self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
     ) -> bool:
         assert isinstance(wrapped, Staged)
-        with shown(optimizer), _own_parameters(optimizer):
+        with shown(optimizer), own_parameters(optimizer):
             if self._mesh is None:
                 return super().optimizer_step(wrapped, optimizer, closure)
             from lockstep.strategies.mesh import dtensors
@@ -400,7 +351,9 @@ class Pipeline(SPMDStrategy):
     @contextmanager
     def whole(self, wrapped: nn.Module) -> Iterator[None]:
         assert isinstance(wrapped, Staged)
-        if self._in_step or (wrapped.shards is not None and wrapped.shards.gathered):
+        if (self._engines is not None and self._engines.is_running) or (
+            wrapped.shards is not None and wrapped.shards.gathered
+        ):
             raise RuntimeError(
                 "whole() was called within a step, which a pipeline's ranks do not run alike; call it in a hook"
             )
@@ -424,22 +377,9 @@ class Pipeline(SPMDStrategy):
         assert isinstance(wrapped, Staged)
         with shown(*optimizers.values()):
             state = gather_state(wrapped.model, optimizers, self.local_shard)
-        own = {name: value for name, value in state.meta["model"].items() if wrapped.tensors.is_here(name)}
-        foreign = {f"model/{name}" for name in state.meta["model"].keys() - own}
-        groups = {
-            name for name in state.tensors if name.startswith("optimizer/") and name.count("/") == 2
-        }  # of parameter groups: every rank has them
-        dropped = foreign | (groups if self._stage_rank else set())
-        state.tensors = {name: shard for name, shard in state.tensors.items() if name not in dropped}
-        pieces = [
-            self.broadcast({"model": own, "optimizers": state.meta["optimizers"]}, rank)
-            for rank in range(0, self.topology.world_size, self.topology.data_size)
-        ]
-        state.meta["model"] = {name: value for piece in pieces for name, value in piece["model"].items()}
-        for key, saved in state.meta["optimizers"].items():
-            saved["state"] = {
-                name: entry for piece in pieces for name, entry in piece["optimizers"][key]["state"].items()
-            }
+        own = wrapped.tensors.keep_own(state, self._stage_rank == 0)
+        firsts = range(0, self.topology.world_size, self.topology.data_size)
+        merge_meta(state, [self.broadcast(own, rank) for rank in firsts])
         state.meta["extra"] = {type(self).__name__: self.extra_state(wrapped)}
         return state
 
@@ -473,7 +413,7 @@ class Pipeline(SPMDStrategy):
         return dtensors.take(reader, name, like)
 
     def local_gradients(self, wrapped: nn.Module) -> list[Tensor]:
-        return [_local(gradient) for p in self._watched or wrapped.parameters() if (gradient := p.grad) is not None]
+        return [local(gradient) for p in self._watched or wrapped.parameters() if (gradient := p.grad) is not None]
 
     def read_gradient(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
         if not is_here(parameter) or parameter.grad is None:
@@ -491,147 +431,9 @@ class Pipeline(SPMDStrategy):
     def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
         assert isinstance(wrapped, Staged)
         wrapped.forget_layouts()
-        self._engines.clear()
+        if self._engines is not None:
+            self._engines.clear()
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
         assert isinstance(wrapped, Staged)
         return wrapped.model
-
-    # ---- helpers -----------------------------------------------------------------------------------
-
-    @contextmanager
-    def _within_step(self) -> Iterator[None]:
-        self._in_step = True
-        try:
-            yield
-        finally:
-            self._in_step = False
-
-    def _check_optimizer(self, wrapped: Staged, key: str, optimizer: Optimizer) -> None:
-        """Raise ValueError, on all ranks alike, for an optimizer that would step other numbers on one rank's
-        parameters."""
-        called, found = f"optimizer {key!r} ({type(optimizer).__name__})", probe(optimizer)
-        cuts = self._mesh is not None
-        if found.kind in ("coupled", "unknown") or (cuts and found.kind == "whole_tensor"):
-            holds = "pieces of the parameters of its stages" if cuts else "the parameters of its stages"
-            raise ValueError(
-                f"{called} cannot be stepped in a pipeline, where each rank holds {holds}, because {found.reason}; "
-                "use an optimizer that treats "
-                + ("elements one by one" if cuts else "parameters one by one")
-                + ", or strategy='ddp'"
-            )
-        for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
-            if hooks:
-                raise ValueError(
-                    f"{called} has a step hook, which would see one rank's parameters only; "
-                    "remove the hook and override on_before_optimizer_step or on_train_batch_end"
-                )
-        names = parameter_names(wrapped.model)
-        for i, group in enumerate(optimizer.param_groups if found.needs_all_groups else ()):
-            ranks = {wrapped.tensors.rank_of_name(names_of(p, names, key)) for p in group["params"]}
-            if len(ranks) < self.num_stage_ranks:
-                raise ValueError(
-                    f"{called} fails on a parameter group without parameters ({found.needs_all_groups}), "
-                    f"but no stage of some rank has one of group {i}; let its step pass over empty groups, or join the "
-                    "groups"
-                )
-
-    def _squares(self, gradients: list[Tensor]) -> Tensor:
-        """Sum of the squares of all elements."""
-        return torch.nn.utils.get_total_norm(gradients).to(self.topology.device).double().square().reshape(())
-
-    def _sum(self, wrapped: Staged) -> None:
-        """Sum the gradients of the pipelines, and give the statistics of the first to the others. What none of them has
-        stays None."""
-        shards = wrapped.shards
-        trained = [p for p in wrapped.parameters() if p.requires_grad]
-        if shards is not None:
-            apart = {id(p) for p in shards.whole}
-            sharded = [p for p in trained if id(p) not in apart]
-            have = torch.tensor([p.grad is not None for p in sharded], dtype=torch.int8).to(self.topology.device)
-            dist.all_reduce(have, dist.ReduceOp.MAX, group=self._data_group)
-            for parameter in sharded:  # torch reduces a shard only if every rank has a gradient
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            shards.exchange()
-            sharded = [p for p in wrapped.parameters() if p.requires_grad and id(p) not in apart]  # shards again
-            for parameter, used in zip(sharded, have.tolist(), strict=True):
-                if not used:
-                    parameter.grad = None
-            trained = [p for p in trained if id(p) in apart]
-        sum_gradients(trained, self._data_group)
-        for buffer in wrapped.statistics:
-            dist.broadcast(buffer, group=self._data_group, group_src=0)
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """Say of torch's errors in a schedule what user code made them."""
-        try:
-            yield
-        except (DynamicOutputShapeException, DataDependentOutputException) as error:
-            raise RuntimeError(
-                f"shapes within a pipelined module must follow from those of the batch, but {error} gives one that "
-                "follows "
-                "from values; compute with a mask instead, or use strategy='ddp' or 'fsdp'"
-            ) from None
-        except RuntimeError as error:
-            text = str(error)
-            changed = self._changes.trainability() if self._changes is not None else []
-            if "Failed to run stage backward" in text and changed:
-                raise RuntimeError(
-                    f"requires_grad was changed within a step ({shortened(changed)}), after the pipeline had learned "
-                    "what its "
-                    "stages send; change it in a hook such as on_train_batch_start"
-                ) from error
-            if "Failed to run stage backward" in text:
-                raise RuntimeError(
-                    "the backward of a stage found no gradient for what the stage sent, as happens where a model calls "
-                    "torch.utils.checkpoint around layers of a pipeline; give Pipeline(activation_checkpointing=True) "
-                    "instead"
-                ) from error
-            if "appears to not have been used in the graph" in text:
-                raise RuntimeError(
-                    "training_step asks for a gradient by torch.autograd.grad, which in a pipeline ends at the layers "
-                    "of this "
-                    "rank; use strategy='ddp' or 'fsdp' for penalties on gradients"
-                ) from error
-            raise
-
-    def _engine(self, wrapped: Staged, feed: Feed) -> Engine | None:
-        """The schedule for parts of this shape: built when a shape is new, kept for the last two. None if the step
-        returns None for each."""
-        from lockstep.strategies.pipeline.engine import Engine  # torch.distributed.pipelining takes a second to import
-
-        key = (signature(feed.parts[0].batch), len(feed.parts))
-        engine = self._engines.pop(key, None)
-        if engine is None:
-            with self.precision.autocast(self.topology.device), feed.hooks.log_scope(0):
-                layout = next(
-                    filter(None, (wrapped.layout_of(partial(feed.step, i)) for i in range(len(feed.parts)))), None
-                )
-            if layout is None:
-                return None
-            fitting = self.schedule.fitting(self.num_stage_ranks, len(feed.parts))
-            engine = Engine(wrapped, layout, fitting, len(feed.parts), self.precision)
-        self._engines[key] = engine
-        while len(self._engines) > 2:  # each has buffers for what it receives
-            self._engines.pop(next(iter(self._engines)))
-        return engine
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory."""
-    return tensor if type(tensor) is Tensor or not hasattr(tensor, "device_mesh") else tensor.to_local()  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _own_parameters(optimizer: Optimizer) -> Iterator[None]:
-    """While it lasts the groups of `optimizer` hold what this rank does."""
-    groups = [(group, group["params"]) for group in optimizer.param_groups]
-    for group, parameters in groups:
-        group["params"] = [p for p in parameters if is_here(p)]
-    try:
-        yield
-    finally:
-        for group, parameters in groups:
-            group["params"] = parameters

@@ -72,3 +72,12 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup |
                     continue
                 parameter.grad = part
             parameter.grad.copy_(total.view_as(part))
+
+
+def own_group(rows: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup | None:
+    """Make a process group of each of `rows` and return the one that this rank is in. Every rank calls it alike."""
+    mine = None
+    for ranks in rows:
+        group = dist.new_group(list(ranks), backend=backend)
+        mine = group if dist.get_rank() in ranks else mine
+    return mine
