@@ -9,8 +9,13 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
+from lockstep.strategies.base import Topology
 from lockstep.strategies.launch import environment
+from lockstep.strategies.sync.collectives import own_group
 
 AXES = ("pipeline", "ddp", "fsdp", "tensor")
 """Outermost first: rank = ((pipeline * ddp_size + ddp) * fsdp_size + fsdp) * tensor_size + tensor."""
@@ -19,7 +24,7 @@ AXES = ("pipeline", "ddp", "fsdp", "tensor")
 def parse(text: str) -> dict[str, int | None]:
     """The axes of a mesh in the order of `AXES`; None for the one that takes the ranks that are left.
 
-    Raises ValueError for what is no mesh, naming the part that is wrong.
+    Raises ValueError for an invalid mesh, naming the part that is wrong.
     """
     found: dict[str, int | None] = {}
     for part in text.split(","):
@@ -73,6 +78,45 @@ def devices_of(axes: Mapping[str, int | None], devices: int | str, num_nodes: in
         return devices
     product = math.prod(size for size in sizes if size is not None)
     return product // num_nodes if product % num_nodes == 0 else devices
+
+
+class PipelineRanks(NamedTuple):
+    """Which ranks form one pipeline, and which hold the same stages of several pipelines."""
+
+    num_stage_ranks: int = 1
+    stage_rank: int = 0
+    """This rank's place in its pipeline."""
+    data_rank: int = 0
+    """The pipeline that this rank is in."""
+    data_size: int = 1
+    group: dist.ProcessGroup | None = None
+    """The ranks of this pipeline."""
+    data_group: dist.ProcessGroup | None = None
+    """The ranks with the same stages, if there are several pipelines."""
+    mesh: Any = None
+    """All axes, if stages are sharded: a `DeviceMesh`."""
+
+
+def pipeline_ranks(axes: Mapping[str, int | None], topology: Topology) -> PipelineRanks:
+    """Make the process groups of a mesh with a pipeline axis. Every rank calls it."""
+    ranks = range(topology.world_size)
+    sizes = {
+        name: size
+        for name, size in resolve(axes, topology.world_size).items()
+        if size > 1 or name == "pipeline" or topology.world_size == 1
+    }
+    data_size = topology.world_size // sizes["pipeline"]
+    stage_rank, data_rank = divmod(topology.rank, data_size)  # neighbors share layers, not samples
+    backend = "cpu:gloo,cuda:nccl" if topology.device.type == "cuda" else "gloo"
+    group = own_group([ranks[first::data_size] for first in range(data_size)], backend)
+    mesh = data_group = None
+    if "fsdp" in sizes:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(topology.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if len(sizes) > 1:
+        data_group = own_group([ranks[first : first + data_size] for first in ranks[::data_size]], backend)
+    return PipelineRanks(sizes["pipeline"], stage_rank, data_rank, data_size, group, data_group, mesh)
 
 
 def _nearest(axes: Mapping[str, int | None], world_size: int) -> str:

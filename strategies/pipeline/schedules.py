@@ -200,6 +200,23 @@ def schedule(name: str, stages_per_rank: int | None = None) -> Schedule:
     return replace(found, stages_per_rank=stages_per_rank)
 
 
+def check_options(schedule: Schedule, num_micro_batches: int | None, recomputes: bool) -> None:
+    """Raise ValueError for a wrong number of microbatches, and for activation checkpointing (`recomputes`) under
+    a schedule that would recompute twice."""
+    if schedule.splits_backward and recomputes:
+        raise ValueError(
+            f"schedule={schedule.name!r} runs backward to inputs and to each weight apart, and "
+            "activation_checkpointing would recompute a block for each; use 'gpipe', '1f1b', 'interleaved_1f1b' or "
+            "'looped_bfs'"
+        )
+    if num_micro_batches is not None and (
+        isinstance(num_micro_batches, bool) or not isinstance(num_micro_batches, int) or num_micro_batches < 1
+    ):
+        raise ValueError(
+            f"num_micro_batches must be a whole number of at least 1, but num_micro_batches={num_micro_batches!r}"
+        )
+
+
 # ---- helpers -------------------------------------------------------------------------------------------
 
 

@@ -21,10 +21,11 @@ from lockstep.strategies.pipeline.staged_module import Staged
 
 
 class Shards:
-    """The layers of one rank's stages, sharded over `mesh`, whose last dimension shards and whose first, of two,
-    replicates."""
+    """The layers of one rank's stages, sharded over the axes of `mesh` besides "pipeline", whose last dimension shards
+    and whose first, of two, replicates."""
 
     def __init__(self, staged: Staged, mesh: DeviceMesh) -> None:
+        mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "pipeline")]
         self._structure = Structure(staged.model)
         self._layers = [layer for stage in staged.stages.values() for layer in stage.layers]
         self._stages: list[Stage] = list(staged.stages.values())

@@ -15,18 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Strategy, Topology
-from lockstep.strategies.checkpoint_state import (
-    Reader,
-    State,
-    TensorShard,
-    gather_state,
-    gather_whole,
-)
+from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, gather_state, gather_whole
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.rng import kept_streams, seed_streams
-from lockstep.strategies.mesh.mesh import devices_of, parse, resolve
+from lockstep.strategies.mesh.mesh import PipelineRanks, devices_of, parse, pipeline_ranks, resolve
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.pipeline import partition
@@ -41,16 +35,14 @@ from lockstep.strategies.pipeline.optimizers import (
     shown,
     sum_over_pipelines,
 )
+from lockstep.strategies.pipeline.schedules import check_options
 from lockstep.strategies.pipeline.schedules import schedule as find_schedule
 from lockstep.strategies.pipeline.stage_tensors import merge_meta
 from lockstep.strategies.pipeline.staged_module import Staged
 from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
-from lockstep.strategies.sync.collectives import own_group
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from lockstep.strategies.pipeline.engine import Engines
 
 
@@ -111,17 +103,7 @@ class Pipeline(SPMDStrategy):
     ) -> None:
         super().__init__(activation_checkpointing=activation_checkpointing)
         self.schedule = find_schedule(schedule, stages_per_rank)
-        if self.schedule.splits_backward and activation_checkpointing is not False:
-            raise ValueError(
-                f"schedule={schedule!r} runs backward to inputs and to each weight apart, and activation_checkpointing "
-                "would recompute a block for each; use 'gpipe', '1f1b', 'interleaved_1f1b' or 'looped_bfs'"
-            )
-        if num_micro_batches is not None and (
-            isinstance(num_micro_batches, bool) or not isinstance(num_micro_batches, int) or num_micro_batches < 1
-        ):
-            raise ValueError(
-                f"num_micro_batches must be a whole number of at least 1, but num_micro_batches={num_micro_batches!r}"
-            )
+        check_options(self.schedule, num_micro_batches, activation_checkpointing is not False)
         if split is not None and sample is not None:
             raise ValueError("split says where stages begin, and sample how to balance them; give one of them")
         self.num_micro_batches = num_micro_batches
@@ -135,9 +117,7 @@ class Pipeline(SPMDStrategy):
             )
         self.num_stage_ranks = 1
         """Ranks of one pipeline, valid after `configure`."""
-        self._data_group: dist.ProcessGroup | None = None
-        self._mesh: DeviceMesh | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._ranks = PipelineRanks()
         self._seed: int | None = None
         self._steps_seen = 0
         self._engines: Engines | None = None
@@ -170,29 +150,14 @@ class Pipeline(SPMDStrategy):
     def setup(self) -> Topology:
         super().setup()
         self._seed = None
-        sizes = {
-            name: size
-            for name, size in resolve(self._axes, self.topology.world_size).items()
-            if size > 1 or name == "pipeline" or self.topology.world_size == 1
-        }
-        self.num_stage_ranks = sizes["pipeline"]
-        data_size = self.topology.world_size // self.num_stage_ranks
-        self._stage_rank, data_rank = divmod(self.topology.rank, data_size)  # neighbors share layers, not samples
+        self._ranks = pipeline_ranks(self._axes, self.topology)
+        self.num_stage_ranks = self._ranks.num_stage_ranks
         self.topology = replace(
             self.topology,
-            data_rank=data_rank,
-            data_size=data_size,
-            is_reporting_rank=self.schedule.rank_of(self.num_stage_ranks)[-1] == self._stage_rank,
+            data_rank=self._ranks.data_rank,
+            data_size=self._ranks.data_size,
+            is_reporting_rank=self.schedule.rank_of(self.num_stage_ranks)[-1] == self._ranks.stage_rank,
         )
-        backend = "cpu:gloo,cuda:nccl" if self.topology.device.type == "cuda" else "gloo"
-        every, apart = range(self.topology.world_size), self.topology.data_size
-        self._group = own_group([list(every[first::apart]) for first in range(apart)], backend)
-        if "fsdp" in sizes:
-            from torch.distributed.device_mesh import init_device_mesh
-
-            self._mesh = init_device_mesh(self.topology.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        if len(sizes) > 1:
-            self._data_group = own_group([list(every[first : first + apart]) for first in every[::apart]], backend)
         return self.topology
 
     def teardown(self) -> None:
@@ -200,7 +165,7 @@ class Pipeline(SPMDStrategy):
         for optimizer in self._optimizers:
             show(optimizer)
         self._optimizers.clear()
-        self._engines = self._group = self._data_group = self._mesh = None
+        self._engines, self._ranks = None, PipelineRanks()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if not environment.started_by_lockstep():  # each rank has drawn initial weights of its own
@@ -214,20 +179,13 @@ class Pipeline(SPMDStrategy):
                 partition.measure(parts, self.sample, self.topology.device) if self.topology.rank == 0 else None
             )
         rank_of = self.schedule.rank_of(self.num_stage_ranks)
-        staged = Staged(
-            model,
-            parts,
-            partition.stages(parts, len(rank_of), self.split, costs),
-            rank_of,
-            self._stage_rank,
-            self.topology.device,
-        )
-        staged.group, staged.splits_backward = self._group, self.schedule.splits_backward
-        if self._mesh is not None:
+        stage_of = partition.stages(parts, len(rank_of), self.split, costs)
+        staged = Staged(model, parts, stage_of, rank_of, self._ranks.stage_rank, self.topology.device)
+        staged.group, staged.splits_backward = self._ranks.group, self.schedule.splits_backward
+        if self._ranks.mesh is not None:
             from lockstep.strategies.pipeline.sharded_stages import Shards
 
-            data = tuple(name for name in self._mesh.mesh_dim_names or () if name != "pipeline")
-            staged.shards = Shards(staged, self._mesh[data])
+            staged.shards = Shards(staged, self._ranks.mesh)
         staged.watch_state()
         self._steps_seen = 0
         return staged
@@ -247,7 +205,7 @@ class Pipeline(SPMDStrategy):
         """
         assert isinstance(wrapped, Staged)
         for key, optimizer in optimizers.items():
-            check_optimizer(wrapped, key, optimizer, self.num_stage_ranks, self._mesh is not None)
+            check_optimizer(wrapped, key, optimizer, self.num_stage_ranks, self._ranks.mesh is not None)
             self._optimizers.add(optimizer)
             show(optimizer)
         optimizers = super().setup_optimizers(wrapped, optimizers)
@@ -273,9 +231,8 @@ class Pipeline(SPMDStrategy):
         self._steps_seen += 1
         tally = Tally()
         noise = self._seed or 0, self.topology.data_rank, self._steps_seen
-        engines.run_window(
-            wrapped, step_fn, window, hooks, noise, tally, partial(self._send_vote, window, hooks, tally)
-        )
+        send = partial(self._send_vote, window, hooks, tally)
+        engines.run_window(wrapped, step_fn, window, hooks, noise, tally, send)
         return self._reduce_gradients(wrapped, window, hooks)
 
     def _make_engines(self) -> Engines:
@@ -299,8 +256,8 @@ class Pipeline(SPMDStrategy):
 
     def _reduce_gradients(self, wrapped: Staged, window: Window, hooks: StepHooks) -> StepResult:
         result = self._agreement.receive()  # type: ignore[union-attr]
-        if result.count and self._data_group is not None:
-            sum_over_pipelines(wrapped, self._data_group)
+        if result.count and self._ranks.data_group is not None:
+            sum_over_pipelines(wrapped, self._ranks.data_group)
         elif wrapped.shards is not None:
             wrapped.shards.scatter()
         if result.count:
@@ -333,15 +290,17 @@ class Pipeline(SPMDStrategy):
         if algorithm != "norm":
             with own_parameters(optimizer):
                 return super().clip_gradients(wrapped, optimizer, value, algorithm)
-        shard_group = None if wrapped.shards is None or self._mesh is None else self._mesh.get_group("fsdp")
-        return clip_by_norm(optimizer, value, self._group, shard_group, self.topology.device, self.precision.dtype)
+        shard_group = None if wrapped.shards is None or self._ranks.mesh is None else self._ranks.mesh.get_group("fsdp")
+        return clip_by_norm(
+            optimizer, value, self._ranks.group, shard_group, self.topology.device, self.precision.dtype
+        )
 
     def optimizer_step(
         self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
     ) -> bool:
         assert isinstance(wrapped, Staged)
         with shown(optimizer), own_parameters(optimizer):
-            if self._mesh is None:
+            if self._ranks.mesh is None:
                 return super().optimizer_step(wrapped, optimizer, closure)
             from lockstep.strategies.mesh import dtensors
 
@@ -359,7 +318,7 @@ class Pipeline(SPMDStrategy):
             )
         from lockstep.strategies.pipeline.whole_model import whole
 
-        with whole(wrapped, self._group, self._optimizers):
+        with whole(wrapped, self._ranks.group, self._optimizers):
             yield
 
     # ---- 3. sampler seeding ----------------------------------------------------------------------
@@ -377,7 +336,7 @@ class Pipeline(SPMDStrategy):
         assert isinstance(wrapped, Staged)
         with shown(*optimizers.values()):
             state = gather_state(wrapped.model, optimizers, self.local_shard)
-        own = wrapped.tensors.keep_own(state, self._stage_rank == 0)
+        own = wrapped.tensors.keep_own(state, self._ranks.stage_rank == 0)
         firsts = range(0, self.topology.world_size, self.topology.data_size)
         merge_meta(state, [self.broadcast(own, rank) for rank in firsts])
         state.meta["extra"] = {type(self).__name__: self.extra_state(wrapped)}
@@ -398,15 +357,16 @@ class Pipeline(SPMDStrategy):
     def local_shard(self, tensor: Tensor) -> TensorShard | None:
         if not is_here(tensor):
             return None
-        if self._mesh is None:
+        if self._ranks.mesh is None:
             return TensorShard.whole(tensor) if self.topology.data_rank == 0 else None
         from lockstep.strategies.mesh import dtensors
 
-        place = dict(zip(self._mesh.mesh_dim_names or (), self._mesh.get_coordinate() or (), strict=True))
+        mesh = self._ranks.mesh
+        place = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
         return dtensors.piece(tensor, {name: i for name, i in place.items() if name != "pipeline"})
 
     def read_shard(self, reader: Reader, name: str, like: Tensor | None) -> Tensor:
-        if self._mesh is None:
+        if self._ranks.mesh is None:
             return super().read_shard(reader, name, like)
         from lockstep.strategies.mesh import dtensors
 
@@ -418,8 +378,7 @@ class Pipeline(SPMDStrategy):
     def read_gradient(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
         if not is_here(parameter) or parameter.grad is None:
             return None
-        gradient: Any = parameter.grad
-        return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        return parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
 
     def write_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         if gradient is not None and hasattr(parameter, "device_mesh"):
