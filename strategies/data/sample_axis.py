@@ -16,9 +16,9 @@ class SampleCutter:
     """Cuts the batches of a run into slices of samples; raises ValueError for a batch of which it does not know how.
 
     A tensor or array is split along its first dimension, which must be the number of samples; tensors without
-    dimensions, numbers and strings go to every slice. A list is one of fields, each of which is
-    cut, or has an item for each sample. What a batch leaves open, as `[8, 8]` numbers or a list of two pairs do for two samples, an earlier batch
-    may have shown.
+    dimensions, numbers and strings go to every slice. A list is one of fields, each of which is split, or has an item
+    for each sample. What a batch leaves open, as `[8, 8]` numbers or a list of two pairs do for two samples, an earlier
+    batch may have shown.
 
     `stacks`: whether the loader is known to put samples first, as torch's own collate function does.
     `single`: returns batches of one sample, made as the loader makes its own, which show where samples are in a square

@@ -19,8 +19,8 @@ class UnknownOptimizer(Exception):
 
 
 class Contents:
-    """What an optimizer holds: its parameters, other tensors, optimizers within. Raises UnknownOptimizer for what may reach the
-    real ones."""
+    """What an optimizer holds: its parameters, other tensors, optimizers within. Raises UnknownOptimizer for what may
+    reach the real ones."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.parameters: list[Tensor] = []
@@ -105,8 +105,8 @@ _SHARED = (dist.ProcessGroup, torch.device, types.ModuleType)
 
 
 def duplicate(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """A deep copy without hooks, and without what replaces `step` on the object. `copy.deepcopy` of an optimizer leaves
-    out its attributes."""
+    """A deep copy without hooks, and without what replaces `step` on the object. `copy.deepcopy` of an optimizer omits
+    its attributes."""
     own = optimizer.__dict__.get("step")
     if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
         raise UnknownOptimizer("its step is replaced on the object")
