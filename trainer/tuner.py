@@ -131,13 +131,11 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _trial(run: RunState, module: Module, sources: Sources, steps: int, callbacks: list[Callback]) -> Trainer:
     """Fit a copy of `module` for `steps` optimizer steps in a run that writes and shows nothing; return its Trainer."""
-    from lockstep.trainer.trainer import Trainer
-
     module, datamodule = _copied(module), _copied(sources.datamodule)
     given = {field.name: getattr(run.arguments, field.name) for field in fields(run.arguments)}
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     unused = dict.fromkeys(("min_epochs", "min_steps", "max_time", "profiler"))
-    trainer = Trainer(
+    trainer = type(run.trainer)(
         **given
         | quiet
         | unused
