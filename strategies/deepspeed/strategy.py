@@ -108,7 +108,8 @@ class DeepSpeed(SPMDStrategy):
         chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
         if importlib.util.find_spec("deepspeed") is None:
             raise ImportError(
-                "strategy='deepspeed' needs the package deepspeed; install it with `pip install 'lockstep[deepspeed]'`"
+                "strategy='deepspeed' needs the package deepspeed; install it with `pip install "
+                "'lockstep-trainer[deepspeed]'`"
             )
         config = deepspeed_config.read(self._source)
         self._config = deepspeed_config.agreed(

@@ -154,7 +154,7 @@ def test_a_second_fit_counts_on(devices: int) -> None:
     assert trainer.global_step == 8 // devices
     with pytest.raises(
         ValueError,
-        match="this Trainer has trained its max_epochs=2 already; set trainer.max_epochs higher to train on, or make a new Trainer",
+        match="this Trainer has trained its max_epochs=2 already; to train on, set trainer.max_epochs = 4 or the like and call fit again",
     ):
         trainer.fit(model, loader(16, 4))
     after = weights(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 Key = tuple[str, ...]
@@ -23,6 +23,21 @@ class Resolved:
     values: dict[str, Any]
     origins: dict[Key, str]
     """Where a key was set: "file.yaml:3" or "command line"."""
+
+    raw: dict[str, Any] = field(default_factory=dict)
+    """`values` with their interpolations."""
+
+    def from_environment(self, key: Key) -> str:
+        """For a value of `key` that `${oc.env:NAME}` gave: what makes a number of the text, else nothing."""
+        node: Any = self.raw
+        for name in key:
+            if isinstance(node, list) and name.isdigit() and int(name) < len(node):
+                node = node[int(name)]
+            else:
+                node = node.get(name) if isinstance(node, dict) else None
+        if not isinstance(node, str) or "${oc.env:" not in node:
+            return ""
+        return f"; an environment variable is a string: write ${{oc.decode:{node}}}"
 
     @property
     def text(self) -> str:

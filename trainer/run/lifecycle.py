@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -39,6 +39,7 @@ _log = logging.getLogger("lockstep")
 @contextmanager
 def noted(run: RunState, module: Module, stage: str, sources: Sources) -> Iterator[None]:
     """What the Trainer shows of a run, in the process that the user called it in: status, module and loaders."""
+    run.datamodule = sources.datamodule
     run.final = run.final and stage != "fit" and module is run.module
     run.module, run.stage, run.status, run.batch_idx = module, stage, "running", -1
     run.given_loaders = {
@@ -186,6 +187,11 @@ def _report(run: RunState, stage: str, caught: BaseException) -> BaseException:
             if hasattr(error, "add_note"):
                 error.add_note(f"on_exception failed too: {type(later).__name__}: {str(later)[:500]}")
     _end(run, "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed", error)
+    if stage != "fit" and run.is_global_zero:
+        for folder in {run.log_dir, *(logger.log_dir for logger in run.loggers)} - {None}:
+            with suppress(OSError):  # it holds what this Trainer has written before
+                os.rmdir(str(folder))
+                run.log_dir = None
     return error
 
 

@@ -12,6 +12,7 @@ from lockstep.strategies.launch import launcher, restart
 from lockstep.trainer.checkpoint import store
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import evaluate, fit, publish, saving
+from lockstep.trainer.run.attributes import own_data, take_data
 from lockstep.trainer.run.folder import conclude
 from lockstep.trainer.run.lifecycle import attached
 from lockstep.trainer.run.state import RESULTS, RunState
@@ -88,6 +89,13 @@ def _on_rank(
     return _result(run, module, returned) if run.is_global_zero else {}
 
 
+def _owners(run: RunState, module: Module) -> list[Any]:
+    """Whose attributes user code may have set on the ranks."""
+    own = ("lockstep.callbacks.", "lockstep.trainer.")
+    users = [item for item in run.callbacks if not type(item).__module__.startswith(own)]
+    return [module, *users] if run.datamodule is None else [module, run.datamodule, *users]
+
+
 def _result(run: RunState, module: Module, returned: Any) -> dict[str, Any]:
     return {
         "returned": returned,
@@ -97,6 +105,7 @@ def _result(run: RunState, module: Module, returned: Any) -> dict[str, Any]:
         },
         "progress": run.progress.state_dict(),
         "callbacks": [publish.state_of(run, item) for item in run.callbacks],
+        "attributes": [own_data(owner) for owner in _owners(run, module)],
         "log_dirs": [item.log_dir for item in run.loggers],
         "results": {name: vars(run)[name] for name in RESULTS},
     }
@@ -115,6 +124,8 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
     for item, state in zip(run.callbacks, result["callbacks"], strict=True):
         if state is not None or not isinstance(item, Logger):
             publish.load_state_of(run, item, state)
+    for owner, attributes in zip(_owners(run, module), result["attributes"], strict=True):
+        take_data(owner, attributes)
     for logger, folder in zip(run.loggers, result["log_dirs"], strict=True):
         publish.guarded(run, logger, setattr, logger, "log_dir", folder)
     vars(run).update(result["results"])

@@ -136,8 +136,8 @@ def not_done(run: RunState) -> None:
     ):
         if limit is not None and done >= limit:
             raise ValueError(
-                f"this Trainer has trained its {name}={limit} already; set trainer.{name} higher to train on, or make "
-                "a new Trainer"
+                f"this Trainer has trained its {name}={limit} already; to train on, set trainer.{name} = {2 * limit} "
+                "or the like and call fit again, or make a new Trainer"
             )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.strategies.launch.payload import pack, unpack
+from lockstep.strategies.launch.payload import dumps, pack, unpack
 
 
 def through(value: Any) -> Any:
@@ -148,7 +148,7 @@ def test_functions_without_a_name_travel() -> None:
 @pytest.mark.parametrize("value", [threading.Lock(), (i for i in "ab"), {"nested": [threading.Thread()]}])
 def test_what_cannot_be_pickled_is_named(value: Any) -> None:
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(TypeError, match="must be picklable, but .*cannot pickle '.*' object: create it on the rank"):
+    with pytest.raises(TypeError, match="must be picklable, but .*cannot pickle '.*' object.*: create it on the rank"):
         pack(value)
     assert os.listdir("/proc/self/fd") == before
 
@@ -163,3 +163,20 @@ def test_what_lies_on_a_gpu_arrives_on_the_cpu() -> None:
     for name, value in module.state_dict().items():
         assert arrived.state_dict()[name].device.type == "cpu"
         assert torch.equal(arrived.state_dict()[name], value.cpu())
+
+
+class Inner:
+    def __init__(self) -> None:
+        self.values, self.lock = [1, 2], threading.Lock()
+
+
+class Outer:
+    def __init__(self) -> None:
+        self.parts = {"first": Inner()}
+
+
+def test_what_cannot_be_pickled_is_named_with_its_attribute() -> None:
+    with pytest.raises(TypeError, match=r"\(Outer.parts\['first'\].lock is a lock\): create it on the rank"):
+        dumps((len, (Outer(),)))
+    with pytest.raises(TypeError, match=r"\(Outer.parts\['first'\].lock is a lock\)"):
+        dumps([3, Outer()])

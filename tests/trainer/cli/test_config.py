@@ -394,3 +394,12 @@ def test_a_config_that_is_nested_too_deeply_is_a_config_error(tmp_path: Path, te
         resolve([tmp_path / "deep.yaml"])
     with pytest.raises(ConfigError, match="nested too deeply"):
         resolve([], ["module.x=" + "[" * 2000 + "]" * 2000])
+
+
+def test_a_number_from_the_environment_names_what_makes_one_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPOCHS", "3")
+    given = ["module.class=tests.trainer.toy.Net", "trainer.max_epochs=${oc.env:EPOCHS}"]
+    with pytest.raises(ConfigError) as error:
+        check(resolve([], given))
+    assert str(error.value).endswith("an environment variable is a string: write ${oc.decode:${oc.env:EPOCHS}}")
+    check(resolve([], [given[0], "trainer.max_epochs=${oc.decode:${oc.env:EPOCHS}}"]))

@@ -149,7 +149,9 @@ def _fit_arguments(
             planned[name] = _fit(resolved, (*key, name), value, annotation)
         except _Mismatch:
             raise resolved.error(
-                (*key, name), f"must be {describe(annotation).rstrip(',')}, but it is {value!r}"
+                (*key, name),
+                f"must be {describe(annotation).rstrip(',')}, but it is {value!r}"
+                + resolved.from_environment((*key, name)),
             ) from None
     for name, (parameter, annotation) in arguments.items():
         if parameter.default is parameter.empty and name not in planned:

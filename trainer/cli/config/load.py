@@ -36,7 +36,7 @@ def resolve(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Resol
         origins = {known: origin for known, origin in origins.items() if known[: len(key)] != key} | {
             key: "command line"
         }
-    return Resolved(_interpolate(Resolved(values, origins)), origins)
+    return Resolved(_interpolate(Resolved(values, origins)), origins, values)
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[Key, str]]:

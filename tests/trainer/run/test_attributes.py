@@ -1,0 +1,120 @@
+"""Attributes that user code sets on started ranks come back to the caller."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lockstep import DataModule, Module, Trainer
+from lockstep.callbacks import Callback, TensorBoardLogger
+from lockstep.trainer.run.attributes import own_data, take_data
+from tests.trainer.toy import Net, loader, net, quiet
+
+
+@dataclass
+class Record:
+    step: int
+    values: list[float]
+
+
+class Point(NamedTuple):
+    x: float
+
+
+class Owner:
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [3, None, "a", [1, (2, "b")], {"a": {1}}, deque([1]), Counter("ab"), Record(1, [0.5]), Point(1.0), Path("a")],
+)
+def test_data_is_brought_back(value: Any) -> None:
+    assert own_data(Owner(value=value)) == {"value": value}
+
+
+def test_tensors_and_arrays_are_brought_back() -> None:
+    assert set(own_data(Owner(t=torch.ones(2), a=np.ones(2), n=np.float32(1)))) == {"t", "a", "n"}
+
+
+@pytest.mark.parametrize("value", [nn.Linear(1, 1), [nn.Linear(1, 1)], len, Owner(), nn.Parameter(torch.ones(1))])
+def test_objects_stay_where_they_are(value: Any) -> None:
+    assert own_data(Owner(value=value)) == {}
+
+
+def test_what_a_module_keeps_for_torch_is_left_alone() -> None:
+    module = net()
+    module.seen = [1]  # type: ignore[assignment]
+    found = own_data(module)
+    assert found["seen"] == [1] and not {"_parameters", "_modules", "training", "_trainer"} & set(found)
+
+
+def test_containers_stay_the_same_objects() -> None:
+    seen: list[int] = []
+    names: dict[str, int] = {"old": 1}
+    owner = Owner(seen=seen, names=names, count=0)
+    take_data(owner, {"seen": [1, 2], "names": {"new": 2}, "count": 3, "more": "x"})
+    assert (seen, names, vars(owner)["count"], vars(owner)["more"]) == ([1, 2], {"new": 2}, 3, "x")
+
+
+class Collects(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs))
+
+
+class CollectsToo(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batches += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Data(DataModule):
+    classes = 0
+
+    def setup(self, stage: str) -> None:
+        self.classes = 3
+
+    def train_dataloader(self) -> Any:
+        return loader(32)
+
+
+@pytest.mark.ranks
+def test_lists_that_hooks_fill_on_ranks_are_the_callers() -> None:
+    callback, module, data = Collects(), CollectsToo(), Data()
+    losses = callback.losses
+    quiet(devices=2, accelerator="cpu", callbacks=[callback]).fit(module, datamodule=data)
+    assert len(losses) == 2 and losses is callback.losses
+    assert (module.batches, data.classes) == (2, 3)
+
+
+class FailsToValidate(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        raise ValueError("no step")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_validation_that_fails_leaves_no_folder(devices: int, tmp_path: Path) -> None:
+    trainer = Trainer(
+        logger=TensorBoardLogger(tmp_path), devices=devices, accelerator="cpu", enable_progress_bar=False, max_epochs=1
+    )
+    with pytest.raises(ValueError, match="no step"):
+        trainer.validate(FailsToValidate(), loader(8))
+    assert list(tmp_path.rglob("version_*")) == []
+    trainer.validate(net(), loader(8), verbose=False)
+    assert [path.name for path in tmp_path.rglob("version_*")] == ["version_0"]
