@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.strategies.launch.test_launcher import LOOPBACKS
+from tests.strategies.launch.programs import LOOPBACKS
 from tests.trainer.toy import Net, loader, net, quiet
 
 pytestmark = pytest.mark.faults

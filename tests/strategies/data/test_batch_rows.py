@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from lockstep.strategies.data.batch_rows import count_samples
 from lockstep.strategies.data.combined import CombinedLoader
 from lockstep.strategies.data.sharded_loader import ShardedLoader
-from tests.strategies.data.test_sharded_loader import Numbers, read
+from tests.strategies.data.samples import Numbers, read
 
 
 @dataclass

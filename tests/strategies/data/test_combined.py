@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lockstep.strategies.data.combined import MODES, CombinedLoader
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
-from tests.strategies.data.test_sharded_loader import Numbers, OwnStream, Stream, Uneven, to_list
+from tests.strategies.data.samples import Numbers, OwnStream, Stream, Uneven, to_list
 
 Unit = tuple[Any, int]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
-from tests.strategies.data.test_sharded_loader import (
+from tests.strategies.data.samples import (
     BatchStream,
     Numbers,
     OwnStream,

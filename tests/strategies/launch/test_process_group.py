@@ -1,0 +1,166 @@
+"""Ranks meet on this machine alone, under this launcher or another one."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.strategies.launch import environment, process_group
+from lockstep.strategies.launch.launcher import launch
+from tests.strategies.launch.programs import LOOPBACKS, join
+
+pytestmark = pytest.mark.ranks
+
+
+def listening() -> list[str]:
+    """Local addresses, as hexadecimal, on which this process accepts TCP connections."""
+    inodes = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(fd)))
+        except OSError:
+            pass
+    found = []
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append(fields[1].split(":")[0])
+    return found
+
+
+def meet(init_method: str | None) -> tuple[set[str], float]:
+    world = environment.detect()
+    assert world is not None
+    process_group.init_process_group(replace(world, init_method=init_method or world.init_method), timeout_s=60)
+    other = dist.new_group([0, 1], backend="gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total, group=other)
+    addresses = listening()
+    where = [None] * 2
+    dist.all_gather_object(where, addresses)
+    process_group.destroy_process_group()
+    return {address for part in where if part for address in part}, total.item()
+
+
+@pytest.mark.parametrize("method", [None, "tcp://127.0.0.1", "tcp://localhost", "env://", "file://"])
+def test_nothing_listens_beyond_loopback(method: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    if method == "file://":
+        method += str(tmp_path / "store")
+    elif method == "env://":
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+    elif method:
+        method += f":{port}"
+    addresses, total = launch(meet, (method,), 2)
+    assert total == 2
+    assert addresses, "gloo listens somewhere"
+    assert addresses <= LOOPBACKS
+
+
+def interface() -> str | None:
+    join()
+    return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def test_the_users_interface_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch(interface, (), 2) == "lo"
+    others = [
+        name
+        for name in os.listdir("/sys/class/net")
+        if name != "lo" and Path(f"/sys/class/net/{name}/operstate").read_text().strip() == "up"
+    ]
+    if not others:
+        pytest.skip("this machine has a loopback interface only")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", others[0])
+    assert launch(interface, (), 2) == others[0]
+
+
+def wait_for_nobody() -> None:
+    world = environment.detect()
+    assert world is not None
+    if world.rank == 0:
+        process_group.init_process_group(world, timeout_s=1.0)
+    time.sleep(100)
+
+
+def test_the_rendezvous_times_out() -> None:
+    with pytest.raises((RuntimeError, dist.DistError)):
+        launch(wait_for_nobody, (), 2)
+
+
+WORKER = """
+    import os, signal, sys
+    import torch, torch.distributed as dist
+    from lockstep.strategies.launch import environment, process_group
+    world = environment.detect()
+    process_group.init_process_group(world, timeout_s=60)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    os.write(1, f"{world.launcher} {world.rank} of {world.world_size} sum {total.item()} {os.environ['GLOO_SOCKET_IFNAME']}\\n".encode())
+    process_group.destroy_process_group()
+"""
+
+
+def run_under(launcher: list[str], tmp_path: Path, repo_root: Path, **environ: str) -> str:
+    script = tmp_path / "worker.py"
+    script.write_text(textwrap.dedent(WORKER))
+    run = subprocess.run(
+        [*launcher, str(script)],
+        env={**os.environ, "PYTHONPATH": str(repo_root), **environ},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+    )
+    assert run.returncode == 0, run.stderr[-5000:]
+    return run.stdout
+
+
+def test_torchrun_and_its_restart(tmp_path: Path, repo_root: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    out = run_under(torchrun, tmp_path, repo_root)
+    assert sorted(out.splitlines()) == ["torchrun 0 of 2 sum 2.0 lo", "torchrun 1 of 2 sum 2.0 lo"]
+
+
+MPIRUN = shutil.which("mpirun")
+
+
+@pytest.mark.skipif(MPIRUN is None, reason="mpirun is not installed")
+def test_mpirun(tmp_path: Path, repo_root: Path) -> None:
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    out = run_under([MPIRUN or "", "--oversubscribe", "-n", "2", sys.executable], tmp_path, repo_root, **root)
+    assert sorted(out.splitlines()) == ["mpi 0 of 2 sum 2.0 lo", "mpi 1 of 2 sum 2.0 lo"]
+
+
+def test_the_ranks_of_mpirun_meet_at_a_file_of_this_user_only(private_tmp: Path) -> None:
+    assert launch(meet_as_mpi, (), 2) == 2
+    (folder,) = private_tmp.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    with pytest.raises(RuntimeError, match="must be a folder that only this user may enter"):
+        launch(meet_as_mpi, (), 2)
+
+
+def meet_as_mpi() -> float:
+    world = environment.detect()
+    assert world is not None
+    process_group.init_process_group(replace(world, init_method=None, launcher="mpi"), timeout_s=30)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()

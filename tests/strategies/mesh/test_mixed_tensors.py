@@ -1,0 +1,121 @@
+"""Numbers of sharded tensors are global; code that would mix shards with other tensors is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import Module
+from tests.strategies.mesh.perceptrons import STRATEGIES, Blocks, Perceptron, exact, labelled
+from tests.strategies.mesh.test_fsdp import fit
+
+pytestmark = pytest.mark.ranks
+
+
+class LogsNorms(Blocks):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = [float(p.grad.norm()) for p in self.parameters() if p.grad is not None]
+        self.log("norm", torch.tensor(norms).norm(), on_step=False, on_epoch=True)
+        gradient = self.net[0].up.weight.grad
+        assert gradient is not None
+        self.log("most", gradient.abs().max().item(), on_step=False, on_epoch=True)
+
+
+@pytest.mark.parametrize(("strategy", "devices"), STRATEGIES)
+def test_numbers_of_sharded_gradients_are_global(strategy: str, devices: int) -> None:
+    expected = fit("single", 1, LogsNorms(), labelled(), max_epochs=1).callback_metrics
+    found = fit(strategy, devices, LogsNorms(), labelled(), max_epochs=1).callback_metrics
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(
+        {name: float(value) for name, value in expected.items()}, rel=1e-9
+    )
+
+
+class CountsInGroups(torch.optim.SGD):
+    """Its rate follows a count of its own in param_groups."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, foreach=True)
+        for group in self.param_groups:
+            group["k"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] += 1
+            group["lr"] = 0.1 / group["k"]
+        return super().step(closure)
+
+
+class CountedRate(Perceptron):
+    def configure_optimizers(self) -> Any:
+        return CountsInGroups(self.parameters())
+
+
+@pytest.mark.parametrize(("strategy", "devices"), STRATEGIES[1:])
+def test_what_an_optimizer_keeps_in_its_groups_survives_the_step(strategy: str, devices: int) -> None:
+    exact(strategy, devices, CountedRate)
+
+
+class PenalizedWeights(Perceptron):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + sum(p.square().sum() for p in self.parameters())
+
+
+class OneNorm(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        total = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(total)
+        return super().step(closure)
+
+
+class Normed(Perceptron):
+    def configure_optimizers(self) -> Any:
+        return OneNorm(self.parameters(), lr=0.1)
+
+
+class Flat(Perceptron):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class ToNumpy(Perceptron):
+    def on_train_epoch_end(self) -> None:
+        self.net[0].weight.detach().numpy()
+
+
+class ClipsInHook(Perceptron):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class MovesWeightsInHook(Perceptron):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        vector = torch.zeros(sum(p.numel() for p in self.parameters()), dtype=torch.float64)
+        torch.nn.utils.vector_to_parameters(vector, self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "message"),
+    [
+        (
+            ClipsInHook,
+            "tensor",
+            r"ClipsInHook.on_before_optimizer_step computes \(aten\._foreach_norm\) .*trainer.whole.* gradient_clip_val",
+        ),
+        (MovesWeightsInHook, "fsdp", r"assigned to `data` of a parameter of shape \[16, 8\] .*trainer.whole"),
+        (PenalizedWeights, "tensor", "training_step computes .* weights or gradients that are sharded .*trainer.whole"),
+        (Normed, "tensor", "OneNorm computes .* use strategy='ddp'"),
+        (Flat, "tensor", "LBFGS computes .* use strategy='ddp'"),
+        (ToNumpy, "fsdp", r"numpy.. was called on a tensor of shape \[16, 8\] of which .*trainer.whole"),
+    ],
+)
+def test_code_that_would_mix_shards_with_others_is_refused(
+    make: Callable[[], Module], strategy: str, message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        fit(strategy, 2, make(), labelled())

@@ -1,0 +1,129 @@
+"""State that a step keeps in the model is that of one process, or is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.strategies.pipeline.classifiers import Base, exact, samples
+from tests.trainer.toy import quiet
+
+pytestmark = pytest.mark.ranks
+
+
+class Counting(Base):
+    """Numbers and a buffer that each step changes and uses before and after it calls the net, and a cache that it fills
+    once."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, float] = {"weight": 1.0}
+        self.register_buffer("number", torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        self.number = self.number + 1
+        self.seen["weight"] *= 0.9
+        self.scale = 1.0 / self.calls
+        output = self.net(batch[0])
+        return F.cross_entropy(output, batch[1]) * self.seen["weight"] + self.scale * output.square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        assert self.calls == self.trainer.global_step * 2 and self.scale == 1 / self.calls
+
+
+def test_numbers_that_a_step_counts_are_those_of_one_process() -> None:
+    exact(Counting, {"pipeline": 2, "ddp=2,pipeline=2": 4}, n=32, accumulate_grad_batches=2, max_epochs=1)
+
+
+class Keeping(Base):
+    """Keeps something that cannot be followed through the parts of a micro-batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.total, self.losses = how, 0.0, []
+        self.register_buffer("steps", torch.zeros(()))
+        self.slow = copy.deepcopy(self.net[4]).requires_grad_(False)
+        if how.endswith("layer"):
+            self.net[3] = CountingLayer(how)
+        if how == "spectral norm":
+            self.net[2] = nn.utils.parametrizations.spectral_norm(self.net[2])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.how == "samples":
+            self.total += float(batch[0][0, 0])
+        if self.how == "buffer":
+            self.steps += 1
+        if self.how == "slow copy":
+            with torch.no_grad():
+                self.slow.weight.mul_(0.9)
+        output = self.net(batch[0])
+        loss = F.cross_entropy(output, batch[1])
+        if self.how == "after the call":
+            self.total += 1
+        if self.how == "list":
+            self.losses.append(loss.detach())
+        return loss
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        if self.how == "hook":
+            self.total += 1
+        if self.how == "buffer in hook":
+            self.steps = self.steps + 1
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.losses.append(self.net(batch[0]).mean())
+
+
+class CountingLayer(nn.Linear):
+    def __init__(self, how: str) -> None:
+        super().__init__(16, 16, dtype=torch.float64)
+        self.how, self.calls, self.seen = how, 0, [0]
+        self.register_buffer("number", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "counting layer":
+            self.calls += 1
+        elif self.how == "listing layer":
+            self.seen.append(0)
+        elif self.how == "buffering layer":
+            self.number = self.number + 1
+        return super().forward(x) / (self.calls + len(self.seen) + self.number)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("samples", "training_step leaves another total for each part of a micro-batch, but"),
+        (
+            "buffer",
+            "training_step changes steps in place, but a pipeline runs it for each part of a micro-batch; change it in",
+        ),
+        ("slow copy", "training_step changes slow.weight in place"),
+        ("after the call", "training_step changes total after it has called the pipelined module"),
+        ("list", "training_step adds to the list losses"),
+        ("evaluation", "an evaluation step adds to the list losses"),
+        ("counting layer", "training_step calls a layer that counts in net.3.calls"),
+        ("listing layer", "training_step calls a layer that counts in net.3.seen"),
+        ("buffering layer", "training_step calls a layer that counts in net.3.number"),
+        ("hook", "on_before_backward changes total, but a pipeline calls it for each part of a micro-batch"),
+        ("buffer in hook", "on_before_backward changes steps, but a pipeline calls it for each part"),
+        ("spectral norm", "training_step changes net.2.parametrizations.weight.0._u in place"),
+    ],
+)
+def test_what_a_step_keeps_that_cannot_be_followed_is_refused_by_name(how: str, message: str) -> None:
+    module = Keeping(how)
+    trainer = quiet(strategy="pipeline", devices=2, max_epochs=1, precision="64-true")
+    loader = DataLoader(samples(16), 8)
+    with pytest.raises(RuntimeError, match=re.escape(message)) as caught:
+        trainer.fit(module, loader, loader if how == "evaluation" else None)
+    assert how == "evaluation" or "step 0, " in str(caught.value.__cause__), "no parameter has changed"

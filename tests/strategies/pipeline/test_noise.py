@@ -1,0 +1,94 @@
+"""Random numbers of stages: one stream that resumes, and dropout that differs by stage and microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lockstep import Module
+from lockstep.strategies import Pipeline
+from tests.strategies.pipeline.models import SaveAtEnd
+from tests.trainer.toy import loader, quiet, weights
+
+pytestmark = pytest.mark.ranks
+
+
+class Noisy(Module):
+    """The step draws before it calls the net and uses that afterwards, as diffusion models do; layers draw as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(8, 8, bias=False), nn.Dropout(0.5), nn.Linear(8, 8, bias=False), nn.Dropout(0.5)
+        )
+        self.given = [torch.zeros(0)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        noise = torch.randn_like(batch[0])
+        self.given[0] = noise  # on each stage
+        return (self.net(batch[0] + noise) - noise).pow(2).mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        given = self.all_gather(self.given[0])
+        assert (given == given[0]).all(), "all stages draw the same before the net"
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_noise_is_one_over_stages_and_goes_on_after_a_resume(tmp_path: Path) -> None:
+    def fit(
+        max_epochs: int, ckpt_path: Path | None = None, save_to: Path | None = None, seed: int = 1
+    ) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module = Noisy()
+        if save_to is not None:
+            module.on_train_end = SaveAtEnd(save_to, module)  # type: ignore[method-assign,assignment]
+        quiet(strategy="pipeline", devices=2, max_epochs=max_epochs, seed=seed).fit(
+            module, loader(), ckpt_path=ckpt_path
+        )
+        return weights(module)
+
+    whole = fit(2)
+    fit(1, save_to=tmp_path / "half")
+    resumed = fit(2, ckpt_path=tmp_path / "half")
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+    assert not torch.equal(whole[0], fit(2, seed=2)[0])
+
+
+def dropped(rank_count: int) -> list[list[bool]]:
+    """What the dropout layers of both stages drop for two parts."""
+    strategy = Pipeline()
+    strategy.configure(devices=rank_count, accelerator="cpu")
+    strategy.setup()
+    try:
+        model = nn.Sequential(
+            nn.Linear(64, 64, bias=False), nn.Dropout(0.5), nn.Linear(64, 64, bias=False), nn.Dropout(0.5)
+        )
+        for layer in model[::2]:
+            nn.init.ones_(layer.weight)
+        holder = nn.ModuleDict({"net": model})
+        seen: list[torch.Tensor] = []
+        for layer in model[1::2]:
+            layer.register_forward_hook(
+                lambda _, args, output: seen.append(output == 0) if type(output) is torch.Tensor else None
+            )
+        wrapped = strategy.setup_module(holder)
+        strategy.setup_optimizers(wrapped, {"main": torch.optim.SGD(holder.parameters(), lr=0.1)})
+        window = next(strategy.shard_loader(DataLoader(torch.ones(2, 64), 2), seed=5).windows(0))
+        strategy.forward_backward(wrapped, lambda batch, _: model(batch).mean(), window)
+        assert len(seen) == 2
+        return strategy.all_gather(torch.stack(seen)).flatten(0, 2).tolist()
+    finally:
+        strategy.teardown()
+
+
+def test_dropout_differs_by_stage_and_part(run_ranks: Callable[..., Any]) -> None:
+    masks = [tuple(mask) for mask in run_ranks(dropped, 2, 2)]
+    assert len(set(masks)) == len(masks) == 4 and all(10 < sum(mask) < 54 for mask in masks)

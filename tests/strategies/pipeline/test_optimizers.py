@@ -1,0 +1,141 @@
+"""Optimizers that a pipeline runs exactly, those it refuses by name, and reads of their state."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from lockstep.strategies import Pipeline
+from tests.strategies.modules.test_optimizer_probe import (
+    CASES,
+    Rule,
+    at_once,
+    by_global_norm,
+    by_trust_ratio,
+)
+from tests.strategies.pipeline.classifiers import Base, difference, fit, layers
+
+pytestmark = pytest.mark.ranks
+
+
+def attached(mesh: str | None, cases: dict[str, Callable[[nn.Module], Optimizer]]) -> dict[str, str]:
+    """What each optimizer is told when a pipeline takes it."""
+    found = {}
+    for name, make in cases.items():
+        strategy = Pipeline(mesh=mesh)
+        strategy.configure(devices=4 if mesh else 2, accelerator="cpu")
+        strategy.setup()
+        model = nn.ModuleDict({"net": layers()})
+        try:
+            strategy.setup_optimizers(strategy.setup_module(model), {"main": make(model)})
+            found[name] = ""
+        except (ValueError, RuntimeError) as error:
+            found[name] = str(error)
+        finally:
+            strategy.teardown()
+    return found
+
+
+def with_a_hook(model: nn.Module) -> Optimizer:
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+def in_groups_by_layer(model: nn.Module) -> Optimizer:
+    return Rule([{"params": layer.parameters()} for layer in model["net"] if isinstance(layer, nn.Linear)], at_once)  # type: ignore[index]
+
+
+def test_optimizers_that_look_at_other_parameters_are_refused_by_name(run_ranks: Callable[..., Any]) -> None:
+    cases: dict[str, Callable[[nn.Module], Optimizer]] = {
+        "coupled": lambda model: Rule(model.parameters(), by_global_norm),
+        "by tensor": lambda model: Rule(model.parameters(), by_trust_ratio),
+        "hooked": with_a_hook,
+        "empty groups": in_groups_by_layer,
+        "adamw": lambda model: torch.optim.AdamW(model.parameters()),
+        **{name: CASES[name][0] for name in ("lbfgs", "estimate in a group", "list by place", "noise", "closure")},
+    }
+    found = run_ranks(attached, 2, None, cases)
+    assert [name for name in found if not found[name]] == ["by tensor", "adamw"]
+    assert found["coupled"].startswith("optimizer 'main' (Rule) cannot be stepped in a pipeline, where each rank holds")
+    assert "depends on the gradients of others; use an optimizer that treats parameters one by one" in found["coupled"]
+    assert "optimizer 'main' (SGD) has a step hook" in found["hooked"]
+    assert "fails on a parameter group without parameters" in found["empty groups"]
+
+
+def test_a_mesh_that_shards_refuses_optimizers_that_look_at_whole_tensors(run_ranks: Callable[..., Any]) -> None:
+    cases: dict[str, Callable[[nn.Module], Optimizer]] = {
+        "by tensor": lambda model: Rule(model.parameters(), by_trust_ratio),
+        "adamw": lambda model: torch.optim.AdamW(model.parameters()),
+    }
+    found = run_ranks(attached, 4, "fsdp=2,pipeline=2", cases)
+    assert found["adamw"] == "" and "other elements of its tensor; use an optimizer that treats" in found["by tensor"]
+
+
+class TrustRatio(Base):
+    def configure_optimizers(self) -> Any:
+        return Rule(self.parameters(), by_trust_ratio)
+
+
+def test_an_optimizer_that_looks_at_whole_tensors_is_exact_in_a_pipeline() -> None:
+    expected = fit(TrustRatio(), "single", 1)
+    assert difference(fit(TrustRatio(), "pipeline", 2), expected) < 1e-12
+
+
+class GlobalNorm(Base):
+    def configure_optimizers(self) -> Any:
+        return Rule(self.parameters(), by_global_norm)
+
+
+def test_a_refused_optimizer_has_changed_nothing() -> None:
+    module = GlobalNorm()
+    with pytest.raises(ValueError, match=r"\(Rule\) cannot be stepped in a pipeline"):
+        fit(module, "pipeline", 2)
+    assert difference(module.state_dict(), GlobalNorm().state_dict()) == 0.0
+
+
+def momenta(optimizer: Optimizer) -> list[Any]:
+    return [entry["momentum_buffer"] for entry in optimizer.state.values()]
+
+
+READS: dict[str, Callable[[Optimizer], Any]] = {
+    "state_dict": lambda optimizer: optimizer.state_dict(),
+    "values": momenta,
+    "by parameter": lambda optimizer: [optimizer.state[p] for p in optimizer.param_groups[0]["params"]],
+    "length": lambda optimizer: len(optimizer.state),
+    "copy": lambda optimizer: copy.deepcopy(optimizer.state),
+}
+
+
+class ReadsState(Base):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for read in READS.values():
+            with pytest.raises(
+                RuntimeError, match="the state of SGD is spread over the ranks, and each has only that of"
+            ):
+                read(self.trainer.optimizers[0])
+
+
+class ForgetsState(Base):
+    """Begins each second batch without momentum, in two ways."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        (optimizer,) = self.trainer.optimizers
+        if batch_idx == 1:
+            optimizer.state.clear()
+        if batch_idx == 2:
+            optimizer.state = defaultdict(dict)
+
+
+def test_the_optimizers_state_is_not_read_in_part() -> None:
+    fit(ReadsState(), "pipeline", 2, max_epochs=1)
+    expected = fit(ForgetsState(), "single", 1)
+    assert difference(fit(ForgetsState(), "pipeline", 2), expected) < 1e-14
+    assert difference(fit(Base(), "single", 1), expected) > 1e-4
