@@ -1,7 +1,9 @@
 # Every target does its own set-up: a virtual environment in .venv, installed from setup.cfg with the versions of constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
-JOBS ?= 3
+JOBS ?= 4
+# One thread a process. Bytecode is kept, as hundreds of processes would compile the same modules again.
+TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
@@ -14,17 +16,17 @@ demo: .venv/.installed ## Train the main example on handwritten digits
 	$(BIN)/lockstep fit examples/digits.yaml
 
 test: .venv/.installed ## Run the tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal
+	$(TEST_ENV) $(BIN)/pytest -n $(JOBS) --dist worksteal
 
 test-fast: .venv/.installed ## Run the tests that start no process, in about a minute
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal -m "unit and not slow"
+	$(TEST_ENV) $(BIN)/pytest -n $(JOBS) --dist worksteal -m "unit and not slow"
 
 test-slow: .venv/.installed ## Run the tests that take too long for every day
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow --timeout 1800
+	$(TEST_ENV) $(BIN)/pytest -m slow --timeout 1800
 
 # On a machine with an environment of its own: make test-gpu PYTEST="python3 -m pytest"
 test-gpu: $(if $(PYTEST),,.venv/.installed) ## Run the tests that need a GPU, and say what they covered
-	OMP_NUM_THREADS=1 $(or $(PYTEST),$(BIN)/pytest) -m "gpu and not slow"
+	$(TEST_ENV) $(or $(PYTEST),$(BIN)/pytest) -m "gpu and not slow"
 
 check: .venv/.installed ## Check format, lint, types and words, changing nothing
 	$(BIN)/ruff format --check

@@ -8,6 +8,7 @@ import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its threads: ranks share the machine's few cores
 
+import importlib.util
 import logging
 import random
 import shutil
@@ -22,6 +23,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from lockstep.strategies.launch import forkserver
 from tests import gpu_report
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +44,16 @@ LAUNCHER_PREFIXES = (
 )
 
 torch.set_num_threads(1)
+
+# What test modules import: once for the server of a process, not in each of its ranks. DeepSpeed's import, which takes
+# 2 s, may start CUDA, which no fork survives: only where there is none.
+FOR_RANKS = ["pytest", "hypothesis", "torchmetrics.classification"]
+FOR_RANKS += [] if torch.cuda.is_available() else ["deepspeed.runtime.zero.muon.muon_optimizer"]
+forkserver.PRELOAD = (
+    *forkserver.PRELOAD,
+    *(name for name in FOR_RANKS if importlib.util.find_spec(name.split(".")[0])),
+)
+
 settings.load_profile("ci")  # the same examples every time, and no deadline: the cores are shared
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(REPO_ROOT / ".pytest_cache" / "hypothesis"))
 

@@ -193,15 +193,15 @@ def test_a_script_beside_modules_of_the_same_names(wheel: Path, tmp_path: Path) 
         " enable_progress_bar: false, accelerator: cpu}\n"
     )
     environ = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    for ranks, steps in ((1, 4), (2, 2)):
-        for command, said in (
-            (["script.py", str(ranks)], f"trainer {steps}\n"),
-            (["-m", "lockstep", "fit", "run.yaml", f"devices={ranks}"], f"{steps} steps"),
-        ):
-            result = subprocess.run(
-                [sys.executable, *command], cwd=folder, env=environ, capture_output=True, text=True, timeout=100
-            )
-            assert result.returncode == 0 and said in result.stdout, result.stdout + result.stderr
+    for command, said in (
+        (["script.py", "1"], "trainer 4\n"),
+        (["script.py", "2"], "trainer 2\n"),
+        (["-m", "lockstep", "fit", "run.yaml", "devices=2"], "2 steps"),  # its launcher imports what one rank would
+    ):
+        result = subprocess.run(
+            [sys.executable, *command], cwd=folder, env=environ, capture_output=True, text=True, timeout=100
+        )
+        assert result.returncode == 0 and said in result.stdout, result.stdout + result.stderr
 
 
 CLIENT = """

@@ -59,7 +59,7 @@ class Server:
         # time.
         code = (
             f"import gc, sys; gc.disable(); sys.path[:] = {path!r}; from {__name__} import serve; "
-            f"serve({theirs.fileno()}, {_own_modules()!r})"
+            f"serve({theirs.fileno()}, {[*PRELOAD, *_own_modules()]!r})"
         )
         # Blocked from its first instruction on: a signal to every process of a job must not cut the ranks' own ending
         # short.
@@ -166,11 +166,11 @@ def readable(sources: Iterable[Any], timeout_s: float) -> list[Any]:
 # ---- in the server -------------------------------------------------------------------------------------
 
 
-def serve(control_fd: int, own: list[str]) -> None:
-    """Main of the server: fork ranks on request until the launcher is gone."""
+def serve(control_fd: int, preload: list[str]) -> None:
+    """Main of the server: import modules, then fork ranks on request until the launcher is gone."""
     signal.pthread_sigmask(signal.SIG_BLOCK, worker.SIGNALS)  # as it started, whoever started it
     launcher = os.getppid()
-    for name in (*PRELOAD, *own):
+    for name in preload:
         importlib.import_module(name)
     wake, wake_writer = os.pipe()
     os.set_blocking(wake, False)

@@ -120,8 +120,7 @@ Trained = Callable[[str, str], tuple[dict[str, Any], Path]]
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """`trained(strategy, plan)` is what `contract.run` found, and the checkpoint.
 
-    The telling plans of a strategy are trained together, and so are the others: a start of ranks costs more than a
-    training.
+    The plans that one run of the tests needs are trained together: a start of ranks costs more than a training.
     """
     folder, done = tmp_path_factory.mktemp("trained"), {}
 
@@ -132,7 +131,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
                 other: replace(plan, precision=finest(name)) for other, plan in (PLANS | {"first half": HALF}).items()
             } | PRECISIONS
             together = {
-                other: (make(), plan) for other, plan in plans.items() if (other in TELLING) == (key in TELLING)
+                other: (make(), plan)
+                for other, plan in plans.items()
+                if name in DAILY or (other in TELLING) == (key in TELLING)
             }
             place = folder / str(len(done))
             found = contract.run_each(together, devices, place)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -45,16 +45,11 @@ def test_the_page_names_every_hook() -> None:
     assert not [name for name in hooks if f"`{name}(" not in page]
 
 
-def test_a_loop_by_hand_gives_the_same_numbers_under_any_strategy() -> None:
-    printed = set()
+def test_a_loop_by_hand_gives_the_same_numbers_under_any_strategy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for strategy, devices in (("single", "1"), ("ddp", "2"), ("fsdp", "2")):
-        found = subprocess.run(
-            [sys.executable, "examples/by_hand.py", strategy, devices],
-            cwd=REPO_ROOT,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=True,
-        )
-        printed.add(found.stdout.rpartition("loss ")[2].strip())
-    assert len(printed) == 1, printed
+        monkeypatch.setattr(sys, "argv", ["by_hand.py", strategy, devices])
+        runpy.run_path(str(REPO_ROOT / "examples/by_hand.py"), run_name="__main__")
+    printed = re.findall(r"loss (\S+)", capsys.readouterr().out)
+    assert len(printed) == 3 and len(set(printed)) == 1, printed
