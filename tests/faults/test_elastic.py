@@ -98,7 +98,8 @@ def single(folder: Path) -> None:
 def test_a_rank_that_is_killed_under_torchrun(start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
     single(tmp_path / "one")
     folder = tmp_path / "two"
-    plan = f"rank=1,step=7,point=backward,action=sigkill,file={tmp_path / 'count'};rank=0,step=15,point=callback,action=sigkill,file={tmp_path / 'count'}"
+    kill = f"action=sigkill,file={tmp_path / 'count'}"
+    plan = f"rank=1,step=7,point=backward,{kill};rank=0,step=15,point=callback,{kill}"
     agent = start(
         "--standalone", "--nproc-per-node=2", "--max-restarts=2", folder=folder, **{fault_injection.VARIABLE: plan}
     )

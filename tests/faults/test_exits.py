@@ -178,7 +178,7 @@ def test_a_long_message_is_printed_short_and_kept_whole(devices: int) -> None:
             quiet(devices=devices).fit(leaves(fail), loader(32, 4))
         printed = "".join(traceback.format_exception(caught.value))
         assert len(printed.splitlines()) <= 60 and len(printed) < 20_000, printed
-        assert caught.value.full_message == str(raised) if devices == 2 else caught.value.full_message  # type: ignore[attr-defined]
+        assert caught.value.full_message == str(raised) if devices == 2 else caught.value.full_message
 
 
 def test_a_short_message_stays_as_it_is() -> None:

@@ -1,4 +1,5 @@
-"""A run that fails ends: every process within 5 s, the culprit's own error first; and a launcher that is killed leaves nothing behind.
+"""A run that fails ends: every process within 5 s, the culprit's own error first; and a launcher that is killed
+leaves nothing behind.
 
 Four trials by default, half of them kills; `-m slow` does a hundred at every place. Programs run as a user runs them.
 """
@@ -48,9 +49,11 @@ class Digits(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-data = DataLoader(TensorDataset(torch.randn(4000, 8), torch.randint(0, 3, (4000,))), batch_size=2, num_workers=int(sys.argv[3]))
+dataset = TensorDataset(torch.randn(4000, 8), torch.randint(0, 3, (4000,)))
+data = DataLoader(dataset, batch_size=2, num_workers=int(sys.argv[3]))
 often = ModelCheckpoint(every_n_train_steps=3)
-trainer = Trainer(strategy=sys.argv[1], devices=int(sys.argv[2]), accelerator="cpu", max_epochs=1000, enable_progress_bar=False, callbacks=often)
+options = dict(accelerator="cpu", max_epochs=1000, enable_progress_bar=False, callbacks=often)
+trainer = Trainer(strategy=sys.argv[1], devices=int(sys.argv[2]), **options)
 trainer.fit(Digits(), data)
 """
 

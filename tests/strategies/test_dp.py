@@ -86,7 +86,7 @@ def test_slices_run_in_threads_on_parameters_of_their_own() -> None:
     )
 
 
-def test_nested_batches_are_cut_along_their_rows() -> None:
+def test_nested_batches_are_split_along_their_rows() -> None:
     batch = {
         "x": torch.arange(10).reshape(5, 2),
         "names": ["a", "b", "c", "d", "e"],

@@ -149,7 +149,7 @@ class Hooked(Plain):
         self.net[2].bias.register_hook(lambda gradient: gradient * 0)
 
 
-class Thaws(Plain):
+class Unfreezes(Plain):
     def on_train_epoch_start(self) -> None:
         self.net[0].requires_grad_(self.current_epoch == 1)
 
@@ -179,7 +179,7 @@ class Penalized(Plain):
         return F.cross_entropy(logits, batch[1]) + slope.square().sum(1).mean()
 
 
-@pytest.mark.parametrize("kind", [Counts, Follows, Keeps, Hooked, Thaws, Recurrent, Penalized])
+@pytest.mark.parametrize("kind", [Counts, Follows, Keeps, Hooked, Unfreezes, Recurrent, Penalized])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_user_code_does_has_the_effect_of_one_device(kind: type[Plain], accumulate: int) -> None:
     both(kind, accumulate_grad_batches=accumulate)
@@ -243,7 +243,7 @@ class Scratch(Plain):
         return F.cross_entropy(self.net[2](self.hidden), batch[1])
 
 
-def test_an_attribute_of_the_step_alone_is_no_matter() -> None:
+def test_an_attribute_that_only_the_step_uses_is_allowed() -> None:
     _, other = both(Scratch)
     assert isinstance(copy.deepcopy(other).hidden, OfSlices)
     for use in (
@@ -287,7 +287,7 @@ def test_a_batch_whose_samples_are_not_certain_is_refused(batch: Any, message: s
         SampleCutter().cut(batch, 6, 2)
 
 
-def test_batches_are_cut_along_their_samples() -> None:
+def test_batches_are_split_along_their_samples() -> None:
     cutter = SampleCutter()
     batch = {
         "pair": (torch.arange(12).view(6, 2), torch.arange(6)),

@@ -87,7 +87,7 @@ LR, WIDTH = 0.05, 16
 
 
 class Mixed(Module):
-    """Looks at its own dtypes and devices in every step."""
+    """Reads its own dtypes and devices in every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Look(Callback):
 def test_bfloat16_computes_and_float32_keeps(make: Callable[[], Strategy], devices: int) -> None:
     """The training moves the weights as a loop by hand under autocast does, up to bfloat16's rounding."""
     if isinstance(make(), FSDP) and make().options.cpu_offload:
-        pytest.skip("weights lie in host memory")
+        pytest.skip("weights are in host memory")
     dataset = TensorDataset(*contract.dataset(32).tensors)
     torch.manual_seed(0)
     module, by_hand = Mixed(), contract.Body(hidden=WIDTH).to(DEVICE)

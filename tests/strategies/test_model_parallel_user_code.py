@@ -56,7 +56,7 @@ class Hooked(Plain):
         self.net[0].bias.register_hook(lambda gradient: gradient * 0)
 
 
-class Thaws(Plain):
+class Unfreezes(Plain):
     def on_train_epoch_start(self) -> None:
         self.net[0].requires_grad_(self.current_epoch == 1)
 
@@ -103,7 +103,7 @@ def test_a_parameter_that_layers_on_two_devices_share_is_refused() -> None:
         train(Tied, ModelParallel(device_map={"net.0": 0, "net.2": 0, "net.3": 1, "net.4": 1}), devices=2)
 
 
-@pytest.mark.parametrize("kind", [Tied, Parametrized, Hooked, Thaws, OutOfOrder, Follows])
+@pytest.mark.parametrize("kind", [Tied, Parametrized, Hooked, Unfreezes, OutOfOrder, Follows])
 def test_what_user_code_does_has_the_effect_of_one_device(kind: type[Module]) -> None:
     places = {"net.0": 0, "net.2": 0, "net.3": 0, "net.4": 1} if kind is Tied else None
     one, other = train(kind, "single"), train(kind, ModelParallel(device_map=places), devices=2)

@@ -30,7 +30,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "fsdp offloaded": lambda: FSDP(cpu_offload=True),
 }
 OWN_SYNCS = ("deepspeed", "offloaded")
-"""Engines that wait for the device in each step: they look at numbers on the host, or step there."""
+"""Engines that wait for the device in each step: they read numbers on the host, or step there."""
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +127,7 @@ def test_the_trainer_moves_the_weights_as_the_loop_by_hand_does(name: str, preci
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "tensor", "fsdp offloaded"])
-def test_a_step_that_loss_scaling_skips_is_no_step(name: str) -> None:
+def test_a_step_that_loss_scaling_skips_does_not_count(name: str) -> None:
     class Overflows(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)

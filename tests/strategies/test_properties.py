@@ -95,7 +95,7 @@ def gradients(strategy: Strategy, example: dict[str, Any]) -> list[list[Tensor]]
     for window in windows_of(example, loader):
         strategy.forward_backward(wrapped, getattr(model, example["step"]), window)
         mine = [parameter.grad for parameter in model.parameters()]
-        found.append([grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone() for grad in mine])  # type: ignore[union-attr]
+        found.append([grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone() for grad in mine])
         for parameter in model.parameters():
             parameter.grad = None
     strategy.teardown_module(wrapped)

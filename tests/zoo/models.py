@@ -243,7 +243,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate(x).softmax(1)
         if not self.sparse:
-            return sum(w[:, None] * e(x) for w, e in zip(weights.unbind(1), self.experts, strict=True))  # type: ignore[return-value]
+            return sum(w[:, None] * e(x) for w, e in zip(weights.unbind(1), self.experts, strict=True))
         chosen, y = weights.argmax(1), x.new_zeros(len(x), 4)
         for i, expert in enumerate(self.experts):
             rows = (chosen == i).nonzero()[:, 0]

@@ -165,7 +165,7 @@ class RestartingSampler(Restarting, Sampler[int]):
     ],
     ids=["loader", "dataset", "sampler"],
 )
-def test_an_iterator_that_begins_anew_is_read_to_its_end_in_every_epoch(make: Any, size: int) -> None:
+def test_an_iterator_that_begins_again_is_read_to_its_end_in_every_epoch(make: Any, size: int) -> None:
     loaders = [ShardedLoader(make(), rank=rank, size=size, seed=0) for rank in range(size)]
     for epoch in range(2):
         seen: list[int] = []

@@ -66,7 +66,7 @@ def test_all_orders_of_a_few_are_equally_frequent(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [16, 50, 1025])
-def test_places_and_neighbours_are_uniform(n: int) -> None:
+def test_places_and_neighbors_are_uniform(n: int) -> None:
     repeats = 1000
     places, steps = np.zeros((16, 16)), np.zeros(n)
     for seed in range(repeats):

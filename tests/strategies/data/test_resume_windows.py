@@ -145,7 +145,7 @@ def test_ready_batches_by_index_stay_whole(size: int) -> None:
     ],
     ids=["items", "batches"],
 )
-def test_streams_go_on_where_whole_batches_share_out(
+def test_streams_resume_where_whole_batches_share_out(
     make: Callable[[int], Any], began: int, size: int, num_workers: int
 ) -> None:
     accumulate = 4 // began
@@ -166,8 +166,8 @@ def test_streams_go_on_where_whole_batches_share_out(
     )
 
 
-def test_streams_say_on_which_ranks_they_go_on() -> None:
-    def go_on(make: Callable[[], Any], began: int, size: int, start: int = 0, **options: Any) -> ShardedLoader:
+def test_streams_say_on_which_ranks_they_resume() -> None:
+    def resume(make: Callable[[], Any], began: int, size: int, start: int = 0, **options: Any) -> ShardedLoader:
         plan = ShardedLoader(make(), rank=0, size=began, seed=3, sum_over_ranks=int, accumulate=2).plan
         loader = ShardedLoader(make(), rank=0, size=size, seed=3, sum_over_ranks=int, accumulate=2)
         loader.resume_windows(plan, start, **options)
@@ -177,18 +177,18 @@ def test_streams_say_on_which_ranks_they_go_on() -> None:
         ValueError,
         match="of Stream, each rank gets complete batches; resume on 1 or 2 or 4, or change accumulate_grad_batches",
     ):
-        go_on(lambda: DataLoader(Stream(40), 2), 2, 3)
+        resume(lambda: DataLoader(Stream(40), 2), 2, 3)
     with pytest.raises(ValueError, match="each rank gets complete batches; resume on 2,"):
-        go_on(lambda: DataLoader(Stream(40), 2), 2, 4, whole=True)
+        resume(lambda: DataLoader(Stream(40), 2), 2, 4, whole=True)
     with pytest.raises(ValueError, match="drop_last drops by the number of ranks; resume on 2,"):
-        go_on(lambda: DataLoader(Stream(40), 2, drop_last=True), 2, 4)
+        resume(lambda: DataLoader(Stream(40), 2, drop_last=True), 2, 4)
     with pytest.raises(ValueError, match="which shards itself, other ranks would see other samples"):
-        go_on(lambda: DataLoader(OwnStream(40, 0, 2), 2), 2, 4, start=16)
-    assert go_on(lambda: DataLoader(OwnStream(40, 0, 2), 2), 2, 4).num_micro_batches == 1
+        resume(lambda: DataLoader(OwnStream(40, 0, 2), 2), 2, 4, start=16)
+    assert resume(lambda: DataLoader(OwnStream(40, 0, 2), 2), 2, 4).num_micro_batches == 1
     with pytest.raises(ValueError, match="each rank gets complete batches of the 6 of an epoch"):
-        go_on(lambda: DataLoader(Stream(40), 2), 2, 4).windows(0, limit=3)
+        resume(lambda: DataLoader(Stream(40), 2), 2, 4).windows(0, limit=3)
     with pytest.raises(ValueError, match="each rank gets complete batches, one a step; resume on 3,"):
-        go_on(lambda: DataLoader(Numbers(20), batch_sampler=Uneven(20, 3)), 3, 2, whole=True)
+        resume(lambda: DataLoader(Numbers(20), batch_sampler=Uneven(20, 3)), 3, 2, whole=True)
 
 
 def test_one_micro_batch_a_step_where_the_step_is_the_users() -> None:

@@ -59,7 +59,7 @@ def test_losses_and_weights_are_those_of_one_process_at_every_step(stage: int, s
         pytest.param("deepspeed_stage_2", "single", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_under_another_strategy(first: str, then: str, single: Any, tmp_path: Path) -> None:
+def test_a_run_resumes_under_another_strategy(first: str, then: str, single: Any, tmp_path: Path) -> None:
     saver = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_top_k=-1)
     train(first, scheduled(), max_epochs=1, enable_checkpointing=True, callbacks=[saver])
     (path,) = (tmp_path / "checkpoints").iterdir()

@@ -134,7 +134,7 @@ class LogsLate(Plain):
         assert self.net[0].weight.grad is None, "one process still has it"
 
 
-class Thaws(Plain):
+class Unfreezes(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.net[0].requires_grad_(False)
@@ -229,7 +229,7 @@ REFUSED: list[tuple[type[Module], str, str]] = [
     (Logs, "3", "the gradient of net.0.weight is in DeepSpeed's engine"),
     (DropsGradient, "2", "the gradient of net.4.bias is in DeepSpeed's engine"),
     (LogsLate, "2", "the gradient of net.0.weight is in DeepSpeed's engine"),
-    (Thaws, "1", "net.0.weight, net.0.bias"),
+    (Unfreezes, "1", "net.0.weight, net.0.bias"),
     (
         Alternates,
         "1",

@@ -32,7 +32,8 @@ def work_until_signalled(folder: Path, how: str) -> str:
 
 @pytest.fixture
 def signal_when_ready(tmp_path: Path) -> Iterator[Callable[[int], None]]:
-    """Send this process a signal when the ranks work; should `launch` leave it to the process, the test fails and not the run."""
+    """Send this process a signal when the ranks work; if `launch` leaves it to the process, the test fails and not
+    the run."""
     stray: list[int] = []
     over = threading.Event()
     before = {

@@ -164,7 +164,7 @@ def collector() -> tuple[bool, tuple[int, int, int], bool]:
     return gc.isenabled(), gc.get_threshold(), sys.modules["torch"] in gc.get_objects()
 
 
-def test_ranks_collect_garbage_as_the_program_does_but_pass_over_modules() -> None:
+def test_ranks_collect_garbage_as_the_program_does_but_skip_modules() -> None:
     before = gc.get_threshold()
     assert launch(collector, (), 1) == (True, before, False)
     gc.set_threshold(900, 11, 12)

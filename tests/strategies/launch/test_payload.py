@@ -154,7 +154,7 @@ def test_what_cannot_be_pickled_is_named(value: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_what_lies_on_a_gpu_arrives_on_the_cpu() -> None:
+def test_tensors_of_a_gpu_arrive_on_the_cpu() -> None:
     """Each rank moves it to the device that is its own; tied parameters stay tied."""
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)).cuda()
     module[2].weight = module[0].weight

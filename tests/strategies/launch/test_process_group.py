@@ -112,7 +112,8 @@ WORKER = """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
-    os.write(1, f"{world.launcher} {world.rank} of {world.world_size} sum {total.item()} {os.environ['GLOO_SOCKET_IFNAME']}\\n".encode())
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
+    os.write(1, f"{world.launcher} {world.rank} of {world.world_size} sum {total.item()} {interface}\\n".encode())
     process_group.destroy_process_group()
 """
 

@@ -115,7 +115,8 @@ def test_the_exception_of_the_culprit_comes_out(
     assert isinstance(caught.value.__cause__, RankTraceback)
     printed = "".join(traceback.format_exception(caught.value))
     assert printed.startswith(
-        "lockstep.strategies.launch.failure.RankTraceback: rank 1, step 3, in training_step\nTraceback (most recent call last):\n"
+        "lockstep.strategies.launch.failure.RankTraceback: rank 1, step 3, in training_step\n"
+        "Traceback (most recent call last):\n"
     )
     assert printed.index("in fail_in_step") < printed.index("direct cause of the following exception")
     assert len(printed.splitlines()) + len(capfd.readouterr().err.splitlines()) <= 60

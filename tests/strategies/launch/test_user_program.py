@@ -93,8 +93,10 @@ def test_import_starts_nothing(repo_root: Path) -> None:
         import torch
         between = set(os.listdir("/proc/self/fd"))
         import lockstep.strategies.launch.launcher
-        sockets = [fd for fd in glob.glob("/proc/self/fd/*") if os.path.exists(fd) and os.readlink(fd).startswith("socket")]
-        children = open(f"/proc/self/task/{os.getpid()}/children").read() if os.path.exists(f"/proc/self/task/{os.getpid()}/children") else ""
+        files = [os.readlink(fd) for fd in glob.glob("/proc/self/fd/*") if os.path.exists(fd)]
+        sockets = [name for name in files if name.startswith("socket")]
+        listed = f"/proc/self/task/{os.getpid()}/children"
+        children = open(listed).read() if os.path.exists(listed) else ""
         print(threading.active_count(), len(os.listdir("/proc/self/task")), children, sockets)
     """
     run = subprocess.run(

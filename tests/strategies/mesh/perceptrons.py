@@ -17,7 +17,7 @@ from tests.strategies.mesh.test_fsdp import fit
 from tests.trainer.toy import distance, weights
 
 
-def labelled(n: int = 16, batch: int = 8) -> DataLoader:
+def labeled(n: int = 16, batch: int = 8) -> DataLoader:
     generator = torch.Generator().manual_seed(0)
     return DataLoader(
         TensorDataset(torch.randn(n, 8, generator=generator), torch.randint(0, 4, (n,), generator=generator)), batch
@@ -46,7 +46,7 @@ def fit_each(strategy: Any, makes: list[Callable[[], Module]], n: int, options: 
     """The weights after training each module; on every rank."""
     modules = [make() for make in makes]
     for module in modules:
-        fit(strategy, "auto", module, labelled(n), **options)
+        fit(strategy, "auto", module, labeled(n), **options)
     return [weights(module) for module in modules]
 
 

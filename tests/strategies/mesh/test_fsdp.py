@@ -90,7 +90,7 @@ def test_blocks_may_stay_gathered_on_groups_of_ranks() -> None:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "kept after forward": {"reshard_after_forward": False},
-    "synchronised each time": {"sync_every_micro_batch": True},
+    "synchronized each time": {"sync_every_micro_batch": True},
     "recomputed": {"activation_checkpointing": True},
     "offloaded": {"cpu_offload": True},
     "one unit": {"wrap": None},
@@ -231,7 +231,7 @@ def test_state_passes_through_any_world_size_bit_for_bit(tmp_path: Path) -> None
         assert other.state["strategy"] == first.state["strategy"]
 
 
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     def run(module: Module, **options: Any) -> None:
         saver = ModelCheckpoint(dirpath=str(tmp_path / "ck"), every_n_train_steps=3, save_top_k=-1, filename="{step}")
         fit(
@@ -383,7 +383,7 @@ def test_what_a_callback_keeps_of_cut_parameters_is_saved_whole(tmp_path: Path) 
         assert distance(expected, run(strategy, ckpt_path=tmp_path / halfway / "step=4")) < 1e-12
 
 
-class Normalised(Plain):
+class Normalized(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(3), nn.Linear(8, 4))
@@ -396,7 +396,7 @@ class Normalised(Plain):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_statistics_are_those_of_rank_0_and_padding_adds_nothing(precision: str) -> None:
     """9 samples in windows of 4 on 2 ranks: the last leaves one rank without samples."""
-    module = seeded(Normalised)
+    module = seeded(Normalized)
     fit(FSDP(), 2, module, DataLoader(TensorDataset(torch.randn(9, 3, 4)), 4), precision=precision, max_epochs=1)
     assert module.net[1].num_batches_tracked == 3
 
@@ -451,12 +451,13 @@ def test_ranks_may_use_other_parameters_where_that_is_allowed() -> None:
     assert distance(weights(one), weights(sharded)) < 1e-12
     with pytest.raises(
         RuntimeError,
-        match=r"on rank 0, 1 these parameters got no gradient, but on others they did: ways\.0\.weight, ways\.0\.bias, ways\.1\.weight",
+        match=r"on rank 0, 1 these parameters got no gradient, but on others they did: ways\.0\.weight, ways\.0\.bias, "
+        r"ways\.1\.weight",
     ):
         fit(FSDP(), 2, seeded(Branches), train)
 
 
-class Thaws(Odd):
+class Unfreezes(Odd):
     """Trains a frozen layer from the second epoch on."""
 
     def on_train_epoch_start(self) -> None:
@@ -466,8 +467,8 @@ class Thaws(Odd):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def test_layers_thaw_in_the_middle_of_a_run() -> None:
-    one, sharded = seeded(Thaws), seeded(Thaws)
+def test_layers_unfreeze_in_the_middle_of_a_run() -> None:
+    one, sharded = seeded(Unfreezes), seeded(Unfreezes)
     begin = one.core.frozen.weight.detach().clone()
     fit("single", 1, one, tokens(8))
     fit(FSDP(), 2, sharded, tokens(8))
@@ -495,7 +496,7 @@ def test_blocks_are_found_by_rule() -> None:
     assert "body.2" not in find_blocks(model, "auto"), "its parameter is another's too"
     shared = contract.Body()
     shared[1].up = shared[2].up
-    assert list(find_blocks(shared, "auto")) == ["3", "4"], "a layer lies in two blocks"
+    assert list(find_blocks(shared, "auto")) == ["3", "4"], "a layer is in two blocks"
     shared[3] = shared[4]
     assert list(find_blocks(shared, "auto")) == ["3"], "one block that is called twice"
 

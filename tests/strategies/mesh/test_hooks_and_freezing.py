@@ -13,14 +13,14 @@ from torch.nn.utils import prune
 
 from lockstep import Module
 from lockstep.strategies import TensorParallel
-from tests.strategies.mesh.perceptrons import STRATEGIES, Blocks, Perceptron, exact, labelled
+from tests.strategies.mesh.perceptrons import STRATEGIES, Blocks, Perceptron, exact, labeled
 from tests.strategies.mesh.test_fsdp import fit
 
 pytestmark = pytest.mark.ranks
 
 
 class Hooked(Blocks):
-    """Hooks that look at a whole gradient, one of them in place, on sharded and on replicated parameters."""
+    """Hooks that read a whole gradient, one of them in place, on sharded and on replicated parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class FreezesWithin(Blocks):
 )
 def test_what_fsdp_cannot_take_over_is_refused(make: Callable[[], Module], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
-        fit("fsdp", 2, make(), labelled(), accumulate_grad_batches=2)
+        fit("fsdp", 2, make(), labeled(), accumulate_grad_batches=2)
 
 
 class ComputedWeights(Perceptron):
@@ -203,11 +203,11 @@ def test_hooks_that_would_see_shards_are_refused(
     make: Callable[[], Module], options: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        fit(TensorParallel(**options), 2, make(), labelled())
+        fit(TensorParallel(**options), 2, make(), labeled())
 
 
 def test_a_model_takes_hooks_again_after_a_run() -> None:
     module = Blocks()
-    fit("tensor", 2, module, labelled(), max_epochs=1)
+    fit("tensor", 2, module, labeled(), max_epochs=1)
     module.net[0].up.register_forward_hook(normalized)
     assert len(module.net[0].up._forward_hooks) == 1

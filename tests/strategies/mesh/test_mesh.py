@@ -32,7 +32,8 @@ def test_axes_come_out_in_the_stated_order() -> None:
     [
         (
             "ddp=2,tensr=2",
-            r"a mesh has the axes pipeline, ddp, fsdp, tensor, but strategy='ddp=2,tensr=2' names 'tensr'; did you mean 'tensor'\?",
+            r"a mesh has the axes pipeline, ddp, fsdp, tensor, but strategy='ddp=2,tensr=2' names 'tensr'; "
+            r"did you mean 'tensor'\?",
         ),
         ("ddp=2,ddp=2", "names 'ddp' twice"),
         ("ddp=0", "whole number of at least 1, but strategy='ddp=0' has ddp=0"),
@@ -43,7 +44,7 @@ def test_axes_come_out_in_the_stated_order() -> None:
         ("pipeline=2,ddp=2,ddp", "twice"),
     ],
 )
-def test_what_is_no_mesh_is_named(text: str, message: str) -> None:
+def test_an_invalid_mesh_is_named(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(text)
 
@@ -54,7 +55,8 @@ def test_what_is_no_mesh_is_named(text: str, message: str) -> None:
         (
             "ddp=2,tensor=3",
             4,
-            r"the mesh ddp=2 × tensor=3 = 6 ranks is not the number of ranks, 4; the nearest mesh that fits is strategy='ddp=2,tensor=2'",
+            r"the mesh ddp=2 × tensor=3 = 6 ranks is not the number of ranks, 4; the nearest mesh that fits is "
+            r"strategy='ddp=2,tensor=2'",
         ),
         ("fsdp=4,tensor=4", 8, r"= 16 ranks is not the number of ranks, 8; .*'fsdp=2,tensor=4'"),
         (
@@ -113,14 +115,14 @@ def test_ranks_are_numbered_with_tensor_innermost() -> None:
 
 @pytest.mark.slow
 def test_three_axes_on_eight_ranks(tmp_path: Path) -> None:
-    """ddp × fsdp × tensor, saved there, and gone on with on one process and under another mesh."""
+    """ddp × fsdp × tensor, saved there, and continued on one process and under another mesh."""
     half = Plan(epochs=1, accumulate=2, clip=0.1)
     contract.run(MeshParallel("ddp=2,fsdp=2,tensor=2"), 8, half, tmp_path / "eight")
     model, kept = reference(half)
     assert difference(saved_weights(tmp_path / "eight"), model) < 1e-11
     expected, _ = reference(half, model, kept["optimizer"])
-    go_on = Plan(epochs=1, accumulate=2, clip=0.1, start_from=str(tmp_path / "eight"))
-    contract.run(SingleDevice(), 1, go_on, tmp_path / "one")
+    second_half = Plan(epochs=1, accumulate=2, clip=0.1, start_from=str(tmp_path / "eight"))
+    contract.run(SingleDevice(), 1, second_half, tmp_path / "one")
     assert difference(saved_weights(tmp_path / "one"), expected) < 1e-11
     contract.run(
         MeshParallel("tensor=2,fsdp=2"), 4, Plan(epochs=0, start_from=str(tmp_path / "eight")), tmp_path / "four"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep import Module
-from tests.strategies.mesh.perceptrons import STRATEGIES, Blocks, Perceptron, exact, labelled
+from tests.strategies.mesh.perceptrons import STRATEGIES, Blocks, Perceptron, exact, labeled
 from tests.strategies.mesh.test_fsdp import fit
 
 pytestmark = pytest.mark.ranks
@@ -26,8 +26,8 @@ class LogsNorms(Blocks):
 
 @pytest.mark.parametrize(("strategy", "devices"), STRATEGIES)
 def test_numbers_of_sharded_gradients_are_global(strategy: str, devices: int) -> None:
-    expected = fit("single", 1, LogsNorms(), labelled(), max_epochs=1).callback_metrics
-    found = fit(strategy, devices, LogsNorms(), labelled(), max_epochs=1).callback_metrics
+    expected = fit("single", 1, LogsNorms(), labeled(), max_epochs=1).callback_metrics
+    found = fit(strategy, devices, LogsNorms(), labeled(), max_epochs=1).callback_metrics
     assert {name: float(value) for name, value in found.items()} == pytest.approx(
         {name: float(value) for name, value in expected.items()}, rel=1e-9
     )
@@ -105,7 +105,8 @@ class MovesWeightsInHook(Perceptron):
         (
             ClipsInHook,
             "tensor",
-            r"ClipsInHook.on_before_optimizer_step computes \(aten\._foreach_norm\) .*trainer.whole.* gradient_clip_val",
+            r"ClipsInHook.on_before_optimizer_step computes \(aten\._foreach_norm\) .*trainer.whole.* "
+            r"gradient_clip_val",
         ),
         (MovesWeightsInHook, "fsdp", r"assigned to `data` of a parameter of shape \[16, 8\] .*trainer.whole"),
         (PenalizedWeights, "tensor", "training_step computes .* weights or gradients that are sharded .*trainer.whole"),
@@ -118,4 +119,4 @@ def test_code_that_would_mix_shards_with_others_is_refused(
     make: Callable[[], Module], strategy: str, message: str
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
-        fit(strategy, 2, make(), labelled())
+        fit(strategy, 2, make(), labeled())

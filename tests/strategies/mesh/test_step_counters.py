@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep import Module
-from tests.strategies.mesh.perceptrons import STRATEGIES, Perceptron, exact, labelled
+from tests.strategies.mesh.perceptrons import STRATEGIES, Perceptron, exact, labeled
 from tests.strategies.mesh.test_fsdp import fit
 
 pytestmark = pytest.mark.ranks
@@ -63,7 +63,7 @@ def test_a_count_of_steps_is_refused_where_a_rank_has_no_samples(
     make: Callable[[], Module], name: str, strategy: str, devices: int
 ) -> None:
     with pytest.raises(RuntimeError, match=rf"changed the number {name} of the model in a step in which a rank has"):
-        fit(strategy, devices, make(), labelled(17))
+        fit(strategy, devices, make(), labeled(17))
 
 
 @pytest.mark.parametrize(("strategy", "devices"), STRATEGIES)

@@ -209,7 +209,7 @@ def test_a_module_brings_its_plan() -> None:
 
 
 class Alone(Module):
-    """Linear layers without a pair: each is cut for itself, by its larger side."""
+    """Linear layers without a pair: each is sharded by itself, along its larger side."""
 
     def __init__(self, sizes: tuple[int, int, int] = (4, 6, 3)) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import Module
-from tests.strategies.mesh.perceptrons import STRATEGIES, Block, Blocks, Perceptron, exact, labelled
+from tests.strategies.mesh.perceptrons import STRATEGIES, Block, Blocks, Perceptron, exact, labeled
 from tests.strategies.mesh.test_fsdp import fit
 
 pytestmark = pytest.mark.ranks
@@ -95,4 +95,4 @@ def test_weights_set_to_other_values_on_each_rank_are_refused() -> None:
     with pytest.raises(
         RuntimeError, match="training_step changed the weights slow.0.bias to values that are not the same"
     ):
-        fit("fsdp", 2, TargetOfBatch(), labelled())
+        fit("fsdp", 2, TargetOfBatch(), labeled())

@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep import Module
 from lockstep.strategies import FSDP, MeshParallel
-from tests.strategies.mesh.perceptrons import Perceptron, exact, labelled
+from tests.strategies.mesh.perceptrons import Perceptron, exact, labeled
 from tests.strategies.mesh.test_fsdp import fit
 
 pytestmark = pytest.mark.ranks
@@ -81,7 +81,7 @@ class OnlyValidates(Experts):
 def test_layers_that_ranks_use_differently_are_named(make: Callable[[], Module], strategy: str, message: str) -> None:
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=message):
-        fit(strategy, 4 if "," in strategy else 2, make(), labelled(), labelled() if make is OnlyValidates else None)
+        fit(strategy, 4 if "," in strategy else 2, make(), labeled(), labeled() if make is OnlyValidates else None)
     assert time.monotonic() - begin < 20
 
 

@@ -53,7 +53,7 @@ class Block(nn.Module):
 class Model(contract.Model):
     def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 8), *[Block(norm=norm) for _ in range(4)], nn.Linear(8, 4))  # type: ignore[assignment]
+        self.body = nn.Sequential(nn.Linear(6, 8), *[Block(norm=norm) for _ in range(4)], nn.Linear(8, 4))
 
 
 MADE: dict[str, tuple[Callable[..., Strategy], int, type[nn.Module]]] = {
@@ -185,7 +185,7 @@ def test_less_is_kept_between_forward_and_backward() -> None:
     assert kept_bytes(activation_checkpointing=True) * 10 < kept_bytes()
 
 
-def test_release_leaves_the_callers_classes_and_a_failed_run_is_no_obstacle() -> None:
+def test_unwrapping_restores_the_callers_classes_also_after_a_failed_run() -> None:
     model = nn.Sequential(*[Block() for _ in range(2)])
     strategy = SingleDevice(activation_checkpointing=True)
     strategy.configure(accelerator="cpu")

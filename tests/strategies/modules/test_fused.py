@@ -37,7 +37,7 @@ def test_a_fused_optimizer_is_the_one_that_torch_would_make(cls: Any) -> None:
 
 
 @pytest.mark.parametrize("cls", FUSED)
-def test_a_step_that_is_left_out_changes_nothing(cls: Any) -> None:
+def test_a_skipped_step_changes_nothing(cls: Any) -> None:
     model = net()
     optimizer = cls(model.parameters(), lr=0.01)
     fuse(optimizer)

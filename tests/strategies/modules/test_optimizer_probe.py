@@ -211,7 +211,7 @@ CASES: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_probe_says_what_an_optimizer_looks_at_and_leaves_no_trace(name: str) -> None:
+def test_the_probe_says_what_an_optimizer_reads_and_leaves_no_trace(name: str) -> None:
     net = model()
     make, kind = CASES[name]
     optimizer = make(net)
@@ -233,7 +233,7 @@ def test_the_probe_says_what_an_optimizer_looks_at_and_leaves_no_trace(name: str
     assert streams[2] == np.random.get_state()[1].tolist()  # type: ignore[union-attr]
 
 
-def test_an_optimizer_that_looks_at_the_number_of_dimensions_does_not_flatten() -> None:
+def test_an_optimizer_that_reads_the_number_of_dimensions_does_not_flatten() -> None:
     def decays_matrices(params: list[Tensor], group: dict[str, Any]) -> None:
         for p in params:
             p -= 0.1 * (p.grad + (0.1 * p if p.dim() > 1 else 0))

@@ -66,8 +66,8 @@ TWO = {"pipeline": 2}
 ALL = {"pipeline": 2, "ddp=2,pipeline=2": 4, "fsdp=2,pipeline=2": 4}
 
 
-def told(uses: dict[str, Callable[[nn.Module], Any]]) -> dict[str, list[str]]:
-    """What each use of the model is told, by rank."""
+def refusals(uses: dict[str, Callable[[nn.Module], Any]]) -> dict[str, list[str]]:
+    """The error of each use of the model, by rank."""
     strategy = Pipeline()
     strategy.configure(devices=2, accelerator="cpu")
     strategy.setup()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep import Module
 from lockstep.strategies import Pipeline
-from tests.strategies.pipeline.classifiers import TWO, Base, exact, layers, told
+from tests.strategies.pipeline.classifiers import TWO, Base, exact, layers, refusals
 
 pytestmark = pytest.mark.ranks
 
@@ -37,7 +37,7 @@ class InPlace(Base):
         if self.current_epoch == 1:
             with torch.no_grad():
                 for layer in (self.net[0], self.net[4]):
-                    layer.weight.normal_(generator=torch.Generator().manual_seed(5))  # type: ignore[operator]
+                    layer.weight.normal_(generator=torch.Generator().manual_seed(5))
             self.load_state_dict({"net.2.weight": torch.eye(16, dtype=torch.float64)}, strict=False)
             self.zero_grad()
 
@@ -80,7 +80,7 @@ def test_what_needs_values_of_another_rank_is_refused_by_name(run_ranks: Callabl
         "other dtype": lambda m: m.half(),
         "first layer": lambda m: m["net"][0].weight.sum() + m["net"][4].weight.sum(),  # type: ignore[index]
     }
-    found = run_ranks(told, 2, uses)
+    found = run_ranks(refusals, 2, uses)
     for name, (first, second) in found.items():
         assert first.startswith("net.2.weight is on stage 1 of the pipeline") or name == "first layer", (name, first)
         assert second.startswith("net.0.weight is on stage 0 of the pipeline"), (name, second)
@@ -155,7 +155,7 @@ class FrozenBeginning(Hooked):
         self.net[5:].requires_grad_(True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return Base.training_step(self, batch, batch_idx) + 0.1 * self.net[-1].weight.square().sum()  # type: ignore[operator]
+        return Base.training_step(self, batch, batch_idx) + 0.1 * self.net[-1].weight.square().sum()
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")

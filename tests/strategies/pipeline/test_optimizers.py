@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ranks
 
 
 def attached(mesh: str | None, cases: dict[str, Callable[[nn.Module], Optimizer]]) -> dict[str, str]:
-    """What each optimizer is told when a pipeline takes it."""
+    """The error of each optimizer when a pipeline sets it up."""
     found = {}
     for name, make in cases.items():
         strategy = Pipeline(mesh=mesh)
@@ -50,10 +50,10 @@ def with_a_hook(model: nn.Module) -> Optimizer:
 
 
 def in_groups_by_layer(model: nn.Module) -> Optimizer:
-    return Rule([{"params": layer.parameters()} for layer in model["net"] if isinstance(layer, nn.Linear)], at_once)  # type: ignore[index]
+    return Rule([{"params": layer.parameters()} for layer in model["net"] if isinstance(layer, nn.Linear)], at_once)
 
 
-def test_optimizers_that_look_at_other_parameters_are_refused_by_name(run_ranks: Callable[..., Any]) -> None:
+def test_optimizers_that_read_other_parameters_are_refused_by_name(run_ranks: Callable[..., Any]) -> None:
     cases: dict[str, Callable[[nn.Module], Optimizer]] = {
         "coupled": lambda model: Rule(model.parameters(), by_global_norm),
         "by tensor": lambda model: Rule(model.parameters(), by_trust_ratio),
@@ -70,7 +70,7 @@ def test_optimizers_that_look_at_other_parameters_are_refused_by_name(run_ranks:
     assert "fails on a parameter group without parameters" in found["empty groups"]
 
 
-def test_a_mesh_that_shards_refuses_optimizers_that_look_at_whole_tensors(run_ranks: Callable[..., Any]) -> None:
+def test_a_mesh_that_shards_refuses_optimizers_that_need_whole_tensors(run_ranks: Callable[..., Any]) -> None:
     cases: dict[str, Callable[[nn.Module], Optimizer]] = {
         "by tensor": lambda model: Rule(model.parameters(), by_trust_ratio),
         "adamw": lambda model: torch.optim.AdamW(model.parameters()),
@@ -84,7 +84,7 @@ class TrustRatio(Base):
         return Rule(self.parameters(), by_trust_ratio)
 
 
-def test_an_optimizer_that_looks_at_whole_tensors_is_exact_in_a_pipeline() -> None:
+def test_an_optimizer_that_needs_whole_tensors_is_exact_in_a_pipeline() -> None:
     expected = fit(TrustRatio(), "single", 1)
     assert difference(fit(TrustRatio(), "pipeline", 2), expected) < 1e-12
 

@@ -87,7 +87,7 @@ def test_what_was_asked_before_is_not_asked_again(
     assert len(asked) == 1
     again = x.tensor() + y.tensor()
     assert len(asked) == 1
-    assert again is not first, "each is told apart from that of another micro-batch"
+    assert again is not first, "each differs from that of another micro-batch"
     _ = again * 2.0 + x.tensor()
     _ = again * 2 + x.tensor()
     assert len(asked) == 3, "a product by another kind of number is another question, the sum is not"

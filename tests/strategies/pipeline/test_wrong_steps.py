@@ -58,7 +58,7 @@ class Wronged(nn.Module):
 
 
 def refused(hows: list[str]) -> dict[str, str]:
-    """What each wrong step is told, on ranks that continue with the next."""
+    """The error of each wrong step, on ranks that continue with the next."""
     found = {}
     for how in hows:
         strategy = Pipeline()
@@ -79,7 +79,7 @@ def refused(hows: list[str]) -> dict[str, str]:
     return found
 
 
-def test_wrong_steps_are_told_what_is_wrong(run_ranks: Callable[..., Any]) -> None:
+def test_errors_of_wrong_steps_say_what_is_wrong(run_ranks: Callable[..., Any]) -> None:
     expected = {
         "never": (
             "ValueError: a pipelined module is called once a step, but the step returned a loss without calling net"

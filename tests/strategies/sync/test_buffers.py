@@ -60,8 +60,8 @@ def test_a_model_without_buffers_broadcasts_none(monkeypatch: pytest.MonkeyPatch
     from lockstep.strategies.mesh import sharded
 
     monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
-    told = []
-    monkeypatch.setattr(sharded, "share_buffers", lambda modules: told.append([*modules]))
+    shared = []
+    monkeypatch.setattr(sharded, "share_buffers", lambda modules: shared.append([*modules]))
     model = nn.Linear(6, 4)
     strategy = FSDP()
     strategy.configure(devices=1, accelerator="cpu")
@@ -73,4 +73,4 @@ def test_a_model_without_buffers_broadcasts_none(monkeypatch: pytest.MonkeyPatch
         strategy.forward_backward(wrapped, lambda batch, batch_idx: model(batch[0]).square().mean(), window)
     finally:
         strategy.teardown()
-    assert told == [[]]
+    assert shared == [[]]

@@ -133,7 +133,7 @@ def test_waiting_ends_at_the_timeout() -> None:
     assert joined(work, 2, timeout_s=0.5) == "ended"
 
 
-def test_a_number_that_means_something_else_on_this_machine_is_no_memory(tmp_path: Path) -> None:
+def test_a_number_that_means_something_else_on_this_machine_is_not_shared_memory(tmp_path: Path) -> None:
     """As where rank 0 is on another one: its process id and descriptor may be those of any file here."""
     ends = os.pipe()
     files = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in ("empty", "short", "alike")]
