@@ -73,7 +73,7 @@ def test_stage_must_exist() -> None:
 def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(
-        ImportError, match=r"needs the package deepspeed; install it with `pip install 'lockstep\[deepspeed\]'`"
+        ImportError, match=r"needs the package deepspeed; install it with `pip install 'lockstep-trainer\[deepspeed\]'`"
     ):
         quiet(strategy="deepspeed", devices=2)
 
