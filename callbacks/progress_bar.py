@@ -364,15 +364,23 @@ def _bar(stream: TextIO, first: dict[str, Any]) -> Any:
         def format_dict(self) -> dict[str, Any]:
             known = super().format_dict
             # Two columns stay free: a terminal wraps a full line, and what the user prints begins after a space.
-            columns = known["ncols"]
-            columns = min(columns - 2, MAX_COLUMNS) if isinstance(columns, int) else columns
+            columns = min(_columns(stream) - 2, MAX_COLUMNS) if known["ncols"] else None
             return {**known, **self.shown, "ncols": columns}
 
         def __str__(self) -> str:
             return f"{super().__str__()} "
 
     Bar.set_lock(threading.RLock())  # tqdm's own is shared by processes
-    return Bar(total=first["total"], file=stream, dynamic_ncols=stream.isatty())
+    # tqdm hides its bar on a terminal that does not know its size.
+    size = {"ncols": MAX_COLUMNS, "nrows": 20} if stream.isatty() else {}
+    return Bar(total=first["total"], file=stream, **size)
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
 
 
 def _short(value: Any) -> str:

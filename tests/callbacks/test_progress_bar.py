@@ -399,6 +399,14 @@ def test_a_terminal_without_unicode_gets_ascii(open_terminal: Callable[..., Term
     assert re.match(r"Epoch 1/1: 100%\|#+\| 100/100", terminal.lines()[0])
 
 
+def test_a_terminal_without_a_size_has_80_columns(open_terminal: Callable[..., Terminal], clock: Clock) -> None:
+    terminal = open_terminal()
+    fcntl.ioctl(terminal.stream, termios.TIOCSWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+    fit(ProgressBar(), make_trainer(max_epochs=1), clock)
+    lines = terminal.read().split("\r")
+    assert any("50/100" in line or "51/100" in line for line in lines) and max(map(len, lines)) == 79
+
+
 def test_wide_characters_count_double(open_terminal: Callable[..., Terminal], clock: Clock) -> None:
     terminal = open_terminal()
     bar, trainer = ProgressBar(), make_trainer(progress_bar_metrics={"損失" * 20: 1.0})
