@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -82,8 +81,7 @@ class ManualOptimization(SPMDHooks):
             return
         self._local.difference_update(map(id, mine))
         if self._in_group:
-            with torch.no_grad():
-                self._reduced.update(map(id, self.sum_gradients(wrapped, [p for p in mine if p.requires_grad])))
+            self._reduced.update(map(id, self.sum_gradients(wrapped, [p for p in mine if p.requires_grad])))
         if self._parameter_hooks.taken:
             self._run_parameter_hooks(wrapped, set(map(id, mine)))
 

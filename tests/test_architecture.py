@@ -343,8 +343,6 @@ PRIVATE = {
     "torch._C._current_graph_task_id",
     "torch._C._disabled_torch_function_impl",
     "torch._amp_foreach_non_finite_check_and_unscale_",
-    "torch._foreach_clamp_max_",
-    "torch._foreach_clamp_min_",
     "torch._foreach_mul_",
     "torch._subclasses.fake_tensor.DataDependentOutputException",
     "torch._subclasses.fake_tensor.DynamicOutputShapeException",

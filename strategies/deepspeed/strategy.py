@@ -30,6 +30,7 @@ from lockstep.strategies.precision import PRECISIONS
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
+from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value
 
 COMPUTES_IN = ("32-true", "tf32-true", "bf16-mixed", "bf16-true")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -231,14 +232,11 @@ class DeepSpeed(SPMDStrategy):
                 f"gradient_clip_val={value} and gradient_clip_algorithm={algorithm!r}; drop one of them"
             )
         self._clipped = True
-        gradients = self.local_gradients(wrapped)
-        if algorithm != "norm":
-            torch._foreach_clamp_min_(gradients, -value)
-            torch._foreach_clamp_max_(gradients, value)
-            return None
-        norm = self.all_reduce(torch.nn.utils.get_total_norm(gradients).double().square()).sqrt()
-        torch._foreach_mul_(gradients, (value / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].dtype))
-        return norm.float()
+        gradients = {(None,): self.local_gradients(wrapped)}
+        if algorithm == "norm":
+            return clip_by_norm(gradients, value, self.topology.device)
+        clip_by_value(gradients, value)
+        return None
 
     def optimizer_step(
         self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None

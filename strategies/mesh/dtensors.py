@@ -15,11 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from lockstep.strategies.checkpoint_state import Reader, TensorShard, Whole
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+from lockstep.strategies.sync.collectives import local
 
 
 def piece(tensor: Tensor, coordinate: Mapping[str, int]) -> TensorShard | None:
@@ -84,45 +80,15 @@ def by_mesh(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
-@torch.no_grad()
-def clip_by_norm(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients to a global 2-norm of at most `max_norm`; return the norm before, equal on all ranks.
-
-    One all_reduce of a number for each kind of placement.
-    """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
-        return torch.zeros(())
-    kinds: dict[tuple, list[Tensor]] = {}
-    for gradient in gradients:
-        mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
-        split = (
-            [i for i, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)]
-            if isinstance(gradient, DTensor)
-            else []
-        )
-        kinds.setdefault((mesh, *split), []).append(local(gradient))
-    squares = []
-    for (mesh, *split), pieces in kinds.items():
-        norms = torch.nn.utils.get_total_norm(pieces)
-        square = norms.to(torch.promote_types(norms.dtype, torch.float32)).square()
-        if mesh is not None:
-            square = square.to(mesh.device_type)  # offloaded gradients are on the CPU
-        for dim in split:
-            dist.all_reduce(square, group=mesh.get_group(dim))
-        squares.append(square)
-    total = torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
-    holders: Any = [_Gradient(local(gradient)) for gradient in gradients]
-    torch.nn.utils.clip_grads_with_norm_(holders, max_norm, total)
-    return total
-
-
-@torch.no_grad()
-def clip_by_value(parameters: Sequence[nn.Parameter], value: float) -> None:
-    """Clamp each element of the gradients to [-value, value]."""
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    torch._foreach_clamp_min_(gradients, -value)
-    torch._foreach_clamp_max_(gradients, value)
+def by_groups(parameters: Sequence[nn.Parameter]) -> dict[tuple[dist.ProcessGroup, ...], list[Tensor]]:
+    """What this rank holds of the gradients, by the process groups over which their elements are sharded."""
+    kinds: dict[tuple[Any, ...], list[Tensor]] = {}
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        split: list[int] = []
+        if isinstance(gradient, DTensor):
+            split = [i for i, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)]
+        kinds.setdefault((gradient.device_mesh if split else None, *split), []).append(local(gradient))  # type: ignore[attr-defined]
+    return {tuple(mesh.get_group(i) for i in split): parts for (mesh, *split), parts in kinds.items()}
 
 
 @contextmanager
@@ -178,10 +144,3 @@ class ShardedScaler(torch.amp.GradScaler):
             found_inf = torch.maximum(found_inf, found.to(found_inf.device))
         dist.all_reduce(found_inf, dist.ReduceOp.MAX)
         return {found_inf.device: found_inf}
-
-
-class _Gradient:
-    """A parameter as `clip_grads_with_norm_` checks it."""
-
-    def __init__(self, gradient: Tensor) -> None:
-        self.grad = gradient

@@ -30,7 +30,7 @@ from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
-from lockstep.strategies.sync.collectives import presence
+from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value, sum_gradients
 from lockstep.strategies.sync.host_all_gather import open_exchange
 
 if TYPE_CHECKING:
@@ -247,12 +247,11 @@ class ShardedStrategy(SPMDStrategy):
         self._complete_local_gradients(wrapped, optimizer)
         if self.precision.scaler is not None:
             self._unscale(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return (
-            dtensors.clip_by_norm(parameters, value)
-            if algorithm == "norm"
-            else dtensors.clip_by_value(parameters, value)
-        )
+        gradients = dtensors.by_groups([p for group in optimizer.param_groups for p in group["params"]])
+        if algorithm == "norm":
+            return clip_by_norm(gradients, value, self.topology.device)
+        clip_by_value(gradients, value)
+        return None
 
     def optimizer_step(
         self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
@@ -456,32 +455,11 @@ class ShardedStrategy(SPMDStrategy):
         whole = set(map(id, getattr(wrapped, "unsharded", ())))
         return [(name, p) for name, p in self.unwrap(wrapped).named_parameters() if id(p) not in whole]
 
-    @torch.no_grad()
     def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum the gradients of what torch does not, over the data ranks; one that no rank has stays None."""
-        from lockstep.strategies.mesh import dtensors
-
-        axes = [axis for axis in ("ddp", "fsdp") if axis in self._sizes]
-        if not axes or not parameters:
-            return
-        pieces = [torch.zeros_like(dtensors.local(p)) if p.grad is None else dtensors.local(p.grad) for p in parameters]
-        has = presence(parameters, pieces[0])
-        missing = any(p.grad is None for p in parameters)
-        flat = torch.cat([has, *(piece.reshape(-1).to(pieces[0]) for piece in pieces)])
-        for axis in axes:
-            dist.all_reduce(flat, group=self._mesh.get_group(axis))  # type: ignore[union-attr]
-        for parameter, found, piece, total in zip(
-            parameters,
-            flat[: len(has)].tolist() if missing else [1.0] * len(has),  # else the host need not wait to know
-            pieces,
-            flat[len(has) :].split([piece.numel() for piece in pieces]),
-            strict=True,
-        ):
-            if found:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                    piece = dtensors.local(parameter.grad)
-                piece.copy_(total.view_as(piece))
+        groups = [self._mesh.get_group(axis) for axis in ("ddp", "fsdp") if axis in self._sizes]  # type: ignore[union-attr]
+        if groups:
+            sum_gradients(parameters, groups)
 
     @torch.no_grad()
     def _share_noise(self) -> None:

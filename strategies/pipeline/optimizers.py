@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,7 +15,7 @@ from lockstep.strategies.checkpoint_state import names_of, parameter_names
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.optimizer_probe import probe
 from lockstep.strategies.pipeline.staged_module import Staged
-from lockstep.strategies.sync.collectives import sum_gradients
+from lockstep.strategies.sync.collectives import local, sum_gradients
 
 
 class HiddenState(defaultdict[Tensor, Any]):
@@ -97,13 +96,6 @@ def check_optimizer(wrapped: Staged, key: str, optimizer: Optimizer, num_stage_r
             )
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory."""
-    if type(tensor) is Tensor or not hasattr(tensor, "device_mesh"):
-        return tensor
-    return tensor.to_local()  # type: ignore[attr-defined]
-
-
 @contextmanager
 def own_parameters(optimizer: Optimizer) -> Iterator[None]:
     """While it lasts the groups of `optimizer` hold what this rank does."""
@@ -117,34 +109,16 @@ def own_parameters(optimizer: Optimizer) -> Iterator[None]:
             group["params"] = parameters
 
 
-def clip_by_norm(
-    optimizer: Optimizer,
-    value: float,
-    group: dist.ProcessGroup | None,
-    shard_group: dist.ProcessGroup | None,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Clip the gradients of an optimizer by their global norm, and return it.
-
-    Every rank of the pipeline's `group` calls it, and of `shard_group`, over which stages are sharded, if they are.
-    """
+def gradients_by_groups(
+    optimizer: Optimizer, group: dist.ProcessGroup | None, shard_group: dist.ProcessGroup | None
+) -> dict[Any, list[Tensor]]:
+    """What this rank holds of the gradients that `optimizer` applies, by the process groups over which they are
+    sharded: the pipeline's, and `shard_group` if stages are sharded."""
     found = [p.grad for params in optimizer.param_groups for p in params["params"] if is_here(p) and p.grad is not None]
-    squares = _squares([gradient for gradient in found if not hasattr(gradient, "device_mesh")], device)
+    groups: dict[Any, list[Tensor]] = {(group,): [each for each in found if not hasattr(each, "device_mesh")]}
     if shard_group is not None:
-        sharded = _squares([local(gradient) for gradient in found if hasattr(gradient, "device_mesh")], device)
-        dist.all_reduce(sharded, group=shard_group)
-        squares += sharded
-    dist.all_reduce(squares, group=group)
-    norm = squares.sqrt().to(dtype)
-    if found:
-        torch._foreach_mul_([local(gradient) for gradient in found], torch.clamp(value / (norm + 1e-6), max=1.0))
-    return norm
-
-
-def _squares(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """Sum of the squares of all elements."""
-    return torch.nn.utils.get_total_norm(gradients).to(device).double().square().reshape(())
+        groups[shard_group, group] = [local(each) for each in found if hasattr(each, "device_mesh")]
+    return groups
 
 
 def sum_over_pipelines(wrapped: Staged, group: dist.ProcessGroup) -> None:
@@ -155,6 +129,6 @@ def sum_over_pipelines(wrapped: Staged, group: dist.ProcessGroup) -> None:
         wrapped.shards.exchange(wrapped, group)
         apart = {id(p) for p in wrapped.shards.whole}
         trained = [p for p in trained if id(p) in apart]
-    sum_gradients(trained, group)
+    sum_gradients(trained, [group])
     for buffer in wrapped.statistics:
         dist.broadcast(buffer, group=group, group_src=0)

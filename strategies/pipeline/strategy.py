@@ -27,9 +27,8 @@ from lockstep.strategies.pipeline import partition
 from lockstep.strategies.pipeline.microbatches import Tally
 from lockstep.strategies.pipeline.optimizers import (
     check_optimizer,
-    clip_by_norm,
+    gradients_by_groups,
     hide,
-    local,
     own_parameters,
     show,
     shown,
@@ -41,6 +40,7 @@ from lockstep.strategies.pipeline.stage_tensors import merge_meta
 from lockstep.strategies.pipeline.staged_module import Staged
 from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
+from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value, local
 
 if TYPE_CHECKING:
     from lockstep.strategies.pipeline.engine import Engines
@@ -286,14 +286,12 @@ class Pipeline(SPMDStrategy):
     def clip_gradients(
         self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
-        assert isinstance(wrapped, Staged)
-        if algorithm != "norm":
-            with own_parameters(optimizer):
-                return super().clip_gradients(wrapped, optimizer, value, algorithm)
-        shard_group = None if wrapped.shards is None or self._ranks.mesh is None else self._ranks.mesh.get_group("fsdp")
-        return clip_by_norm(
-            optimizer, value, self._ranks.group, shard_group, self.topology.device, self.precision.dtype
-        )
+        shard_group = None if self._ranks.mesh is None else self._ranks.mesh.get_group("fsdp")
+        gradients = gradients_by_groups(optimizer, self._ranks.group, shard_group)
+        if algorithm == "norm":
+            return clip_by_norm(gradients, value, self.topology.device)
+        clip_by_value(gradients, value)
+        return None
 
     def optimizer_step(
         self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None

@@ -1,9 +1,9 @@
-"""Collectives on tensors, JSON data and gradients."""
+"""Collectives on tensors, JSON data and gradients, which may be DTensors: a rank then works on its part."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,11 @@ def broadcast(value: Any, src: int) -> Any:
     return json.loads(bytes(data.tolist()))
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def presence(parameters: Sequence[nn.Parameter], like: Tensor) -> Tensor:
     """For each parameter 1 if it has a gradient, else 0, in `like`'s dtype on its device; made there if all have
     one."""
@@ -49,9 +54,10 @@ def presence(parameters: Sequence[nn.Parameter], like: Tensor) -> Tensor:
     return torch.tensor([float(p.grad is not None) for p in parameters]).to(like)
 
 
-def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
-    """Sum the plain gradients of these parameters over the ranks of `group`, in one all-reduce for each dtype and
-    device.
+@torch.no_grad()
+def sum_gradients(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup | None] = (None,)) -> None:
+    """Sum what ranks hold of the gradients of these parameters over each of `groups`, in one all-reduce for each dtype
+    and device.
 
     A gradient that some rank lacks counts as zeros there; one that no rank has stays None.
     """
@@ -59,19 +65,59 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup |
     for parameter in parameters:
         by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for members in by_kind.values():
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
+        parts = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in members]
         has = presence(members, parts[0])
         flat = torch.cat([has, *(part.reshape(-1) for part in parts)])
-        dist.all_reduce(flat, group=group)
+        for group in groups:
+            dist.all_reduce(flat, group=group)
         sums = flat[len(members) :].split([part.numel() for part in parts])
         missing = any(p.grad is None for p in members)
         found = flat[: len(members)].tolist() if missing else None  # a host synchronization, only where one is missing
-        for i, (parameter, part, total) in enumerate(zip(members, parts, sums, strict=True)):
+        for i, (parameter, total) in enumerate(zip(members, sums, strict=True)):
             if parameter.grad is None:
                 if not abs(found[i]):  # type: ignore[index]
                     continue
-                parameter.grad = part
-            parameter.grad.copy_(total.view_as(part))
+                parameter.grad = torch.zeros_like(parameter)
+            part = local(parameter.grad)
+            part.copy_(total.view_as(part))
+
+
+@torch.no_grad()
+def clip_by_norm(gradients: Mapping[Any, Sequence[Tensor]], max_norm: float, device: torch.device) -> Tensor:
+    """Scale gradients to a global 2-norm of at most `max_norm`; return the norm before (0-dim), equal on all ranks.
+
+    `gradients`: what this rank holds of them, by the tuple of process groups over which their elements are sharded;
+    (None,) is all ranks. Each group costs an all-reduce of one number on `device`. Ranks give the same groups in the
+    same order.
+    """
+    squares = [torch.zeros((), dtype=torch.float64, device=device)]
+    dtype = torch.float32
+    for groups, parts in gradients.items():
+        norm = torch.nn.utils.get_total_norm(parts)
+        dtype = torch.promote_types(dtype, norm.dtype)
+        square = norm.to(device, torch.float64).square()
+        for group in groups:
+            dist.all_reduce(square, group=group)
+        squares.append(square)
+    total = torch.stack(squares).sum().sqrt().to(dtype)
+    torch.nn.utils.clip_grads_with_norm_(_holders(gradients), max_norm, total)
+    return total
+
+
+def clip_by_value(gradients: Mapping[Any, Sequence[Tensor]], value: float) -> None:
+    """Clamp each element of what this rank holds of the gradients to [-value, value]."""
+    torch.nn.utils.clip_grad_value_(_holders(gradients), value)
+
+
+class _Holder:
+    """A parameter as torch's functions that clip see it."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        self.grad = gradient
+
+
+def _holders(gradients: Mapping[Any, Sequence[Tensor]]) -> Any:
+    return [_Holder(gradient) for parts in gradients.values() for gradient in parts]
 
 
 def own_group(rows: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup | None:
