@@ -270,11 +270,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def forward_backward(
-        self,
-        wrapped: nn.Module,
-        step_fn: Callable[[Any, int], Any],
-        window: Window,
-        hooks: StepHooks = NO_HOOKS,
+        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
     ) -> StepResult:
         """Compute the gradient of one optimizer step and leave it in `.grad`, equal on all replicas.
 

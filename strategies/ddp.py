@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.strategies.base import NO_HOOKS, Loss, StepHooks, StepResult, Strategy
+from lockstep.strategies.base import NO_HOOKS, Loss, StepFn, StepHooks, StepResult, Strategy
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.devices import resolve_accelerator
 from lockstep.strategies.launch.process_group import plain_group
@@ -104,11 +104,7 @@ class DDP(SPMDStrategy):
         self._converted = []
 
     def forward_backward(
-        self,
-        wrapped: nn.Module,
-        step_fn: Callable[[Any, int], Any],
-        window: Window,
-        hooks: StepHooks = NO_HOOKS,
+        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
     ) -> StepResult:
         assert isinstance(wrapped, Replica)
         wrapped.begin_window()
@@ -134,10 +130,10 @@ class DDP(SPMDStrategy):
         if isinstance(order := saved.get("bucket_order"), list):
             wrapped.lay_out(order)
 
-    def run_step(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
         return functools.partial(wrapped, step_fn)
 
-    def run_padding(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    def run_padding(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
         """The step without effect, for the collectives that it calls, and a loss of zero."""
         assert isinstance(wrapped, Replica)
         model, stand_in = wrapped.model, functools.partial(wrapped, None)
@@ -233,7 +229,7 @@ class Replica(nn.Module):
             watch.remove()
         self._watches = []
 
-    def forward(self, step_fn: Callable[[Any, int], Any] | None, batch: Any, batch_idx: int) -> Any:
+    def forward(self, step_fn: StepFn | None, batch: Any, batch_idx: int) -> Any:
         """The user's step, through DDP; None stands for a step without a loss."""
         if self.ddp is not None:
             return self.ddp(step_fn, batch, batch_idx)
@@ -345,7 +341,7 @@ class _Step(nn.Module):
         self.model = replica.model
         self._loss = replica.loss
 
-    def forward(self, step_fn: Callable[[Any, int], Any] | None, batch: Any, batch_idx: int) -> Any:
+    def forward(self, step_fn: StepFn | None, batch: Any, batch_idx: int) -> Any:
         output = None if step_fn is None else step_fn(batch, batch_idx)
         return self._loss(output)
 

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import replicate
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Strategy, Topology, split_loss
+from lockstep.strategies.base import (
+    NO_HOOKS,
+    Capabilities,
+    StepFn,
+    StepHooks,
+    StepResult,
+    Strategy,
+    Topology,
+    split_loss,
+)
 from lockstep.strategies.data.sample_axis import SampleCutter
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.devices import move
@@ -105,11 +114,7 @@ class DataParallel(SPMDStrategy):
         return super().shard_loader(loader, seed=seed, shuffle=shuffle, accumulate=accumulate, split=split)
 
     def forward_backward(
-        self,
-        wrapped: nn.Module,
-        step_fn: Callable[[Any, int], Any],
-        window: Window,
-        hooks: StepHooks = NO_HOOKS,
+        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
     ) -> StepResult:
         if self.num_devices == 1:
             return super().forward_backward(wrapped, step_fn, window, hooks)
@@ -120,7 +125,7 @@ class DataParallel(SPMDStrategy):
     def _in_slices(
         self,
         wrapped: nn.Module,
-        step_fn: Callable[[Any, int], Any],
+        step_fn: StepFn,
         window: Window,
         hooks: StepHooks,
     ) -> StepResult:

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.strategies.base import NO_HOOKS, Loss, Strategy, split_loss
+from lockstep.strategies.base import NO_HOOKS, Loss, StepFn, Strategy, split_loss
 from lockstep.strategies.checkpoint_state import Reader, TensorShard
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
 from lockstep.strategies.sync.collectives import sum_gradients
@@ -45,11 +45,11 @@ class SPMDHooks(Strategy):
         The gradients of the ranks are to be summed, not averaged.
         """
 
-    def run_step(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
         """Return what to call in place of `step_fn`, such as the wrapper's forward."""
         return step_fn
 
-    def run_padding(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    def run_padding(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
         """Return what to call for a micro-batch of padding, on a rank that has no samples left.
 
         By default that is the step, for the collectives that it calls, without effect on the module, and its loss

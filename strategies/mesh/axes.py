@@ -1,7 +1,7 @@
 """Applying the axes of a mesh to a model, and taking them off again.
 
     ranks of one `tensor` group hold slices of layers       (torch's parallelize_module,
-    `strategies/mesh/tensor_layout.py`) ranks along `fsdp` hold slices of every parameter       (torch's fully_shard)
+    `strategies/mesh/tensor_plan/`) ranks along `fsdp` hold slices of every parameter       (torch's fully_shard)
     ranks along `ddp` hold the same                         (torch's replicate, or fully_shard on both axes)
 
 Values come from the mesh's first rank, block by block, so that no rank but that one ever needs the whole model.
@@ -10,34 +10,27 @@ Values come from the mesh's first rank, block by block, so that no rank but that
 from __future__ import annotations
 
 import functools
-import logging
-import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.utils._pytree import tree_leaves
 
-from lockstep.strategies.mesh import mixed_tensors
+from lockstep.strategies.mesh.mesh_model import MeshModel
 from lockstep.strategies.mesh.options import Options
-from lockstep.strategies.mesh.styles import SequenceSharding
-from lockstep.strategies.mesh.tensor_layout import Plan, apply_plan, make_plan, watch_hooks
-from lockstep.strategies.mesh.unsharded_writes import UnshardedWrites
+from lockstep.strategies.mesh.tensor_plan.altered import watch_hooks
+from lockstep.strategies.mesh.tensor_plan.apply import apply_plan
+from lockstep.strategies.mesh.tensor_plan.make import make_plan
+from lockstep.strategies.mesh.tensor_plan.plan import Plan
 from lockstep.strategies.modules.activation_checkpointing import is_recomputed
 from lockstep.strategies.modules.blocks import find_blocks
-from lockstep.strategies.modules.forwards import within_compiled
 from lockstep.strategies.modules.meta import materialize as materialize
-from lockstep.strategies.sync.call_order import END_FORWARD, GATHER, REDUCE, CallOrder
+from lockstep.strategies.sync.call_order import GATHER, REDUCE
 
 
 def apply_axes(
@@ -92,267 +85,6 @@ def apply_axes(
         wrapped.watched_hooks = watch_hooks(model, plan)
     wrapped.structure.seal()
     return wrapped
-
-
-class MeshModel(nn.Module):
-    """A distributed model as the strategy drives it: what runs in its forward finds every parameter whole.
-
-    That is the user's step, which may call any submodule and use any parameter that no block holds. The
-    parameters of a block are whole while the block, or one of its layers, runs.
-    """
-
-    def __init__(self, model: nn.Module, reshards: bool | int = True) -> None:
-        super().__init__()
-        self.structure = Structure(model)
-        self._reshards = reshards
-        self.model = model
-        self.units: list[Any] = []
-        """What is gathered and freed as one: the blocks and this module, which holds the rest. Empty without data
-        axes."""
-        self.unsharded: list[nn.Parameter] = []
-        """Parameters that the units leave whole; their gradients are averaged over data ranks by hand."""
-        self.watched_hooks: list[tuple[nn.Module, str, Any]] = []
-        """Modules that take no hooks, with the attribute and what it held before."""
-        self.sequence: SequenceSharding | None = None
-        """Where activations are sharded along the sequence, if they are."""
-        self.depth = 0
-        """How many brackets are open."""
-        self.manual = False
-        """Whether the bracket is of a step that walks back by itself, so that what requires gradients may change within
-        it."""
-        self.synchronizes = True
-        """Whether the backward of the next step exchanges gradients; one within the step must not, of what was
-        accumulated."""
-        self._synchronized = True
-        self._kept = self._flushes = False
-        self._calls: set[Any] = set()
-        self.reused: list[Any] = []
-        """Blocks that run, or of which a layer runs, more than once in this step."""
-        self.writes = UnshardedWrites()
-        self.used: set[int] = set()
-        """Parameters with a gradient of this rank, if torch reduces all (`find_unused_parameters`)."""
-        self.names: list[str] = []
-        """Of the units but the last."""
-        self.order: CallOrder | None = None
-        """Compares what ranks gather and reduce, from when it is set."""
-
-    def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
-        if not self.depth:
-            self._calls.clear()
-            if self.units:
-                self.writes.look(self)
-        self.depth += 1
-        try:
-            output = fn(*args)
-        finally:
-            self.depth -= 1
-            if self.units:
-                self.writes.write_back(self)
-                if not self.depth:
-                    self.synchronize(self.synchronizes)
-            if self.sequence is not None:
-                self.sequence.close()
-        if self.order is not None and not self.depth:
-            self.order.note(END_FORWARD)
-        return output
-
-    def watch_used(self) -> None:
-        """Remember which parameters this rank has a gradient for, where torch reduces zeros for the others."""
-        for unit in self.units:
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
-                group.post_backward = functools.partial(self._note_used, group, group.post_backward)
-
-    def _note_used(self, group: Any, post_backward: Callable[..., None], *args: Any) -> None:
-        for parameter in group.fsdp_params:
-            whole = getattr(parameter, "_unsharded_param", None)
-            if (
-                parameter.sharded_param.grad is not None
-                or parameter.unsharded_accumulated_grad is not None
-                or (whole is not None and whole.grad is not None)
-            ):
-                self.used.add(id(parameter.sharded_param))
-        post_backward(*args)
-
-    def note(self, kind: int, index: int, size: int) -> None:
-        """A unit is about to be gathered or reduced."""
-        if self.order is not None:
-            self.order.note(kind, index, size)
-
-    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """`fn(*args)` as a forward of this module, of which `args` are no arguments: torch would move those to the
-        device."""
-        return self(functools.partial(fn, *args))
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Manual optimization: every parameter that no block holds is whole while the user's step runs."""
-        self.depth, self.manual = self.depth + 1, True
-        self.gather()
-        try:
-            yield
-        finally:
-            self.depth, self.manual = self.depth - 1, False
-
-    def gather(self) -> None:
-        """Make the parameters that no block holds whole."""
-        if self.units:
-            self.unshard()  # type: ignore[operator]
-            self.writes.look(self)
-
-    def close(self) -> None:
-        """Leave in the model what the optimizer holds: this rank's part of every parameter."""
-        if self._kept:
-            self._keep(False)
-        for unit in self.reused:
-            unit.set_reshard_after_backward(True, recurse=False)
-        self.reused.clear()
-        self._calls.clear()
-        for unit in self.units:
-            self.writes.write_back(unit)
-            unit.reshard()
-
-    def _called(self, unit: Any, output: Any) -> None:
-        """A forward hook of a block: see to what torch expects to be a block's only backward, without a graph of
-        itself."""
-        if not self.depth or not torch.is_grad_enabled():
-            return
-        if unit in self._calls:
-            self._reuse(unit, output)
-        self._calls.add(unit)
-        self._watch(output)
-
-    def _reuse(self, unit: Any, output: Any) -> None:
-        """A block or a layer of it runs more than once in a step: its backward is over when that of all of them is."""
-        if unit not in self.reused:
-            self.reused.append(unit)
-            unit.set_reshard_after_backward(False, recurse=False)
-        for x in _with_gradient(output):
-            x.register_hook(functools.partial(self._again, unit))
-
-    def _again(self, unit: Any, gradient: Tensor) -> None:
-        unit.unshard()  # another backward within the step may have freed it
-        if not self._flushes:
-            self._flushes = True
-            Variable._execution_engine.queue_callback(self._flush)
-
-    def _flush(self) -> None:
-        """Reduce the gradients that came after torch took the backward of their block to be over."""
-        self._flushes = False
-        for unit in self.reused:
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
-                if any(p.unsharded_param.grad is not None for p in group.fsdp_params if hasattr(p, "_unsharded_param")):
-                    group.post_backward()
-                    group.finalize_backward()
-
-    def _watch(self, output: Any) -> None:
-        """Before the backward from `output` asks for a graph of itself, keep every parameter whole until `close`.
-
-        The backward of a backward begins with the layers that torch would gather last.
-        """
-        for x in _with_gradient(output):
-            x.register_hook(self._differentiated)
-
-    def _differentiated(self, gradient: Tensor) -> None:
-        if not self._kept and torch.is_grad_enabled():
-            self._keep(True)
-
-    def _keep(self, on: bool) -> None:
-        self._kept = on
-        self.set_reshard_after_backward(not on)  # type: ignore[operator]
-        for unit in self.units:
-            if unit is not self:
-                unit.set_reshard_after_forward(False if on else self._reshards, recurse=False)
-
-    def synchronize(self, on: bool) -> None:
-        """Whether the next backward exchanges gradients, or keeps them whole on this rank."""
-        if self.units and self._synchronized is not on:
-            self._synchronized = on
-            self.set_requires_gradient_sync(on)  # type: ignore[operator]
-            self.set_is_last_backward(on)  # type: ignore[operator]
-
-    def restore(self, values: Mapping[str, Tensor]) -> None:
-        """Undo the placement: plain modules with plain parameters, made of `values` (the whole tensors by name)."""
-        whole: dict[int, nn.Parameter] = {}
-        for name, cut in self.model.named_parameters():
-            whole[id(cut)] = nn.Parameter(values[name], requires_grad=cut.requires_grad)
-        for module in self.model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = whole[id(parameter)]
-        for module, kind, held in self.watched_hooks:
-            held.clear()
-            held.update(getattr(module, kind))  # what was taken off meanwhile stays off
-            setattr(module, kind, held)
-        self.structure.undo()
-
-    def lend(self, blocks: Mapping[str, nn.Module]) -> None:
-        """Make layers usable wherever they are called: outside of a step, or without the block that holds them."""
-        owner: dict[int, Any] = {}
-        for unit in self.units:  # inner ones before those that hold them
-            for parameter in unit.parameters():
-                owner.setdefault(id(parameter), unit)
-        for parameter in self.unsharded:
-            owner.pop(id(parameter), None)
-        lenders = {
-            id(unit): _Lender(self, unit, {key for key, holder in owner.items() if holder is unit})
-            for unit in self.units
-        }
-        for unit in self.units:
-            if unit is not self:
-                unit.register_forward_hook(lambda module, args, output: self._called(module, output))
-                # Between what torch does before and after the forward: gathers and frees.
-                unit.register_forward_pre_hook(lambda module, args: self.writes.look(module))
-                unit.register_forward_hook(lambda module, args, output: self.writes.write_back(module), prepend=True)
-        inside = {module for block in blocks.values() for module in block.modules()}
-        traced = within_compiled(self.model)
-        for module in self.model.modules():
-            if module in inside:
-                found = {
-                    id(owner[id(p)])
-                    for p in module.parameters(recurse=False)
-                    if id(p) in owner and owner[id(p)] is not module
-                }
-            else:
-                found = {id(self)} if any(owner.get(id(p)) is self for p in module.parameters()) else set()
-            for unit_id in found:
-                lenders[unit_id].watch(module, traced=module in traced)
-
-
-class Structure:
-    """What a module tree was before it was wrapped, to put it back: classes, hooks and attributes, not values."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._before = {module: (type(module), _attributes(module)) for module in model.modules()}
-        self._changed: list[tuple[nn.Module, type, dict[str, Any], set[str], dict[str, set[int]]]] = []
-
-    def seal(self) -> None:
-        """Placing is done: whatever differs now is what `undo` takes back; what comes later is the user's."""
-        for module, (cls, before) in self._before.items():
-            after = _attributes(module)
-            hooks = {
-                key: set(value) - set(before.get(key, ()))
-                for key, value in after.items()
-                if isinstance(value, dict) and key in before
-            }
-            replaced = {
-                key: value
-                for key, value in before.items()
-                if not isinstance(value, dict) and after.get(key) is not value
-            }
-            self._changed.append((module, cls, replaced, set(after) - set(before), hooks))
-        self._before = {}
-
-    def undo(self) -> None:
-        for module, cls, replaced, added, hooks in self._changed:
-            if type(module) is not cls:
-                module.__class__ = cls
-            vars(module).update(replaced)
-            for key in added:
-                vars(module).pop(key, None)
-            for key, numbers in hooks.items():
-                for number in numbers:
-                    vars(module)[key].pop(number, None)
-            _module_state_mapping.pop(module, None)
 
 
 class Filler:
@@ -483,70 +215,3 @@ def _is_norm(module: nn.Module) -> bool:
     """Normalisation computes in full precision, beside running statistics that are kept in it; its parameters are
     few."""
     return "norm" in type(module).__name__.lower()
-
-
-class _Lender:
-    """Makes a unit's parameters whole while a layer runs that was called without the unit."""
-
-    def __init__(self, wrapped: MeshModel, unit: Any, own: set[int]) -> None:
-        self._wrapped, self._unit = wrapped, unit
-        self._lent: list[nn.Module] = []
-        self._places = [
-            (module._parameters, name, p)
-            for module in unit.modules()
-            for name, p in module._parameters.items()
-            if id(p) in own
-        ]
-        """Where the unit's parameters are found, and what is found there while they are cut."""
-
-    def watch(self, module: nn.Module, traced: bool) -> None:
-        """Lend to `module`, which is `traced` where it lies within a compiled block (see `Plan`)."""
-        module.register_forward_pre_hook(self._before, prepend=True)
-        module.register_forward_hook(self._after, always_call=not traced)
-
-    def _before(self, module: nn.Module, args: Any) -> None:
-        parameters, name, cut = self._places[0]
-        if parameters[name] is cut:
-            self._unit.unshard()
-            self._lent.append(module)
-        elif self._wrapped.depth and self._unit in self._wrapped.reused:
-            self._lent.append(module)
-        elif self._wrapped.manual:
-            for parameters, name, cut in self._places:
-                if parameters[name].requires_grad != cut.requires_grad:
-                    parameters[name].requires_grad_(cut.requires_grad)
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._lent and self._lent[-1] is module:
-            self._lent.pop()
-            if not self._wrapped.depth:  # within a step, and where a backward recomputes, the backward frees it
-                if torch._C._current_graph_task_id() == -1:
-                    self._wrapped.close()
-            elif torch.is_grad_enabled():
-                self._wrapped._reuse(self._unit, output)
-                self._wrapped._watch(output)
-
-
-def _with_gradient(output: Any) -> list[Tensor]:
-    leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
-    return [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Attributes but for values and submodules; dicts, such as those of hooks, copied."""
-    skipped = ("_parameters", "_buffers", "_modules")
-    return {
-        key: dict(value) if isinstance(value, dict) else value
-        for key, value in vars(module).items()
-        if key not in skipped
-    }
-
-
-warnings.filterwarnings(
-    "ignore", message=r"FSDP2-wrapped module \(\w*MeshModel\) returned a view", category=UserWarning
-)
-logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
-    lambda record: not re.search(r"\d sequential all_\w+ operations", record.getMessage())
-)  # of tensors sharded over two axes, made whole where somebody checks them
-
-mixed_tensors.install()

@@ -88,7 +88,10 @@ def by_groups(parameters: Sequence[nn.Parameter]) -> dict[tuple[dist.ProcessGrou
         if isinstance(gradient, DTensor):
             split = [i for i, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)]
         kinds.setdefault((gradient.device_mesh if split else None, *split), []).append(local(gradient))  # type: ignore[attr-defined]
-    return {tuple(mesh.get_group(i) for i in split): parts for (mesh, *split), parts in kinds.items()}
+    found: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for (mesh, *split), parts in kinds.items():  # several meshes may share a group
+        found.setdefault(tuple(mesh.get_group(i) for i in split), []).extend(parts)
+    return found
 
 
 @contextmanager

@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 import functools
-import math
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Strategy, Topology
+from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, Strategy, Topology
 from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, gather_whole
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch import environment
+from lockstep.strategies.mesh import steps
 from lockstep.strategies.mesh.mesh import resolve
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
+from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.sharded_errors import explained
 from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
-from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value, sum_gradients
-from lockstep.strategies.sync.host_all_gather import open_exchange
+from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value, local, sum_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # torch.distributed.tensor and fsdp take a second to import, so the modules that use them
-# (strategies/mesh/axes.py, plan.py, dtensors.py) are imported where ranks are set up.
+# (strategies/mesh/axes.py, tensor_plan, dtensors.py) are imported where ranks are set up.
 
 
 class ShardedStrategy(SPMDStrategy):
@@ -61,7 +59,7 @@ class ShardedStrategy(SPMDStrategy):
         self._mesh: DeviceMesh | None = None
         self._sync_each = self._in_step = self._is_whole = False
         self._micro_batches = 0
-        self._steps: Steps | None = None
+        self._steps: steps.Steps | None = None
         self._order: CallOrder | None = None
         self._named: list[tuple[str, nn.Parameter]] | None = None
         self._buffered: list[nn.Module] | None = None
@@ -98,7 +96,7 @@ class ShardedStrategy(SPMDStrategy):
             self.topology.device.type, tuple(self._sizes.values()), mesh_dim_names=tuple(self._sizes)
         )
         if "ddp" in self._sizes or "fsdp" in self._sizes:
-            self._steps = Steps(self.topology.rank, self.topology.world_size, self.timeout_s)
+            self._steps = steps.Steps(self.topology.rank, self.topology.world_size, self.timeout_s)
         tensor = self._sizes.get("tensor", 1)
         self.topology = replace(
             self.topology,
@@ -136,7 +134,7 @@ class ShardedStrategy(SPMDStrategy):
                 type(self).__name__,
                 "give find_unused_parameters=True and leave wrap='auto', which exchanges all of the model at once",
             )
-        self._share_noise()
+        steps.share_rng_state(self.topology.device)
         return wrapped
 
     def teardown_module(self, wrapped: nn.Module) -> None:
@@ -158,10 +156,8 @@ class ShardedStrategy(SPMDStrategy):
                     "optimizer, or strategy='ddp'"
                 )
         attached = super().setup_optimizers(wrapped, optimizers)
-        self._named, self._buffered = (
-            self._cut_by_name(wrapped),
-            [module for module in wrapped.modules() if module._buffers],
-        )
+        self._named = self._cut_by_name(wrapped)
+        self._buffered = [module for module in wrapped.modules() if module._buffers]
         return attached
 
     @contextmanager
@@ -187,19 +183,19 @@ class ShardedStrategy(SPMDStrategy):
     # ---- 2. gradient sync ------------------------------------------------------------------------
 
     def forward_backward(
-        self,
-        wrapped: nn.Module,
-        step_fn: Callable[[Any, int], Any],
-        window: Window,
-        hooks: StepHooks = NO_HOOKS,
+        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
     ) -> StepResult:
         self._sync_each = self.options.sync_every_micro_batch or bool(hooks.parameters)
         if hooks.parameters:
-            step_fn, hooks = _one_optimizer_each(wrapped, step_fn, hooks)
+            step_fn, hooks = steps.one_optimizer_each(wrapped, step_fn, hooks)
         self._in_step, self._micro_batches = True, 0
         try:
             bracket = nullcontext() if hooks.automatic else wrapped.open()  # type: ignore[operator]
-            with explained("training_step"), self._losses(), bracket:
+            with (
+                explained("training_step"),
+                steps.losses_by_class(self.options.loss_parallel and "tensor" in self._sizes),
+                bracket,
+            ):
                 result = super().forward_backward(wrapped, step_fn, window, hooks)
         finally:
             self._in_step = False
@@ -290,41 +286,15 @@ class ShardedStrategy(SPMDStrategy):
         self._sum([p for p in wrapped.unsharded if p.requires_grad])  # type: ignore[union-attr]
         self._in_step = False
 
-    def run_step(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
         run: Callable[..., Any] = wrapped.run  # type: ignore[assignment]
-        step = functools.partial(self._checked_step, step_fn)
+        step = functools.partial(steps.checked_step, self._changes, step_fn)
         return functools.partial(run, step) if self._steps is None else self._steps.announcing(run, step)
 
-    def _checked_step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Any:
-        """The user's step. Raises RuntimeError if it changed what only the whole parameters of this step know.
-
-        These are torch's, and are given up after the step, with their gradients and `requires_grad`.
-        """
-        if self._changes is None:
-            return step_fn(batch, batch_idx)
-        before = [*self._changes.model.named_parameters()]
-        marks, flags = gradient_marks(p for _, p in before), [p.requires_grad for _, p in before]
-        output = step_fn(batch, batch_idx)
-        changed = [name for (name, p), flag in zip(before, flags, strict=True) if p.requires_grad != flag]
-        if changed:
-            raise RuntimeError(
-                f"requires_grad was changed within a step ({shortened(changed)}), whose whole parameters are given up "
-                "after it; "
-                "change it in a hook such as on_train_batch_start"
-            )
-        if marks != gradient_marks(p for _, p in before):
-            raise own_backward(remarked(before, marks))
-        return output
-
     def local_gradients(self, wrapped: nn.Module) -> list[Tensor]:
-        from lockstep.strategies.mesh import dtensors
-
-        with torch.no_grad():  # else torch makes a view that can be walked back through
-            return [
-                dtensors.local(gradient)
-                for p in self._watched or wrapped.parameters()
-                if (gradient := p.grad) is not None
-            ]
+        parameters = self._watched or wrapped.parameters()
+        with torch.no_grad():  # else torch makes a view that gradients flow through
+            return [local(gradient) for p in parameters if (gradient := p.grad) is not None]
 
     def set_gradient_sync(self, wrapped: nn.Module, on: bool) -> None:
         self._micro_batches += 1
@@ -339,9 +309,9 @@ class ShardedStrategy(SPMDStrategy):
         return apart
 
     def read_gradient(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
-        from lockstep.strategies.mesh.whole_model import gradient_of
+        from lockstep.strategies.mesh import whole_model
 
-        return gradient_of(parameter)
+        return whole_model.gradient_of(parameter)
 
     def write_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         from lockstep.strategies.mesh.whole_model import put_gradient
@@ -381,19 +351,6 @@ class ShardedStrategy(SPMDStrategy):
         names = getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ()
         return "ddp" in names or "fsdp" in names
 
-    @contextmanager
-    def _losses(self) -> Iterator[None]:
-        """Loss parallelism: cross entropy is computed, forward and backward, on logits that are sharded by classes."""
-        if not self.options.loss_parallel or "tensor" not in self._sizes:
-            yield
-            return
-        from torch.distributed.tensor.parallel import loss_parallel
-
-        from lockstep.strategies.mesh.styles import PlainLoss
-
-        with loss_parallel(), PlainLoss():
-            yield
-
     def _check_used(self, wrapped: nn.Module) -> None:
         """Raise RuntimeError where the ranks gave gradients to different parameters: torch has averaged one with
         another."""
@@ -410,45 +367,22 @@ class ShardedStrategy(SPMDStrategy):
             if changed:
                 self._compare_writes(cut, changed)
             if allowed:
-                _drop_unused(cut, mask)
+                steps.drop_unused(cut, mask)
             return
         self._compare_writes(cut, changed)
         if not self._agreement.is_equal(zlib.crc32(mask)):  # type: ignore[union-attr]
             masks = self.all_gather(torch.tensor([*mask]))
             if not allowed:
-                self._refuse_unused(cut, masks)
+                steps.refuse_unused(cut, masks)
             mask = bytes(masks.amax(0).tolist())
         if allowed:
-            _drop_unused(cut, mask)
+            steps.drop_unused(cut, mask)
         if self._order is not None:
             self._order.check(self._agreement.gather(order))  # type: ignore[union-attr]
 
-    def _refuse_unused(self, cut: list[tuple[str, nn.Parameter]], masks: Tensor) -> NoReturn:
-        names = [name for i, (name, _) in enumerate(cut) if len({int(mask[i]) for mask in masks}) > 1]
-        ranks = [rank for rank, mask in enumerate(masks) if not torch.equal(mask, masks.amax(0))]
-        raise RuntimeError(
-            f"on rank {', '.join(map(str, ranks))} these parameters got no gradient, but on others they did: "
-            f"{', '.join(names[:10])}"
-            + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-            + "; use them on every rank, or give find_unused_parameters=True"
-        )
-
-    def _compare_writes(self, parameters: list[tuple[str, nn.Parameter]], changed: dict[int, int]) -> None:
-        """Raise RuntimeError for weights that a step has set to other values than on other ranks. Every rank calls
-        it."""
-        numbers = self.all_gather(torch.tensor([changed.get(id(p), -1) for _, p in parameters]))
-        for first in range(self._sizes.get("tensor", 1)):  # ranks that would have the same values
-            same = numbers[first :: self._sizes.get("tensor", 1)]
-            differ = ((same != same.amax(0)) & (same >= 0)).any(0)
-            names = [name for (name, _), bad in zip(parameters, differ.tolist(), strict=True) if bad]
-            if names:
-                raise RuntimeError(
-                    f"training_step changed the weights {shortened(names)} to values that are not the same on all "
-                    "ranks of "
-                    f"{type(self).__name__}, which hold parts of one model; make the change depend on what all ranks "
-                    "share "
-                    "(weights, global_step), or use a registered buffer"
-                )
+    def _compare_writes(self, cut: list[tuple[str, nn.Parameter]], changed: dict[int, int]) -> None:
+        numbers = self.all_gather(torch.tensor([changed.get(id(p), -1) for _, p in cut]))
+        steps.compare_writes(cut, numbers, self._sizes.get("tensor", 1), type(self).__name__)
 
     def _cut_by_name(self, wrapped: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """The parameters whose gradients torch brings together."""
@@ -460,92 +394,3 @@ class ShardedStrategy(SPMDStrategy):
         groups = [self._mesh.get_group(axis) for axis in ("ddp", "fsdp") if axis in self._sizes]  # type: ignore[union-attr]
         if groups:
             sum_gradients(parameters, groups)
-
-    @torch.no_grad()
-    def _share_noise(self) -> None:
-        """Rank 0's random state everywhere: it alone has drawn initial values, and a tensor group needs one stream."""
-        state = torch.get_rng_state()
-        dist.broadcast(state, 0)
-        torch.set_rng_state(state)
-        if self.topology.device.type == "cuda":
-            state = torch.cuda.get_rng_state()
-            dist.broadcast(state, 0)
-            torch.cuda.set_rng_state(state)
-
-
-def _drop_unused(parameters: list[tuple[str, nn.Parameter]], used: bytes) -> None:
-    """Leave without a gradient what no rank has used, as on one process: torch has reduced zeros."""
-    for (_, parameter), is_used in zip(parameters, used, strict=True):
-        if not is_used:
-            parameter.grad = None
-
-
-class Steps:
-    """Finds a rank whose step returned None while others walk back and wait for it, before it waits for them for
-    ever."""
-
-    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
-        self._rank = rank
-        self._losses = open_exchange(rank, world_size, 1, timeout_s)
-
-    def announcing(self, run: Callable[..., Any], *first: Any) -> Callable[[Any, int], Any]:
-        """`run(*first, batch, batch_idx)`, which then tells the other ranks whether it has a loss."""
-
-        def call(batch: Any, batch_idx: int) -> Any:
-            output = run(*first, batch, batch_idx)
-            self._losses.post(math.inf if output is None else self._rank)
-            if output is None:  # the others do not wait
-                other = self._losses.reduced().lowest[0]
-                if other != math.inf:
-                    raise RuntimeError(
-                        f"training_step returned None on rank {self._rank}, but a loss on rank {other:.0f}; parameters "
-                        "cut over ranks "
-                        "need the backward of all, so return None on every rank, or a loss without weight: Loss(loss * "
-                        "0, 0)"
-                    )
-            return output
-
-        return call
-
-    def close(self) -> None:
-        self._losses.close()
-
-
-def _one_optimizer_each(
-    wrapped: nn.Module,
-    step_fn: Callable[[Any, int], Any],
-    hooks: StepHooks,
-) -> tuple[Callable[[Any, int], Any], StepHooks]:
-    """Let each loss of a dict move only its optimizer's parameters: what the backward left elsewhere is taken back.
-
-    Autograd takes the parameters to reach, but the graph holds the gathered ones.
-    """
-    parameters = hooks.parameters or {}
-    own = [set(map(id, group)) for group in parameters.values()]
-    everything = list(wrapped.parameters())
-    index, each, kept = 0, False, []
-
-    def step(batch: Any, batch_idx: int) -> Any:
-        nonlocal index, each
-        output = step_fn(batch, batch_idx)
-        index, each = 0, isinstance(output, Mapping) and "loss" not in output
-        return output
-
-    def before_backward(loss: Tensor) -> None:
-        nonlocal kept
-        if hooks.before_backward is not None:
-            hooks.before_backward(loss)
-        kept = [(p, p.grad) for p in everything if each and id(p) not in own[index]]
-        for parameter, _ in kept:
-            parameter.grad = None
-
-    def after_backward() -> None:
-        nonlocal index
-        for parameter, gradient in kept:
-            parameter.grad = gradient
-        index += 1
-        if hooks.after_backward is not None:
-            hooks.after_backward()
-
-    everywhere: Any = dict.fromkeys(parameters)  # autograd may go to all of them
-    return step, hooks._replace(parameters=everywhere, before_backward=before_backward, after_backward=after_backward)

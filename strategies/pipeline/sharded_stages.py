@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
-from lockstep.strategies.mesh.axes import Structure, sum_gradients_of
+from lockstep.strategies.mesh.axes import sum_gradients_of
+from lockstep.strategies.mesh.structure import Structure
 from lockstep.strategies.pipeline.stage_run import Stage
 from lockstep.strategies.pipeline.staged_module import Staged
 

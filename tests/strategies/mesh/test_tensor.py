@@ -304,7 +304,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], Module], str]] = {
 
 @pytest.mark.parametrize(("options", "make", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_cut_is_named(options: dict[str, Any], make: Callable[[], Module], message: str) -> None:
-    from lockstep.strategies.mesh.tensor_layout import make_plan
+    from lockstep.strategies.mesh.tensor_plan.make import make_plan
     from lockstep.strategies.modules.blocks import find_blocks
 
     module = make()

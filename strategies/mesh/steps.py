@@ -1,0 +1,171 @@
+"""Around the user's step on a mesh: what ranks must do alike in it, and what each loss may move."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.strategies.base import StepFn, StepHooks
+from lockstep.strategies.modules.model_changes import ModelChanges, gradient_marks, own_backward, remarked, shortened
+from lockstep.strategies.sync.host_all_gather import open_exchange
+
+
+def checked_step(changes: ModelChanges | None, step_fn: StepFn, batch: Any, batch_idx: int) -> Any:
+    """The user's step. Raises RuntimeError if it changed what only the whole parameters of this step know.
+
+    These are torch's, and are given up after the step, with their gradients and `requires_grad`.
+    """
+    if changes is None:
+        return step_fn(batch, batch_idx)
+    before = [*changes.model.named_parameters()]
+    marks, flags = gradient_marks(p for _, p in before), [p.requires_grad for _, p in before]
+    output = step_fn(batch, batch_idx)
+    changed = [name for (name, p), flag in zip(before, flags, strict=True) if p.requires_grad != flag]
+    if changed:
+        raise RuntimeError(
+            f"requires_grad was changed within a step ({shortened(changed)}), whose whole parameters are given up "
+            "after it; "
+            "change it in a hook such as on_train_batch_start"
+        )
+    if marks != gradient_marks(p for _, p in before):
+        raise own_backward(remarked(before, marks))
+    return output
+
+
+class Steps:
+    """Finds a rank whose step returned None while others run backward and wait for it, before it waits for them for
+    ever."""
+
+    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
+        self._rank = rank
+        self._losses = open_exchange(rank, world_size, 1, timeout_s)
+
+    def announcing(self, run: Callable[..., Any], *first: Any) -> Callable[[Any, int], Any]:
+        """`run(*first, batch, batch_idx)`, which then tells the other ranks whether it has a loss."""
+
+        def call(batch: Any, batch_idx: int) -> Any:
+            output = run(*first, batch, batch_idx)
+            self._losses.post(math.inf if output is None else self._rank)
+            if output is None:  # the others do not wait
+                other = self._losses.reduced().lowest[0]
+                if other != math.inf:
+                    raise RuntimeError(
+                        f"training_step returned None on rank {self._rank}, but a loss on rank {other:.0f}; parameters "
+                        "cut over ranks "
+                        "need the backward of all, so return None on every rank, or a loss without weight: Loss(loss * "
+                        "0, 0)"
+                    )
+            return output
+
+        return call
+
+    def close(self) -> None:
+        self._losses.close()
+
+
+def refuse_unused(cut: list[tuple[str, nn.Parameter]], masks: Tensor) -> NoReturn:
+    names = [name for i, (name, _) in enumerate(cut) if len({int(mask[i]) for mask in masks}) > 1]
+    ranks = [rank for rank, mask in enumerate(masks) if not torch.equal(mask, masks.amax(0))]
+    raise RuntimeError(
+        f"on rank {', '.join(map(str, ranks))} these parameters got no gradient, but on others they did: "
+        f"{', '.join(names[:10])}"
+        + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+        + "; use them on every rank, or give find_unused_parameters=True"
+    )
+
+
+def compare_writes(named: list[tuple[str, nn.Parameter]], numbers: Tensor, tensor_size: int, strategy: str) -> None:
+    """Raise RuntimeError for weights that a step has set to other values than on other ranks.
+
+    `numbers`: of each rank the checksum of what it wrote to each parameter, -1 for nothing.
+    """
+    for first in range(tensor_size):  # ranks that would have the same values
+        same = numbers[first::tensor_size]
+        differ = ((same != same.amax(0)) & (same >= 0)).any(0)
+        names = [name for (name, _), bad in zip(named, differ.tolist(), strict=True) if bad]
+        if names:
+            raise RuntimeError(
+                f"training_step changed the weights {shortened(names)} to values that are not the same on all "
+                "ranks of "
+                f"{strategy}, which hold parts of one model; make the change depend on what all ranks "
+                "share "
+                "(weights, global_step), or use a registered buffer"
+            )
+
+
+def drop_unused(parameters: list[tuple[str, nn.Parameter]], used: bytes) -> None:
+    """Leave without a gradient what no rank has used, as on one process: torch has reduced zeros."""
+    for (_, parameter), is_used in zip(parameters, used, strict=True):
+        if not is_used:
+            parameter.grad = None
+
+
+def one_optimizer_each(
+    wrapped: nn.Module,
+    step_fn: Callable[[Any, int], Any],
+    hooks: StepHooks,
+) -> tuple[Callable[[Any, int], Any], StepHooks]:
+    """Let each loss of a dict move only its optimizer's parameters: what the backward left elsewhere is taken back.
+
+    Autograd takes the parameters to reach, but the graph holds the gathered ones.
+    """
+    parameters = hooks.parameters or {}
+    own = [set(map(id, group)) for group in parameters.values()]
+    everything = list(wrapped.parameters())
+    index, each, kept = 0, False, []
+
+    def step(batch: Any, batch_idx: int) -> Any:
+        nonlocal index, each
+        output = step_fn(batch, batch_idx)
+        index, each = 0, isinstance(output, Mapping) and "loss" not in output
+        return output
+
+    def before_backward(loss: Tensor) -> None:
+        nonlocal kept
+        if hooks.before_backward is not None:
+            hooks.before_backward(loss)
+        kept = [(p, p.grad) for p in everything if each and id(p) not in own[index]]
+        for parameter, _ in kept:
+            parameter.grad = None
+
+    def after_backward() -> None:
+        nonlocal index
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+        index += 1
+        if hooks.after_backward is not None:
+            hooks.after_backward()
+
+    everywhere: Any = dict.fromkeys(parameters)  # autograd may go to all of them
+    return step, hooks._replace(parameters=everywhere, before_backward=before_backward, after_backward=after_backward)
+
+
+@contextmanager
+def losses_by_class(on: bool) -> Iterator[None]:
+    """Loss parallelism: cross entropy is computed, forward and backward, on logits that are sharded by classes."""
+    if not on:
+        yield
+        return
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    from lockstep.strategies.mesh.tensor_plan.styles import PlainLoss
+
+    with loss_parallel(), PlainLoss():
+        yield
+
+
+def share_rng_state(device: torch.device) -> None:
+    """Rank 0's random state everywhere: it alone has drawn initial values, and a tensor group needs one stream."""
+    state = torch.get_rng_state()
+    dist.broadcast(state, 0)
+    torch.set_rng_state(state)
+    if device.type == "cuda":
+        state = torch.cuda.get_rng_state()
+        dist.broadcast(state, 0)
+        torch.cuda.set_rng_state(state)

@@ -1,0 +1,70 @@
+"""What a module tree was before it was wrapped."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from typing import Any
+
+from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
+
+from lockstep.strategies.mesh import mixed_tensors
+from lockstep.strategies.modules.meta import materialize as materialize
+
+
+class Structure:
+    """What a module tree was before it was wrapped, to put it back: classes, hooks and attributes, not values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = {module: (type(module), _attributes(module)) for module in model.modules()}
+        self._changed: list[tuple[nn.Module, type, dict[str, Any], set[str], dict[str, set[int]]]] = []
+
+    def seal(self) -> None:
+        """Placing is done: whatever differs now is what `undo` takes back; what comes later is the user's."""
+        for module, (cls, before) in self._before.items():
+            after = _attributes(module)
+            hooks = {
+                key: set(value) - set(before.get(key, ()))
+                for key, value in after.items()
+                if isinstance(value, dict) and key in before
+            }
+            replaced = {
+                key: value
+                for key, value in before.items()
+                if not isinstance(value, dict) and after.get(key) is not value
+            }
+            self._changed.append((module, cls, replaced, set(after) - set(before), hooks))
+        self._before = {}
+
+    def undo(self) -> None:
+        for module, cls, replaced, added, hooks in self._changed:
+            if type(module) is not cls:
+                module.__class__ = cls
+            vars(module).update(replaced)
+            for key in added:
+                vars(module).pop(key, None)
+            for key, numbers in hooks.items():
+                for number in numbers:
+                    vars(module)[key].pop(number, None)
+            _module_state_mapping.pop(module, None)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Attributes but for values and submodules; dicts, such as those of hooks, copied."""
+    skipped = ("_parameters", "_buffers", "_modules")
+    return {
+        key: dict(value) if isinstance(value, dict) else value
+        for key, value in vars(module).items()
+        if key not in skipped
+    }
+
+
+warnings.filterwarnings(
+    "ignore", message=r"FSDP2-wrapped module \(\w*MeshModel\) returned a view", category=UserWarning
+)
+logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
+    lambda record: not re.search(r"\d sequential all_\w+ operations", record.getMessage())
+)  # of tensors sharded over two axes, made whole where somebody checks them
+mixed_tensors.install()

@@ -1,0 +1,1 @@
+"""Which layers tensor parallelism shards, and how: found or given, checked, applied."""

@@ -1,0 +1,91 @@
+"""Layers that are more than their weights: with hooks, which would see shards, or with a weight that is computed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from lockstep.strategies.mesh.tensor_plan.plan import Plan
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, kind) for kind in HOOKS)
+
+
+def inside(module: nn.Module) -> Iterator[nn.Module]:
+    return (inner for inner in module.modules() if inner is not module)
+
+
+def is_altered(layer: nn.Module) -> bool:
+    """Whether a linear layer has hooks, or computes its weight: by a parametrization, or the hook of weight_norm or
+    prune."""
+    if not isinstance(layer, nn.Linear):
+        return False
+    return has_hooks(layer) or "weight" not in layer._parameters or "parametrizations" in layer._modules
+
+
+def refuse_altered(model: nn.Module, plan: Plan, blocks: Iterable[str]) -> None:
+    """Raise ValueError for layers of the plan that hooks would see in shards, or whose weight is computed."""
+    for name in plan.styles:
+        layer = model.get_submodule(name)
+        if is_altered(layer) or has_hooks(layer):
+            what = "hooks" if has_hooks(layer) and "weight" in layer._parameters else "a weight that something computes"
+            raise ValueError(f"the plan of strategy tensor shards {name}, but it has {what}; leave it out of the plan")
+    for name in blocks:
+        for inner, module in model.get_submodule(name).named_modules():
+            if inner and has_hooks(module):
+                raise ValueError(
+                    f"{name}.{inner} has hooks, which would see a share of the sequence under sequence_parallel=True; "
+                    "leave the option out, or take the hooks off"
+                )
+
+
+def watch_hooks(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, str, Any]]:
+    """From now on refuse hooks on modules that work on shards. Returns what to put back: modules, attributes and
+    values."""
+    names = {*plan.styles, *plan.between}
+    for holder in plan.checked:
+        names |= {f"{holder}.{inner}".strip(".") for inner, _ in model.get_submodule(holder).named_modules() if inner}
+    if plan.sequence is not None:
+        names |= {name for name, module in model.named_modules() if plan.sequence.holds(module)}
+    before = []
+    for name in names:
+        module = model.get_submodule(name)
+        if module in plan.traced:
+            continue
+        whole_output = plan.styles.get(name) in ("row", "gather", "scatter", "embedding") and plan.sequence is None
+        for kind in HOOKS[1:] if whole_output else HOOKS:
+            held = getattr(module, kind)
+            before.append((module, kind, held))
+            setattr(module, kind, _RefusesMore(held, name))
+    return before
+
+
+class _RefusesMore(OrderedDict[int, Any]):
+    """Hooks of a module that takes no further ones."""
+
+    def __init__(self, hooks: Mapping[int, Any], name: str) -> None:
+        super().__init__(hooks)
+        self._name = name
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        if "_name" in vars(self):
+            raise RuntimeError(
+                f"a hook was registered on {self._name}, which works on shards under strategy tensor, so that the hook "
+                "would "
+                "see a part of its inputs or outputs; register it in __init__, so that the automatic plan leaves the "
+                "layer "
+                "whole, or give strategy=TensorParallel(plan={...}) without the layer"
+            )
+        super().__setitem__(key, hook)
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (list(self.items()),)
+
+    def copy(self) -> OrderedDict[int, Any]:  # type: ignore[override]
+        return OrderedDict(self)

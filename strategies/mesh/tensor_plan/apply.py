@@ -1,0 +1,169 @@
+"""Sharding the layers of a plan, and a check that a module found by its names computes what it did."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.utils._pytree import tree_leaves
+
+from lockstep.strategies.mesh.tensor_plan.plan import Plan
+from lockstep.strategies.mesh.tensor_plan.styles import STYLES, Column, differentiable_twice, writable
+from lockstep.strategies.modules.blocks import shared
+from lockstep.strategies.modules.side_effect_free import side_effect_free
+
+
+def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> None:
+    """Cut the layers of `unit` (named `prefix` in the model) that are still whole. All ranks of `mesh` hold the same
+    values."""
+
+    def inside(names: Any) -> Iterator[tuple[str, str, nn.Module]]:
+        for name in names:
+            if name == prefix or name.startswith(prefix + ".") or not prefix:
+                relative = name[len(prefix) + 1 :] if prefix else name
+                yield name, relative, unit.get_submodule(relative)
+
+    todo = {relative: plan.styles[name] for name, relative, module in inside(plan.styles) if not _is_cut(module)}
+    modules = [
+        module
+        for name, _, module in inside(plan.checked)
+        if any(not _is_cut(layer) for _, _, layer in inside(plan.checked[name]))
+    ]
+    names = [name for name, _, module in inside(plan.checked) if module in modules]
+    expected = [_computed(module) for module in modules]
+    ties = [[(module, leaf) for module, leaf in places] for places in shared(unit).values()]
+    # values are the same on all ranks, so that nothing needs to be sent
+    torch_plan: dict[str, ParallelStyle] = {}
+    columns: dict[str, Column] = {}
+    for name, style in todo.items():
+        if style == "column":  # one for the layers of a module
+            parent = name.rpartition(".")[0]
+            if parent not in columns:
+                holder = unit.get_submodule(parent)
+                hands_on = holder if isinstance(holder, nn.Sequential) and not plan.is_given else None
+                columns[parent] = Column(plan.sequence, hands_on)
+                holder.register_forward_hook(columns[parent].forget, always_call=holder not in plan.traced)
+            torch_plan[name] = columns[parent]
+        else:
+            torch_plan[name] = STYLES[style](plan.sequence) if isinstance(style, str) else style
+    if torch_plan:
+        parallelize_module(unit, mesh, torch_plan, src_data_rank=None)
+        for name in torch_plan:
+            unit.get_submodule(name).register_forward_pre_hook(differentiable_twice)
+            unit.get_submodule(name).register_forward_hook(writable)
+    for name, _, module in inside(plan.heads):
+        for attribute, count in plan.heads[name].items():
+            setattr(module, attribute, count)
+    for name, _, module in inside(plan.dropouts):
+        module.forward = SlicedDropout(module, plan.dropouts[name], mesh)
+    for places in ties:
+        _tie(places, prefix, unit)
+    for name, module in zip(names, modules, strict=True):
+        guard = Guard(name or type(module).__name__)
+        module.register_forward_pre_hook(guard.enter)
+        module.register_forward_hook(guard.leave, always_call=module not in plan.traced)
+        for layer_name, _, layer in inside(plan.checked[name]):
+            if plan.styles[layer_name] == "column":
+                layer.register_forward_pre_hook(functools.partial(guard.check, layer_name))
+    for name, module, wanted in zip(names, modules, expected, strict=True):
+        if wanted is not None and not _agree(_computed(module), wanted):
+            raise ValueError(
+                f"the automatic plan cuts {', '.join(plan.checked[name])}, but {name or type(unit).__name__} then "
+                "computes something else; "
+                "give strategy=TensorParallel(plan={...}) or define tensor_plan() in a module"
+            )
+
+
+class Guard:
+    """Refuses the call of a layer whose outputs are cut from anywhere but the module for which the automatic plan cut
+    it."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._running = name, 0
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self._running += not torch.compiler.is_compiling()  # what is compiled makes the module's own calls
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._running -= not torch.compiler.is_compiling()
+
+    def check(self, layer: str, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:  # or recomputed by a backward
+            return
+        if not self._running:
+            raise RuntimeError(
+                f"{layer} was called without {self._name}, but strategy tensor has cut its outputs over ranks for "
+                f"{self._name} to use; "
+                "give strategy=TensorParallel(plan={...}) that leaves it whole"
+            )
+
+
+class SlicedDropout:
+    """Dropout of a cut activation: this rank's part of the noise that the whole activation would get, so that ranks do
+    not repeat it."""
+
+    def __init__(self, layer: nn.Module, width: int, mesh: DeviceMesh) -> None:
+        self._layer, self._width, self._rank = layer, width, mesh.get_local_rank()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self._layer.training or not self._layer.p:
+            return x
+        whole = nn.functional.dropout(x.new_ones(*x.shape[:-1], self._width), self._layer.p)  # type: ignore[arg-type]
+        if x.shape[-1] == self._width:  # called by itself
+            return x * whole
+        return x * whole.narrow(-1, self._rank * x.shape[-1], x.shape[-1])
+
+
+def _is_cut(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+@torch.no_grad()
+def _computed(module: nn.Module) -> Tensor | None:
+    """What a module makes of fixed random numbers, or None where it takes something else than one tensor."""
+    first = next((layer for layer in module.modules() if isinstance(layer, nn.Linear)), None)
+    if first is None:
+        return None
+    x = torch.randn(2, 8, first.in_features, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(
+        first.weight
+    )
+    modes = [(child, child.training) for child in module.modules()]
+    with side_effect_free(module), torch.compiler.set_stance("force_eager"):
+        try:
+            module.eval()
+            output = module(x)
+        except Exception:  # whatever a forward raises that wants other arguments
+            return None
+        finally:
+            for child, mode in modes:
+                child.training = mode
+    return next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+
+
+def _agree(found: Tensor | None, wanted: Tensor) -> bool:
+    if found is None or found.shape != wanted.shape:
+        return False
+    tolerance = 1e-4 if wanted.dtype in (torch.float32, torch.float64) else 5e-2
+    return bool((found - wanted).abs().max() <= tolerance * wanted.abs().max().clamp(min=1e-3))
+
+
+def _tie(places: list[tuple[nn.Module, str]], prefix: str, unit: nn.Module) -> None:
+    """Make what was one parameter one again, once its layers are cut."""
+    parameters = [module._parameters[leaf] for module, leaf in places]
+    kinds = {(p.placements if isinstance(p, DTensor) else None) for p in parameters}
+    if len(kinds) > 1:
+        names = {id(module): name for name, module in unit.named_modules()}
+        shown = " and ".join(".".join(filter(None, (prefix, names[id(module)], leaf))) for module, leaf in places)
+        raise ValueError(
+            f"{shown} are one parameter, but the plan cuts them in different ways; name both layers in the plan, cut "
+            "alike, or neither"
+        )
+    for module, leaf in places:
+        module._parameters[leaf] = parameters[0]

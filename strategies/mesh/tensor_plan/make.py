@@ -1,0 +1,133 @@
+"""Which layers tensor parallelism cuts, and how.
+
+A plan names layers and says of each: "column" (cut by outputs, which stay cut), "row" (cut by inputs, which are
+cut already; outputs are summed), "gather" (cut by outputs, which are gathered), "scatter" (cut by inputs, of
+which each rank takes its part; outputs are summed), "embedding" (cut by entries), or one of torch's ParallelStyle.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from lockstep.strategies.mesh.options import Options
+from lockstep.strategies.mesh.tensor_plan.altered import refuse_altered
+from lockstep.strategies.mesh.tensor_plan.plan import Plan
+from lockstep.strategies.mesh.tensor_plan.search import find
+from lockstep.strategies.mesh.tensor_plan.styles import STYLES, SequenceSharding
+from lockstep.strategies.modules.blocks import shared
+from lockstep.strategies.modules.forwards import within_compiled
+from lockstep.strategies.modules.model_changes import shortened
+
+
+def make_plan(model: nn.Module, blocks: Mapping[str, nn.Module], size: int, options: Options) -> Plan:
+    """Decide what is sharded over `size` ranks. Raises ValueError where a layer's size does not divide, or nothing can be
+    cut."""
+    plan = Plan(traced=within_compiled(model))
+    given = _given(model, options)
+    if given is not None:
+        plan.styles, plan.is_given = given, True
+    else:
+        find(model, size, plan)
+    if not plan.styles:
+        raise ValueError(
+            f"strategy tensor finds nothing to cut in {type(model).__name__}: no attention, pair of linear layers or "
+            "linear layer; "
+            "give strategy=TensorParallel(plan={...}) or define tensor_plan() in a module, or use another strategy"
+            + (f" (hooks or computed weights leave these whole: {shortened(plan.left)})" if plan.left else "")
+        )
+    if options.loss_parallel:
+        _cut_classes(model, plan)
+    elif "classes" in plan.styles.values():
+        raise ValueError(
+            "a plan that cuts a layer by 'classes' needs loss_parallel=True, which computes the loss on cut logits; "
+            "give it, or cut the layer by 'gather'"
+        )
+    _check_sizes(model, size, plan)
+    refuse_altered(model, plan, blocks if options.sequence_parallel else ())
+    if options.sequence_parallel:
+        plan.sequence = SequenceSharding.of(model, blocks, plan.styles, size)
+    return plan
+
+
+def _given(model: nn.Module, options: Options) -> dict[str, Any] | None:
+    """The plan of the option, else those of the modules' `tensor_plan()`, with patterns resolved; None without any."""
+    named = dict(model.named_modules())
+    sources: list[tuple[str, Mapping[str, Any], str]] = []
+    if isinstance(options.plan, Mapping):
+        sources = [("", options.plan, "plan")]
+    elif options.plan != "auto":
+        raise ValueError(
+            f"plan must be 'auto' or a dict of layer names and how they are cut, but plan={options.plan!r}"
+        )
+    else:
+        sources = [
+            (name + "." if name else "", module.tensor_plan(), f"{type(module).__name__}.tensor_plan()")
+            for name, module in named.items()
+            if callable(getattr(module, "tensor_plan", None))
+        ]
+    styles: dict[str, Any] = {}
+    for prefix, plan, where in sources:
+        for pattern, style in plan.items():
+            if not isinstance(style, ParallelStyle) and style not in STYLES:
+                raise ValueError(
+                    f"{where} must say one of {', '.join(STYLES)} or a ParallelStyle of torch, but {pattern!r} has "
+                    f"{style!r}"
+                )
+            found = [name for name in named if fnmatch.fnmatchcase(name, prefix + pattern)]
+            if not found:
+                raise ValueError(
+                    f"{where} names {pattern!r}, which is no submodule; there are "
+                    f"{', '.join(name for name in named if name)[:200]}"
+                )
+            styles |= dict.fromkeys(found, style)
+    return styles if sources else None
+
+
+def _cut_classes(model: nn.Module, plan: Plan) -> None:
+    """Loss parallelism: the last linear layer is sharded by its outputs, the classes."""
+    linear = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+    heads = [name for name, style in plan.styles.items() if style == "classes"]
+    heads = heads or [name for name, _ in linear[-1:] if plan.styles.get(name, "gather") in ("gather", "scatter")]
+    if not heads:
+        raise ValueError(
+            "loss_parallel=True cuts the last linear layer by classes, but the plan uses it otherwise; name the layer "
+            "in the plan with 'classes'"
+        )
+    for name in heads:
+        plan.styles[name] = "classes"
+        for places in shared(model).values():  # the embedding that shares its weight
+            holders = [module for module, _ in places]
+            if model.get_submodule(name) in holders:
+                plan.styles |= {
+                    other: "embedding"
+                    for other, module in model.named_modules()
+                    if isinstance(module, nn.Embedding) and module in holders
+                }
+
+
+def _check_sizes(model: nn.Module, size: int, plan: Plan) -> None:
+    for name, style in plan.styles.items():
+        if not isinstance(style, str):
+            continue
+        layer = model.get_submodule(name)
+        if style == "position":
+            continue
+        wanted = nn.Embedding if style == "embedding" else nn.Linear
+        if not isinstance(layer, wanted):
+            raise ValueError(
+                f"the plan cuts {name} by {style!r}, which is for {wanted.__name__}, but it is {type(layer).__name__}"
+            )
+        attribute = {"row": "in_features", "scatter": "in_features", "embedding": "num_embeddings"}.get(
+            style, "out_features"
+        )
+        if getattr(layer, attribute) % size:
+            raise ValueError(
+                f"strategy tensor cuts {name} by {attribute}={getattr(layer, attribute)}, which is not divisible by "
+                f"the {size} ranks of a tensor group; "
+                "change the layer or the mesh, or leave it out with a plan"
+            )

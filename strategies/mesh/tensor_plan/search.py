@@ -1,0 +1,173 @@
+"""The automatic plan: attention, perceptrons and pairs of linear layers, found by the names they usually have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from lockstep.strategies.mesh.tensor_plan.altered import has_hooks, inside, is_altered
+from lockstep.strategies.mesh.tensor_plan.plan import Plan
+from lockstep.strategies.modules.blocks import shared
+
+ATTENTION = (
+    {"q", "wq", "q_proj", "query", "to_q", "q_lin"},
+    {"k", "wk", "k_proj", "key", "to_k", "k_lin"},
+    {"v", "wv", "v_proj", "value", "to_v", "v_lin"},
+    {"o", "wo", "o_proj", "out_proj", "out", "proj", "to_out", "out_lin", "dense"},
+)
+"""Names that the four projections of an attention layer go by."""
+
+UP = {
+    "up",
+    "up_proj",
+    "gate",
+    "gate_proj",
+    "fc1",
+    "w1",
+    "w3",
+    "c_fc",
+    "linear1",
+    "lin1",
+    "wi",
+    "wi_0",
+    "wi_1",
+    "dense_h_to_4h",
+}
+
+DOWN = {"down", "down_proj", "fc2", "w2", "c_proj", "linear2", "lin2", "dense_4h_to_h", "wo"}
+"""Names of the linear layers before and after the activation of a perceptron."""
+
+HEAD_COUNTS = (
+    "num_heads",
+    "n_heads",
+    "n_head",
+    "nhead",
+    "heads",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+    "n_kv_head",
+)
+
+HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "d_head", "attention_head_size")
+
+ELEMENTWISE = tuple(
+    getattr(nn, name)
+    for name in (
+        "ReLU ReLU6 LeakyReLU ELU SELU CELU GELU SiLU Mish Tanh Sigmoid LogSigmoid Softplus Softsign Hardtanh "
+        "Hardswish Hardsigmoid Identity Dropout"
+    ).split()
+)
+"""What may stand between two cut linear layers of a sequence."""
+
+
+def find(model: nn.Module, size: int, plan: Plan) -> None:
+    """The automatic plan."""
+    tied = {id(module) for places in shared(model).values() for module, _ in places}
+    named = {name: module for name, module in model.named_modules() if id(module) not in tied}
+    for name, module in named.items():
+        dot = name + "." if name else ""
+        linear = {
+            child: layer
+            for child, layer in module.named_children()
+            if type(layer) is nn.Linear and id(layer) not in tied and not is_altered(layer)
+        }
+        plan.left += [dot + child for child, layer in module.named_children() if is_altered(layer)]
+        if isinstance(module, nn.Sequential):
+            _find_pairs(dot, module, tied, plan)
+            continue
+        if any(map(has_hooks, inside(module))):
+            continue  # they may look at what the layers of a group hand to each other
+        attention = [[child for child in linear if child in names] for names in ATTENTION]
+        heads = (
+            _heads(dot, module, linear, [names[0] for names in attention], size)
+            if all(len(names) == 1 for names in attention)
+            else None
+        )
+        if heads is not None:
+            q, k, v, o = (names[0] for names in attention)
+            plan.styles |= {dot + q: "column", dot + k: "column", dot + v: "column", dot + o: "row"}
+            plan.heads[name] = heads
+            plan.checked.setdefault(name, []).extend(dot + child for child in (q, k, v, o))
+        taken = {names[0] for names in attention} if heads is not None else set()
+        up, down = ([child for child in linear if child in names and child not in taken] for names in (UP, DOWN))
+        others = [  # such as an adapter in the place of a layer
+            child
+            for child, layer in module.named_children()
+            if child in UP | DOWN and child not in linear and next(layer.parameters(), None) is not None
+        ]
+        if (
+            up
+            and len(down) == 1
+            and not others
+            and all(linear[child].out_features == linear[down[0]].in_features for child in up)
+        ):
+            plan.styles |= {dot + child: "column" for child in up} | {dot + down[0]: "row"}
+            plan.checked.setdefault(name, []).extend(dot + child for child in (*up, *down))
+    if not plan.styles:
+        for name, module in named.items():
+            if type(module) is nn.Linear and not is_altered(module):
+                wide = module.in_features >= module.out_features
+                sizes = {"scatter": module.in_features, "gather": module.out_features}
+                order = ("scatter", "gather") if wide else ("gather", "scatter")
+                plan.styles[name] = next((style for style in order if sizes[style] % size == 0), order[0])
+
+
+def _find_pairs(dot: str, sequence: nn.Sequential, tied: set[int], plan: Plan) -> None:
+    """Linear layers of a sequence with nothing but elementwise layers between them."""
+    first: tuple[str, nn.Linear] | None = None
+    between: dict[str, nn.Module] = {}
+    layers = [*sequence._modules.items()]  # a layer that stands there twice is called twice
+    repeated = {id(layer) for i, (_, layer) in enumerate(layers) if any(layer is other for _, other in layers[:i])}
+    for child, layer in layers:
+        if layer is None or (id(layer) in repeated and not isinstance(layer, ELEMENTWISE)):
+            first = None
+        elif type(layer) is nn.Linear and id(layer) not in tied and not is_altered(layer):
+            if first is not None and first[1].out_features == layer.in_features:
+                plan.styles |= {dot + first[0]: "column", dot + child: "row"}
+                plan.between += between
+                dropouts = [name for name, inner in between.items() if isinstance(inner, nn.Dropout)]
+                plan.dropouts |= dict.fromkeys(dropouts, layer.in_features)
+                first = None
+            else:
+                first = (child, layer)
+            between = {}
+        elif not isinstance(layer, ELEMENTWISE) or has_hooks(layer):
+            first = None
+        else:
+            between[dot + child] = layer
+
+
+def _heads(
+    dot: str, module: nn.Module, linear: Mapping[str, nn.Linear], names: list[str], size: int
+) -> dict[str, int] | None:
+    """The attributes that count heads, as one rank has them; None where the module does not say how it makes heads.
+
+    Without them a reshape could make narrower heads out of a slice, which computes something else.
+    """
+    q, k, v, o = (linear[name] for name in names)
+    if q.out_features != o.in_features or k.out_features != v.out_features:
+        return None
+    counts = {name: value for name in HEAD_COUNTS if type(value := vars(module).get(name)) is int}
+    for name, value in counts.items():
+        if value % size:
+            raise ValueError(
+                f"strategy tensor cuts attention by heads, but {dot}{name}={value} is not divisible by the {size} "
+                "ranks of a tensor group; "
+                "change it, or the mesh"
+            )
+    if counts:
+        return {name: value // size for name, value in counts.items()}
+    width = next((value for name in HEAD_WIDTHS if type(value := vars(module).get(name)) is int), None)
+    if width is None:
+        return None
+    for name in names[:3]:
+        if linear[name].out_features % (size * width):
+            raise ValueError(
+                f"strategy tensor cuts attention by heads, but {dot}{name} has "
+                f"out_features={linear[name].out_features}, which is not a whole number "
+                f"of heads of {width} on each of the {size} ranks of a tensor group; change it, or the mesh"
+            )
+    return {}
