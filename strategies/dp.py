@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -122,13 +123,7 @@ class DataParallel(SPMDStrategy):
             self._refuse("manual_optimization")
         return self._in_slices(wrapped, step_fn, window, hooks)
 
-    def _in_slices(
-        self,
-        wrapped: nn.Module,
-        step_fn: StepFn,
-        window: Window,
-        hooks: StepHooks,
-    ) -> StepResult:
+    def _in_slices(self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks) -> StepResult:
         if self._scaler_used:
             self._update_scaler()
         check_hooks(wrapped)
@@ -140,25 +135,8 @@ class DataParallel(SPMDStrategy):
             replicas = self._replicas(wrapped, len(slices))
             steps = [step_fn, *(rebind(step_fn, wrapped, other) for other in replicas[1:])]
             contexts = [hooks.log_scope(n) for _, n in slices]
-
-            def forward(
-                i: int,
-                slices: Any = slices,
-                steps: Any = steps,
-                contexts: Any = contexts,
-                replicas: list[nn.Module] = replicas,
-                batch_idx: int = micro_batch.batch_idx,
-            ) -> Any:
-                device, autocast = self._device_of(i), self.precision.autocast_dtype
-                parameters = [*parameters_of(replicas[i])]
-                marks = gradient_marks(parameters)
-                with contexts[i], torch.autocast(device.type, autocast, autocast is not None):
-                    output = steps[i](move(slices[i][0], device, None, kept="cpu"), batch_idx)
-                if marks != gradient_marks(parameters):
-                    raise own_backward(remarked(replicas[i].named_parameters(), marks))
-                return output
-
-            outputs = self._run(forward, len(slices))
+            forward = functools.partial(self._forward, micro_batch.batch_idx)
+            outputs = self._run(forward, range(len(slices)), replicas, steps, [part for part, _ in slices], contexts)
             join_state(wrapped, replicas[1:])
             whole = merged(
                 [(move(output, self.topology.device, None), n) for output, (_, n) in zip(outputs, slices, strict=True)]
@@ -171,31 +149,44 @@ class DataParallel(SPMDStrategy):
             weighted += sum(value.item() for value in losses) if self.topology.device.type == "cpu" else 0.0
             if losses and hooks.before_backward is not None:
                 hooks.before_backward(split_loss(whole, micro_batch.num_samples)[0])  # type: ignore[arg-type]
-
-            def backward(i: int, losses: list[Tensor] = losses) -> None:
-                (losses[i] if self.precision.scaler is None else self.precision.scaler.scale(losses[i])).backward()
-
-            self._run(backward, len(losses))
+            self._run(self._backward, losses)
             self._join(wrapped, replicas)
             micro_batch.output = detach(whole)
             if losses and hooks.after_backward is not None and number < last:
                 hooks.after_backward()
         if random_state is not None:
             self._draws = not torch.equal(random_state, torch.get_rng_state())
-        finite = math.isfinite(weighted)
+        bad = None if math.isfinite(weighted) else "the loss of rank 0"
         loss = weighted * window.num_samples / count if count and self.topology.device.type == "cpu" else None
-        result = StepResult(
-            count,
-            hooks.vote().stop,
-            None if finite else "the loss of rank 0",
-            loss,
-        )
+        result = StepResult(count, hooks.vote().stop, bad, loss)
         return self._conclude(wrapped, result, hooks, window.num_samples) if count else result
 
-    def _run(self, work: Callable[[int], Any], count: int) -> list[Any]:
-        """`work` for each slice, in threads."""
+    def _forward(
+        self,
+        batch_idx: int,
+        index: int,
+        replica: nn.Module,
+        step: StepFn,
+        part: Any,
+        context: AbstractContextManager[Any],
+    ) -> Any:
+        """What the step returns for a slice, in its thread."""
+        device, autocast = self._device_of(index), self.precision.autocast_dtype
+        parameters = [*parameters_of(replica)]
+        marks = gradient_marks(parameters)
+        with context, torch.autocast(device.type, autocast, autocast is not None):
+            output = step(move(part, device, None, kept="cpu"), batch_idx)
+        if marks != gradient_marks(parameters):
+            raise own_backward(remarked(replica.named_parameters(), marks))
+        return output
+
+    def _backward(self, loss: Tensor) -> None:
+        (loss if self.precision.scaler is None else self.precision.scaler.scale(loss)).backward()
+
+    def _run(self, work: Callable[..., Any], *slices: Iterable[Any]) -> list[Any]:
+        """`work` with what each slice has, in threads."""
         assert self._threads is not None
-        return [work(i) for i in range(count)] if self._draws else list(self._threads.map(work, range(count)))
+        return list((map if self._draws else self._threads.map)(work, *slices))
 
     def _device_of(self, index: int) -> torch.device:
         on_several = self.topology.device.type == "cuda" and torch.cuda.device_count() > 1

@@ -333,40 +333,37 @@ def test_lazy_names_are_the_names_that_type_checkers_see() -> None:
 
 
 PRIVATE = {
-    "dist.group.WORLD._get_sequence_number_for_group",
-    "nn.Module._apply",
-    "nn.modules.batchnorm._BatchNorm",
-    "nn.modules.batchnorm._NormBase",
-    "nn.modules.dropout._DropoutNd",
-    "subprocess._args_from_interpreter_flags",
-    "torch._C.DisableTorchFunctionSubclass",
-    "torch._C._current_graph_task_id",
-    "torch._C._disabled_torch_function_impl",
-    "torch._amp_foreach_non_finite_check_and_unscale_",
-    "torch._foreach_mul_",
-    "torch._subclasses.fake_tensor.DataDependentOutputException",
-    "torch._subclasses.fake_tensor.DynamicOutputShapeException",
-    "torch._subclasses.fake_tensor.FakeCopyMode",
-    "torch._subclasses.fake_tensor.FakeTensor",
-    "torch._subclasses.fake_tensor.FakeTensorMode",
-    "torch.distributed._composable.replicate_with_fsdp.replicate",
-    "torch.distributed._composable_state._module_state_mapping",
-    "torch.distributed._functional_collectives.AsyncCollectiveTensor",
-    "torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather",
-    "torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultReduceScatter",
-    "torch.distributed.pipelining._schedule_visualizer.get_schedule_ops",
-    "torch.distributed.pipelining.schedules._Action",
-    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-    "torch.ops.aten._local_scalar_dense.default",
-    "torch.storage._new_dtypes",
-    "torch.utils._python_dispatch.TorchDispatchMode",
-    "torch.utils._pytree.tree_any",
-    "torch.utils._pytree.tree_flatten",
-    "torch.utils._pytree.tree_leaves",
-    "torch.utils._pytree.tree_map_only",
-    "torch.utils._pytree.tree_unflatten",
+    "dist.group.WORLD._get_sequence_number_for_group": "counts this rank's collectives; no public counter",
+    "nn.Module._apply": "casts by a rule of ours (complex stays complex), which Module.to has not",
+    "nn.modules.batchnorm._BatchNorm": "the base of all BatchNorm layers, SyncBatchNorm and users' included",
+    "nn.modules.batchnorm._NormBase": "the base of BatchNorm and InstanceNorm",
+    "subprocess._args_from_interpreter_flags": "starts ranks with this interpreter's flags, as multiprocessing does",
+    "torch._C._current_graph_task_id": "whether a hook is called within a backward",
+    "torch._C._disabled_torch_function_impl": "what subclasses of Tensor are to use, by torch's own documentation",
+    "torch._amp_foreach_non_finite_check_and_unscale_": "one kernel that finds NaN and infinity, as GradScaler uses it",
+    "torch._foreach_mul_": "documented, though it has an underscore: scales all gradients by one kernel",
+    "torch._subclasses.fake_tensor.DataDependentOutputException": "fake tensors of a pipeline",
+    "torch._subclasses.fake_tensor.DynamicOutputShapeException": "fake tensors of a pipeline",
+    "torch._subclasses.fake_tensor.FakeCopyMode": "fake tensors of a pipeline",
+    "torch._subclasses.fake_tensor.FakeTensor": "fake tensors of a pipeline",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "fake tensors of a pipeline",
+    "torch.distributed._composable.replicate_with_fsdp.replicate": "FSDP2's replicate has no public name yet",
+    "torch.distributed._composable_state._module_state_mapping": "no public way to take fully_shard off a module",
+    "torch.distributed._functional_collectives.AsyncCollectiveTensor": "what DTensor returns at first",
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather": "a base class",
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultReduceScatter": "a base class",
+    "torch.distributed.pipelining._schedule_visualizer.get_schedule_ops": "order of a schedule",
+    "torch.distributed.pipelining.schedules._Action": "the type of these operations",
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "offset of a shard",
+    "torch.ops.aten._local_scalar_dense.default": "what `.item()` calls",
+    "torch.utils._python_dispatch.TorchDispatchMode": "documented under this name; sees each operation",
+    "torch.utils._pytree.tree_any": "walks batches and outputs as torch does; no public name",
+    "torch.utils._pytree.tree_flatten": "walks batches and outputs as torch does; no public name",
+    "torch.utils._pytree.tree_leaves": "walks batches and outputs as torch does; no public name",
+    "torch.utils._pytree.tree_map_only": "walks batches and outputs as torch does; no public name",
+    "torch.utils._pytree.tree_unflatten": "walks batches and outputs as torch does; no public name",
 }
-"""What we use of other packages though its name says that it is theirs; may only shrink."""
+"""What we use of other packages though its name says that it is theirs, and why; may only shrink."""
 
 
 def test_private_names_of_other_packages_are_listed() -> None:
@@ -385,16 +382,14 @@ def test_private_names_of_other_packages_are_listed() -> None:
                 and any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
             }
     used = {name for name in used if not any(other.startswith(f"{name}.") for other in used)}
-    assert used == PRIVATE
+    assert used == set(PRIVATE)
 
 
 MAX_FILES = 15  # in a folder
 MAX_LINES = 400  # in a file; those that are longer may only shrink
 LONGER: dict[str, int] = {}
 MAX_FUNCTION_LINES = 60  # those that are longer may only shrink
-LONGER_FUNCTIONS = {
-    "strategies/dp.py:_in_slices": 73,
-}
+LONGER_FUNCTIONS: dict[str, int] = {}
 
 
 def test_a_file_and_a_folder_fit_in_the_head() -> None:

@@ -132,7 +132,7 @@ class _Cut(_Guarded):
                 for item in value:
                     if isinstance(item, _Cut) and item.is_empty():
                         return _ask_empty(item, func, args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             return func(*args, **kwargs or {})
 
     def is_empty(self) -> bool:
@@ -155,7 +155,7 @@ def _ask_empty(parameter: _Cut, func: Callable[..., Any], args: tuple[Any, ...],
             "a hook within `with trainer.whole(module):`, or use strategy='deepspeed_stage_2', which keeps parameters "
             "whole"
         )
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 

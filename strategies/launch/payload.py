@@ -128,7 +128,12 @@ class _Pickler(cloudpickle.Pickler):
         if type(obj) is torch.UntypedStorage and obj.device.type in ("cpu", "cuda"):
             return _untyped_storage, (pickle.PickleBuffer(_bytes_of(obj.cpu())) if obj.nbytes() else None,)
         # torch cannot pickle the dtypes that it added last (uint16, float8): hand them over as integers of their width.
-        if type(obj) is torch.Tensor and obj.dtype in torch.storage._new_dtypes() and obj.device.type == "cpu":
+        if (
+            type(obj) is torch.Tensor
+            and not obj.is_quantized
+            and obj.dtype not in _PICKLED
+            and obj.device.type == "cpu"
+        ):
             return _viewed, (obj.detach().view(_INTEGERS[obj.itemsize]), obj.dtype, obj.requires_grad)
         # By itself torch leaves the hooks of a tensor behind, and refuses modules with parametrizations.
         if isinstance(obj, torch.Tensor) and obj.is_leaf and _hooks_of(obj):
@@ -143,6 +148,10 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
+_PICKLED = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64, torch.complex32),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

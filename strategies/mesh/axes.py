@@ -57,7 +57,14 @@ def apply_axes(
     data = tuple(name for name in names if name in ("ddp", "fsdp"))
     plan: Plan | None = None
     if "tensor" in names:
-        plan = make_plan(model, blocks, mesh["tensor"].size(), options)
+        plan = make_plan(
+            model,
+            blocks,
+            mesh["tensor"].size(),
+            options.plan,
+            sequence_parallel=options.sequence_parallel,
+            loss_parallel=options.loss_parallel,
+        )
     units = [*blocks.values(), wrapped]
     for name, unit in zip([*blocks, ""], units, strict=True):
         filler.fill(unit)

@@ -269,13 +269,16 @@ def layouts(
     return found
 
 
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
 def without_noise(module: nn.Module) -> int:
     """Set every dropout of `module` to 0, as noise differs between ranks by design; return how many there were."""
     count = 0
     for layer in module.modules():
         name = (
             "p"
-            if isinstance(layer, nn.modules.dropout._DropoutNd)
+            if isinstance(layer, DROPOUTS)
             else "dropout"
             if isinstance(layer, nn.MultiheadAttention | nn.RNNBase)
             else None

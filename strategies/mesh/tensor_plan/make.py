@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.mesh.tensor_plan.altered import refuse_altered
 from lockstep.strategies.mesh.tensor_plan.plan import Plan
 from lockstep.strategies.mesh.tensor_plan.search import find
@@ -24,13 +23,23 @@ from lockstep.strategies.modules.forwards import within_compiled
 from lockstep.strategies.modules.model_changes import shortened
 
 
-def make_plan(model: nn.Module, blocks: Mapping[str, nn.Module], size: int, options: Options) -> Plan:
-    """Decide what is sharded over `size` ranks. Raises ValueError where a layer's size does not divide, or nothing can be
-    cut."""
+def make_plan(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    size: int,
+    given: str | Mapping[str, Any] = "auto",
+    *,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+) -> Plan:
+    """Decide what is sharded over `size` ranks, by the user's plan or "auto".
+
+    Raises ValueError if a layer's size does not divide, or nothing can be sharded.
+    """
     plan = Plan(traced=within_compiled(model))
-    given = _given(model, options)
-    if given is not None:
-        plan.styles, plan.is_given = given, True
+    styles = _given(model, given)
+    if styles is not None:
+        plan.styles, plan.is_given = styles, True
     else:
         find(model, size, plan)
     if not plan.styles:
@@ -40,7 +49,7 @@ def make_plan(model: nn.Module, blocks: Mapping[str, nn.Module], size: int, opti
             "give strategy=TensorParallel(plan={...}) or define tensor_plan() in a module, or use another strategy"
             + (f" (hooks or computed weights leave these whole: {shortened(plan.left)})" if plan.left else "")
         )
-    if options.loss_parallel:
+    if loss_parallel:
         _cut_classes(model, plan)
     elif "classes" in plan.styles.values():
         raise ValueError(
@@ -48,22 +57,20 @@ def make_plan(model: nn.Module, blocks: Mapping[str, nn.Module], size: int, opti
             "give it, or cut the layer by 'gather'"
         )
     _check_sizes(model, size, plan)
-    refuse_altered(model, plan, blocks if options.sequence_parallel else ())
-    if options.sequence_parallel:
+    refuse_altered(model, plan, blocks if sequence_parallel else ())
+    if sequence_parallel:
         plan.sequence = SequenceSharding.of(model, blocks, plan.styles, size)
     return plan
 
 
-def _given(model: nn.Module, options: Options) -> dict[str, Any] | None:
+def _given(model: nn.Module, given: str | Mapping[str, Any]) -> dict[str, Any] | None:
     """The plan of the option, else those of the modules' `tensor_plan()`, with patterns resolved; None without any."""
     named = dict(model.named_modules())
     sources: list[tuple[str, Mapping[str, Any], str]] = []
-    if isinstance(options.plan, Mapping):
-        sources = [("", options.plan, "plan")]
-    elif options.plan != "auto":
-        raise ValueError(
-            f"plan must be 'auto' or a dict of layer names and how they are cut, but plan={options.plan!r}"
-        )
+    if isinstance(given, Mapping):
+        sources = [("", given, "plan")]
+    elif given != "auto":
+        raise ValueError(f"plan must be 'auto' or a dict of layer names and how they are cut, but plan={given!r}")
     else:
         sources = [
             (name + "." if name else "", module.tensor_plan(), f"{type(module).__name__}.tensor_plan()")

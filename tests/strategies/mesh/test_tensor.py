@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from examples.gpt import GPT
 from lockstep import Module
 from lockstep.strategies import MeshParallel, TensorParallel
-from lockstep.strategies.mesh.options import Options
 from tests.strategies.mesh.test_fsdp import fit, seeded
 from tests.strategies.odd import Odd, tokens
 from tests.trainer.toy import distance, weights
@@ -308,8 +307,9 @@ def test_what_cannot_be_cut_is_named(options: dict[str, Any], make: Callable[[],
     from lockstep.strategies.modules.blocks import find_blocks
 
     module = make()
+    given = {"given" if name == "plan" else name: value for name, value in options.items()}
     with pytest.raises(ValueError, match=message):
-        make_plan(module, find_blocks(module, "auto"), 2, Options(**options))
+        make_plan(module, find_blocks(module, "auto"), 2, **given)
 
 
 @pytest.mark.parametrize(
