@@ -24,6 +24,7 @@ from lockstep.trainer.checkpoint import convert, rank_state, schema, store
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from lockstep.trainer.hparams import restored
 from lockstep.trainer.run import publish
+from lockstep.trainer.run.hook_content import HookContent, facts_of
 from lockstep.trainer.setup import resume
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _save(
     gathered = strategy.state_dict(run.wrapped, {**run.optimizers, **run.parameter_states})
     tensors, mine = gathered.tensors, strategy.topology.rank == 0
     kept: dict[str, TensorShard] = tensors if mine else {}  # what all ranks hold alike, rank 0 writes
-    extra: dict[str, Any] = {}
+    extra = HookContent({}, lambda: facts_of(run.progress.state_dict(), module.saved_hparams))
     for hook in run.hooks.on_save_checkpoint:
         hook(extra)
     with refused(path):
@@ -160,7 +161,7 @@ def load_extra(run: RunState, checkpoint: Checkpoint, *, callbacks: bool = True)
         _load_extra_of(module, checkpoint)
         return
     with refused(checkpoint.path):
-        extra = unpack(checkpoint.state["module"], checkpoint.read)
+        extra = _content(checkpoint)
         for hook in run.hooks.on_load_checkpoint:
             hook(extra)
 
@@ -168,7 +169,15 @@ def load_extra(run: RunState, checkpoint: Checkpoint, *, callbacks: bool = True)
 def _load_extra_of(module: Any, checkpoint: Checkpoint) -> None:
     with refused(checkpoint.path):
         if "module" in checkpoint.state:  # imported weights have none
-            module.on_load_checkpoint(unpack(checkpoint.state["module"], checkpoint.read))
+            module.on_load_checkpoint(_content(checkpoint))
+
+
+def _content(checkpoint: Checkpoint) -> HookContent:
+    state, read = checkpoint.state, checkpoint.read
+    return HookContent(
+        unpack(state["module"], read),
+        lambda: facts_of(state["progress"], unpack(state.get("hyperparameters", {}), read)),
+    )
 
 
 def check_configured(run: RunState, checkpoint: Checkpoint) -> None:

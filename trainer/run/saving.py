@@ -18,6 +18,7 @@ from lockstep.strategies.base import Topology
 from lockstep.strategies.checkpoint_state import State, gather_state, pack
 from lockstep.strategies.launch import environment
 from lockstep.trainer.checkpoint import snapshot, store
+from lockstep.trainer.run.hook_content import HookContent, facts_of
 from lockstep.trainer.run.hooks import Hooks
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def _save_weights(
     topology, strategy = (Topology() if alone else run.strategy.topology), run.strategy
     tensors = gathered.tensors
     kept = tensors if topology.rank == 0 else {}
-    extra: dict[str, Any] = {}
+    extra = HookContent({}, lambda: facts_of(run.progress.state_dict(), module.saved_hparams))
     for hook in Hooks.find(run, module).on_save_checkpoint:
         hook(extra)
     with snapshot.refused(path):

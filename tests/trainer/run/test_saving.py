@@ -141,3 +141,24 @@ def test_hyperparameters_that_are_code_are_not_saved(
     assert Checkpoint.open(saved).state["hyperparameters"] == {"width": 5}
     loaded = Factories.load_from_checkpoint(saved, net=nn.Linear(8, 3), optimizer=None, kinds=[])
     assert loaded.hparams.width == 5 and equal(weights(loaded), weights(module))
+
+
+class Reads(Net):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.saved = checkpoint["global_step"], checkpoint["epoch"], checkpoint["hyper_parameters"]["width"]
+        with pytest.raises(KeyError, match=r"checkpoint\['state_dict'\] is not in what hooks get: .*trainer.whole"):
+            checkpoint["state_dict"].pop("net.0.weight")
+        with pytest.raises(KeyError, match=r"checkpoint\['optimizer_states'\] cannot be set by a hook"):
+            checkpoint["optimizer_states"] = []
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint["global_step"], checkpoint["epoch"], checkpoint["hyper_parameters"]["width"]
+        assert "state_dict" not in checkpoint and not checkpoint
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_hooks_read_counters_and_are_refused_weights(weights_only: bool, tmp_path: Path) -> None:
+    trainer, module = quiet(accelerator="cpu", devices=1), Reads()
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "c", weights_only)
+    assert module.saved == (7, 1, 16) == Reads.load_from_checkpoint(tmp_path / "c").loaded
