@@ -1,4 +1,4 @@
-"""How long until it runs: imports of lockstep beside `import torch`, and from process start to the end of the first step.
+"""How long until it runs: imports of lockstep beside `import torch`, and process start to the end of the first step.
 
     python -m benchmarks.start [--rounds 5] [--match TEXT] [--json FILE]
 

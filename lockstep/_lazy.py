@@ -1,4 +1,4 @@
-"""Names that a package exports and imports at their first use (PEP 562), so that importing the package costs nothing."""
+"""Names that a package exports and imports at their first use (PEP 562), so that its import costs nothing."""
 
 from __future__ import annotations
 
