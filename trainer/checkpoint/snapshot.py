@@ -308,7 +308,15 @@ def _built(cls: Any, saved: dict[str, Any], overrides: dict[str, Any], path: Any
         saved = {key: value for key, value in saved.items() if key in takes}
     with refused(path):
         saved = restored(cls, saved)
-    module = cls(**saved | overrides)
+    given = saved | overrides
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    lacking = [p.name for p in takes.values() if p.kind in named and p.default is p.empty and p.name not in given]
+    if lacking:
+        raise TypeError(
+            f"{cls.__name__} needs {', '.join(lacking)}, which checkpoint {path} does not hold; give them to "
+            "load_from_checkpoint"
+        )
+    module = cls(**given)
     module.configure_model()
     return module
 

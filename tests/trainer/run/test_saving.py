@@ -139,6 +139,8 @@ def test_hyperparameters_that_are_code_are_not_saved(
     assert set(module.hparams) == {"net", "optimizer", "kinds", "width"}
     saved = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
     assert Checkpoint.open(saved).state["hyperparameters"] == {"width": 5}
+    with pytest.raises(TypeError, match=r"Factories needs net, optimizer, kinds, which checkpoint .* does not hold"):
+        Factories.load_from_checkpoint(saved)
     loaded = Factories.load_from_checkpoint(saved, net=nn.Linear(8, 3), optimizer=None, kinds=[])
     assert loaded.hparams.width == 5 and equal(weights(loaded), weights(module))
 
