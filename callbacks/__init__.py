@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from lockstep.callbacks.guard import Guard
     from lockstep.callbacks.lambda_callback import LambdaCallback
     from lockstep.callbacks.loggers.csv import CSVLogger
+    from lockstep.callbacks.loggers.mlflow import MLflowLogger
     from lockstep.callbacks.loggers.tensorboard import TensorBoardLogger
+    from lockstep.callbacks.loggers.wandb import WandbLogger
     from lockstep.callbacks.model_checkpoint import ModelCheckpoint
     from lockstep.callbacks.model_summary import ModelSummary
     from lockstep.callbacks.monitors.communication_ledger import CommunicationLedger
@@ -40,7 +42,9 @@ else:
             "guard": ["Guard"],
             "lambda_callback": ["LambdaCallback"],
             "loggers.csv": ["CSVLogger"],
+            "loggers.mlflow": ["MLflowLogger"],
             "loggers.tensorboard": ["TensorBoardLogger"],
+            "loggers.wandb": ["WandbLogger"],
             "model_checkpoint": ["ModelCheckpoint"],
             "model_summary": ["ModelSummary"],
             "monitors.communication_ledger": ["CommunicationLedger"],
@@ -81,6 +85,7 @@ __all__ = [
     "LambdaCallback",
     "LearningRateMonitor",
     "Logger",
+    "MLflowLogger",
     "ModelCheckpoint",
     "ModelSummary",
     "PredictionWriter",
@@ -89,5 +94,6 @@ __all__ = [
     "TensorBoardLogger",
     "ThroughputMonitor",
     "Timer",
+    "WandbLogger",
     "WeightAveraging",
 ]

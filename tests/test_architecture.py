@@ -68,6 +68,7 @@ PUBLIC = {
         "LRWarmup",
         "LearningRateMonitor",
         "Logger",
+        "MLflowLogger",
         "ModelCheckpoint",
         "ModelSummary",
         "Profiler",
@@ -75,6 +76,7 @@ PUBLIC = {
         "TensorBoardLogger",
         "ThroughputMonitor",
         "Timer",
+        "WandbLogger",
         "WeightAveraging",
     },
     "lockstep.strategies": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -35,6 +36,21 @@ def plain(value: Any) -> Any:
         except (RuntimeError, ValueError):  # more than one element, or none in memory (meta device)
             return str(value)
     return str(value)
+
+
+def plain_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters as `plain` data; one that cannot be converted costs a warning and is not logged."""
+    found: dict[str, Any] = {}
+    for key, value in params.items():
+        try:
+            found[str(key)] = plain(value)
+        except Exception as error:  # of the value's own methods; or it contains itself
+            warnings.warn(
+                f"hyperparameter {key!r} is not logged: a {type(value).__name__} that cannot be converted to plain "
+                f"data ({type(error).__name__}: {error})",
+                stacklevel=3,
+            )
+    return found
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

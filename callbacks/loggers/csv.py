@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks._support.files import replacing
-from lockstep.callbacks._support.hparams import plain, write_hparams
+from lockstep.callbacks._support.hparams import plain, plain_params, write_hparams
 from lockstep.callbacks.base import Logger
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class CSVLogger(Logger):
 
     def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
         """Add `params` to `hparams.yaml`, written with the first metrics, or by `save` or `finalize`."""
-        self._hparams |= plain(params)
+        self._hparams |= plain_params(params)
         self._hparams_are_written = False
         if metrics:
             self.log_metrics(metrics)

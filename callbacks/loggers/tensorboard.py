@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lockstep.callbacks._support.hparams import flatten, plain, to_yaml, write_hparams
+from lockstep.callbacks._support.hparams import flatten, plain_params, to_yaml, write_hparams
+from lockstep.callbacks._support.null_writer import NullWriter
 from lockstep.callbacks._support.shadow import fitting, restored_rng, shadow
 from lockstep.callbacks.base import Logger
 
@@ -88,13 +89,13 @@ class TensorBoardLogger(Logger):
     @property
     def experiment(self) -> Any:
         if not self._is_writer:
-            return _Nothing()
+            return NullWriter()
         try:
             return self._ready()
         except OSError as error:  # the user's step asked for it, and must not end by it
             self._is_writer, self._held = False, []
             warnings.warn(f"TensorBoardLogger stops logging, training continues: {error}", RuntimeWarning, stacklevel=2)
-            return _Nothing()
+            return NullWriter()
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._trainer, self._is_writer = trainer, trainer.is_global_zero
@@ -128,7 +129,7 @@ class TensorBoardLogger(Logger):
 
         Written with the first metrics, or by `save` or `finalize`.
         """
-        self._hparams |= plain(params)
+        self._hparams |= plain_params(params)
         self._hparams_are_written = False
         if metrics is None and self.default_hp_metric:
             metrics = {"hp_metric": -1.0}
@@ -300,15 +301,6 @@ class _Forgiving:
         except Exception as error:
             self._failed = True
             warnings.warn(f"TensorBoardLogger stops logging, training continues: {error}", RuntimeWarning, stacklevel=2)
-
-
-class _Nothing:
-    """Stands for the writer on ranks that do not write: every method exists and does nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *args, **kwargs: None
 
 
 def _wait_for_a_later_name(folder: str) -> None:

@@ -1,0 +1,219 @@
+"""Metrics, hyperparameters and texts of a run in MLflow."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from lockstep.callbacks._support.hparams import flatten, plain_params
+from lockstep.callbacks._support.null_writer import NullWriter
+from lockstep.callbacks._support.shadow import restored_rng
+from lockstep.callbacks.base import Logger
+
+if TYPE_CHECKING:
+    from lockstep import Module, Trainer
+
+STATUSES = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+LONGEST_PARAM = 6000
+
+
+class MLflowLogger(Logger):
+    """Logs to MLflow from rank 0, each metric at its optimizer step.
+
+    `logger.experiment` is an `mlflow.tracking.MlflowClient` on rank 0, whose methods take `logger.run_id`; on other
+    ranks all its methods do nothing. The run begins with the first metrics. Characters that MLflow does not allow in
+    names become `_`.
+
+    A resumed run keeps its run id. MLflow cannot remove values, so those that a killed run logged after the checkpoint
+    stay, and are not logged again: each metric has each step once.
+
+    Args:
+        save_dir: folder above all runs; None takes the Trainer's `default_root_dir`.
+        name: MLflow's experiment, and folder below `save_dir`; None takes the module's class name.
+        version: folder of this run below `name`, a number N for `version_N`; None takes the next free one. It is also
+            the run's name.
+        tracking_uri: where MLflow writes: a server, a database or `file:FOLDER`. None takes the environment's
+            `MLFLOW_TRACKING_URI`, else `mlruns` below `save_dir`.
+        run_id: run to continue; None takes that of the run that is resumed, else a new one.
+        tags: tags of a new run.
+
+    Raises ImportError if the package is not installed.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        *,
+        name: str | None = None,
+        version: str | int | None = None,
+        tracking_uri: str | None = None,
+        run_id: str | None = None,
+        tags: dict[str, str] | None = None,
+    ) -> None:
+        if importlib.util.find_spec("mlflow") is None:
+            raise ImportError(
+                "MLflowLogger needs the package mlflow, which is not installed: pip install lockstep-trainer[mlflow]"
+            )
+        self.save_dir = None if save_dir is None else os.path.expanduser(save_dir)
+        self.name = name
+        self.version = version
+        self.tracking_uri = tracking_uri
+        self.run_id = run_id
+        """Id of the MLflow run; None until it has begun."""
+        self.tags = dict(tags or {})
+        self._given_id = run_id
+        self._folder_of_run: str | None = None
+        self._is_writer = True
+        self._trainer: Trainer | None = None
+        self._client: Any = None
+        self._first_step: int | None = None  # of a resumed run: values of later steps may be there already
+        self._known: dict[str, set[int]] = {}  # by metric, the later steps that MLflow has
+        self._last: dict[str, tuple[int, float]] = {}  # by metric
+        self._hparams: dict[str, Any] = {}
+        self._hparams_are_written = True
+
+    @property
+    def root_dir(self) -> str | None:
+        """Folder of this experiment: the one above `log_dir`."""
+        return os.path.dirname(self.log_dir) if self.log_dir else None
+
+    @property
+    def experiment(self) -> Any:
+        if not self._is_writer:
+            return NullWriter()
+        if self.log_dir is None:
+            raise RuntimeError(
+                "MLflowLogger.experiment has no run yet: use it from within fit, validate, test or predict"
+            )
+        try:
+            return self._open()
+        except Exception as error:  # the user's step asked for it, and must not end by it
+            what = f"{type(error).__name__}: {error}"
+            warnings.warn(f"MLflowLogger stops logging, training continues: {what}", RuntimeWarning, stacklevel=2)
+            return NullWriter()
+
+    @property
+    def state_key(self) -> str:
+        return f"MLflowLogger[tracking_uri={self.tracking_uri}, save_dir={self.save_dir}, name={self.name}]"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run_id": self.run_id, "folder": self.log_dir}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._given_id is None:
+            self.run_id, self._folder_of_run = state_dict["run_id"], state_dict["folder"]
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        self._trainer, self._is_writer = trainer, trainer.is_global_zero
+        if self._given_id is None and self._folder_of_run != self.log_dir:
+            self.run_id = None  # another run; a checkpoint that it resumes is loaded later
+        self._first_step = None
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        self._first_step, self._known = trainer.global_step, {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if not self._is_writer:
+            return
+        at, client = self._at(step), self._open()
+        from mlflow.entities import Metric
+
+        now, points = int(time.time() * 1000), []
+        for name, value in metrics.items():
+            key, number = _allowed(name), float(value)
+            if at not in self._steps_of(client, key) and self._last.get(key) != (at, number):
+                self._last[key] = at, number
+                points.append(Metric(key, number, now, at))
+        if points:
+            client.log_batch(self.run_id, metrics=points)
+
+    def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
+        """Add `params` (nested names as `a/b`) to the run, written with the first metrics, or by `save` or
+        `finalize`."""
+        self._hparams |= plain_params(params)
+        self._hparams_are_written = False
+        if metrics:
+            self.log_metrics(metrics)
+
+    def log_text(self, key: str, text: str, step: int | None = None) -> None:
+        """Write a text as the artifact `KEY.md`, or `KEY-step=N.md` if `step` is given and not 0."""
+        if self._is_writer:
+            client = self._open()
+            client.log_text(self.run_id, text, f"{_allowed(key)}-step={step}.md" if step else f"{_allowed(key)}.md")
+
+    def save(self) -> None:
+        """Write hyperparameters that came before the first metrics; all else is written as it is logged."""
+        if self._is_writer and not self._hparams_are_written and self.log_dir is not None:
+            self._open()
+
+    def finalize(self, status: str) -> None:
+        self.save()
+        if self._client is not None:
+            client, self._client = self._client, None
+            client.set_terminated(self.run_id, STATUSES[status])
+
+    def _open(self) -> Any:
+        if self.log_dir is None:
+            raise RuntimeError("MLflowLogger has no run yet: log from within fit, validate, test or predict")
+        if self._client is None:
+            self._is_writer = False  # until it succeeds: a service that fails is not asked again
+            uri, root = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), os.path.dirname(self.log_dir)
+            uri = uri or f"file:{os.path.abspath(os.path.join(os.path.dirname(root), 'mlruns'))}"
+            if uri.startswith("file:"):
+                os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3.7 and later ask for it
+            with restored_rng():
+                from mlflow.tracking import MlflowClient
+
+                client = MlflowClient(tracking_uri=uri)
+                if self.run_id is None:
+                    name = os.path.basename(root)
+                    found = client.get_experiment_by_name(name)
+                    experiment = client.create_experiment(name) if found is None else found.experiment_id
+                    run = client.create_run(experiment, run_name=os.path.basename(self.log_dir), tags=self.tags)
+                    self.run_id, self._first_step = run.info.run_id, None
+                else:
+                    client.update_run(self.run_id, status="RUNNING")
+            self._client, self._folder_of_run, self._is_writer = client, self.log_dir, True
+        if not self._hparams_are_written:
+            self._hparams_are_written = True
+            self._write_hparams(self._client)
+        return self._client
+
+    def _write_hparams(self, client: Any) -> None:
+        from mlflow.entities import Param
+
+        params = {_allowed(key): str(value)[:LONGEST_PARAM] for key, value in flatten(self._hparams).items()}
+        there = client.get_run(self.run_id).data.params
+        changed = sorted(key for key, value in params.items() if there.get(key, value) != value)
+        if changed:
+            warnings.warn(
+                f"MLflow keeps the first value of a hyperparameter; these changed since run {self.run_id} began: "
+                f"{', '.join(changed)}",
+                stacklevel=2,
+            )
+        new = [Param(key, value) for key, value in params.items() if key not in there]
+        for start in range(0, len(new), 100):  # the most that a request may hold
+            client.log_batch(self.run_id, params=new[start : start + 100])
+
+    def _steps_of(self, client: Any, key: str) -> set[int]:
+        """The steps after the checkpoint at which a resumed run has `key` already."""
+        if self._first_step is None:
+            return set()
+        if key not in self._known:
+            history = client.get_metric_history(self.run_id, key)
+            self._known[key] = {point.step for point in history if point.step > self._first_step}
+        return self._known[key]
+
+    def _at(self, step: int | None) -> int:
+        return step if step is not None else self._trainer.global_step if self._trainer is not None else 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_client": None, "_trainer": None}  # the next use connects again
+
+
+def _allowed(name: str) -> str:
+    return re.sub(r"[^\w.\- :/]", "_", name)

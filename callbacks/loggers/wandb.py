@@ -1,0 +1,258 @@
+"""Metrics, hyperparameters and media of a run in Weights & Biases, or in a module with the same calls."""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import importlib.util
+import os
+import secrets
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from lockstep.callbacks._support.hparams import plain, plain_params
+from lockstep.callbacks._support.journal import Journal
+from lockstep.callbacks._support.null_writer import NullWriter
+from lockstep.callbacks._support.shadow import restored_rng
+from lockstep.callbacks.base import Logger
+
+if TYPE_CHECKING:
+    from lockstep import Module, Trainer
+
+STEP = "trainer/global_step"
+"""The metric that W&B's charts use as x-axis: optimizer steps. W&B's own step counts rows."""
+EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 255}
+
+
+class WandbLogger(Logger):
+    """Logs to Weights & Biases from rank 0: a row each time that metrics are logged, with `trainer/global_step`.
+
+    `logger.experiment` is the `wandb` run on rank 0, for images, tables and artifacts; on other ranks all its methods
+    do nothing. The run begins with the first metrics. A W&B run that your code has begun is used and stays open.
+
+    A resumed run keeps its id, and has each step once. Offline, all rows up to the checkpoint are written again, into a
+    new folder `wandb/offline-run-*` below the run's folder, as a killed process may not have written the last ones;
+    what that replaces, with the media in it, is moved to `wandb/replaced`. Online, W&B's `resume_from` drops what was
+    logged after the checkpoint.
+
+    Args:
+        save_dir: folder above all runs; None takes the Trainer's `default_root_dir`.
+        name: folder of this experiment below `save_dir`; None takes the module's class name.
+        version: folder of this run below `name`, a number N for `version_N`; None takes the next free one.
+        project: W&B project; None takes the experiment's name.
+        id: id of the W&B run; None takes that of the run that is resumed, else a new one.
+        module: the module that logs; `"trackio"` for Trackio, or another that has W&B's `init`, `log` and `finish`.
+        **options: further arguments of `wandb.init`, such as `mode="offline"`, `entity` or `tags`.
+
+    Raises ImportError if the package is not installed.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        *,
+        name: str | None = None,
+        version: str | int | None = None,
+        project: str | None = None,
+        id: str | None = None,
+        module: str = "wandb",
+        **options: Any,
+    ) -> None:
+        if importlib.util.find_spec(module) is None:
+            extra = "lockstep-trainer[wandb]" if module == "wandb" else module
+            raise ImportError(f"WandbLogger needs the package {module}, which is not installed: pip install {extra}")
+        self.save_dir = None if save_dir is None else os.path.expanduser(save_dir)
+        self.name = name
+        self.version = version
+        self.project = project
+        self.id = id
+        self.module = module
+        self.options = options
+        self._is_writer = True
+        self._trainer: Trainer | None = None
+        self._run: Any = None
+        self._is_users = False  # the run was begun by the user, who ends it
+        self._run_id: str | None = None
+        self._reopens = False
+        self._num_rows = 0  # logged so far
+        self._num_valid_rows: int | None = None  # as the checkpoint says that is resumed
+        self._num_valid_steps: int | None = None  # W&B's own count of rows, as the checkpoint says
+        self._last_valid_step: int | None = None  # rows of later optimizer steps are to be dropped
+        self._old_dir: str | None = None  # the folder of the run that is resumed
+        self._hparams: dict[str, Any] = {}
+        self._hparams_are_written = True
+
+    @property
+    def root_dir(self) -> str | None:
+        """Folder of this experiment: the one above `log_dir`."""
+        return os.path.dirname(self.log_dir) if self.log_dir else None
+
+    @property
+    def experiment(self) -> Any:
+        if not self._is_writer:
+            return NullWriter()
+        if self.log_dir is None:
+            raise RuntimeError(
+                "WandbLogger.experiment has no folder yet: use it from within fit, validate, test or predict"
+            )
+        try:
+            return self._open()
+        except Exception as error:  # the user's step asked for it, and must not end by it
+            what = f"{type(error).__name__}: {error}"
+            warnings.warn(f"WandbLogger stops logging, training continues: {what}", RuntimeWarning, stacklevel=2)
+            return NullWriter()
+
+    @property
+    def state_key(self) -> str:
+        return f"WandbLogger[module={self.module}, save_dir={self.save_dir}, name={self.name}]"
+
+    def state_dict(self) -> dict[str, Any]:
+        online = self._run is not None and self.module == "wandb" and not self._run.offline
+        steps = self._run.step if online else self._num_valid_steps
+        return {"id": self._run_id, "rows": self._num_rows, "steps": steps, "folder": self.log_dir}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._run_id = state_dict["id"]
+        self._num_rows = self._num_valid_rows = state_dict["rows"]
+        self._num_valid_steps, self._old_dir = state_dict["steps"], state_dict["folder"]
+        self._reopens = True
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        self._trainer, self._is_writer = trainer, trainer.is_global_zero
+        # The next run may be in another folder; a checkpoint that it resumes is loaded later.
+        self._run_id = self._old_dir = self._num_valid_rows = self._num_valid_steps = self._last_valid_step = None
+        self._num_rows = 0
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        # Nothing is opened here: only what the Trainer calls behind its error boundary does.
+        self._last_valid_step = trainer.global_step
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if self._is_writer:
+            self._log({key: plain(value) for key, value in metrics.items()}, step)
+
+    def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
+        """Add `params` to the run's config, written with the first metrics, or by `save` or `finalize`."""
+        self._hparams |= plain_params(params)
+        self._hparams_are_written = False
+        if metrics:
+            self.log_metrics(metrics)
+
+    def log_text(self, key: str, text: str, step: int | None = None) -> None:
+        if self._is_writer:
+            self._log({key: text}, step)
+
+    def save(self) -> None:
+        """Begin the run if it has hyperparameters and no metrics yet; W&B itself writes in the background."""
+        if self._is_writer and not self._hparams_are_written and self.log_dir is not None:
+            self._open()
+
+    def finalize(self, status: str) -> None:
+        self.save()
+        self._close(EXIT_CODES[status])
+
+    def _log(self, values: dict[str, Any], step: int | None) -> None:
+        if self.log_dir is None:
+            raise RuntimeError("WandbLogger has no folder yet: log from within fit, validate, test or predict")
+        if step is None:
+            step = self._trainer.global_step if self._trainer is not None else 0
+        run, row = self._open(), {STEP: step} | values
+        self._journal(self.log_dir).append(row)
+        self._num_rows += 1
+        self._hand_over(run, row)
+
+    def _hand_over(self, run: Any, row: dict[str, Any]) -> None:
+        if self.module == "wandb":
+            run.log(dict(row))
+        else:
+            run.log({key: value for key, value in row.items() if key != STEP}, step=row[STEP])
+
+    def _journal(self, folder: str) -> Journal:
+        return Journal(os.path.join(folder, f"{self.module}_rows.jsonl"))
+
+    def _open(self) -> Any:
+        if self._reopens:
+            self._close(0)  # what the checkpoint says was not known yet
+        if self._run is None:
+            self._is_writer = False  # until it succeeds: a service that fails is not asked again
+            module = importlib.import_module(self.module)
+            rows = self._valid_rows()
+            self._is_users = self.module == "wandb" and module.run is not None
+            with restored_rng():
+                self._run = module.run if self._is_users else self._begin(module)
+            if self.module == "wandb":
+                self._run.define_metric(STEP)
+                self._run.define_metric("*", step_metric=STEP, step_sync=True)
+            if not self._is_users and (self.module != "wandb" or self._run.offline):
+                for row in rows:
+                    self._hand_over(self._run, row)
+            self._is_writer = True
+        if not self._hparams_are_written:
+            self._hparams_are_written = True
+            if self.module == "wandb":
+                self._run.config.update(self._hparams, allow_val_change=True)
+            else:
+                self._run.config.update(self._hparams)
+        return self._run
+
+    def _valid_rows(self) -> list[dict[str, Any]]:
+        """What this run has logged before, without what came after the checkpoint; the folder's journal holds the
+        same."""
+        folder = self.log_dir or ""
+        found, rows = self._journal(self._old_dir or folder).read()
+        last = self._last_valid_step
+        rows = [row for row in rows if last is None or row[STEP] <= last][: self._num_valid_rows]
+        self._run_id = self.id or self._run_id or found or secrets.token_hex(4)
+        self._journal(folder).write(self._run_id, rows)
+        self._num_rows, self._num_valid_rows, self._last_valid_step = len(rows), None, None
+        return rows
+
+    def _begin(self, module: Any) -> Any:
+        folder = self.log_dir or ""
+        options: dict[str, Any] = {
+            "project": self.project or os.path.basename(os.path.dirname(folder)),
+            "name": os.path.basename(folder),
+        } | self.options
+        if self.module != "wandb":
+            options["name"] = f"{options['name']}-{self._run_id}"
+            if self._num_rows:
+                _remove_run(module, options["project"], f"-{self._run_id}")
+            return module.init(**options, config=dict(self._hparams))
+        options = {"dir": folder, "id": self._run_id, "settings": module.Settings(console="off")} | options
+        for place in {folder, self._old_dir or folder}:
+            for old in glob.glob(os.path.join(glob.escape(place), "wandb", f"offline-run-*-{self._run_id}")):
+                os.makedirs(os.path.join(place, "wandb", "replaced"), exist_ok=True)
+                os.replace(old, os.path.join(place, "wandb", "replaced", os.path.basename(old)))
+        mode = options.get("mode") or os.environ.get("WANDB_MODE")
+        if mode in ("offline", "dryrun", "disabled"):
+            return module.init(**options)
+        if self._num_valid_steps:
+            try:
+                return module.init(**options, resume_from=f"{self._run_id}?_step={self._num_valid_steps - 1}")
+            except Exception as error:
+                warnings.warn(
+                    f"W&B could not drop what run {self._run_id} logged after the checkpoint, so its steps may show "
+                    f"twice: {error}",
+                    stacklevel=2,
+                )
+        return module.init(**options, resume="allow")
+
+    def _close(self, exit_code: int) -> None:
+        self._reopens = False
+        run, self._run = self._run, None
+        if run is not None and not self._is_users:
+            if self.module == "wandb":
+                run.finish(exit_code=exit_code)
+            else:
+                run.finish()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_run": None, "_trainer": None}  # the next use opens the run again
+
+
+def _remove_run(module: Any, project: str, suffix: str) -> None:
+    """Remove a run, which is written again from its first row, from a module that can do so."""
+    if hasattr(module, "Api"):
+        for run in module.Api().runs(project):
+            if run.name.endswith(suffix):
+                run.delete()
