@@ -25,6 +25,12 @@ _BLOCK = 4096
 """Indices of the permutation that are computed at once."""
 
 
+def _is(sampler: Any, kind: type) -> bool:
+    """Whether it is of torch's class `kind` itself, or of torchdata's that stands for it."""
+    own = type(sampler)
+    return own is kind or (own.__module__, own.__name__) == ("torchdata.stateful_dataloader.sampler", kind.__name__)
+
+
 class Indexed(Source):
     """A map-style dataset: ranks know the order and fetch only their own pieces."""
 
@@ -33,13 +39,13 @@ class Indexed(Source):
         self.window_micro_batches = share.accumulate
         self._workers = Workers(loader, share)
         sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-        self._batches = loader.batch_sampler is not None and type(sampler) is not BatchSampler
+        self._batches = loader.batch_sampler is not None and not _is(sampler, BatchSampler)
         if self._batches and shuffle is not None:
             raise ValueError(
                 f"shuffle={shuffle} cannot be forced on {type(sampler).__name__}, which makes its own batches: give "
                 "the DataLoader a batch_size"
             )
-        cut = type(sampler) is BatchSampler
+        cut = _is(sampler, BatchSampler)
         self.counts_own = not cut and not self._batches
         if self.counts_own and share.split and share.size * share.accumulate > 1:
             raise ValueError(
@@ -65,9 +71,7 @@ class Indexed(Source):
         if shuffle is not None:
             self._length: int | None = len(loader.dataset)  # type: ignore[arg-type]
         elif (
-            type(sampler) is RandomSampler
-            and not sampler.replacement
-            and sampler.num_samples == len(sampler.data_source)
+            _is(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
         ):
             self._length, self._shuffled = len(sampler.data_source), True
         elif type(sampler) is SequentialSampler:

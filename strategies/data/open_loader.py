@@ -17,15 +17,21 @@ from lockstep.strategies.data.randomness import Randomness
 from lockstep.strategies.data.source import Factory, Piece, Share, Source, cannot_share
 from lockstep.strategies.data.workers import keep
 
+READS_AS_TORCH = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
+"""Modules of loaders whose iteration follows from their arguments, so that a rank can read its own samples instead."""
+
 
 def source_of(loader: Any, share: Share, shuffle: bool | None) -> Source:
     if isinstance(loader, CombinedLoader):
         return Combined(loader, share, shuffle)
-    if (
-        isinstance(loader, DataLoader)
-        and type(loader).__iter__ is DataLoader.__iter__
-        and type(loader)._get_iterator is DataLoader._get_iterator
+    if isinstance(loader, DataLoader) and all(
+        getattr(type(loader), name).__module__ in READS_AS_TORCH for name in ("__iter__", "_get_iterator")
     ):
+        if getattr(loader, "next_iter_state", None) is not None:
+            raise ValueError(
+                f"a {type(loader).__name__} with a loaded state would begin elsewhere than the run: remove its "
+                "load_state_dict, as checkpoints hold the position in the data"
+            )
         return (
             Streamed(loader.dataset, share, shuffle, loader)
             if isinstance(loader.dataset, IterableDataset)
