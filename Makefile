@@ -59,7 +59,7 @@ clean: ## Remove the environment, caches and build results; runs stay
 	$(PYTHON) -m venv .venv
 
 .venv/.installed: setup.cfg pyproject.toml constraints.txt | .venv/bin/python
-	$(INSTALL) --editable '.[dev,examples,deepspeed,wandb,mlflow]'
+	$(INSTALL) --editable '.[dev,examples,deepspeed,wandb,mlflow,onnx]'
 	@touch $@
 
 .venv/.installed-bench: .venv/.installed

@@ -80,7 +80,7 @@ def test_packages_are_those_in_the_repository(repo_root: Path, setup_cfg: config
 
 def test_every_import_is_declared(repo_root: Path, setup_cfg: configparser.ConfigParser) -> None:
     declared = requirement_names(setup_cfg["options"]["install_requires"])
-    for extra in ("deepspeed", "mlflow", "plot", "wandb"):
+    for extra in ("deepspeed", "mlflow", "onnx", "plot", "wandb"):
         declared |= requirement_names(setup_cfg["options.extras_require"][extra])
     declared |= PROVIDED_BY_THE_HOST
     distributions = packages_distributions()

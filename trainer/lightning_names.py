@@ -166,9 +166,8 @@ MODULE: Mapping[str, str] = {
     "running_stage": "read self.trainer.state.stage",
     "strict_loading": "give load_from_checkpoint(strict=False)",
     "summarize": "add the callback ModelSummary",
-    "to_onnx": "call torch.onnx.export(module.eval(), …)",
-    "to_tensorrt": "call torch.export.export(module.eval(), …), and torch_tensorrt on the result",
-    "to_torchscript": "call torch.jit.script or torch.jit.trace on layers, or torch.export.export(module.eval(), …)",
+    "to_tensorrt": "call torch_tensorrt on what to_torch_export returns",
+    "to_torchscript": "call torch.jit.script or torch.jit.trace on layers, or to_torch_export",
     "truncated_bptt_steps": "set automatic_optimization = False and step over the parts by hand",
     "use_amp": "read self.trainer.precision",
 }

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.callbacks.base import Callback
+from lockstep.trainer.exporting import Exporting
 from lockstep.trainer.facts import ModuleFacts
 from lockstep.trainer.hparams import HyperParameters
 from lockstep.trainer.run.manual import manual_backward
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="Module")
 
 
-class Module(ModuleFacts, HyperParameters, nn.Module):
+class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
     """An nn.Module with the steps of its training.
 
     Override `training_step` and `configure_optimizers`, and of the rest what you need. The hooks are
