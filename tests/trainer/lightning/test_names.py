@@ -1,0 +1,174 @@
+"""`lockstep.lightning`: names, arguments and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lockstep.lightning as L
+import lockstep.lightning.pytorch as pl
+from lockstep import callbacks, strategies
+from lockstep.lightning.pytorch import loggers, utilities
+from lockstep.lightning.pytorch.callbacks import early_stopping, model_checkpoint
+from lockstep.lightning.pytorch.tuner import Tuner
+from lockstep.lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lockstep.trainer.lightning.install import places
+from lockstep.trainer.lightning.names import REFUSED
+from tests.trainer.lightning.projects import classifier, loader
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+@pytest.mark.parametrize("path", sorted(places()))
+def test_every_name_of_the_table_exists(path: str) -> None:
+    module = importlib.import_module(f"lockstep.lightning.{path}".rstrip("."))
+    assert [name for name in places()[path] if getattr(module, name, None) is None] == []
+    assert not places()[path].keys() & REFUSED.keys()
+
+
+def test_names_are_the_same_objects_by_every_path() -> None:
+    assert L.LightningModule is pl.LightningModule and L.pytorch is pl
+    assert model_checkpoint.ModelCheckpoint is pl.callbacks.ModelCheckpoint
+    assert early_stopping.EarlyStopping is importlib.import_module("lockstep.lightning").pytorch.callbacks.EarlyStopping
+    assert L.Callback is callbacks.Callback
+    assert issubclass(L.LightningModule, importlib.import_module("lockstep").Module)
+
+
+def test_a_name_that_is_not_offered_says_what_to_write() -> None:
+    with pytest.raises(ImportError, match=r"^lockstep.lightning has no LightningCLI; write a YAML file and run"):
+        from lockstep.lightning.pytorch.cli import LightningCLI  # noqa: F401
+    with pytest.raises(ImportError, match=r"StochasticWeightAveraging; use lockstep.callbacks.WeightAveraging"):
+        pl.callbacks.StochasticWeightAveraging  # noqa: B018
+    with pytest.raises(ImportError, match="Fabric; drive a strategy"):
+        L.Fabric  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'EarlyStoping'; did you mean 'EarlyStopping'"):
+        pl.callbacks.EarlyStoping  # noqa: B018
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("lockstep.lightning.pytorch.no_such_module")
+
+
+@pytest.mark.ranks
+def test_importing_it_imports_no_torch() -> None:
+    code = "import sys, lockstep.lightning.pytorch as pl; print('torch' in sys.modules, pl.callbacks.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False lockstep.lightning.pytorch.callbacks\n"
+
+
+def test_arguments_of_the_trainer() -> None:
+    trainer = L.Trainer(
+        **QUIET, max_epochs=None, plugins=None, inference_mode=True, use_distributed_sampler=True, profiler=None,
+        gradient_clip_val=0.0, precision=None, callbacks=None, benchmark=None, sync_batchnorm=True,
+    )  # fmt: skip
+    assert (trainer.max_epochs, trainer.precision, trainer.arguments.gradient_clip_val) == (1000, "32-true", None)
+    assert L.Trainer(**QUIET, max_steps=3).max_epochs is None
+    assert not L.Trainer(barebones=True, max_epochs=1).loggers
+    ddp = L.Trainer(**QUIET | {"devices": 2}, max_epochs=1, strategy="ddp_find_unused_parameters_true")
+    assert isinstance(ddp.strategy, strategies.DDP)
+    assert isinstance(L.Trainer(**QUIET, strategy="single_device").strategy, strategies.SingleDevice)
+    for name, value in {
+        "plugins": [object()],
+        "use_distributed_sampler": False,
+        "gpus": 1,
+        "model_registry": "m",
+    }.items():
+        with pytest.raises(TypeError, match=f"Trainer has no argument '{name}'; "):
+            L.Trainer(**QUIET, **{name: value})
+
+
+def test_the_default_logger_writes_where_lightning_does(tmp_path: Path) -> None:
+    trainer = L.Trainer(**QUIET | {"logger": True}, max_epochs=1, default_root_dir=tmp_path)
+    assert isinstance(trainer.logger, loggers.TensorBoardLogger)
+    trainer.fit(classifier(pl)(), loader())
+    assert trainer.log_dir == str(tmp_path / "lightning_logs" / "version_0")
+    csv = loggers.CSVLogger(tmp_path / "here", name=None)
+    second = L.Trainer(**QUIET | {"logger": csv}, max_epochs=1)
+    second.fit(classifier(pl)(), loader())
+    assert second.log_dir == str(tmp_path / "here" / "version_0")
+
+
+def test_arguments_of_callbacks() -> None:
+    saver = pl.callbacks.ModelCheckpoint("folder", "{epoch}", "val_loss", True, None, 2)
+    assert (saver.monitor, saver.save_top_k, saver.verbose, saver.save_last) == ("val_loss", 2, True, False)
+    assert isinstance(saver, pl.callbacks.Checkpoint) and isinstance(saver, callbacks.ModelCheckpoint)
+    assert pl.callbacks.EarlyStopping("loss", 0.1, 2, True, "max").mode == "max"
+    assert isinstance(pl.callbacks.TQDMProgressBar(refresh_rate=10), callbacks.ProgressBar)
+    assert isinstance(pl.callbacks.RichModelSummary(max_depth=2), callbacks.ModelSummary)
+    assert isinstance(pl.callbacks.DeviceStatsMonitor(cpu_stats=True), callbacks.DeviceStats)
+    assert pl.callbacks.Timer("00:00:10:00", verbose=False).duration_s == 600
+    assert pl.callbacks.BackboneFinetuning(3, train_bn=False).train_bn is False
+    with pytest.raises(TypeError, match="use EMAWeightAveraging"):
+        pl.callbacks.WeightAveraging(avg_fn=max)
+    with pytest.raises(ValueError, match="write_interval must be"):
+        pl.callbacks.BasePredictionWriter("step")
+    with pytest.raises(TypeError, match="no save_on_exception"):
+        pl.callbacks.ModelCheckpoint(save_on_exception=True)
+
+
+def test_arguments_of_strategies() -> None:
+    ddp = pl.strategies.DDPStrategy(find_unused_parameters=True, start_method="spawn")
+    assert isinstance(ddp, strategies.DDP) and isinstance(ddp, pl.strategies.DDPStrategy)
+    assert not isinstance(strategies.SingleDevice(), pl.strategies.DDPStrategy)
+    fsdp = pl.strategies.FSDPStrategy(auto_wrap_policy={torch.nn.Linear}, cpu_offload=True, state_dict_type="full")
+    assert isinstance(fsdp, strategies.FSDP)
+    with pytest.raises(TypeError, match=r"DDPStrategy of lockstep.lightning: .*'ddp_comm_hook'; see DDP for options"):
+        pl.strategies.DDPStrategy(ddp_comm_hook=print)
+
+
+def test_the_tuner_finds_a_rate_and_leaves_the_run_alone() -> None:
+    trainer, module = pl.Trainer(**QUIET, max_epochs=1), classifier(pl)(lr=0.5)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    found = Tuner(trainer).lr_find(module, loader(), num_training=20, max_lr=0.1, update_attr=True)
+    assert found.suggestion() == module.hparams.lr != 0.5
+    assert len(found.results["lr"]) == len(found.results["loss"]) == 20
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert not any(isinstance(item, callbacks.LRFinder) for item in trainer.callbacks)
+
+
+def test_utilities(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert utilities.AttributeDict({"a": 1}).a == 1
+    layer = torch.nn.Linear(2, 1)
+    layer(torch.ones(3, 2)).sum().backward()
+    norms = utilities.grad_norm(layer, 2)
+    assert norms["grad_2.0_norm_total"] == pytest.approx(27**0.5)
+    assert set(norms) == {"grad_2.0_norm/weight", "grad_2.0_norm/bias", "grad_2.0_norm_total"}
+    assert rank_zero_only(lambda: 3)() == 3 and rank_zero_only.rank == 0
+    rank_zero_info("begins")
+    with pytest.warns(UserWarning, match="careful"):
+        rank_zero_warn("careful")
+    summary = utilities.model_summary.summarize(layer)
+    assert (summary.total_parameters, summary.trainable_parameters) == (3, 3)
+    with utilities.seed.isolate_rng():
+        first = torch.rand(2)
+    assert torch.equal(first, torch.rand(2))
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert rank_zero_only(lambda: 3, default=4)() == 4
+
+
+@pytest.mark.ranks
+def test_a_run_on_two_ranks(tmp_path: Path) -> None:
+    """Classes of `lockstep.lightning` travel to the ranks."""
+    single, double = (pl.Trainer(**QUIET | {"devices": devices}, max_epochs=1) for devices in (1, 2))
+    modules = [classifier(pl)(), classifier(pl)()]
+    single.fit(modules[0], loader(batch_size=8))
+    double.fit(modules[1], loader(batch_size=4))
+    for one, two in zip(*(module.parameters() for module in modules), strict=True):
+        torch.testing.assert_close(one, two)
+    writer = pl.callbacks.BasePredictionWriter()
+    with pytest.raises(RuntimeError, match=r"predict with devices=1, or use lockstep.callbacks.PredictionWriter"):
+        pl.Trainer(**QUIET | {"devices": 2}, callbacks=[writer]).predict(classifier(pl)(), loader())

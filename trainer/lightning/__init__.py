@@ -1,0 +1,1 @@
+"""What `lockstep.lightning` offers: Lightning's names and arguments, mapped onto Lockstep's."""

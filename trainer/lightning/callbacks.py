@@ -1,0 +1,348 @@
+"""Callbacks with Lightning's arguments, in Lightning's order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, SequentialSampler
+
+from lockstep import callbacks
+from lockstep.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from lockstep.trainer.module import Module
+    from lockstep.trainer.trainer import Trainer
+
+
+class Checkpoint(Callback):
+    """Base of callbacks that save."""
+
+
+class ModelCheckpoint(callbacks.ModelCheckpoint, Checkpoint):
+    """`lockstep.callbacks.ModelCheckpoint`. Raises TypeError for `save_on_exception`, and for `save_last="link"`."""
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+        **options: Any,
+    ) -> None:
+        if save_on_exception or save_last not in (None, True, False):
+            raise TypeError(
+                "ModelCheckpoint has no save_on_exception and no links; a signal commits a checkpoint by itself, and "
+                "save_last=True writes the newest once"
+            )
+        super().__init__(
+            dirpath,
+            filename,
+            monitor,
+            verbose=verbose,
+            save_last=bool(save_last),
+            save_top_k=save_top_k,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            auto_insert_metric_name=auto_insert_metric_name,
+            every_n_train_steps=every_n_train_steps,
+            train_time_interval=train_time_interval,
+            every_n_epochs=every_n_epochs,
+            save_on_train_epoch_end=save_on_train_epoch_end,
+            **options,
+        )
+
+
+class EarlyStopping(callbacks.EarlyStopping):
+    """`lockstep.callbacks.EarlyStopping`."""
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: str = "min",
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        names = ("strict", "check_finite", "stopping_threshold", "divergence_threshold", "check_on_train_epoch_end")
+        options |= dict(zip(names, args, strict=False))
+        super().__init__(monitor, min_delta=min_delta, patience=patience, verbose=verbose, mode=mode, **options)
+
+
+class Timer(callbacks.Timer):
+    """`lockstep.callbacks.Timer`; `verbose` changes nothing."""
+
+    def __init__(
+        self, duration: str | timedelta | dict[str, float] | None = None, interval: Any = "step", verbose: bool = True
+    ) -> None:
+        super().__init__(duration, interval)
+
+
+class ModelSummary(callbacks.ModelSummary):
+    """`lockstep.callbacks.ModelSummary`; options of the table change nothing."""
+
+    def __init__(self, max_depth: int = 1, **options: Any) -> None:
+        super().__init__(max_depth)
+
+
+class ProgressBar(callbacks.ProgressBar):
+    """`lockstep.callbacks.ProgressBar`; what draws Lightning's bars changes nothing."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__()
+
+
+class TQDMProgressBar(ProgressBar):
+    """`lockstep.callbacks.ProgressBar`."""
+
+
+class RichProgressBar(ProgressBar):
+    """`lockstep.callbacks.ProgressBar`."""
+
+
+class DeviceStatsMonitor(callbacks.DeviceStats):
+    """`lockstep.callbacks.DeviceStats`, whose names differ; `cpu_stats` changes nothing."""
+
+    def __init__(self, cpu_stats: bool | None = None) -> None:
+        super().__init__()
+
+
+class LearningRateFinder(callbacks.LRFinder):
+    """`lockstep.callbacks.LRFinder`."""
+
+    def __init__(
+        self,
+        min_lr: float = 1e-8,
+        max_lr: float = 1.0,
+        num_training_steps: int = 100,
+        mode: str = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> None:
+        super().__init__(
+            min_lr,
+            max_lr,
+            num_training_steps,
+            mode=mode,
+            early_stop_threshold=early_stop_threshold,
+            update_attr=update_attr,
+            attr_name=attr_name or None,
+        )
+
+    @property
+    def optimal_lr(self) -> Any:
+        """What the last search measured; `suggestion()` is the rate."""
+        return self.result
+
+
+class BatchSizeFinder(callbacks.BatchSizeFinder):
+    """`lockstep.callbacks.BatchSizeFinder`; raises TypeError for `max_val`, as `max_trials` ends the search."""
+
+    def __init__(
+        self,
+        mode: str = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
+    ) -> None:
+        if max_val != 8192:
+            raise TypeError("BatchSizeFinder has no argument 'max_val'; lower max_trials instead")
+        super().__init__(
+            mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin if mode == "binsearch" else 0.0
+        )
+
+    @property
+    def optimal_batch_size(self) -> int | None:
+        """What the last search found."""
+        return self.result
+
+
+class WeightAveraging(callbacks.WeightAveraging):
+    """`lockstep.callbacks.WeightAveraging` with the mean of all updates, one after each step.
+
+    Buffers are not averaged. Raises TypeError for `avg_fn` and the like: give `decay` to EMAWeightAveraging.
+    """
+
+    def __init__(self, device: Any = None, use_buffers: bool = True, **options: Any) -> None:
+        if options:
+            raise TypeError(f"WeightAveraging has no argument {next(iter(options))!r}; use EMAWeightAveraging(decay=…)")
+        super().__init__(None)
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None
+
+
+class EMAWeightAveraging(callbacks.WeightAveraging):
+    """`lockstep.callbacks.WeightAveraging` with a decay. Buffers are not averaged."""
+
+    def __init__(
+        self,
+        device: Any = None,
+        use_buffers: bool = True,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+    ) -> None:
+        super().__init__(decay, update_every_n_steps=update_every_n_steps)
+        self._first_step, self._first_epoch, self._every = (
+            update_starting_at_step,
+            update_starting_at_epoch,
+            update_every_n_steps,
+        )
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        if step_idx is not None and step_idx >= (self._first_step or 0) and step_idx % self._every == 0:
+            return True
+        return epoch_idx is not None and self._first_epoch is not None and epoch_idx >= self._first_epoch
+
+
+class BaseFinetuning(callbacks.BaseFinetuning):
+    """`lockstep.callbacks.BaseFinetuning` with Lightning's helpers."""
+
+    @staticmethod
+    def flatten_modules(modules: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+        """The modules that have parameters or no children."""
+        outer = [modules] if isinstance(modules, nn.Module) else list(modules)
+        inner = [layer for module in outer for layer in module.modules()]
+        return [layer for layer in inner if not list(layer.children()) or list(layer.parameters(recurse=False))]
+
+    @staticmethod
+    def freeze_module(module: nn.Module) -> None:
+        """Freeze one module."""
+        module.requires_grad_(False)
+
+    @staticmethod
+    def unfreeze_and_add_param_group(
+        modules: nn.Module | Iterable[nn.Module],
+        optimizer: Optimizer,
+        lr: float | None = None,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+    ) -> None:
+        """As in `lockstep.callbacks.BaseFinetuning`; layers of BatchNorm stay as they are with `train_bn` False."""
+        if not train_bn:
+            norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+            modules = [layer for layer in BaseFinetuning.flatten_modules(modules) if not isinstance(layer, norms)]
+        callbacks.BaseFinetuning.unfreeze_and_add_param_group(modules, optimizer, lr, initial_denom_lr)
+
+
+class BackboneFinetuning(callbacks.BackboneFinetuning):
+    """`lockstep.callbacks.BackboneFinetuning`; the backbone is the submodule `backbone`."""
+
+    def __init__(
+        self,
+        unfreeze_backbone_at_epoch: int = 10,
+        lambda_func: Callable[[int], float] = lambda epoch: 2.0,
+        backbone_initial_ratio_lr: float = 10e-2,
+        backbone_initial_lr: float | None = None,
+        should_align: bool = True,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+        verbose: bool = False,
+        rounding: int = 12,
+    ) -> None:
+        super().__init__(
+            unfreeze_backbone_at_epoch,
+            lambda_func,
+            backbone_initial_ratio_lr,
+            backbone_initial_lr,
+            should_align,
+            train_bn,
+        )
+
+
+class BasePredictionWriter(Callback):
+    """Base of callbacks that write predictions: override `write_on_batch_end`, `write_on_epoch_end` or both.
+
+    For one process; `lockstep.callbacks.PredictionWriter` writes in the order of the dataset from any number of ranks.
+    Raises RuntimeError on several ranks.
+    """
+
+    def __init__(self, write_interval: str = "batch") -> None:
+        if write_interval not in ("batch", "epoch", "batch_and_epoch"):
+            raise ValueError(f"write_interval must be 'batch', 'epoch' or 'batch_and_epoch', got {write_interval!r}")
+        self.interval = write_interval
+        self._predictions: list[list[Any]] = []
+        self._indices: list[list[Any]] = []
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: Module,
+        prediction: Any,
+        batch_indices: list[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write one batch; `batch_indices` are the samples' places in the dataset, None if the loader does not say."""
+        raise NotImplementedError
+
+    def write_on_epoch_end(
+        self, trainer: Trainer, pl_module: Module, predictions: list[Any], batch_indices: list[Any]
+    ) -> None:
+        """Write all batches, a list of them for each loader if there are several."""
+        raise NotImplementedError
+
+    def on_predict_start(self, trainer: Trainer, module: Module) -> None:
+        if trainer.world_size > 1:
+            raise RuntimeError(
+                f"{type(self).__name__} derives from BasePredictionWriter, which writes in one process; predict with "
+                "devices=1, or use lockstep.callbacks.PredictionWriter"
+            )
+        self._predictions, self._indices = [], []
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        indices = _indices(trainer.predict_dataloaders, batch_idx, dataloader_idx)
+        if self.interval != "epoch":
+            self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
+        if self.interval != "batch":
+            while len(self._predictions) <= dataloader_idx:
+                self._predictions.append([])
+                self._indices.append([])
+            self._predictions[dataloader_idx].append(tree_map_only(Tensor, _to_cpu, outputs))
+            self._indices[dataloader_idx].append(indices)
+
+    def on_predict_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        if self.interval != "batch":
+            predictions = self._predictions[0] if len(self._predictions) == 1 else self._predictions
+            self.write_on_epoch_end(trainer, module, predictions, self._indices)
+
+
+def _to_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()
+
+
+def _indices(loaders: Any, batch_idx: int, dataloader_idx: int) -> list[int] | None:
+    if isinstance(loaders, dict):
+        loaders = list(loaders.values())
+    loader = loaders[dataloader_idx] if isinstance(loaders, list | tuple) else loaders
+    if not isinstance(loader, DataLoader) or not loader.batch_size or not isinstance(loader.sampler, SequentialSampler):
+        return None
+    first = batch_idx * loader.batch_size
+    return list(range(first, min(first + loader.batch_size, len(loader.dataset))))  # type: ignore[arg-type]

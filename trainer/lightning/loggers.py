@@ -1,0 +1,127 @@
+"""Loggers with Lightning's arguments."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lockstep import callbacks
+
+
+class TensorBoardLogger(callbacks.TensorBoardLogger):
+    """`lockstep.callbacks.TensorBoardLogger` in `<save_dir>/<name>/version_<N>`; without a name in `save_dir` itself.
+
+    Raises TypeError for `prefix`, `sub_dir` and options of the SummaryWriter other than `flush_secs`.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        **options: Any,
+    ) -> None:
+        folder, name = _place(save_dir, name)
+        flush_secs = options.pop("flush_secs", 10.0)
+        _refuse("TensorBoardLogger", options)
+        super().__init__(
+            folder,
+            name=name,
+            version=version,
+            log_graph=log_graph,
+            default_hp_metric=default_hp_metric,
+            flush_secs=flush_secs,
+        )
+
+
+class CSVLogger(callbacks.CSVLogger):
+    """`lockstep.callbacks.CSVLogger` in `<save_dir>/<name>/version_<N>`; without a name in `save_dir` itself.
+
+    Raises TypeError for `prefix`.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        folder, name = _place(save_dir, name)
+        _refuse("CSVLogger", {"prefix": prefix})
+        super().__init__(folder, name=name, version=version, flush_every=flush_logs_every_n_steps)
+
+
+class WandbLogger(callbacks.WandbLogger):
+    """`lockstep.callbacks.WandbLogger`; `name` is the run's in W&B. Other keywords go to `wandb.init`.
+
+    Raises TypeError for `experiment`, `log_model`, `prefix` and `checkpoint_name`.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: str | os.PathLike[str] | None = None,
+        version: str | None = None,
+        offline: bool = False,
+        dir: str | os.PathLike[str] | None = None,
+        id: str | None = None,
+        anonymous: bool | None = None,
+        project: str | None = None,
+        log_model: bool | str = False,
+        experiment: Any = None,
+        prefix: str = "",
+        checkpoint_name: str | None = None,
+        **options: Any,
+    ) -> None:
+        given = {"experiment": experiment, "log_model": log_model, "prefix": prefix, "checkpoint_name": checkpoint_name}
+        _refuse("WandbLogger", given)
+        if offline:
+            options["mode"] = "offline"
+        super().__init__(dir or save_dir, project=project, id=id or version, **options)
+        if name is not None:
+            self.options["name"] = name
+
+
+class MLFlowLogger(callbacks.MLflowLogger):
+    """`lockstep.callbacks.MLflowLogger`. Raises TypeError for `log_model`, `prefix` and `artifact_location`."""
+
+    def __init__(
+        self,
+        experiment_name: str = "lightning_logs",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: dict[str, Any] | None = None,
+        save_dir: str | os.PathLike[str] | None = None,
+        log_model: bool | str = False,
+        prefix: str = "",
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+        synchronous: bool | None = None,
+    ) -> None:
+        _refuse("MLFlowLogger", {"log_model": log_model, "prefix": prefix, "artifact_location": artifact_location})
+        names = {} if run_name is None else {"mlflow.runName": run_name}
+        super().__init__(
+            save_dir, name=experiment_name, tracking_uri=tracking_uri, run_id=run_id, tags=(tags or {}) | names
+        )
+
+
+def _place(save_dir: str | os.PathLike[str], name: str | None) -> tuple[Path, str]:
+    folder = Path(save_dir).expanduser()
+    if name:
+        return folder, name
+    folder = folder.absolute()
+    return folder.parent, folder.name
+
+
+def _refuse(logger: str, options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if value:
+            raise TypeError(
+                f"{logger} has no argument {name!r}; write prefixes into the names that you log, and upload saved "
+                "checkpoints in a callback"
+            )

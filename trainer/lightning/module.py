@@ -1,0 +1,64 @@
+"""LightningModule and LightningDataModule: ours, with the few methods that Lightning's have more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lockstep.trainer.datamodule import DataModule
+from lockstep.trainer.module import Module
+
+
+class LightningModule(Module):
+    """`lockstep.Module`."""
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
+        """While it lasts, gradients flow into the parameters of `optimizer` only."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+
+class LightningDataModule(DataModule):
+    """`lockstep.DataModule`."""
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **arguments: Any,
+    ) -> LightningDataModule:
+        """A DataModule with a loader for each dataset, or a list or dict of loaders for several. Only the training
+        loader shuffles. `arguments` are those of `__init__`."""
+
+        def loaders(data: Any, shuffle: bool = False) -> Any:
+            if isinstance(data, Mapping):
+                return {name: loaders(item, shuffle) for name, item in data.items()}
+            if isinstance(data, Sequence) and not isinstance(data, Dataset):
+                return [loaders(item, shuffle) for item in data]
+            shuffle = shuffle and not isinstance(data, IterableDataset)
+            return DataLoader(data, batch_size, shuffle=shuffle, num_workers=num_workers, pin_memory=False)
+
+        module = cls(**arguments)
+        given = {
+            "train_dataloader": train_dataset,
+            "val_dataloader": val_dataset,
+            "test_dataloader": test_dataset,
+            "predict_dataloader": predict_dataset,
+        }
+        for name, data in given.items():
+            if data is not None:
+                made = loaders(data, shuffle=data is train_dataset)
+                setattr(module, name, lambda made=made: made)
+        return module

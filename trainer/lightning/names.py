@@ -1,0 +1,178 @@
+"""The table behind `lockstep.lightning`: which names each of Lightning's modules has, and where ours are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+OURS = "trainer.lightning"
+_CORE = {
+    "callbacks": "Callback",
+    "trainer.seeding": "seed_everything",
+    f"{OURS}.trainer": "Trainer",
+    f"{OURS}.module": "LightningModule LightningDataModule",
+}
+_RANK_ZERO = {f"{OURS}.utilities": "rank_zero_only rank_zero_info rank_zero_warn rank_zero_debug rank_zero_deprecation"}
+_SEED = {"trainer.seeding": "seed_everything", f"{OURS}.utilities": "isolate_rng"}
+_TYPES = (
+    "STEP_OUTPUT TRAIN_DATALOADERS EVAL_DATALOADERS LRSchedulerType LRSchedulerTypeUnion LRSchedulerTypeTuple "
+    "LRSchedulerPLType LRSchedulerConfig LRSchedulerConfigType OptimizerConfig OptimizerLRSchedulerConfig "
+    "OptimizerLRScheduler _METRIC _NUMBER _PATH _EVALUATE_OUTPUT _PREDICT_OUTPUT"
+)
+
+PATHS: Mapping[str, Mapping[str, str]] = {
+    "": _CORE,
+    "pytorch": _CORE,
+    "pytorch.core": {
+        f"{OURS}.module": "LightningModule LightningDataModule",
+        "trainer.hparams": "HyperparametersMixin=HyperParameters",
+        "trainer.run.manual": "LightningOptimizer=ManualOptimizer",
+    },
+    "pytorch.trainer": {
+        "trainer.seeding": "seed_everything",
+        "trainer.facts": "TrainerState",
+        f"{OURS}.trainer": "Trainer",
+    },
+    "pytorch.callbacks": {
+        "callbacks": "Callback LambdaCallback LearningRateMonitor GradientAccumulationScheduler",
+        f"{OURS}.callbacks": "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Checkpoint "
+        "DeviceStatsMonitor EarlyStopping LearningRateFinder ModelCheckpoint ModelSummary ProgressBar "
+        "RichModelSummary=ModelSummary RichProgressBar TQDMProgressBar Timer EMAWeightAveraging WeightAveraging",
+    },
+    "pytorch.loggers": {
+        "callbacks": "Logger",
+        f"{OURS}.loggers": "CSVLogger MLFlowLogger TensorBoardLogger WandbLogger",
+    },
+    "pytorch.strategies": {
+        "strategies": "Strategy ParallelStrategy=Strategy",
+        f"{OURS}.strategies": "DDPStrategy FSDPStrategy DeepSpeedStrategy SingleDeviceStrategy",
+    },
+    "pytorch.accelerators": {
+        f"{OURS}.strategies": "CPUAccelerator CUDAAccelerator find_usable_cuda_devices",
+    },
+    "pytorch.profilers": {
+        f"{OURS}.strategies": "SimpleProfiler PyTorchProfiler",
+    },
+    "pytorch.tuner": {f"{OURS}.tuner": "Tuner"},
+    "pytorch.cli": {},
+    "pytorch.plugins": {},
+    "pytorch.utilities": {
+        "strategies.data.combined": "CombinedLoader",
+        f"{OURS}.utilities": "AttributeDict grad_norm move_data_to_device rank_zero_only rank_zero_info rank_zero_warn "
+        "rank_zero_deprecation",
+    },
+    "pytorch.utilities.types": {f"{OURS}.types": _TYPES},
+    "pytorch.utilities.rank_zero": _RANK_ZERO,
+    "pytorch.utilities.exceptions": {f"{OURS}.utilities": "MisconfigurationException SIGTERMException"},
+    "pytorch.utilities.model_summary": {f"{OURS}.utilities": "ModelSummary summarize"},
+    "pytorch.utilities.combined_loader": {"strategies.data.combined": "CombinedLoader"},
+    "pytorch.utilities.seed": _SEED,
+    "fabric": {},
+    "fabric.utilities": _RANK_ZERO | {f"{OURS}.utilities ": "AttributeDict move_data_to_device"},
+    "fabric.utilities.rank_zero": _RANK_ZERO,
+    "fabric.utilities.seed": _SEED,
+}
+"""By path below `lightning`: by module of ours, the names that it gives, or `Lightning's=ours`."""
+
+SAME: Mapping[str, str] = {
+    "pytorch.core": "module lightning datamodule hooks optimizer mixins mixins.hparams_mixin saving",
+    "pytorch.trainer": "trainer states",
+    "pytorch.callbacks": (
+        "batch_size_finder callback checkpoint device_stats_monitor early_stopping finetuning "
+        "gradient_accumulation_scheduler lambda_function lr_finder lr_monitor model_checkpoint model_summary "
+        "on_exception_checkpoint prediction_writer progress progress.base progress.progress_bar "
+        "progress.rich_progress progress.tqdm_progress pruning rich_model_summary spike stochastic_weight_avg "
+        "throughput_monitor timer weight_averaging"
+    ),
+    "pytorch.loggers": "comet csv_logs litlogger logger mlflow neptune tensorboard wandb",
+    "pytorch.strategies": "ddp deepspeed fsdp model_parallel parallel single_device strategy",
+    "pytorch.accelerators": "accelerator cpu cuda",
+    "pytorch.profilers": "advanced profiler pytorch simple",
+    "pytorch.tuner": "tuning lr_finder",
+    "pytorch.plugins": "environments io precision",
+    "pytorch.utilities": "parsing grads",
+    "pytorch.utilities.model_summary": "model_summary",
+}
+"""Modules below a path that have the names of that path: Lightning's files for them."""
+
+_LOGGER = "derive a small class from lockstep.callbacks.Logger (docs/logging.md)"
+_PROFILER = "give Trainer(profiler='simple') or profiler='torch', or the callback lockstep.callbacks.Profiler"
+_ENVIRONMENT = "launchers are detected (docs/launching.md); remove it"
+_PRECISION = "give Trainer(precision=…)"
+_IO = "checkpoints are folders that the Trainer writes; ModelCheckpoint(async_save=True) writes asynchronously"
+_FABRIC = "drive a strategy from a hand-written loop (docs/strategies)"
+_ACCELERATOR = "accelerators are 'cpu' and 'gpu'"
+
+REFUSED: Mapping[str, str] = {
+    "AdvancedProfiler": _PROFILER,
+    "Profiler": _PROFILER,
+    "PassThroughProfiler": _PROFILER,
+    "XLAProfiler": _PROFILER,
+    "Accelerator": _ACCELERATOR,
+    "MPSAccelerator": _ACCELERATOR,
+    "XLAAccelerator": _ACCELERATOR,
+    "AcceleratorRegistry": _ACCELERATOR,
+    "StrategyRegistry": "name strategies by the entry-point group lockstep.strategies (docs/strategies)",
+    "Fabric": _FABRIC,
+    "CometLogger": _LOGGER,
+    "LitLogger": _LOGGER,
+    "NeptuneLogger": _LOGGER,
+    "DummyLogger": "give Trainer(logger=False)",
+    "LightningCLI": "write a YAML file and run `lockstep fit run.yaml` (docs/command-line.md)",
+    "LightningArgumentParser": "write a YAML file and run `lockstep fit run.yaml` (docs/command-line.md)",
+    "SaveConfigCallback": "every run's folder has its config (docs/command-line.md)",
+    "ArgsType": "write a YAML file and run `lockstep fit run.yaml` (docs/command-line.md)",
+    "ModelParallelStrategy": "give Trainer(strategy='fsdp=2,tensor=2'), whose sizes are the mesh (docs/strategies)",
+    "XLAStrategy": _ACCELERATOR,
+    "SingleDeviceXLAStrategy": _ACCELERATOR,
+    "ModelPruning": "call torch.nn.utils.prune in on_train_epoch_end of a callback",
+    "OnExceptionCheckpoint": (
+        "signals commit a checkpoint by themselves; for other errors give ModelCheckpoint(every_n_train_steps=…)"
+    ),
+    "SpikeDetection": "use lockstep.callbacks.Guard, which skips or stops at spikes of the loss",
+    "StochasticWeightAveraging": (
+        "use lockstep.callbacks.WeightAveraging(decay=None, update_every_n_steps=None, update_starting_at_epoch=…) "
+        "and torch.optim.swa_utils.SWALR as the scheduler"
+    ),
+    "ThroughputMonitor": "use lockstep.callbacks.ThroughputMonitor, which counts samples by itself",
+    "Throughput": "use lockstep.callbacks.ThroughputMonitor",
+    "measure_flops": "use torch.utils.flop_counter.FlopCounterMode; ModelSummary shows FLOPs with example_input_array",
+    "AsyncCheckpointIO": _IO,
+    "CheckpointIO": _IO,
+    "TorchCheckpointIO": _IO,
+    "XLACheckpointIO": _IO,
+    "BitsandbytesPrecision": _PRECISION,
+    "DeepSpeedPrecision": _PRECISION,
+    "DoublePrecision": "give Trainer(precision='64-true')",
+    "HalfPrecision": _PRECISION,
+    "MixedPrecision": "give Trainer(precision='16-mixed' or 'bf16-mixed')",
+    "Precision": _PRECISION,
+    "TransformerEnginePrecision": _PRECISION,
+    "FSDPPrecision": _PRECISION,
+    "XLAPrecision": _PRECISION,
+    "LayerSync": "give strategy=DDP(sync_batchnorm=True)",
+    "TorchSyncBatchNorm": "give strategy=DDP(sync_batchnorm=True)",
+    "LightningEnvironment": _ENVIRONMENT,
+    "ClusterEnvironment": _ENVIRONMENT,
+    "KubeflowEnvironment": _ENVIRONMENT,
+    "LSFEnvironment": _ENVIRONMENT,
+    "MPIEnvironment": _ENVIRONMENT,
+    "SLURMEnvironment": _ENVIRONMENT,
+    "TorchElasticEnvironment": _ENVIRONMENT,
+    "XLAEnvironment": _ENVIRONMENT,
+    "TrainerFn": "compare trainer.state.fn with 'fit', 'validate', 'test' or 'predict'",
+    "TrainerStatus": "compare trainer.state.status with 'running', 'finished' or 'interrupted'",
+    "RunningStage": "compare trainer.state.stage with 'train', 'validate', 'test' or 'predict'",
+    "GradClipAlgorithmType": "write 'norm' or 'value'",
+    "LightningEnum": "use enum.Enum",
+    "find_shared_parameters": "nothing: tied parameters are found by themselves",
+    "set_shared_parameters": "nothing: tied parameters stay tied",
+    "disable_possible_user_warnings": "use warnings.filterwarnings",
+    "is_picklable": "call cloudpickle.dumps",
+    "is_shared_filesystem": "checkpoints check it by themselves (docs/checkpoints.md)",
+    "suggested_max_num_workers": "read len(os.sched_getaffinity(0))",
+    "is_overridden": "compare getattr(type(module), name) with that of lockstep.Module",
+    "ModelHooks": "derive from LightningModule, which has the hooks",
+    "DataHooks": "derive from LightningModule or LightningDataModule, which have the hooks",
+    "CheckpointHooks": "derive from LightningModule or LightningDataModule, which have the hooks",
+}
+"""Names of Lightning's modules that are not offered, and what to write instead."""

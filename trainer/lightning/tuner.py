@@ -1,0 +1,114 @@
+"""Tuner: the searches of LRFinder and BatchSizeFinder by a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep import callbacks
+from lockstep.callbacks.base import Callback
+from lockstep.callbacks.tuning.lr_finder import LRSweep
+from lockstep.trainer import tuner
+from lockstep.trainer.datamodule import DataModule
+from lockstep.trainer.module import Module
+from lockstep.trainer.setup.loaders import Sources
+from lockstep.trainer.trainer import Trainer
+
+
+class Found:
+    """What `lr_find` returns."""
+
+    def __init__(self, sweep: LRSweep) -> None:
+        self.sweep = sweep
+
+    @property
+    def results(self) -> dict[str, list[float]]:
+        """The rates under "lr" and their losses under "loss"."""
+        return {"lr": self.sweep.lrs, "loss": self.sweep.losses}
+
+    def suggestion(self) -> float | None:
+        """The rate found; None if there are too few points."""
+        return self.sweep.suggestion()
+
+    def plot(self, suggest: bool = True, show: bool = False) -> Any:
+        """A figure of the loss by rate; needs matplotlib."""
+        figure = self.sweep.plot()
+        if show:
+            figure.show()
+        return figure
+
+
+class Tuner:
+    """Finds a learning rate or a batch size for `trainer` before `fit`, as the callbacks LRFinder and BatchSizeFinder
+    do."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def lr_find(
+        self,
+        model: Module,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        method: str = "fit",
+        min_lr: float = 1e-8,
+        max_lr: float = 1.0,
+        num_training: int = 100,
+        mode: str = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> Found:
+        """Search a learning rate in `fit` with copies of `model`, and set it unless `update_attr` is False."""
+        finder = callbacks.LRFinder(
+            min_lr,
+            max_lr,
+            num_training,
+            mode=mode,
+            early_stop_threshold=early_stop_threshold,
+            update_attr=update_attr,
+            attr_name=attr_name or None,
+        )
+        self._search(finder, model, train_dataloaders, datamodule, method)
+        assert finder.result is not None
+        return Found(finder.result)
+
+    def scale_batch_size(
+        self,
+        model: Module,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        method: str = "fit",
+        mode: str = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+    ) -> int | None:
+        """Search the largest batch that fits into memory, and set it."""
+        margin = margin if mode == "binsearch" else 0.0
+        finder = callbacks.BatchSizeFinder(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin)
+        self._search(finder, model, train_dataloaders, datamodule, method)
+        return finder.result
+
+    def _search(
+        self, finder: Callback, model: Module, loaders: Any, datamodule: DataModule | None, method: str
+    ) -> None:
+        if method != "fit":
+            raise ValueError(
+                f"method must be 'fit', got {method!r}: evaluation has no learning rate; set sizes by hand"
+            )
+        if isinstance(loaders, DataModule):
+            loaders, datamodule = None, loaders
+        run = self._trainer._run
+        kinds = (callbacks.LRFinder, callbacks.BatchSizeFinder)
+        given = run.callbacks
+        run.callbacks = [*(item for item in given if not isinstance(item, kinds)), finder]
+        try:
+            tuner.search(run, model, Sources({"train": loaders, "val": None}, datamodule))
+        finally:
+            run.callbacks = given

@@ -1,0 +1,68 @@
+"""The types of `lightning.pytorch.utilities.types`, for annotations."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torchmetrics import Metric
+
+_NUMBER = int | float
+_METRIC = Metric | Tensor | _NUMBER
+_PATH = str | os.PathLike
+_EVALUATE_OUTPUT = list[Mapping[str, float]]
+_PREDICT_OUTPUT = list[Any] | list[list[Any]]
+STEP_OUTPUT = Tensor | Mapping[str, Any] | None
+TRAIN_DATALOADERS = Any
+EVAL_DATALOADERS = Any
+LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
+LRSchedulerTypeUnion = LRScheduler | ReduceLROnPlateau
+LRSchedulerPLType = LRSchedulerTypeUnion
+LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
+
+
+@dataclass
+class LRSchedulerConfig:
+    """A scheduler with when it is stepped."""
+
+    scheduler: LRScheduler | ReduceLROnPlateau
+    name: str | None = None
+    interval: str = "epoch"
+    frequency: int = 1
+    reduce_on_plateau: bool = False
+    monitor: str | None = None
+    strict: bool = True
+
+
+class LRSchedulerConfigType(TypedDict, total=False):
+    """The same as a dict."""
+
+    scheduler: LRScheduler | ReduceLROnPlateau
+    name: str | None
+    interval: str
+    frequency: int
+    reduce_on_plateau: bool
+    monitor: str | None
+    strict: bool
+
+
+class OptimizerConfig(TypedDict):
+    """An optimizer as a dict."""
+
+    optimizer: Optimizer
+
+
+class OptimizerLRSchedulerConfig(TypedDict, total=False):
+    """An optimizer and its scheduler as a dict."""
+
+    optimizer: Optimizer
+    lr_scheduler: LRScheduler | ReduceLROnPlateau | LRSchedulerConfigType
+    monitor: str
+
+
+OptimizerLRScheduler = Optimizer | Sequence[Any] | OptimizerConfig | OptimizerLRSchedulerConfig | None

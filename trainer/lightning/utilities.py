@@ -1,0 +1,152 @@
+"""Functions of `lightning.pytorch.utilities`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lockstep.callbacks.model_summary import summarize as _summarize
+from lockstep.strategies.launch import environment
+from lockstep.trainer.hparams import Namespace
+from lockstep.trainer.seeding import rng_state, set_rng_state
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_log = logging.getLogger("lockstep")
+
+
+class MisconfigurationException(ValueError):
+    """What user code raises for settings that contradict each other; Lockstep raises ValueError and TypeError."""
+
+
+class SIGTERMException(SystemExit):
+    """What user code may catch; Lockstep commits a checkpoint and raises SystemExit(143)."""
+
+
+class AttributeDict(Namespace):
+    """A dict whose entries are attributes too."""
+
+
+def _rank() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    world = environment.detect()
+    return 0 if world is None else world.rank
+
+
+class _RankZeroOnly:
+    """Decorator of functions that only rank 0 runs; `default` is what they return on other ranks."""
+
+    @property
+    def rank(self) -> int:
+        return _rank()
+
+    def __call__(self, function: Callable[P, R], default: Any = None) -> Callable[P, R | Any]:
+        @functools.wraps(function)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R | Any:
+            return function(*args, **kwargs) if _rank() == 0 else default
+
+        return wrapped
+
+
+rank_zero_only = _RankZeroOnly()
+
+
+def rank_zero_info(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
+    """`logging.info` on rank 0."""
+    if _rank() == 0:
+        _log.info(*args, stacklevel=stacklevel - 2, **kwargs)
+
+
+def rank_zero_debug(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
+    """`logging.debug` on rank 0."""
+    if _rank() == 0:
+        _log.debug(*args, stacklevel=stacklevel - 2, **kwargs)
+
+
+def rank_zero_warn(message: str, stacklevel: int = 4, category: type[Warning] = UserWarning, **kwargs: Any) -> None:
+    """`warnings.warn` on rank 0."""
+    if _rank() == 0:
+        warnings.warn(message, category, stacklevel=stacklevel - 2)
+
+
+def rank_zero_deprecation(message: str, stacklevel: int = 5, **kwargs: Any) -> None:
+    """A DeprecationWarning on rank 0."""
+    rank_zero_warn(message, stacklevel, DeprecationWarning)
+
+
+def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Tensor]:
+    """The norm of each parameter's gradient on this rank and their total, by the names that Lightning gives them.
+
+    Under strategies that shard, `self.grad_norm()` of the module gives the norm over all ranks.
+    """
+    norm_type = float(norm_type)
+    if norm_type <= 0:
+        raise ValueError(f"norm_type must be above 0, got {norm_type}")
+    norms = {
+        f"grad_{norm_type}_norm{group_separator}{name}": parameter.grad.detach().norm(norm_type)
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+    if norms:
+        norms[f"grad_{norm_type}_norm_total"] = torch.stack(list(norms.values())).norm(norm_type)
+    return norms
+
+
+def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
+    """The batch with its tensors on `device`."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+
+
+@contextmanager
+def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+    """Restore the state of all random streams afterwards."""
+    before, python = rng_state(), random.getstate()
+    try:
+        yield
+    finally:
+        set_rng_state(before)
+        random.setstate(python)
+
+
+class ModelSummary:
+    """The table of a module's layers, and its sums."""
+
+    def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
+        self.model, self.max_depth = model, max_depth
+
+    @property
+    def total_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def trainable_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    @property
+    def total_layer_params(self) -> int:
+        return self.total_parameters
+
+    @property
+    def model_size(self) -> float:
+        """Megabytes of the parameters."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters()) / 1e6
+
+    def __str__(self) -> str:
+        return _summarize(self.model, self.max_depth)
+
+
+def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
+    """The summary of a module."""
+    return ModelSummary(lightning_module, max_depth)
