@@ -269,6 +269,11 @@ class ZeroStep(nn.Module):
         indices, gather = {module: i for i, module in enumerate(modules)}, gatherer.pre_sub_module_backward_function
 
         def announced(module: nn.Module) -> None:
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    "training_step takes the gradient of a gradient (create_graph=True), but ZeRO-3 frees parameters "
+                    "after the first backward; use strategy='deepspeed_stage_2', 'fsdp' or 'ddp'"
+                )
             if module in indices:
                 self._announce(GATHER_FOR_BACKWARD, indices[module], module)
             gather(module)

@@ -10,6 +10,7 @@ Values come from the mesh's first rank, block by block, so that no rank but that
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -160,6 +161,7 @@ def _shard(
         for p in module._parameters.values()
         if p is not None and (p.dim() == 0 or (compute_dtype and _is_norm(module)))
     }
+    whole |= _of_other_dtypes(unit, {id(p) for inner in wrapped.units for p in inner.parameters()})
     known = {id(p) for p in wrapped.unsharded}
     wrapped.unsharded += [p for p in unit.parameters() if p in whole and id(p) not in known]
     mixed = MixedPrecisionPolicy()
@@ -190,6 +192,15 @@ def _shard(
         comm.before = functools.partial(wrapped.note, kind, -1 if unit is wrapped else len(wrapped.units))
         use(comm)
     wrapped.units.append(unit)
+
+
+def _of_other_dtypes(unit: nn.Module, sharded: set[int]) -> set[nn.Parameter]:
+    """The unit's trained parameters of another dtype than most of them have: torch reduces gradients of one dtype."""
+    trained = [p for p in unit.parameters() if p.requires_grad and id(p) not in sharded]
+    numel: Counter[torch.dtype] = Counter()
+    for parameter in trained:
+        numel[parameter.dtype] += parameter.numel()
+    return {p for p in trained if p.dtype != numel.most_common(1)[0][0]}
 
 
 class _AllGather(DefaultAllGather):

@@ -88,6 +88,12 @@ class MeshModel(nn.Module):
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 group.post_backward = functools.partial(self._note_used, group, group.post_backward)
 
+    def trains_several_dtypes(self) -> bool:
+        """Whether a unit trains parameters of several dtypes, whose gradients torch cannot reduce together."""
+        groups = [group for unit in self.units for group in unit._get_fsdp_state()._fsdp_param_groups]
+        parameters = [[fsdp_param.sharded_param for fsdp_param in group.fsdp_params] for group in groups]
+        return any(len({p.dtype for p in group if p.requires_grad}) > 1 for group in parameters)
+
     def _note_used(self, group: Any, post_backward: Callable[..., None], *args: Any) -> None:
         for parameter in group.fsdp_params:
             whole = getattr(parameter, "_unsharded_param", None)

@@ -322,10 +322,14 @@ class ShardedStrategy(SPMDStrategy):
         if self._in_step and self._micro_batches and wrapped.units:
             raise RuntimeError(
                 f"requires_grad of {shortened(names)} changed between the micro-batches of an accumulation window, "
-                "whose gradients "
-                f"{type(self).__name__} reduces as one; change it before the first of them (on_train_epoch_start, or "
-                "on_train_batch_end "
-                "of the last)"
+                f"whose gradients {type(self).__name__} reduces as one; change it before the first of them "
+                "(on_train_epoch_start, or on_train_batch_end of the last)"
+            )
+
+        if wrapped.trains_several_dtypes():  # type: ignore[operator]
+            raise RuntimeError(
+                f"{shortened(names)} changed requires_grad, and another dtype is trained in the same block, which "
+                f"{type(self).__name__} reduces at once; convert both to one dtype, or set requires_grad before fit"
             )
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:

@@ -8,7 +8,6 @@ there.
 from __future__ import annotations
 
 import os
-import re
 import sys
 import tempfile
 import warnings
@@ -93,6 +92,9 @@ def train(name: str, strategy: str, devices: int, precision: str) -> Result:
             run.fit(module, *loaders)
         except Exception as error:
             return Result({}, f"{type(error).__name__}: {error}")
+    world = environment.detect()
+    if world is not None and world.rank:  # the whole weights are on rank 0
+        return Result({})
     values = {name: value.detach().clone() for name, value in module.state_dict().items()}
     values |= {f"logged {name}": value.detach().clone() for name, value in run.callback_metrics.items()}
     return Result(values)
@@ -111,8 +113,8 @@ def train_all(
 
 
 def results(strategy: str, devices: int, names: list[str]) -> dict[str, Result]:
-    """Every case under one strategy, one after the other on the same ranks; a case that ends these is trained by
-    itself."""
+    """Every case under one strategy, one after the other on the same ranks; a case that ends these, or whose error may
+    follow from another rank's, is trained by itself."""
     precision = precision_of(strategy)
     if strategy in ("dp", "model"):
         return train_all(names, strategy, devices, precision)
@@ -132,6 +134,7 @@ def results(strategy: str, devices: int, names: list[str]) -> dict[str, Result]:
         left = [name for name in left if name not in saved]
         alone.update(left[:1])  # the ranks of the others are gone with it
         left = left[1:]
+    alone |= {name for name, result in found.items() if result.error and not is_refusal(result.error)}
     return found | {name: train(name, strategy, devices, precision) for name in alone}
 
 
@@ -167,23 +170,14 @@ def distance(value: torch.Tensor | None, expected: torch.Tensor) -> float:
 
 
 def is_refusal(error: str) -> bool:
-    """Whether an error is a sentence of ours: it says what to do instead, in few lines, and not an error of torch's."""
-    foreign = (
-        "got mixed torch.Tensor",
-        "the same mesh",
-        "finished reduction",
-        "run stage backward",
-        "NoneType",
-        "hangs",
-        "has ended",
-        "Gloo",
-        "SIG",
-    )
+    """Whether an error is a sentence of ours: it says what to do instead, in one line, and not an error of torch's."""
+    foreign = ("got mixed torch.Tensor", "the same mesh", "finished reduction", "run stage backward", "NoneType", "SIG")
+    kind, _, sentence = error.partition(": ")
     return (
-        error.count("\n") < 3
-        and not error.startswith("AssertionError")
-        and not any(word in error for word in foreign)
-        and bool(re.search(r"[;:,] ?\w", error))
+        kind in ("ValueError", "RuntimeError", "TypeError", "NotImplementedError")
+        and "\n" not in sentence
+        and not any(word in error for word in (*foreign, "hangs", "has ended", "Gloo"))
+        and "; " in sentence
     )
 
 

@@ -118,6 +118,13 @@ class Penalty(Plain):
         return super().training_step(batch, batch_idx) + 0.01 * sum(p.square().sum() for p in self.parameters())
 
 
+class GradientPenalty(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].detach().clone().requires_grad_(True)
+        (slope,) = torch.autograd.grad(self.net(x).square().sum(), x, create_graph=True)
+        return super().training_step(batch, batch_idx) + slope.square().mean()
+
+
 class Logs(Plain):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         norms = [parameter.grad.norm() for parameter in self.parameters() if parameter.grad is not None]
@@ -204,6 +211,7 @@ REST: list[tuple[type[Module], str]] = [
     (Clamps, "3 with small parameters whole"),
     (Penalty, "1"),
     (Penalty, "2"),
+    (GradientPenalty, "2"),
     (Experts, "1"),
     (ChangesGradients, "1"),
     (Averages, "3 offloaded"),
@@ -225,6 +233,8 @@ REFUSED: list[tuple[type[Module], str, str]] = [
     (Assigns, "3", "net.0.weight is in pieces over the ranks under ZeRO-3"),
     (LoadsInHook, "3", "within `with trainer.whole(module):`"),
     (Penalty, "3", "so square would not see it"),
+    (GradientPenalty, "3", "takes the gradient of a gradient (create_graph=True), but ZeRO-3 frees parameters"),
+    (GradientPenalty, "3 with small parameters whole", "takes the gradient of a gradient"),
     (Logs, "1", "the gradient of net.0.weight is in DeepSpeed's engine, in pieces, and not in .grad"),
     (Logs, "3", "the gradient of net.0.weight is in DeepSpeed's engine"),
     (DropsGradient, "2", "the gradient of net.4.bias is in DeepSpeed's engine"),

@@ -1,0 +1,50 @@
+"""Models whose trained parameters have several dtypes, under FSDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep import Module
+from tests.strategies.mesh.test_fsdp import fit, rows, seeded
+from tests.trainer.toy import distance, weights
+
+pytestmark = pytest.mark.ranks
+
+
+class SeveralDtypes(Module):
+    """A layer in float64 and a complex filter beside layers in float32."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 8), nn.Linear(8, 8).double(), nn.Linear(8, 2)
+        self.filter = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.middle.requires_grad_(not frozen)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.middle.requires_grad_(True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.middle(self.first(batch[0]).double()).float()
+        return self.last(torch.fft.irfft(torch.fft.rfft(hidden) * self.filter, n=8)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_parameters_of_several_dtypes_train_as_on_one_process(clip: float | None) -> None:
+    one, sharded = seeded(SeveralDtypes), seeded(SeveralDtypes)
+    for module, strategy, devices in ((one, "single", 1), (sharded, "fsdp", 2)):
+        fit(strategy, devices, module, rows(13), precision="32-true", gradient_clip_val=clip)
+    assert [p.dtype for p in sharded.parameters()] == [p.dtype for p in one.parameters()]
+    assert distance(weights(one), weights(sharded)) < 1e-6
+
+
+def test_unfreezing_a_layer_of_another_dtype_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"middle\.weight, middle\.bias changed requires_grad, and another dtype"):
+        fit("fsdp", 2, seeded(SeveralDtypes, frozen=True), rows(8), precision="32-true")
