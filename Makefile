@@ -7,7 +7,7 @@ TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-slow test-gpu check format lint types words bench clean
+.PHONY: help demo test test-fast test-slow test-gpu check format lint types words docs bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -47,6 +47,10 @@ types: .venv/.installed ## Check types
 words: .venv/.installed ## Find banned phrases and long lines
 	$(BIN)/python .ci/words.py
 
+docs: .venv/.installed ## Build the site into build/docs; a warning is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs
+	@echo "open build/docs/index.html"
+
 bench: .venv/.installed-bench ## Measure against a hand-written loop and against peers (one part: .venv/bin/python -m benchmarks.NAME)
 	@set -e; mkdir -p build/bench; for file in benchmarks/[a-z]*.py; do name=$$(basename "$$file" .py); echo "---- $$name"; \
 		case $$name in pipeline_bubble) $(BIN)/python -m benchmarks.$$name ;; *) $(BIN)/python -m benchmarks.$$name --json build/bench/$$name.json ;; esac; done
@@ -59,7 +63,7 @@ clean: ## Remove the environment, caches and build results; runs stay
 	$(PYTHON) -m venv .venv
 
 .venv/.installed: setup.cfg pyproject.toml constraints.txt | .venv/bin/python
-	$(INSTALL) --editable '.[dev,examples,deepspeed,wandb,mlflow,onnx]'
+	$(INSTALL) --editable '.[dev,docs,examples,deepspeed,wandb,mlflow,onnx]'
 	@touch $@
 
 .venv/.installed-bench: .venv/.installed

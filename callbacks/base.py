@@ -8,7 +8,7 @@ the callbacks in the order in which they were given, ModelCheckpoint last: what 
 All hooks are called on every rank, at the same place of the loop. An exception raised in a hook comes
 out of `fit` as itself.
 
-The loop, with every hook in its place:
+The loop, with every hook in its place::
 
     setup(stage)                                    # "fit", "validate", "test" or "predict"
     on_fit_start                                    # model wrapped, optimizers built, checkpoint loaded

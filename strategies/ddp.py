@@ -34,8 +34,7 @@ class DDP(SPMDStrategy):
 
     `find_unused_parameters`: allow steps in which some parameters get no gradient (walks the graph every step).
     `static_graph`: promise that every step uses the same parameters in the same way. On three and more ranks a resumed
-    run
-        then sums its first two gradients in another order than the run that was not stopped.
+        run then sums its first two gradients in another order than the run that was not stopped.
     `gradient_as_bucket_view`: gradients live in the communication buckets (saves one copy of them).
     `broadcast_buffers`: rank 0's buffers (BatchNorm statistics) overwrite the others' at each forward.
     `sync_batchnorm`: turn BatchNorm layers into SyncBatchNorm, whose statistics span the ranks (CUDA only).

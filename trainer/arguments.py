@@ -70,8 +70,7 @@ class TrainerArguments:
         `detect_anomaly`: during a run torch names the forward of a NaN that a backward finds; slow.
     Speed
         `compile`: True, or a dict of arguments of torch.compile, compiles the module's repeated blocks, or its
-        submodules
-            if it has none. Numbers are those of the plain module up to rounding, checkpoints are the same.
+            submodules if it has none. Numbers are those of the plain module up to rounding, checkpoints are the same.
         `benchmark`: during a run cuDNN tries its algorithms and takes the fastest for each shape, so that rounding may
         differ from run to run; None leaves torch's setting.
         `profiler`: "simple" prints where the time went, "torch" writes a trace of some steps

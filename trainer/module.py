@@ -33,7 +33,7 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
     """
 
     automatic_optimization = True
-    """False: `training_step` runs backward and steps by itself (`optimizers`, `manual_backward`, `clip_gradients`)."""
+    """If False, `training_step` runs backward and steps itself (`optimizers`, `manual_backward`, `clip_gradients`)."""
     example_input_array: Any = None
     """Input of `forward` from which the summary derives sizes and FLOPs, and loggers the graph."""
 

@@ -46,8 +46,7 @@ class ThroughputMonitor(Callback):
     """Logs every `log_every_n_steps` optimizer steps how fast training was since the last time, over all ranks.
 
     - `throughput/samples_per_s`, `steps_per_s`, and with `tokens` `tokens_per_s`. Samples that several ranks share
-    count
-      once, padding not at all.
+      count once, padding not at all.
     - `throughput/flops_per_s`: FLOPs of matrix products, convolutions and attention of forward and backward, and
       `throughput/mfu`, their share of what the devices could do at most.
     - `throughput/share_data`, `share_compute` (forward, backward and the communication in them), `share_optimizer`,
@@ -61,8 +60,7 @@ class ThroughputMonitor(Callback):
 
     Args:
         tokens: Counts the tokens of a batch: a function of it, or the key, index or attribute of the tensor whose
-        elements
-            they are.
+            elements they are.
         flops_per_sample: FLOPs of forward and backward of one sample; None counts what the ranks compute for the second
             step (under `dp` the first), recomputed activations included. 0 logs no FLOPs.
         peak_flops_per_s: What one rank's devices can do at most, for MFU; None looks the GPU up in `PEAK_TFLOPS` by the

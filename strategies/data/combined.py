@@ -17,8 +17,7 @@ class CombinedLoader:
     `mode` says how long an epoch is, and what a batch:
 
     - "max_size_cycle": a batch of each loader, in dicts and lists nested as `loaders` is; as long as the longest, and
-    the
-      shorter ones start again, in a new order;
+      the shorter ones start again, in a new order;
     - "max_size": the same, with None in place of what a shorter one no longer has;
     - "min_size": the same, as long as the shortest;
     - "sequential": one loader after the other, each batch by itself.

@@ -17,6 +17,7 @@ class MeshParallel(ShardedStrategy):
 
     `axes`: names and sizes of the axes ddp, fsdp and tensor, in any order; ranks are numbered with tensor
         innermost and ddp outermost. One axis may have no size and takes the ranks that are left: `"fsdp,tensor=2"`.
+
     The other options are those of FSDP and TensorParallel, see `Options`; of FSDP's, the axis ddp takes `wrap`,
     `find_unused_parameters` and `sync_every_micro_batch` as well.
     """
