@@ -57,7 +57,7 @@ class ShardedStrategy(SPMDStrategy):
         self.timeout_s = timeout_s
         self._sizes: dict[str, int] = {}
         self._mesh: DeviceMesh | None = None
-        self._sync_each = self._in_step = self._is_whole = False
+        self._sync_each = self._in_step = self._is_whole = self._compared = False
         self._micro_batches = 0
         self._steps: steps.Steps | None = None
         self._order: CallOrder | None = None
@@ -115,6 +115,7 @@ class ShardedStrategy(SPMDStrategy):
         if self._order is not None:
             self._order.close()
         self._mesh = self._steps = self._order = None
+        self._compared = False
         self._named = self._buffered = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -255,6 +256,9 @@ class ShardedStrategy(SPMDStrategy):
         from lockstep.strategies.mesh import dtensors
 
         wrapped.close()  # type: ignore[operator]
+        if not self._compared and "tensor" in self._sizes:
+            named = self.unwrap(wrapped).named_parameters()
+            self._compared = steps.compare_whole_gradients(named, self._mesh.get_group("tensor"))  # type: ignore[union-attr]
         with explained(type(optimizer).__name__), dtensors.groups_by_mesh(optimizer):
             stepped = super().optimizer_step(wrapped, optimizer, closure)
         if wrapped.depth:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.strategies.base import StepFn, StepHooks
 from lockstep.strategies.modules.model_changes import ModelChanges, gradient_marks, own_backward, remarked, shortened
+from lockstep.strategies.sync.collectives import local
 from lockstep.strategies.sync.host_all_gather import open_exchange
 
 
@@ -97,6 +98,47 @@ def compare_writes(named: list[tuple[str, nn.Parameter]], numbers: Tensor, tenso
                 "share "
                 "(weights, global_step), or use a registered buffer"
             )
+
+
+def compare_whole_gradients(named: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup) -> bool:
+    """Raise RuntimeError for parameters that a tensor group has whole, but whose gradients differ on its ranks.
+
+    Such a parameter is used on shards of activations, so that each rank has a part of its gradient. Every rank calls
+    it; returns whether there was a gradient to compare.
+    """
+    own = {
+        name: p
+        for name, p in named
+        if p.requires_grad and "tensor" not in (getattr(getattr(p, "device_mesh", None), "mesh_dim_names", None) or ())
+    }
+    rows = [_summary(p.grad, local(p).device) for p in own.values()]
+    if not rows:
+        return True
+    mine = torch.stack(rows)
+    everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everywhere, mine, group=group)
+    table = torch.stack(everywhere)
+    spread = (table.amax(0) - table.amin(0)).amax(1)
+    differ = (spread > 1e-3 * table.abs().amax(0).amax(1)).tolist()
+    names = [name for name, bad in zip(own, differ, strict=True) if bad]
+    if names:
+        raise RuntimeError(
+            f"the gradient of {shortened(names)} is not the same on the ranks of strategy tensor, which hold it whole: "
+            "it is used on activations that are sharded, between the layers of an attention or a perceptron; give "
+            "strategy=TensorParallel(plan={...}) that leaves these layers whole"
+        )
+    return bool(table.any())
+
+
+def _summary(gradient: Tensor | None, device: torch.device) -> Tensor:
+    """Three numbers that tell gradients apart, but not the order in which they were summed."""
+    if gradient is None:
+        return torch.full((3,), -1.0, dtype=torch.float64, device=device)
+    values = local(gradient).detach().double()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    ramp = torch.arange(1, values.numel() + 1, dtype=torch.float64, device=values.device) / max(1, values.numel())
+    flat = values.reshape(-1)
+    return torch.stack([flat.abs().sum(), flat.square().sum().sqrt(), (flat * ramp).abs().sum()])
 
 
 def drop_unused(parameters: list[tuple[str, nn.Parameter]], used: bytes) -> None:

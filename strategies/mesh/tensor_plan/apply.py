@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils._pytree import tree_leaves
 
+from lockstep.strategies.mesh.tensor_plan.first_call import FirstCall, agree, kind_of
 from lockstep.strategies.mesh.tensor_plan.plan import Plan
 from lockstep.strategies.mesh.tensor_plan.styles import STYLES, Column, differentiable_twice, writable
 from lockstep.strategies.modules.blocks import shared
@@ -38,6 +39,11 @@ def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> No
     ]
     names = [name for name, _, module in inside(plan.checked) if module in modules]
     expected = [_computed(module) for module in modules]
+    first_calls = [
+        (module, first)
+        for module, name in _untried(modules, names, expected)
+        if (first := _first_call(module, name, plan))
+    ]
     ties = [[(module, leaf) for module, leaf in places] for places in shared(unit).values()]
     # values are the same on all ranks, so that nothing needs to be sent
     torch_plan: dict[str, ParallelStyle] = {}
@@ -73,12 +79,35 @@ def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> No
             if plan.styles[layer_name] == "column":
                 layer.register_forward_pre_hook(functools.partial(guard.check, layer_name))
     for name, module, wanted in zip(names, modules, expected, strict=True):
-        if wanted is not None and not _agree(_computed(module), wanted):
+        if wanted is not None and not _agrees(_computed(module), wanted):
             raise ValueError(
                 f"the automatic plan cuts {', '.join(plan.checked[name])}, but {name or type(unit).__name__} then "
                 "computes something else; "
                 "give strategy=TensorParallel(plan={...}) or define tensor_plan() in a module"
             )
+    for module, first in first_calls:
+        first.watch(module)
+
+
+def _untried(modules: list[nn.Module], names: list[str], expected: list[Tensor | None]) -> list[tuple[nn.Module, str]]:
+    return [(m, name) for m, name, wanted in zip(modules, names, expected, strict=True) if wanted is None]
+
+
+def _first_call(module: nn.Module, name: str, plan: Plan) -> FirstCall | None:
+    """What compares the first call of a module that took other arguments than one tensor; None if it is not called by
+    itself, or another one of its kind is compared."""
+    if type(module).forward is nn.Module.forward or module in plan.traced:
+        return None
+    kind = kind_of(module, plan.checked[name])
+    if kind in plan.kinds:
+        return None
+    plan.kinds.add(kind)
+    if plan.sequence is not None:
+        raise ValueError(
+            f"the automatic plan cannot check {name} under sequence_parallel=True, as it takes more than one tensor; "
+            "give strategy=TensorParallel(plan={...}, sequence_parallel=True)"
+        )
+    return FirstCall(module, name, plan.checked[name])
 
 
 class Guard:
@@ -147,11 +176,8 @@ def _computed(module: nn.Module) -> Tensor | None:
     return next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
 
 
-def _agree(found: Tensor | None, wanted: Tensor) -> bool:
-    if found is None or found.shape != wanted.shape:
-        return False
-    tolerance = 1e-4 if wanted.dtype in (torch.float32, torch.float64) else 5e-2
-    return bool((found - wanted).abs().max() <= tolerance * wanted.abs().max().clamp(min=1e-3))
+def _agrees(found: Tensor | None, wanted: Tensor) -> bool:
+    return found is not None and agree(found, wanted)
 
 
 def _tie(places: list[tuple[nn.Module, str]], prefix: str, unit: nn.Module) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from lockstep.strategies.mesh.tensor_plan.altered import refuse_altered
+from lockstep.strategies.mesh.tensor_plan.declared import declared_styles
 from lockstep.strategies.mesh.tensor_plan.plan import Plan
 from lockstep.strategies.mesh.tensor_plan.search import find
 from lockstep.strategies.mesh.tensor_plan.styles import STYLES, SequenceSharding
@@ -37,7 +38,7 @@ def make_plan(
     Raises ValueError if a layer's size does not divide, or nothing can be sharded.
     """
     plan = Plan(traced=within_compiled(model))
-    styles = _given(model, given)
+    styles: dict[str, Any] | None = _given(model, given) or (declared_styles(model, size) if given == "auto" else None)
     if styles is not None:
         plan.styles, plan.is_given = styles, True
     else:

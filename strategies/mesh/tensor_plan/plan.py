@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor.parallel.style import ParallelStyle
@@ -20,6 +21,8 @@ class Plan:
     sequence: SequenceSharding | None = None
     checked: dict[str, list[str]] = field(default_factory=dict)
     """Modules that must compute the same with these layers cut as whole: the automatic plan knows names, not code."""
+    kinds: set[tuple[Any, ...]] = field(default_factory=set)
+    """Kinds of checked modules of which the first call of one is compared with a whole copy."""
     heads: dict[str, dict[str, int]] = field(default_factory=dict)
     """Attributes of modules that count heads, to be set to what one rank has."""
     dropouts: dict[str, int] = field(default_factory=dict)
