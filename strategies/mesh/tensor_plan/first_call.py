@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lockstep.strategies.modules.side_effect_free import side_effect_free
 
@@ -66,7 +66,8 @@ def _outputs(module: nn.Module, args: Any, kwargs: Any, name: str) -> list[Tenso
     with side_effect_free(module):
         try:
             module.eval()
-            given, named = tree_map(_copied, (args, kwargs))
+            inputs, structure = tree_flatten((args, kwargs))
+            given, named = tree_unflatten([_copied(value) for value in inputs], structure)
             output = module(*given, **named)
         finally:
             for child, mode in modes:
