@@ -45,21 +45,8 @@ def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> No
         if (first := _first_call(module, name, plan))
     ]
     ties = [[(module, leaf) for module, leaf in places] for places in shared(unit).values()]
-    # values are the same on all ranks, so that nothing needs to be sent
-    torch_plan: dict[str, ParallelStyle] = {}
-    columns: dict[str, Column] = {}
-    for name, style in todo.items():
-        if style == "column":  # one for the layers of a module
-            parent = name.rpartition(".")[0]
-            if parent not in columns:
-                holder = unit.get_submodule(parent)
-                hands_on = holder if isinstance(holder, nn.Sequential) and not plan.is_given else None
-                columns[parent] = Column(plan.sequence, hands_on)
-                holder.register_forward_hook(columns[parent].forget, always_call=holder not in plan.traced)
-            torch_plan[name] = columns[parent]
-        else:
-            torch_plan[name] = STYLES[style](plan.sequence) if isinstance(style, str) else style
-    if torch_plan:
+    torch_plan = _torch_plan(unit, todo, plan)
+    if torch_plan:  # values are the same on all ranks, so that nothing needs to be sent
         parallelize_module(unit, mesh, torch_plan, src_data_rank=None)
         for name in torch_plan:
             unit.get_submodule(name).register_forward_pre_hook(differentiable_twice)
@@ -87,6 +74,24 @@ def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> No
             )
     for module, first in first_calls:
         first.watch(module)
+
+
+def _torch_plan(unit: nn.Module, todo: dict[str, Any], plan: Plan) -> dict[str, ParallelStyle]:
+    """torch's styles of the layers `todo`; the column-wise ones of a module share one."""
+    torch_plan: dict[str, ParallelStyle] = {}
+    columns: dict[str, Column] = {}
+    for name, style in todo.items():
+        if style == "column":  # one for the layers of a module
+            parent = name.rpartition(".")[0]
+            if parent not in columns:
+                holder = unit.get_submodule(parent)
+                hands_on = holder if isinstance(holder, nn.Sequential) and not plan.is_given else None
+                columns[parent] = Column(plan.sequence, hands_on)
+                holder.register_forward_hook(columns[parent].forget, always_call=holder not in plan.traced)
+            torch_plan[name] = columns[parent]
+        else:
+            torch_plan[name] = STYLES[style](plan.sequence) if isinstance(style, str) else style
+    return torch_plan
 
 
 def _untried(modules: list[nn.Module], names: list[str], expected: list[Tensor | None]) -> list[tuple[nn.Module, str]]:
