@@ -57,7 +57,7 @@ class ShardedStrategy(SPMDStrategy):
         self.timeout_s = timeout_s
         self._sizes: dict[str, int] = {}
         self._mesh: DeviceMesh | None = None
-        self._sync_each = self._in_step = self._is_whole = self._compared = False
+        self._sync_each = self._in_step = self._is_whole = False
         self._micro_batches = 0
         self._steps: steps.Steps | None = None
         self._order: CallOrder | None = None
@@ -115,7 +115,6 @@ class ShardedStrategy(SPMDStrategy):
         if self._order is not None:
             self._order.close()
         self._mesh = self._steps = self._order = None
-        self._compared = False
         self._named = self._buffered = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -126,6 +125,7 @@ class ShardedStrategy(SPMDStrategy):
 
         assert self._mesh is not None
         wrapped = apply_axes(model, self._mesh, self.options, compute_dtype)
+        self._compared = "tensor" not in self._sizes
         if wrapped.units:
             self._order = wrapped.order = CallOrder(
                 self.topology.rank,
@@ -256,9 +256,8 @@ class ShardedStrategy(SPMDStrategy):
         from lockstep.strategies.mesh import dtensors
 
         wrapped.close()  # type: ignore[operator]
-        if not self._compared and "tensor" in self._sizes:
-            named = self.unwrap(wrapped).named_parameters()
-            self._compared = steps.compare_whole_gradients(named, self._mesh.get_group("tensor"))  # type: ignore[union-attr]
+        if not self._compared:
+            self._compared = steps.compare_whole_gradients(self.unwrap(wrapped), self._mesh)
         with explained(type(optimizer).__name__), dtensors.groups_by_mesh(optimizer):
             stepped = super().optimizer_step(wrapped, optimizer, closure)
         if wrapped.depth:
@@ -329,7 +328,6 @@ class ShardedStrategy(SPMDStrategy):
                 f"whose gradients {type(self).__name__} reduces as one; change it before the first of them "
                 "(on_train_epoch_start, or on_train_batch_end of the last)"
             )
-
         if wrapped.trains_several_dtypes():  # type: ignore[operator]
             raise RuntimeError(
                 f"{shortened(names)} changed requires_grad, and another dtype is trained in the same block, which "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.strategies.base import StepFn, StepHooks
 from lockstep.strategies.modules.model_changes import ModelChanges, gradient_marks, own_backward, remarked, shortened
@@ -100,7 +101,7 @@ def compare_writes(named: list[tuple[str, nn.Parameter]], numbers: Tensor, tenso
             )
 
 
-def compare_whole_gradients(named: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup) -> bool:
+def compare_whole_gradients(model: nn.Module, mesh: DeviceMesh | None) -> bool:
     """Raise RuntimeError for parameters that a tensor group has whole, but whose gradients differ on its ranks.
 
     Such a parameter is used on shards of activations, so that each rank has a part of its gradient. Every rank calls
@@ -108,12 +109,13 @@ def compare_whole_gradients(named: Iterable[tuple[str, nn.Parameter]], group: di
     """
     own = {
         name: p
-        for name, p in named
+        for name, p in model.named_parameters()
         if p.requires_grad and "tensor" not in (getattr(getattr(p, "device_mesh", None), "mesh_dim_names", None) or ())
     }
     rows = [_summary(p.grad, local(p).device) for p in own.values()]
-    if not rows:
+    if not rows or mesh is None:
         return True
+    group = mesh.get_group("tensor")
     mine = torch.stack(rows)
     everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everywhere, mine, group=group)
