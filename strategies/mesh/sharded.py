@@ -42,8 +42,7 @@ class ShardedStrategy(SPMDStrategy):
     """Base of FSDP, TensorParallel and Mesh: ranks in a mesh with some of the axes ddp, fsdp and tensor.
 
     Each forward is a collective, so ranks without samples run the step too, on a batch of padding with weight
-    zero, and what it leaves in the module is undone. Outside of steps a parameter is this rank's part of it, a
-    DTensor; `.full_tensor()` or `gather_whole` make it whole.
+    zero, and what it leaves in the module is undone. Outside of steps a parameter is this rank's shard, a DTensor.
     """
 
     cuts_gradients = True
@@ -142,9 +141,8 @@ class ShardedStrategy(SPMDStrategy):
         wrapped.close()  # type: ignore[operator]
         keeps = self.topology.rank == 0 or not environment.started_by_lockstep()  # the others end with the run
         pieces = {name: self.local_shard(parameter) for name, parameter in self.unwrap(wrapped).named_parameters()}
-        whole = gather_whole(
-            self, State({name: piece for name, piece in pieces.items() if piece is not None}), keep=keeps
-        )
+        held = {name: piece for name, piece in pieces.items() if piece is not None}
+        whole = gather_whole(self, State(held), keep=keeps)
         if keeps:
             wrapped.restore(whole.tensors)  # type: ignore[operator]
         super().teardown_module(wrapped)
