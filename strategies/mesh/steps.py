@@ -25,8 +25,9 @@ def checked_step(changes: ModelChanges | None, step_fn: StepFn, batch: Any, batc
     """
     if changes is None:
         return step_fn(batch, batch_idx)
-    before = [*changes.model.named_parameters()]
-    marks, flags = gradient_marks(p for _, p in before), [p.requires_grad for _, p in before]
+    before = changes.current()
+    parameters = [p for _, p in before]
+    marks, flags = gradient_marks(parameters), [p.requires_grad for p in parameters]
     output = step_fn(batch, batch_idx)
     changed = [name for (name, p), flag in zip(before, flags, strict=True) if p.requires_grad != flag]
     if changed:
@@ -35,7 +36,7 @@ def checked_step(changes: ModelChanges | None, step_fn: StepFn, batch: Any, batc
             "after it; "
             "change it in a hook such as on_train_batch_start"
         )
-    if marks != gradient_marks(p for _, p in before):
+    if marks != gradient_marks(parameters):
         raise own_backward(remarked(before, marks))
     return output
 

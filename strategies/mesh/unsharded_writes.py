@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.strategies.mesh.dtensors import local
-
 
 class UnshardedWrites:
     """Looks for changes of unsharded parameters and writes them to the shards.
@@ -23,30 +21,43 @@ class UnshardedWrites:
     def __init__(self) -> None:
         self._versions: dict[int, int] = {}
         self._found: dict[int, tuple[Any, int]] = {}
+        self._seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        """Of each parameter the whole, the shard, and the part of the whole that the shard holds: views, made once."""
 
     def look(self, unit: Any) -> None:
         """The unit was gathered just now."""
         for parameter in _unsharded(unit):
-            if parameter.unsharded_param.device.type != "cpu":
-                self._versions[id(parameter)] = parameter.unsharded_param._version
+            if parameter.unsharded_param.is_cpu:
+                return
+            self._versions[id(parameter)] = parameter.unsharded_param._version
 
-    @torch.no_grad()
     def write_back(self, unit: Any) -> None:
         """The unit is about to be freed. Does nothing where it is not whole."""
         for parameter in _unsharded(unit):
-            whole = local(parameter.unsharded_param).detach()
-            if whole.device.type != "cpu" and self._versions.get(id(parameter)) in (None, whole._version):
+            whole, shard = _held(parameter.unsharded_param), _held(parameter.sharded_param)
+            if whole.is_cpu:
+                seen = self._seen.get(id(parameter))
+                if seen is None or not (whole.is_set_to(seen[0]) and shard.is_set_to(seen[1])):
+                    seen = whole.detach(), shard.detach(), _part(whole.detach(), parameter)
+                    self._seen[id(parameter)] = seen
+                if shard.dtype == whole.dtype and torch.equal(seen[1], seen[2]):
+                    continue
+            elif self._versions.get(id(parameter)) in (None, whole._version):
                 continue
-            shard = local(parameter.sharded_param).detach()
-            part = _part(whole, parameter).to(shard.device)
-            was = shard.to(part.dtype)
-            if whole.device.type == "cpu" and _equal(part, was):
-                continue
-            shard.copy_(torch.where(part == was, shard, part.to(shard.dtype)))  # others keep what a cast would round
-            # Cloned, as torch does not resize what numpy has seen.
-            data = whole.clone().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            known = self._found.get(id(parameter), (parameter, 0))[1]
-            self._found[id(parameter)] = parameter, zlib.crc32(data.data, known)
+            self._write(parameter, whole.detach(), shard.detach())
+
+    @torch.no_grad()
+    def _write(self, parameter: Any, whole: Tensor, shard: Tensor) -> None:
+        """Bring what has changed in `whole` to `shard`."""
+        part = _part(whole, parameter).to(shard.device)
+        was = shard.to(part.dtype)
+        if whole.is_cpu and _equal(part, was):
+            return
+        shard.copy_(torch.where(part == was, shard, part.to(shard.dtype)))  # others keep what a cast would round
+        # Cloned, as torch does not resize what numpy has seen.
+        data = whole.clone().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        known = self._found.get(id(parameter), (parameter, 0))[1]
+        self._found[id(parameter)] = parameter, zlib.crc32(data.data, known)
 
     def take(self) -> dict[int, int]:
         """What was changed since the last call: hashes of the new values by the id of the sharded parameter.
@@ -61,6 +72,11 @@ def _unsharded(unit: Any) -> Iterator[Any]:
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         if group.is_unsharded:
             yield from (parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param"))
+
+
+def _held(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor: the tensor itself that is in a DTensor, where `to_local` makes a view."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _part(whole: Tensor, parameter: Any) -> Tensor:

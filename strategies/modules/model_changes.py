@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor, nn
@@ -9,6 +10,8 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+
+_GRADIENT, _TRAINED = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
 
 
 class ModelChanges:
@@ -21,6 +24,8 @@ class ModelChanges:
         self.parameters = dict(model.named_parameters())
         """The wrapped parameters by name."""
         self._flags = [name in trained for name in self.parameters]
+        self._places: list[tuple[str, dict[str, nn.Parameter | None], str]] | None = None
+        """Where `current` finds the parameters; None if that has changed."""
         self.pending = False
         """Whether a parameter or module was registered in the model since the last call of `added`."""
         self._hooks = [
@@ -43,21 +48,34 @@ class ModelChanges:
 
     def trainability(self) -> list[str]:
         """The names of parameters whose `requires_grad` differs from the last call."""
-        flags = [p.requires_grad for p in self.parameters.values()]
+        flags = [*map(_TRAINED, self.parameters.values())]
         if flags == self._flags:
             return []
         changed = [name for name, new, old in zip(self.parameters, flags, self._flags, strict=True) if new != old]
         self._flags = flags
         return changed
 
+    def current(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that are in the model now, by name: an engine's, while those stand for the wrapped ones."""
+        if self._places is None:
+            self._places, found = [], set()
+            for name, module in self.model.named_modules():
+                self._modules.add(id(module))
+                for key, parameter in module._parameters.items():
+                    if parameter is not None and parameter not in found:
+                        found.add(parameter)
+                        self._places.append((f"{name}.{key}" if name else key, module._parameters, key))
+        return [(name, p) for name, place, key in self._places if (p := place.get(key)) is not None]
+
     def _note(self, module: nn.Module, name: str, value: object) -> None:
-        self.pending = self.pending or id(module) in self._modules
+        if id(module) in self._modules:
+            self.pending, self._places = True, None
 
 
 def gradient_marks(parameters: Iterable[Tensor]) -> list[int | None]:
     """What changes when a backward adds to the gradients of these parameters: nothing, or how often each was
     written."""
-    return [None if (gradient := p.grad) is None else gradient._version for p in parameters]
+    return [None if gradient is None else gradient._version for gradient in map(_GRADIENT, parameters)]
 
 
 def remarked(named: Iterable[tuple[str, Tensor]], marks: list[int | None]) -> list[str]:

@@ -10,7 +10,9 @@ gradient that the optimizer gets.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where torch keeps the hooks of a tensor: dicts, in which the handles that users hold find what to remove."""
+_HOOKS, _PARAMETER = operator.attrgetter(*ATTRIBUTES), operator.itemgetter(1)
 
 
 class Deferred(NamedTuple):
@@ -38,9 +41,9 @@ class ParameterHooks:
 
     def take(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Let autograd call none of the users' hooks on these parameters."""
-        for name, parameter in named_parameters:
-            for attribute in ATTRIBUTES:
-                hooks = getattr(parameter, attribute)
+        named = [*named_parameters]
+        for name, parameter in compress(named, map(any, map(_HOOKS, map(_PARAMETER, named)))):  # without Python's loop
+            for attribute, hooks in zip(ATTRIBUTES, _HOOKS(parameter), strict=True):
                 theirs = [key for key, hook in (hooks or {}).items() if not _is_of_an_engine(hook)]
                 for key in theirs:
                     hooks[key] = Deferred(hooks[key])
