@@ -22,7 +22,7 @@ import pytest
 from docs.make_architecture import PAGE, picture
 from lockstep.strategies import registry
 from lockstep.trainer.cli import checkpoint as checkpoint_command
-from lockstep.trainer.cli import config, parser
+from lockstep.trainer.cli import config, migrate, parser
 from lockstep.trainer.cli import main as cli
 from lockstep.trainer.cli.commands import parse_compare
 from tests.conftest import REPO_ROOT
@@ -139,6 +139,8 @@ def test_commands_lead_somewhere(
                 check_config(given.files, given.overrides)
             elif arguments is not None and arguments and arguments[0] == "checkpoint":
                 checkpoint_command.parse(arguments[1:])
+            elif arguments is not None and arguments and arguments[0] == "migrate":
+                migrate.parse(arguments[1:])
             elif arguments is not None and arguments and not arguments[0].startswith("-"):
                 command, files, overrides = parser.parse(arguments)
                 assert command in parser.COMMANDS, place

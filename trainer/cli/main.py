@@ -39,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from lockstep.trainer.cli import checkpoint  # one command needs it
 
             return checkpoint.main(words[1:], Parser)
+        if words[:1] == ["migrate"]:
+            from lockstep.trainer.cli import migrate
+
+            return migrate.main(words[1:], Parser)
         command, files, overrides = parse(words)
         from lockstep.trainer.cli import commands, config  # and with them torch, which a page of help does not need
 

@@ -26,6 +26,7 @@ COMMANDS = {
     "plan": "show the stages of a pipeline, its schedule and its bubble",
     "checkpoint": "show, verify, compare, export or import a checkpoint (lockstep checkpoint --help)",
     "compare": "train under several strategies and show where the numbers differ (lockstep compare --help)",
+    "migrate": "rewrite imports of Lightning in Python files (lockstep migrate --help)",
 }
 
 USAGE = "lockstep fit|validate|test|predict|config|plan|compare CONFIG... [key=value...]"

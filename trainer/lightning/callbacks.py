@@ -179,23 +179,41 @@ class BatchSizeFinder(callbacks.BatchSizeFinder):
         return self.result
 
 
-class WeightAveraging(callbacks.WeightAveraging):
+class _Averaging(callbacks.WeightAveraging):
+    _uses_buffers = True
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        super().setup(trainer, module, stage)
+        norms = (item for item in module.modules() if isinstance(item, nn.modules.batchnorm._NormBase))
+        if self._uses_buffers and any(item.running_mean is not None for item in norms):
+            raise ValueError(
+                f"{type(self).__name__} averages no buffers, and {type(module).__name__} has running statistics of "
+                "normalization layers, which stay those of training; give use_buffers=False"
+            )
+
+
+class WeightAveraging(_Averaging):
     """`lockstep.callbacks.WeightAveraging` with the mean of all updates, one after each step.
 
-    Buffers are not averaged. Raises TypeError for `avg_fn` and the like: give `decay` to EMAWeightAveraging.
+    Buffers are not averaged: ValueError at `fit` for BatchNorm without `use_buffers=False`.
+    Raises TypeError for `avg_fn` and the like: give `decay` to EMAWeightAveraging.
     """
 
     def __init__(self, device: Any = None, use_buffers: bool = True, **options: Any) -> None:
         if options:
             raise TypeError(f"WeightAveraging has no argument {next(iter(options))!r}; use EMAWeightAveraging(decay=…)")
         super().__init__(None)
+        self._uses_buffers = use_buffers
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         return step_idx is not None
 
 
-class EMAWeightAveraging(callbacks.WeightAveraging):
-    """`lockstep.callbacks.WeightAveraging` with a decay. Buffers are not averaged."""
+class EMAWeightAveraging(_Averaging):
+    """`lockstep.callbacks.WeightAveraging` with a decay.
+
+    Buffers are not averaged: ValueError at `fit` for BatchNorm without `use_buffers=False`.
+    """
 
     def __init__(
         self,
@@ -207,6 +225,7 @@ class EMAWeightAveraging(callbacks.WeightAveraging):
         update_starting_at_epoch: int | None = None,
     ) -> None:
         super().__init__(decay, update_every_n_steps=update_every_n_steps)
+        self._uses_buffers = use_buffers
         self._first_step, self._first_epoch, self._every = (
             update_starting_at_step,
             update_starting_at_epoch,

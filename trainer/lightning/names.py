@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 OURS = "trainer.lightning"
 _CORE = {
@@ -176,3 +177,12 @@ REFUSED: Mapping[str, str] = {
     "CheckpointHooks": "derive from LightningModule or LightningDataModule, which have the hooks",
 }
 """Names of Lightning's modules that are not offered, and what to write instead."""
+
+ACCEPTED: Mapping[str, tuple[Any, ...]] = {
+    "enable_autolog_hparams": (True,),
+    "inference_mode": (True, False),  # evaluation runs under no_grad, which gives the same numbers
+    "model_registry": (),
+    "plugins": ([], ()),
+    "use_distributed_sampler": (True,),
+}
+"""Arguments of Trainer that ours lacks, with the values that ask for what it does anyway."""

@@ -8,17 +8,10 @@ from lockstep.callbacks.base import Callback
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.devices import device_count
 from lockstep.trainer.lightning.loggers import TensorBoardLogger
+from lockstep.trainer.lightning.names import ACCEPTED
 from lockstep.trainer.lightning_names import ARGUMENTS
 from lockstep.trainer.trainer import Trainer as _Trainer
 
-_ACCEPTED: dict[str, tuple[Any, ...]] = {
-    "enable_autolog_hparams": (True,),
-    "inference_mode": (True, False),  # evaluation runs under no_grad, which gives the same numbers
-    "model_registry": (),
-    "plugins": ([], ()),
-    "use_distributed_sampler": (True,),
-}
-"""Arguments that ours lacks, with the values that ask for what it does anyway."""
 _BAREBONES = {
     "logger": False,
     "enable_checkpointing": False,
@@ -63,8 +56,8 @@ def _ours(given: dict[str, Any]) -> dict[str, Any]:
     arguments = {name: value for name, value in given.items() if value is not None}
     if arguments.pop("barebones", False):
         arguments = _BAREBONES | arguments
-    for name in _ACCEPTED.keys() & arguments.keys():
-        if arguments.pop(name) not in _ACCEPTED[name]:
+    for name in ACCEPTED.keys() & arguments.keys():
+        if arguments.pop(name) not in ACCEPTED[name]:
             raise TypeError(f"Trainer has no argument {name!r}; {ARGUMENTS[name]}")
     limits = (arguments.get(name) for name in ("max_epochs", "max_time"))
     if all(limit is None for limit in limits) and arguments.get("max_steps", -1) == -1:

@@ -1,0 +1,203 @@
+"""Write the table of Lightning's public names into docs/migrating/lightning.md, read from both packages.
+
+    .venv/bin/python -m docs.make_lightning_table
+
+Needs the extra `bench`. `tests/trainer/lightning/test_table.py` fails if the page does not show what this writes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+import lockstep.lightning.pytorch as ours
+from lockstep import Trainer, callbacks
+from lockstep.trainer.lightning.install import places
+from lockstep.trainer.lightning.names import REFUSED
+from lockstep.trainer.lightning_names import ARGUMENTS, HOOKS, METHODS, MODULE, TRAINER
+
+PAGE = Path(__file__).resolve().parent / "migrating" / "lightning.md"
+BEGIN, END = "<!-- names -->", "<!-- end of names -->"
+
+_MANIFEST = "hyperparameters are in the checkpoint's manifest"
+_UPPER = {f"CHECKPOINT_HYPER_PARAMS_{word}": _MANIFEST for word in ("KEY", "NAME", "TYPE")}
+_DATAMODULE = _UPPER | {
+    "hparams_initial": "copy self.hparams after save_hyperparameters",
+    "load_from_checkpoint": "build it by its arguments; its state is restored by fit(ckpt_path=…)",
+    "name": "give it to the logger",
+    "remove_ignored_hparams": "give save_hyperparameters(ignore=[…])",
+}
+
+DIFFERENT: Mapping[str, Mapping[str, str]] = {
+    "Arguments of Trainer": {
+        "barebones": "with `lockstep.lightning` what it turns off is turned off",
+        "default_root_dir": "`runs` by default; the working directory with `lockstep.lightning`",
+        "enable_autolog_hparams": "True is accepted by `lockstep.lightning`",
+        "inference_mode": "evaluation runs under `no_grad`; True is accepted by `lockstep.lightning`",
+        "logger": "True is TensorBoard in `runs/<module>`; in `lightning_logs` with `lockstep.lightning`",
+        "max_epochs": "a run without an end is an error; 1,000 epochs with `lockstep.lightning`",
+        "plugins": "an empty list is accepted by `lockstep.lightning`",
+        "profiler": "`'simple'` or `'torch'`",
+        "strategy": "`lockstep.lightning` maps Lightning's names and classes; also pipelines and meshes",
+        "sync_batchnorm": "`strategy=DDP(sync_batchnorm=True)`; mapped by `lockstep.lightning`",
+        "use_distributed_sampler": "True is accepted by `lockstep.lightning`",
+    },
+    "Attributes and methods of Trainer": {
+        "estimated_stepping_batches": "infinity if the length of the data is not known",
+        "fit": "needs an end; a second `fit` counts on",
+        "global_step": "one for each step of the loop, whatever the number of optimizers",
+        "model": "the module as the strategy has wrapped it, while it runs",
+        "predict": "each sample once, in order, on every rank",
+        "save_checkpoint": "a folder, written by all ranks; `.ckpt` by `lockstep checkpoint export`",
+        "state": "`status`, `fn` and `stage` are strings",
+        "strategy": "a strategy of Lockstep",
+        "train_dataloader": "this rank's shard; your loader is its `.loader`",
+    },
+    "Methods, hooks and attributes of LightningModule": {
+        "all_gather": "no gradient flows",
+        "configure_optimizers": "also a dict of optimizers by name, each with its loss, in automatic optimization",
+        "global_step": "one for each step of the loop, whatever the number of optimizers",
+        "load_from_checkpoint": "reads folders and `.ckpt` files",
+        "log": "a step's value is the mean since the previous one; values always span all ranks",
+        "log_dict": "as `log`",
+        "on_before_zero_grad": "after the step",
+        "on_load_checkpoint": "the dict is what `on_save_checkpoint` filled; weights are not in it",
+        "on_save_checkpoint": "fill it with tensors and JSON data; weights are not in it",
+        "on_train_batch_end": "`outputs` is what `training_step` returned, detached",
+        "optimizers": "objects whose `step` and `zero_grad` keep ranks together",
+        "toggled_optimizer": "with `lockstep.lightning`",
+    },
+    "Methods and hooks of LightningDataModule": {
+        "from_datasets": "with `lockstep.lightning`",
+        "state_dict": "tensors and JSON data",
+    },
+    "Hooks and attributes of Callback": {
+        "on_before_zero_grad": "after the step",
+        "on_load_checkpoint": "the dict is what `on_save_checkpoint` filled; weights are not in it",
+        "on_save_checkpoint": "fill it with tensors and JSON data; weights are not in it",
+        "on_train_batch_end": "`outputs` is what `training_step` returned, detached",
+        "state_dict": "tensors and JSON data",
+        "state_key": "the class's name, so two callbacks of a class need names of their own",
+    },
+    "Callbacks": {
+        "BasePredictionWriter": "in one process; `PredictionWriter` writes in order from any number of ranks",
+        "BatchSizeFinder": "trials are runs of their own",
+        "Checkpoint": "a base class for callbacks of your own",
+        "DeviceStatsMonitor": "`DeviceStats`, whose values have other names",
+        "EMAWeightAveraging": "`WeightAveraging(decay)`; buffers are not averaged: `use_buffers=False` for BatchNorm",
+        "LearningRateFinder": "`LRFinder`; trials are runs of their own",
+        "ModelCheckpoint": "a checkpoint is a folder; also asynchronous",
+        "ProgressBar": "not a base class for bars of your own",
+        "RichModelSummary": "`ModelSummary`",
+        "RichProgressBar": "`ProgressBar`",
+        "TQDMProgressBar": "`ProgressBar`",
+        "WeightAveraging": "the mean of all updates; buffers are not averaged: `use_buffers=False` for BatchNorm",
+    },
+    "Loggers": {
+        "CSVLogger": "drops rows after the checkpoint that is resumed",
+        "MLFlowLogger": "`MLflowLogger`",
+        "TensorBoardLogger": "hides values after the checkpoint that is resumed",
+        "WandbLogger": "a resumed run has each step once",
+    },
+}
+
+
+class Row(NamedTuple):
+    """A name of Lightning."""
+
+    name: str
+    status: str
+    """ "same", "different" or "absent"."""
+    how: str
+
+
+def groups() -> dict[str, list[Row]]:
+    """The rows of each group. Raises KeyError for a name that is missing and has no sentence."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import lightning.pytorch as pl
+
+        trainer = Trainer(logger=False, enable_checkpointing=False)
+        arguments = inspect.signature(Trainer).parameters
+        module = {**_DATAMODULE, **METHODS, **HOOKS, **MODULE}
+        their_trainer = pl.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+        their_module = _public(pl.LightningModule) - _public(nn.Module)
+        our_module = _public(ours.LightningModule) - METHODS.keys()
+        return {
+            title: _rows(title, *compared)
+            for title, compared in {
+                "Arguments of Trainer": (
+                    [name for name in inspect.signature(pl.Trainer).parameters if name != "self"], arguments, ARGUMENTS
+                ),
+                "Attributes and methods of Trainer": (
+                    _public(their_trainer), {*dir(trainer), *arguments}, {**ARGUMENTS, **TRAINER}
+                ),
+                "Methods, hooks and attributes of LightningModule": (their_module, our_module, module),
+                "Methods and hooks of LightningDataModule": (
+                    _public(pl.LightningDataModule), _public(ours.LightningDataModule), {**HOOKS, **_DATAMODULE}
+                ),
+                "Hooks and attributes of Callback": (_public(pl.Callback), _public(ours.Callback), HOOKS),
+                "Callbacks": (pl.callbacks.__all__, places()["pytorch.callbacks"], REFUSED),
+                "Loggers": (pl.loggers.__all__, places()["pytorch.loggers"], REFUSED),
+            }.items()
+        }  # fmt: skip
+
+
+def table() -> str:
+    """The tables as Markdown."""
+    parts = []
+    for title, rows in groups().items():
+        same = ", ".join(f"`{row.name}`" for row in rows if row.status == "same")
+        parts += [f"### {title}", "", "| | Lightning | Lockstep |", "|---|---|---|"]
+        parts += [f"| same | {same} | |"] if same else []
+        parts += [f"| different | `{row.name}` | {row.how} |" for row in rows if row.status == "different"]
+        parts += [f"| absent | `{row.name}` | {row.how} |" for row in rows if row.status == "absent"]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def with_table(page: str) -> str:
+    """The page with the tables of now."""
+    return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{table()}{END}", page, flags=re.DOTALL)
+
+
+def _public(owner: Any) -> set[str]:
+    return {name for name in dir(owner) if not name.startswith("_")}
+
+
+def _rows(title: str, theirs: Iterable[str], ours_: Any, instead: Mapping[str, str]) -> list[Row]:
+    return [_row(title, name, name in ours_, instead) for name in sorted(theirs)]
+
+
+def _row(title: str, name: str, exists: bool, instead: Mapping[str, str]) -> Row:
+    how = DIFFERENT[title].get(name)
+    lacks = _lacking(title, name) if exists else ""
+    if how is not None or lacks:
+        return Row(name, "different", "; ".join(filter(None, [how, lacks])))
+    return Row(name, "same", "") if exists else Row(name, "absent", instead[name].replace("|", "\\|"))
+
+
+def _lacking(title: str, name: str) -> str:
+    """Arguments of a callback or logger of Lightning's that the one of `lockstep.lightning` lacks."""
+    package = {"Callbacks": "callbacks", "Loggers": "loggers"}.get(title)
+    if package is None:
+        return ""
+    import lightning.pytorch as pl
+
+    cls = getattr(getattr(ours, package), name)
+    theirs = inspect.signature(getattr(getattr(pl, package), name)).parameters
+    mine = inspect.signature(cls).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in mine.values()) or cls is callbacks.Logger:
+        return ""
+    lacking = [argument for argument in theirs if argument not in mine and argument != "kwargs"]
+    return "without " + ", ".join(f"`{argument}`" for argument in lacking) if lacking else ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))

@@ -1,0 +1,111 @@
+"""`lockstep migrate`: the imports of a program, and what has no counterpart."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.trainer.cli.main import main
+from lockstep.trainer.cli.migrate import migrate
+
+BEFORE = """\
+import os, lightning as L
+import pytorch_lightning as pl
+import lightning.pytorch
+import pytorch_lightning
+from lightning.pytorch.callbacks import (
+    ModelCheckpoint,
+    ModelPruning,
+)
+from pytorch_lightning.cli import LightningCLI
+from lightning.pytorch.demos import WikiText2
+if True:
+    from lightning.pytorch.loggers import TensorBoardLogger as Logger, CometLogger
+
+é = "lightning"; from lightning import seed_everything  # lightning
+
+
+class Net(pl.LightningModule):
+    def training_epoch_end(self, outputs):
+        self.trainer.fit_loop
+        return self.use_amp
+
+    def mine(self):
+        self.on_gpu = 1
+        return self.on_gpu
+
+
+trainer = L.Trainer(gpus=2, max_epochs=3, plugins=None, use_distributed_sampler=False)
+callback = pl.callbacks.StochasticWeightAveraging(0.1)
+lightning.pytorch.callbacks.EarlyStopping("loss")
+pytorch_lightning.utilities.rank_zero.rank_zero_only(print)
+"""
+IMPORTS = """\
+import os, lockstep.lightning as L
+import lockstep.lightning.pytorch as pl
+import lockstep.lightning as lightning
+import lockstep.lightning.pytorch as pytorch_lightning
+from lockstep.lightning.pytorch.callbacks import (
+    ModelCheckpoint,
+    ModelPruning,
+)
+from lockstep.lightning.pytorch.cli import LightningCLI
+from lockstep.lightning.pytorch.demos import WikiText2
+if True:
+    from lockstep.lightning.pytorch.loggers import TensorBoardLogger as Logger, CometLogger
+
+é = "lightning"; from lockstep.lightning import seed_everything  # lightning
+"""
+FOUND = [
+    (7, "ModelPruning has no counterpart; call torch.nn.utils.prune"),
+    (9, "LightningCLI has no counterpart; write a YAML file"),
+    (10, "lightning.pytorch.demos has no counterpart"),
+    (12, "CometLogger has no counterpart"),
+    (18, "Net.training_epoch_end is not called; log in the step"),
+    (19, "Trainer has no attribute 'fit_loop'"),
+    (20, "a module has no attribute 'use_amp'"),
+    (27, "Trainer has no argument 'gpus'"),
+    (27, "Trainer has no argument 'use_distributed_sampler'"),
+    (28, "StochasticWeightAveraging has no counterpart; use lockstep.callbacks.WeightAveraging"),
+]
+
+
+def test_imports_are_replaced_and_the_rest_is_listed() -> None:
+    new, findings = migrate(BEFORE)
+    assert new.startswith(IMPORTS)
+    assert new[len(IMPORTS) :] == BEFORE[BEFORE.index("\n\nclass Net") - 0 :]
+    assert [finding.line for finding in findings] == [line for line, _ in FOUND]
+    for finding, (_, text) in zip(findings, FOUND, strict=True):
+        assert finding.text.startswith(text)
+
+
+def test_the_command_shows_or_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, other = tmp_path / "train.py", tmp_path / "other.py"
+    file.write_text("import lightning as L\n\nL.seed_everything(1)\n")
+    other.write_text("import torch\n")
+    assert main(["migrate", str(file), str(other)]) == 0
+    shown = capsys.readouterr().out
+    assert "-import lightning as L\n+import lockstep.lightning as L\n" in shown and "other.py" not in shown
+    assert file.read_text().startswith("import lightning")
+    assert main(["migrate", "--write", str(file)]) == 0
+    assert file.read_text() == "import lockstep.lightning as L\n\nL.seed_everything(1)\n"
+    capsys.readouterr()
+    assert main(["migrate", str(file)]) == 0 and capsys.readouterr().out == ""
+    file.write_text("from lightning import Fabric\n")
+    assert main(["migrate", str(file)]) == 1
+    assert f"{file}:1: Fabric has no counterpart; drive a strategy" in capsys.readouterr().out
+    file.write_text("import (\n")
+    assert main(["migrate", str(file)]) == 2
+    assert "cannot be read as Python" in capsys.readouterr().err
+
+
+@pytest.mark.ranks
+def test_it_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("import lightning as L\n")
+    code = f"import sys; from lockstep.trainer.cli.main import main; main(['migrate', {str(tmp_path / 'a.py')!r}])"
+    code += "; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.endswith("False\n")

@@ -1,0 +1,221 @@
+"""`lockstep migrate FILE…`: rewrite imports of Lightning, and list what has no counterpart. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.trainer.cli.errors import ConfigError
+from lockstep.trainer.lightning.install import places
+from lockstep.trainer.lightning.names import ACCEPTED, REFUSED
+from lockstep.trainer.lightning_names import ARGUMENTS, HOOKS, METHODS, MODULE, TRAINER
+
+USAGE = "lockstep migrate FILE... [--write]"
+EXAMPLES = """
+examples:
+  lockstep migrate train.py model.py
+  lockstep migrate --write train.py
+
+Prints the changes as a unified diff, then a line for each name that has no counterpart, with what to write instead.
+Exit codes: 0; 1 if a name has no counterpart; 2 for a wrong command or a file that cannot be read.
+"""
+_ROOTS = {
+    "lightning": "lockstep.lightning",
+    "pytorch_lightning": "lockstep.lightning.pytorch",
+    "lightning_fabric": "lockstep.lightning.fabric",
+}
+_NEW = "lockstep.lightning"
+
+
+class Finding(NamedTuple):
+    """A name that has no counterpart."""
+
+    line: int
+    text: str
+
+
+class Edit(NamedTuple):
+    """A piece of a line that is replaced; columns count UTF-8 bytes, as those of ast."""
+
+    line: int
+    begin: int
+    end: int
+    text: str
+
+
+def parse(
+    words: Sequence[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser
+) -> argparse.Namespace:
+    parser = parser_class(
+        "lockstep migrate", USAGE, "Rewrite imports of Lightning.", EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("files", nargs="+", type=Path, help="Python files")
+    parser.add_argument("--write", action="store_true", help="write the changes into the files")
+    return parser.parse_args(list(words))
+
+
+def main(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> int:
+    """Run one command and return its exit code. Raises ConfigError for a file that cannot be read."""
+    given = parse(words, parser_class)
+    found = 0
+    for file in given.files:
+        try:
+            source = file.read_text(encoding="utf-8")
+            new, findings = migrate(source)
+        except (OSError, SyntaxError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file} cannot be read as Python: {error}") from None
+        before, after = source.splitlines(keepends=True), new.splitlines(keepends=True)
+        print("".join(difflib.unified_diff(before, after, f"a/{file}", f"b/{file}")), end="")
+        if given.write and new != source:
+            file.write_text(new, encoding="utf-8")
+        for finding in findings:
+            print(f"{file}:{finding.line}: {finding.text}")
+        found += len(findings)
+    return 1 if found else 0
+
+
+def migrate(source: str) -> tuple[str, list[Finding]]:
+    """Return the program with its imports of Lightning replaced, and what has no counterpart, by line."""
+    reader = _Reader(ast.parse(source))
+    lines = source.splitlines(keepends=True)
+    for edit in sorted(reader.edits, reverse=True):
+        line = lines[edit.line - 1].encode()
+        lines[edit.line - 1] = (line[: edit.begin] + edit.text.encode() + line[edit.end :]).decode()
+    return "".join(lines), sorted(set(reader.findings))
+
+
+class _Reader:
+    """What a program takes from Lightning."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.edits: list[Edit] = []
+        self.findings: list[Finding] = []
+        self._bound: dict[str, str] = {}  # local names, with what they are: "lightning.pytorch.Trainer"
+        nodes = list(ast.walk(tree))
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    self._import(alias)
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                self._import_from(node)
+        inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and id(node) not in inner:
+                self._attribute(node)
+            elif isinstance(node, ast.Call) and self._name(node.func).endswith(".Trainer"):
+                self._trainer(node)
+            elif isinstance(node, ast.ClassDef):
+                self._class(node)
+        used = [node for node in nodes if isinstance(node, ast.Attribute)] if self.edits else []
+        for node in used:
+            if ast.unparse(node.value) in ("trainer", "self.trainer") and node.attr in TRAINER:
+                self._say(node, f"Trainer has no attribute {node.attr!r}; {TRAINER[node.attr]}")
+
+    def _say(self, node: ast.AST, text: str) -> None:
+        self.findings.append(Finding(getattr(node, "lineno", 1), text))
+
+    def _import(self, alias: ast.alias) -> None:
+        root, _, rest = alias.name.partition(".")
+        if root not in _ROOTS:
+            return
+        new = _ROOTS[root] + (f".{rest}" if rest else "")
+        self._check_path(alias, new, alias.name)
+        if alias.asname:
+            self._bound[alias.asname] = new
+            text = f"{new} as {alias.asname}"
+        else:
+            self._bound[root] = _ROOTS[root]
+            text = f"{_ROOTS[root]} as {root}"  # the modules below it are its attributes
+        self.edits.append(Edit(alias.lineno, alias.col_offset, alias.end_col_offset or 0, text))
+
+    def _import_from(self, node: ast.ImportFrom) -> None:
+        assert node.module is not None
+        root, _, rest = node.module.partition(".")
+        if root not in _ROOTS:
+            return
+        new = _ROOTS[root] + (f".{rest}" if rest else "")
+        begin = node.col_offset + len("from ")
+        self.edits.append(Edit(node.lineno, begin, begin + len(node.module), new))
+        known = self._check_path(node, new, node.module)
+        for alias in node.names:
+            self._bound[alias.asname or alias.name] = f"{new}.{alias.name}"
+            if known and alias.name != "*":
+                self._check_name(alias, f"{new}.{alias.name}")
+
+    def _check_path(self, node: ast.AST, new: str, old: str) -> bool:
+        if new.removeprefix(_NEW).lstrip(".") in places():
+            return True
+        self._say(node, f"{old} has no counterpart; import what you need from lockstep")
+        return False
+
+    def _check_name(self, node: ast.AST, full: str) -> None:
+        """Say it if a dotted name below `lockstep.lightning` is neither a module nor a name of the table."""
+        path, _, name = full.removeprefix(_NEW).lstrip(".").rpartition(".")
+        if f"{path}.{name}".lstrip(".") in places() or name.startswith("__"):
+            return
+        if path in places() and name not in places()[path]:
+            self._say(node, f"{name} has no counterpart; {REFUSED.get(name, 'see docs/migrating/lightning.md')}")
+
+    def _name(self, node: ast.AST) -> str:
+        """What an expression is, as "lockstep.lightning.…", or nothing."""
+        if isinstance(node, ast.Name):
+            return self._bound.get(node.id, "")
+        if isinstance(node, ast.Attribute):
+            value = self._name(node.value)
+            return f"{value}.{node.attr}" if value else ""
+        return ""
+
+    def _attribute(self, node: ast.Attribute) -> None:
+        parts: list[ast.Attribute] = []
+        inner: ast.AST = node
+        while isinstance(inner, ast.Attribute):
+            parts.append(inner)
+            inner = inner.value
+        for part in reversed(parts):
+            name = self._name(part)
+            if name:
+                self._check_name(part, name)
+
+    def _trainer(self, node: ast.Call) -> None:
+        for keyword in node.keywords:
+            name, value = keyword.arg, keyword.value
+            if name is None or name not in ARGUMENTS or name in ("barebones", "sync_batchnorm"):
+                continue
+            constant = value.value if isinstance(value, ast.Constant) else value
+            if constant is not None and constant not in ACCEPTED.get(name, ()):
+                self._say(keyword, f"Trainer has no argument {name!r}; {ARGUMENTS[name]}")
+
+    def _class(self, node: ast.ClassDef) -> None:
+        kinds = {self._name(base).rpartition(".")[2] for base in node.bases} & {
+            "LightningModule", "LightningDataModule", "Callback",
+        }  # fmt: skip
+        if not kinds:
+            return
+        names = {**HOOKS, **METHODS} if "LightningModule" in kinds else HOOKS
+        for child in node.body:
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and child.name in names:
+                self._say(child, f"{node.name}.{child.name} is not called; {names[child.name]}")
+        if "LightningModule" in kinds:
+            own = {child.name for child in node.body if isinstance(child, ast.FunctionDef)}
+            for found in _attributes_of_self(node):
+                if found.attr in MODULE and found.attr not in own:
+                    self._say(found, f"a module has no attribute {found.attr!r}; {MODULE[found.attr]}")
+
+
+def _attributes_of_self(node: ast.AST) -> Iterator[ast.Attribute]:
+    set_here = {
+        child.attr for child in ast.walk(node) if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store)
+    }
+    for child in ast.walk(node):
+        if (
+            isinstance(child, ast.Attribute)
+            and isinstance(child.value, ast.Name)
+            and child.value.id == "self"
+            and child.attr not in set_here
+        ):
+            yield child
