@@ -159,9 +159,9 @@ def _shard(
         p
         for module in unit.modules()
         for p in module._parameters.values()
-        if p is not None and (p.dim() == 0 or (compute_dtype and _is_norm(module)))
+        if p is not None and compute_dtype and _is_norm(module)
     }
-    whole |= _of_other_dtypes(unit, {id(p) for inner in wrapped.units for p in inner.parameters()})
+    whole |= unshardable(unit, {id(p) for inner in wrapped.units for p in inner.parameters()})
     known = {id(p) for p in wrapped.unsharded}
     wrapped.unsharded += [p for p in unit.parameters() if p in whole and id(p) not in known]
     mixed = MixedPrecisionPolicy()
@@ -194,13 +194,19 @@ def _shard(
     wrapped.units.append(unit)
 
 
-def _of_other_dtypes(unit: nn.Module, sharded: set[int]) -> set[nn.Parameter]:
-    """The unit's trained parameters of another dtype than most of them have: torch reduces gradients of one dtype."""
-    trained = [p for p in unit.parameters() if p.requires_grad and id(p) not in sharded]
+def unshardable(unit: nn.Module, sharded: set[int]) -> set[nn.Parameter]:
+    """Parameters of `unit`, but for those whose id is in `sharded`, that torch's fully_shard cannot shard exactly.
+
+    These are single numbers, complex ones (whose shards train to other values), and trained ones of another
+    dtype than most: torch reduces the gradients of a unit in one dtype.
+    """
+    parameters = [p for p in unit.parameters() if id(p) not in sharded]
+    whole = {p for p in parameters if p.dim() == 0 or p.is_complex()}
+    trained = [p for p in parameters if p.requires_grad and p not in whole]
     numel: Counter[torch.dtype] = Counter()
     for parameter in trained:
         numel[parameter.dtype] += parameter.numel()
-    return {p for p in trained if p.dtype != numel.most_common(1)[0][0]}
+    return whole | {p for p in trained if p.dtype != numel.most_common(1)[0][0]}
 
 
 class _AllGather(DefaultAllGather):

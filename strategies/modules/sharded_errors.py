@@ -28,6 +28,7 @@ _WORDS = (
     "mixed torch.Tensor and DTensor",
     "same mesh",
     "cross mesh",
+    "different meshes",
     "does not have a sharding strategy registered",
     "in-place operations that require placement changes",
 )

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
-from lockstep.strategies.mesh.axes import sum_gradients_of
+from lockstep.strategies.mesh.axes import sum_gradients_of, unshardable
 from lockstep.strategies.mesh.structure import Structure
 from lockstep.strategies.pipeline.stage_run import Stage
 from lockstep.strategies.pipeline.staged_module import Staged
@@ -31,9 +31,8 @@ class Shards:
         self._layers = [layer for stage in staged.stages.values() for layer in stage.layers]
         self._stages: list[Stage] = list(staged.stages.values())
         own = {p for stage in self._stages for p in stage.own}
-        self.whole: list[Tensor] = [*own, *(p for layer in self._layers for p in layer.parameters() if p.dim() == 0)]
-        """Parameters that stay whole on each rank: those beside layers, and single numbers, which fully_shard
-        refuses."""
+        self.whole: list[Tensor] = [*own, *(p for layer in self._layers for p in unshardable(layer, set()))]
+        """Parameters that stay whole on each rank: those beside layers, and those that fully_shard cannot shard."""
         ignored = {p for p in self.whole if isinstance(p, nn.Parameter)}
         for module in (*self._layers, *self._stages):  # the stage last: it is the root of its layers
             fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
@@ -67,9 +66,12 @@ class Shards:
         for parameter in trained:  # torch reduces a shard only if every rank has a gradient
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        trains = [p.requires_grad for p in staged.parameters()]  # which hooks may have changed since `gather`
         self.gathered = False
         for stage in self._stages:
             PipelineStage.perform_reduce_grad(SimpleNamespace(submod=stage), 1)  # type: ignore[arg-type]
+        for parameter, on in zip(staged.parameters(), trains, strict=True):
+            parameter.requires_grad_(on)
         for parameter, used in zip(self._sharded(staged), have.tolist(), strict=True):  # shards again
             if not used:
                 parameter.grad = None

@@ -29,19 +29,19 @@ STRATEGIES: dict[str, tuple[str, int]] = {
     "dp": ("dp", 2),
     "model": ("model", 2),
     "ddp": ("ddp", 2),
+    "ddp on 3": ("ddp", 3),
     "fsdp": ("fsdp", 2),
     "tensor": ("tensor", 2),
     "pipeline": ("pipeline", 2),
     "zero 1": ("deepspeed_stage_1", 2),
+    "zero 2": ("deepspeed_stage_2", 2),
     "zero 3": ("deepspeed_stage_3", 2),
-}
-MORE: dict[str, tuple[str, int]] = {
-    "ddp on 3": ("ddp", 3),
+    "ddp=2,fsdp=2": ("ddp=2,fsdp=2", 4),
+    "ddp=2,tensor=2": ("ddp=2,tensor=2", 4),
     "fsdp=2,tensor=2": ("fsdp=2,tensor=2", 4),
     "ddp=2,pipeline=2": ("ddp=2,pipeline=2", 4),
-    "zero 2": ("deepspeed_stage_2", 2),
+    "fsdp=2,pipeline=2": ("fsdp=2,pipeline=2", 4),
 }
-"""Run by `make test-slow`; what they may do is what the column above them may."""
 DOCUMENTED = {
     "batch norm": "statistics are those of a rank's samples, as in torch's DDP",
     "dropout": "the same noise only on the same number of ranks",
@@ -219,7 +219,7 @@ def main() -> None:
     expected: dict[str, dict[str, Result]] = {}
     columns = written() if "| **models** |" in PAGE.read_text() else {}
     for head in wanted:
-        strategy, devices = (STRATEGIES | MORE)[head]
+        strategy, devices = STRATEGIES[head]
         precision = precision_of(strategy)
         if precision not in expected:
             expected[precision] = expected_results(strategy)
@@ -233,9 +233,8 @@ def main() -> None:
                 print(f"{head}: {name}: {result.error}"[:400], flush=True)
         if wrong:
             sys.exit(f"{head}: " + "; ".join(wrong))
-        if head in STRATEGIES:
-            columns[head] = column_
-            write({name: columns[name] for name in STRATEGIES if name in columns})
+        columns[head] = column_
+        write({name: columns[name] for name in STRATEGIES if name in columns})
 
 
 def write(columns: dict[str, dict[str, str]]) -> None:

@@ -9,10 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import Module
+from lockstep.strategies import FSDP, Strategy
 from tests.strategies.mesh.test_fsdp import fit, rows, seeded
 from tests.trainer.toy import distance, weights
 
 pytestmark = pytest.mark.ranks
+
+
+class Spectrum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=8)
 
 
 class SeveralDtypes(Module):
@@ -21,7 +31,7 @@ class SeveralDtypes(Module):
     def __init__(self, frozen: bool = False) -> None:
         super().__init__()
         self.first, self.middle, self.last = nn.Linear(4, 8), nn.Linear(8, 8).double(), nn.Linear(8, 2)
-        self.filter = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.spectrum = Spectrum()
         self.middle.requires_grad_(not frozen)
 
     def on_train_epoch_start(self) -> None:
@@ -30,16 +40,17 @@ class SeveralDtypes(Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hidden = self.middle(self.first(batch[0]).double()).float()
-        return self.last(torch.fft.irfft(torch.fft.rfft(hidden) * self.filter, n=8)).square().mean()
+        return self.last(self.spectrum(hidden)).square().mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-3)
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-def test_parameters_of_several_dtypes_train_as_on_one_process(clip: float | None) -> None:
+@pytest.mark.parametrize(("clip", "wrap"), [(None, "auto"), (0.1, Spectrum)])
+def test_parameters_of_several_dtypes_train_as_on_one_process(clip: float | None, wrap: Any) -> None:
     one, sharded = seeded(SeveralDtypes), seeded(SeveralDtypes)
-    for module, strategy, devices in ((one, "single", 1), (sharded, "fsdp", 2)):
+    runs: list[tuple[Module, Strategy | str, int]] = [(one, "single", 1), (sharded, FSDP(wrap=wrap), 2)]
+    for module, strategy, devices in runs:
         fit(strategy, devices, module, rows(13), precision="32-true", gradient_clip_val=clip)
     assert [p.dtype for p in sharded.parameters()] == [p.dtype for p in one.parameters()]
     assert distance(weights(one), weights(sharded)) < 1e-6
