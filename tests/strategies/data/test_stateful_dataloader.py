@@ -50,7 +50,7 @@ def values(loader: ShardedLoader, start: int = 0) -> list[Any]:
         {"sampler": RandomSampler(range(30), replacement=True, num_samples=17)},
         {"batch_size": None},
     ],
-    ids=str,
+    ids=["shuffle", "drop_last", "sampler", "no batches"],
 )
 def test_the_samples_are_those_of_a_dataloader(options: dict[str, Any]) -> None:
     options = {"batch_size": 4} | options
