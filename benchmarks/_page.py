@@ -1,4 +1,4 @@
-"""Puts what was measured into the tables of docs/performance.md, each between the marks of its benchmark.
+"""Puts what was measured into the tables of benchmarks/results/performance.md, each between the marks of its benchmark.
 
 python -m benchmarks._page build/bench     # the folder of JSON files that `make bench` leaves
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+PAGE = Path(__file__).resolve().parent / "results" / "performance.md"
 
 
 def main() -> None:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from markdown_it import MarkdownIt
+from mdit_py_plugins.anchors import anchors_plugin
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import TextLexer, get_lexer_for_filename
@@ -68,7 +70,7 @@ def _read(app: Sphinx, page: str, source: list[str]) -> None:
         if file.is_relative_to(DOCS) and file.suffix in (".md", ".png"):
             return f"]({os.path.relpath(file, folder)}{found[2] or ''})"
         app.env.linked_files.add(name)  # type: ignore[attr-defined]
-        return f"](source:{name})"
+        return f"](source:{name}{found[2] or ''})"
 
     parts = FENCE.split(path.read_text() if page in FROM_ROOT else source[0])
     parts[::2] = [LINK.sub(link, part) for part in parts[::2]]
@@ -93,13 +95,17 @@ def _resolve(app: Sphinx, tree: document, page: str) -> None:
     for node in tree.findall():
         uri = getattr(node, "attributes", {}).get("refuri", "")
         if uri.startswith("source:"):
-            node["refuri"] = app.builder.get_relative_uri(page, f"source/{uri.removeprefix('source:')}")
+            name, _, anchor = uri.removeprefix("source:").partition("#")
+            node["refuri"] = app.builder.get_relative_uri(page, f"source/{name}") + (f"#{anchor}" if anchor else "")
 
 
 def _linked_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """A page for each file that the docs link to: its text, or the names in a folder."""
     for name in sorted(app.env.linked_files):  # type: ignore[attr-defined]
         path = ROOT / name
+        if path.suffix == ".md":
+            yield f"source/{name}", {"title": name, "body": _markdown(path)}, "page.html"
+            continue
         if path.is_dir():
             text, lexer = (
                 "\n".join(sorted(item.name for item in path.iterdir() if item.name[0] not in "._")),
@@ -109,6 +115,20 @@ def _linked_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
             text, lexer = path.read_text(), get_lexer_for_filename(name)
         body = f"<h1>{name}</h1>\n{highlight(text, lexer, HtmlFormatter())}"
         yield f"source/{name}", {"title": name, "body": body}, "page.html"
+
+
+def _markdown(path: Path) -> str:
+    """A Markdown file outside docs/ as HTML; what it links to in docs/ are pages of the site."""
+    folder = Path("source", path.relative_to(ROOT)).parent
+
+    def link(found: re.Match[str]) -> str:
+        file = (path.parent / found[1]).resolve()
+        if not file.is_relative_to(DOCS):
+            return found[0]
+        return f"]({os.path.relpath(file.relative_to(DOCS).with_suffix('.html'), folder)}{found[2] or ''})"
+
+    renderer = MarkdownIt("commonmark").enable("table").use(anchors_plugin, max_level=4)
+    return str(renderer.render(LINK.sub(link, path.read_text())))
 
 
 def _docstring(app: Sphinx, what: str, name: str, object: object, options: object, lines: list[str]) -> None:

@@ -30,7 +30,8 @@ from tests.conftest import REPO_ROOT
 pytestmark = pytest.mark.docs
 
 PAGES = sorted([REPO_ROOT / "README.md", *(REPO_ROOT / "docs").rglob("*.md")])
-TEXTS = [*PAGES, REPO_ROOT / "CONTRIBUTING.md", REPO_ROOT / "CHANGELOG.md"]
+RESULTS = sorted((REPO_ROOT / "benchmarks" / "results").glob("*.md"))
+TEXTS = [*PAGES, *RESULTS, REPO_ROOT / "CONTRIBUTING.md", REPO_ROOT / "CHANGELOG.md"]
 GETTING_STARTED = REPO_ROOT / "docs" / "getting-started.md"
 SHELLS = ("bash", "sh", "console")
 
