@@ -236,6 +236,6 @@ def sum_gradients_of(unit: Any) -> None:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Normalisation computes in full precision, beside running statistics that are kept in it; its parameters are
+    """Normalization computes in full precision, beside running statistics that are kept in it; its parameters are
     few."""
     return "norm" in type(module).__name__.lower()

@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state cut over the ranks: torch's fully_shard (FSDP2)."""
+"""Parameters, gradients and optimizer state sharded over the ranks: torch's fully_shard (FSDP2)."""
 
 from __future__ import annotations
 

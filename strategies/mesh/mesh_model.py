@@ -44,7 +44,7 @@ class MeshModel(nn.Module):
         self.depth = 0
         """How many brackets are open."""
         self.manual = False
-        """Whether the bracket is of a step that walks back by itself, so that what requires gradients may change within
+        """Whether the bracket is of a step that runs backward itself, so that what requires gradients may change within
         it."""
         self.synchronizes = True
         """Whether the backward of the next step exchanges gradients; one within the step must not, of what was
@@ -111,7 +111,7 @@ class MeshModel(nn.Module):
             self.order.note(kind, index, size)
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """`fn(*args)` as a forward of this module, of which `args` are no arguments: torch would move those to the
+        """`fn(*args)` as a forward of this module, whose arguments do not include `args`: torch would move those to the
         device."""
         return self(functools.partial(fn, *args))
 

@@ -1,4 +1,4 @@
-"""Layers cut over the ranks, which all see the same samples: torch's parallelize_module."""
+"""Layers sharded over the ranks, which all see the same samples: torch's parallelize_module."""
 
 from __future__ import annotations
 

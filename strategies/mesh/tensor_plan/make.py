@@ -1,8 +1,9 @@
 """Which layers tensor parallelism cuts, and how.
 
-A plan names layers and says of each: "column" (cut by outputs, which stay cut), "row" (cut by inputs, which are
-cut already; outputs are summed), "gather" (cut by outputs, which are gathered), "scatter" (cut by inputs, of
-which each rank takes its part; outputs are summed), "embedding" (cut by entries), or one of torch's ParallelStyle.
+A plan names layers and says of each: "column" (split along outputs, which stay cut), "row" (split along inputs, which
+are cut already; outputs are summed), "gather" (split along outputs, which are gathered), "scatter" (split along inputs,
+of which each rank takes its part; outputs are summed), "embedding" (split along entries), or one of torch's
+ParallelStyle.
 """
 
 from __future__ import annotations

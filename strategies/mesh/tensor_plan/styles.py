@@ -24,8 +24,8 @@ NORMS = (nn.LayerNorm, nn.RMSNorm)
 class SequenceSharding:
     """Sequence parallelism: from the first of a row of blocks to the last, each rank holds its share of dimension 1.
 
-    Layers cut by columns gather the sequence, layers cut by rows hand their sums out along it, and what works on
-    each position alone works on a share. A sequence that does not divide by the ranks passes whole.
+    Layers split along columns gather the sequence, layers split along rows hand their sums out along it, and what works
+    on each position alone works on a share. A sequence that does not divide by the ranks passes whole.
     """
 
     def __init__(self, rows: list[list[nn.Module]], size: int) -> None:
@@ -120,7 +120,7 @@ class SequenceSharding:
 
 
 class Column(ColwiseParallel):
-    """Cut by outputs. Layers of one module that get the same tensor gather it once, and sum its gradient once.
+    """Split along outputs. Layers of one module that get the same tensor gather it once, and sum its gradient once.
 
     `within`: the sequence that hands their outputs on; whoever else calls them gets whole outputs.
     In what is compiled each does so by itself: a graph does not tell whether the tensor was changed in between.
@@ -160,7 +160,7 @@ class Column(ColwiseParallel):
 
 
 class Row(RowwiseParallel):
-    """Cut by inputs, of which it gets this rank's or, if the layer is called by itself, all."""
+    """Split along inputs, of which it gets this rank's or, if the layer is called by itself, all."""
 
     def __init__(self, sequence: SequenceSharding | None) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Position(ParallelStyle):
 
 
 class Classes(ColwiseParallel):
-    """A head cut by classes: in training its logits stay cut, for the loss; otherwise they are gathered."""
+    """A head split along classes: in training its logits stay cut, for the loss; otherwise they are gathered."""
 
     @staticmethod
     def _prepare_output_fn(
