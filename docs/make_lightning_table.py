@@ -55,6 +55,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "model": "the module as the strategy has wrapped it, while it runs",
         "predict": "each sample once, in order, on every rank",
         "save_checkpoint": "a folder, written by all ranks; `.ckpt` by `lockstep checkpoint export`",
+        "callback_metrics": "also those of the validation before training, until training begins",
+        "should_stop": "ends after the next step at the latest, on all ranks alike; a shortened epoch does not count",
         "state": "`status`, `fn` and `stage` are strings",
         "strategy": "a strategy of Lockstep",
         "train_dataloader": "this rank's shard; your loader is its `.loader`",

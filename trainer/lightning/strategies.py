@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+
+import torch
 
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.deepspeed.strategy import DeepSpeed
@@ -87,13 +89,26 @@ class SingleDeviceStrategy(metaclass=_Renamed):
 
     @staticmethod
     def convert(device: Any = "cpu", **options: Any) -> SingleDevice:
+        if torch.device(device).index:
+            raise TypeError(f"device={device!r} is chosen by CUDA_VISIBLE_DEVICES and Trainer(accelerator='gpu')")
         return SingleDevice(**options)
 
 
-CPUAccelerator = functools.partial(str, "cpu")
-CUDAAccelerator = functools.partial(str, "gpu")
-SimpleProfiler = functools.partial(str, "simple")
-PyTorchProfiler = functools.partial(str, "torch")
+def _word(name: str, value: str) -> Callable[..., str]:
+    """A class of Lightning's for which we have a word."""
+
+    def make(*args: Any, **options: Any) -> str:
+        if args or options:
+            raise TypeError(f"{name} of lockstep.lightning takes no options; it stands for {value!r}")
+        return value
+
+    return make
+
+
+CPUAccelerator = _word("CPUAccelerator", "cpu")
+CUDAAccelerator = _word("CUDAAccelerator", "gpu")
+SimpleProfiler = _word("SimpleProfiler", "simple")
+PyTorchProfiler = _word("PyTorchProfiler", "torch")
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> int:

@@ -584,6 +584,61 @@ def several_training_loaders(pl: Any) -> Project:
     return Project(module, {"train_dataloaders": loaders})
 
 
+def simclr(pl: Any) -> Project:
+    class SimCLR(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = net(4, 8, 4)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            views = torch.cat([batch[0] + 0.1 * noise(seed + batch_idx, *batch[0].shape) for seed in (0, 100)])
+            features = self.encoder(views)
+            similar = F.cosine_similarity(features[:, None], features[None], dim=-1) / 0.5
+            similar.masked_fill_(torch.eye(len(similar), dtype=torch.bool), -9e15)
+            positive = similar.diagonal(len(batch[0]))
+            loss = (similar.logsumexp(1).mean() - positive.mean()).mean()
+            self.log("train_loss", loss, on_step=False, on_epoch=True)
+            self.log("train_positive", positive.mean(), on_step=False, on_epoch=True, prog_bar=True, logger=False)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+            warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+            return [optimizer], [{"scheduler": warmup, "interval": "step", "name": "warmup"}]
+
+    return Project(SimCLR(), {"train_dataloaders": loader()}, {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2})
+
+
+def a_callback_that_collects(pl: Any) -> Project:
+    seen: list[Any] = []
+
+    class Collects(pl.Callback):
+        def on_validation_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> None:
+            seen.append((trainer.current_epoch, batch_idx, dataloader_idx, float(outputs["correct"])))
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(sorted(trainer.callback_metrics))
+
+    def validation_step(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        correct = (self(batch[0]).argmax(1) == batch[1]).float()
+        self.log(f"acc_{dataloader_idx}", correct.mean(), add_dataloader_idx=False)
+        return {"correct": correct.sum()}
+
+    fit = {"train_dataloaders": loader(), "val_dataloaders": [loader(8), loader(12)]}
+    trainer = {"callbacks": [Collects()], "val_check_interval": 0.5}
+    return Project(classifier(pl, validation_step=validation_step)(), fit, trainer, seen=lambda: seen)
+
+
+def stopped_by_a_callback(pl: Any) -> Project:
+    stop = pl.callbacks.LambdaCallback(
+        on_train_epoch_end=lambda trainer, *_: setattr(trainer, "should_stop", trainer.global_step >= 5)
+    )
+    trainer = {"callbacks": [stop], "max_epochs": -1, "max_steps": 30, "limit_train_batches": 4, "min_epochs": 1}
+    return Project(classifier(pl)(), {"train_dataloaders": loader()}, trainer)
+
+
 def datasets(pl: Any) -> Project:
     module = pl.LightningDataModule.from_datasets(val_dataset=data(8), test_dataset=data(12), batch_size=5)
     return Project(classifier(pl)(), {"datamodule": module}, stages=("validate", "test"))
@@ -592,5 +647,6 @@ def datasets(pl: Any) -> Project:
 ALL = [
     plain, gan, dqn, byol, ddpm, vqvae, two_validation_loaders, unfreezing, backbone, plateau, nested_metrics,
     star_arguments, trainer_subclass, schedule_in_a_callback, delegated_loaders, tbptt, maml, ppo, partials,
-    accumulation, early_stop, writer, lambda_callback, toggled, several_training_loaders, datasets,
+    accumulation, early_stop, writer, lambda_callback, toggled, several_training_loaders,
+    simclr, a_callback_that_collects, stopped_by_a_callback, datasets,
 ]  # fmt: skip

@@ -133,6 +133,12 @@ def test_arguments_of_strategies() -> None:
     assert isinstance(fsdp, strategies.FSDP)
     with pytest.raises(TypeError, match=r"DDPStrategy of lockstep.lightning: .*'ddp_comm_hook'; see DDP for options"):
         pl.strategies.DDPStrategy(ddp_comm_hook=print)
+    assert isinstance(pl.strategies.SingleDeviceStrategy("cuda"), strategies.SingleDevice)
+    with pytest.raises(TypeError, match="chosen by CUDA_VISIBLE_DEVICES"):
+        pl.strategies.SingleDeviceStrategy(device="cuda:1")
+    assert (pl.accelerators.CPUAccelerator(), pl.profilers.PyTorchProfiler()) == ("cpu", "torch")
+    with pytest.raises(TypeError, match="SimpleProfiler of lockstep.lightning takes no options"):
+        pl.profilers.SimpleProfiler(dirpath="x")
 
 
 def test_the_tuner_finds_a_rate_and_leaves_the_run_alone() -> None:
