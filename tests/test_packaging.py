@@ -48,7 +48,8 @@ def test_metadata() -> None:
     assert installed.metadata["Requires-Python"] == ">=3.10"
     assert installed.metadata["License-Expression"] == "Apache-2.0"
     assert "torch>=2.11" in (installed.requires or [])
-    assert set(installed.metadata.get_all("Provides-Extra") or []) == {"bench", "deepspeed", "dev", "examples"}
+    extras = {"bench", "deepspeed", "dev", "docs", "examples", "mlflow", "onnx", "plot", "wandb"}
+    assert set(installed.metadata.get_all("Provides-Extra") or []) == extras
 
 
 def test_the_command_is_installed() -> None:

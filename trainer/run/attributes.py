@@ -26,6 +26,8 @@ def take_data(owner: Any, attributes: dict[str, Any]) -> None:
     """Give `owner` what `own_data` returned on rank 0; lists, dicts and sets that it has stay the same objects."""
     for name, value in attributes.items():
         now = vars(owner).get(name)
+        if now is value:  # `load_state_dict` has taken it from the state that came home with it
+            continue
         if type(now) is type(value) and isinstance(now, (list, deque, dict, set)):
             now.clear()
             now.extend(value) if isinstance(now, (list, deque)) else now.update(value)

@@ -65,6 +65,13 @@ def test_containers_stay_the_same_objects() -> None:
     assert (seen, names, vars(owner)["count"], vars(owner)["more"]) == ([1, 2], {"new": 2}, 3, "x")
 
 
+def test_a_list_that_came_home_as_state_too_keeps_its_items() -> None:
+    shared = [1, 2]
+    owner = Owner(steps=shared)
+    take_data(owner, {"steps": shared})
+    assert owner.steps == [1, 2]
+
+
 class Collects(Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
