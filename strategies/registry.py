@@ -17,20 +17,26 @@ from lockstep.strategies.base import Strategy
 from lockstep.strategies.devices import resolve_accelerator, resolve_devices
 from lockstep.strategies.launch import environment
 
-STRATEGIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "single": ("single", "SingleDevice", {}),
-    "dp": ("dp", "DataParallel", {}),
-    "ddp": ("ddp", "DDP", {}),
-    "fsdp": ("mesh.fsdp", "FSDP", {}),
-    "model": ("model_parallel", "ModelParallel", {}),
-    "pipeline": ("pipeline.strategy", "Pipeline", {}),
-    "tensor": ("mesh.tensor", "TensorParallel", {}),
-    "deepspeed": ("deepspeed.strategy", "DeepSpeed", {}),
-    "deepspeed_stage_1": ("deepspeed.strategy", "DeepSpeed", {"stage": 1}),
-    "deepspeed_stage_2": ("deepspeed.strategy", "DeepSpeed", {"stage": 2}),
-    "deepspeed_stage_3": ("deepspeed.strategy", "DeepSpeed", {"stage": 3}),
+
+def _make(module: str, name: str, **arguments: Any) -> Strategy:
+    """The strategy `name` of a module of this package, which is imported where the strategy is chosen."""
+    return getattr(importlib.import_module(f"lockstep.strategies.{module}"), name)(**arguments)
+
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "single": functools.partial(_make, "single", "SingleDevice"),
+    "dp": functools.partial(_make, "dp", "DataParallel"),
+    "ddp": functools.partial(_make, "ddp", "DDP"),
+    "fsdp": functools.partial(_make, "mesh.fsdp", "FSDP"),
+    "model": functools.partial(_make, "model_parallel", "ModelParallel"),
+    "pipeline": functools.partial(_make, "pipeline.strategy", "Pipeline"),
+    "tensor": functools.partial(_make, "mesh.tensor", "TensorParallel"),
+    "deepspeed": functools.partial(_make, "deepspeed.strategy", "DeepSpeed"),
+    "deepspeed_stage_1": functools.partial(_make, "deepspeed.strategy", "DeepSpeed", stage=1),
+    "deepspeed_stage_2": functools.partial(_make, "deepspeed.strategy", "DeepSpeed", stage=2),
+    "deepspeed_stage_3": functools.partial(_make, "deepspeed.strategy", "DeepSpeed", stage=3),
 }
-"""By name: the module, imported where the strategy is chosen, the class and its arguments."""
+"""What makes each strategy, by name."""
 ELSEWHERE = {
     **dict.fromkeys(
         ("ddp_spawn", "ddp_fork", "ddp_notebook", "ddp_sharded", "horovod"),
@@ -137,8 +143,7 @@ def _choose(devices: int | str, accelerator: str, num_nodes: int, model: nn.Modu
 
 def _find(name: str) -> Callable[[], Strategy]:
     if name in STRATEGIES:
-        module, cls, arguments = STRATEGIES[name]
-        return functools.partial(getattr(importlib.import_module(f"lockstep.strategies.{module}"), cls), **arguments)
+        return STRATEGIES[name]
     if "=" in name or "," in name:
         from lockstep.strategies.mesh.mesh import parse  # where a mesh is chosen, as every strategy
 
