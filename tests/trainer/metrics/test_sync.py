@@ -137,6 +137,7 @@ def test_regression_and_retrieval_metrics_are_those_of_one_process(strategy: str
 
 
 @pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")  # of the rank without a sample
 @pytest.mark.parametrize(("devices", "n"), [(1, 20), (2, 1)])
 def test_collections_that_the_module_computes_and_resets(devices: int, n: int) -> None:
     class Collected(Net):
