@@ -118,7 +118,8 @@ class Capabilities:
     """What a strategy can do, known before anything starts. `docs/strategies/index.md` has the table of all."""
 
     exact: bool = True
-    """The numbers are those of one process, up to floating-point order. Only such a strategy is the reference of `lockstep compare`."""
+    """The numbers are those of one process, up to floating-point order. Only such a strategy is the reference of
+    `lockstep compare`."""
     dynamic_shapes: bool = True
     """False if torch.compile needs a graph for each shape, as one for all of them fails on the wrapped model."""
     preserves_memory_format: bool = True
@@ -229,7 +230,7 @@ class Strategy(ABC):
         Call it before optimizers exist: parameters may be replaced. The caller keeps using `model`.
         """
 
-    def teardown_module(self, wrapped: nn.Module) -> None:  # noqa: B027 - a strategy that only moves the model has nothing to undo
+    def teardown_module(self, wrapped: nn.Module) -> None:  # noqa: B027 - one that only moves it has nothing to undo
         """Undo `setup_module`: the caller's module is plain again and holds the trained weights, whole.
 
         Needs the memory of the whole model where parameters were sharded over ranks; ranks that `launch` started,

@@ -39,7 +39,7 @@ class TensorShard:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> TensorShard:
-        if hasattr(tensor, "full_tensor"):  # cut over ranks, all of which are here
+        if hasattr(tensor, "full_tensor"):  # sharded over ranks, all of which are here
             tensor = tensor.full_tensor()
         return cls(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
 
@@ -112,7 +112,8 @@ def pack(value: Any, name: str, tensors: dict[str, TensorShard], shard: LocalSha
             ]
         }
     raise TypeError(
-        f"state must be tensors, arrays, numbers, strings, paths, lists, tuples and dicts, but {name} is {type(value).__module__}.{type(value).__qualname__}"
+        "state must be tensors, arrays, numbers, strings, paths, lists, tuples and dicts, but "
+        f"{name} is {type(value).__module__}.{type(value).__qualname__}"
     )
 
 
@@ -136,7 +137,7 @@ def unpack(value: Any, read: Callable[[str], Tensor]) -> Any:
 
 
 def gather_state(model: nn.Module, optimizers: dict[str, Optimizer], shard: LocalShard = TensorShard.whole) -> State:
-    """The state of a model and its optimizers; `shard` is what this rank writes of a tensor, None where another rank does."""
+    """The state of a model and its optimizers; `shard` is what this rank writes of a tensor, None if another does."""
     state = State()
     values = {name: pack(value, f"model/{name}", state.tensors, shard) for name, value in model.state_dict().items()}
     state.meta["model"] = {
@@ -265,13 +266,13 @@ def saved_groups(reader: Reader, key: str, have: list[list[str]]) -> list[dict[s
     saved = [group["params"] for group in groups]
     if saved != have:
         raise ValueError(
-            f"optimizer {key!r} holds other parameters or groups than the one that was saved: {_first_difference(saved, have)}"
+            f"optimizer {key!r} holds other parameters or groups than were saved: {_first_difference(saved, have)}"
         )
     return groups
 
 
 def _add_saved_groups(model: nn.Module, key: str, optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
-    """Add the parameter groups that the saved run added after its optimizer was made. Their options come with the state."""
+    """Add the parameter groups that the saved run added to its optimizer. Their options come with the state."""
     parameters = dict(model.named_parameters())
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for group in saved[len(optimizer.param_groups) :]:
@@ -283,7 +284,7 @@ def _add_saved_groups(model: nn.Module, key: str, optimizer: Optimizer, saved: l
 
 
 HOW = ("capturable", "differentiable", "foreach", "fused")
-"""Options of torch's optimizers that say by which kernels they step: this run's business, whatever the saved one's was."""
+"""Options of torch's optimizers that choose the kernels of a step: those of this run hold, not those saved."""
 
 
 def _taken(optimizer: Optimizer, key: str, saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -385,8 +386,8 @@ def names_of(parameter: Tensor, names: dict[int, str], optimizer: str) -> str:
         return names[id(parameter)]
     except KeyError:
         raise ValueError(
-            f"optimizer {optimizer!r} holds a parameter of shape {list(parameter.shape)} that is no parameter of the module; "
-            "make it one, or it would not be saved"
+            f"optimizer {optimizer!r} holds a parameter of shape {list(parameter.shape)} that is not in the module; "
+            "add it, or it would not be saved"
         ) from None
 
 

@@ -236,7 +236,7 @@ def metrics_of(model: nn.Module) -> list[Any]:
 
 
 def rebind(step_fn: Callable[..., Any], model: nn.Module, replica: nn.Module) -> Callable[..., Any]:
-    """`step_fn` as a method of `replica`. Raises TypeError where it is no method of `model`."""
+    """`step_fn` as a method of `replica`. Raises TypeError if it is not a method of `model`."""
     if hasattr(step_fn, "rebind"):  # an adapter around a method
         return step_fn.rebind(lambda method: rebind(method, model, replica))
     if getattr(step_fn, "__self__", None) is not model:

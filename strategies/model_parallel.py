@@ -92,7 +92,7 @@ class ModelParallel(SPMDStrategy):
                 other, before = places.setdefault(id(parameter), (name, index))
                 if before != index:
                     raise ValueError(
-                        f"a parameter lies on one device, but {name} on device {index} is {other} on device {before}; "
+                        f"a parameter has one device, but {name} on device {index} is {other} on device {before}; "
                         "give a device_map with "
                         "both on one device"
                     )
@@ -102,7 +102,8 @@ class ModelParallel(SPMDStrategy):
         for name, index in device_map.items():
             if name not in names:
                 raise ValueError(
-                    f"device_map names {name!r}, which is no submodule; there are {', '.join(sorted(names - {''})[:8])}"
+                    f"device_map names {name!r}, which is not a submodule; there are "
+                    f"{', '.join(sorted(names - {''})[:8])}"
                 )
             if not isinstance(index, int) or not 0 <= index < self.num_devices:
                 raise ValueError(
@@ -115,7 +116,7 @@ class ModelParallel(SPMDStrategy):
         ]
         if missing:
             raise ValueError(
-                f"device_map must cover every parameter, but {missing[0]!r} lies in no submodule that it names"
+                f"device_map must cover every parameter, but {missing[0]!r} is in none of the submodules that it names"
             )
         return device_map
 

@@ -82,7 +82,7 @@ def build(
     its gradients and AdamW's state, several devices get `fsdp`.
 
     Raises ValueError for a name that nobody registered and for a layout that the strategy refuses, TypeError
-    for an object that is no Strategy. Starts nothing.
+    for an object that is not a Strategy. Starts nothing.
     """
     reason = "given"
     if isinstance(strategy, str):

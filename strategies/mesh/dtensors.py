@@ -87,7 +87,8 @@ def by_groups(parameters: Sequence[nn.Parameter]) -> dict[tuple[dist.ProcessGrou
         split: list[int] = []
         if isinstance(gradient, DTensor):
             split = [i for i, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)]
-        kinds.setdefault((gradient.device_mesh if split else None, *split), []).append(local(gradient))  # type: ignore[attr-defined]
+        mesh = gradient.device_mesh if split else None  # type: ignore[attr-defined]
+        kinds.setdefault((mesh, *split), []).append(local(gradient))
     found: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for (mesh, *split), parts in kinds.items():  # several meshes may share a group
         found.setdefault(tuple(mesh.get_group(i) for i in split), []).extend(parts)

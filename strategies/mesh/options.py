@@ -29,7 +29,7 @@ class Options:
     """fsdp, ddp: exchange gradients after each micro-batch: the memory of whole gradients is saved, traffic
     multiplied."""
     low_precision_gather: bool = True
-    """fsdp: in mixed precision gather parameters in the format that the forward computes in; gradients are all-reduced in
+    """fsdp: in mixed precision gather parameters in the format that the forward computes in; gradients are reduced in
     float32."""
     broadcast_buffers: bool = True
     """fsdp, ddp, tensor: rank 0's buffers (BatchNorm statistics) overwrite the others' after each step."""

@@ -151,11 +151,11 @@ class ShardedStrategy(SPMDStrategy):
         for optimizer in optimizers.values():
             if isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Rprop)):
                 raise ValueError(
-                    f"{type(optimizer).__name__} does not step parameters that are cut over ranks; use another "
+                    f"{type(optimizer).__name__} does not step parameters that are sharded; use another "
                     "optimizer, or strategy='ddp'"
                 )
         attached = super().setup_optimizers(wrapped, optimizers)
-        self._named = self._cut_by_name(wrapped)
+        self._named = self._sharded_by_name(wrapped)
         self._buffered = [module for module in wrapped.modules() if module._buffers]
         return attached
 
@@ -360,7 +360,7 @@ class ShardedStrategy(SPMDStrategy):
         another."""
         if self._steps is None:
             return
-        cut = self._cut_by_name(wrapped) if self._named is None else self._named
+        cut = self._sharded_by_name(wrapped) if self._named is None else self._named
         allowed, order = self.options.find_unused_parameters, 0 if self._order is None else self._order.take()
         used: set[int] = wrapped.used  # type: ignore[assignment]
         mask = bytes(id(p) in used if allowed else p.grad is not None for _, p in cut)
@@ -388,13 +388,13 @@ class ShardedStrategy(SPMDStrategy):
         numbers = self.all_gather(torch.tensor([changed.get(id(p), -1) for _, p in cut]))
         steps.compare_writes(cut, numbers, self._sizes.get("tensor", 1), type(self).__name__)
 
-    def _cut_by_name(self, wrapped: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    def _sharded_by_name(self, wrapped: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """The parameters whose gradients torch brings together."""
         whole = set(map(id, getattr(wrapped, "unsharded", ())))
         return [(name, p) for name, p in self.unwrap(wrapped).named_parameters() if id(p) not in whole]
 
     def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum the gradients of what torch does not, over the data ranks; one that no rank has stays None."""
-        groups = [self._mesh.get_group(axis) for axis in ("ddp", "fsdp") if axis in self._sizes]  # type: ignore[union-attr]
-        if groups:
+        assert self._mesh is not None
+        if groups := [self._mesh.get_group(axis) for axis in ("ddp", "fsdp") if axis in self._sizes]:
             sum_gradients(parameters, groups)

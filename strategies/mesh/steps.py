@@ -59,10 +59,9 @@ class Steps:
                 other = self._losses.reduced().lowest[0]
                 if other != math.inf:
                     raise RuntimeError(
-                        f"training_step returned None on rank {self._rank}, but a loss on rank {other:.0f}; parameters "
-                        "cut over ranks "
-                        "need the backward of all, so return None on every rank, or a loss without weight: Loss(loss * "
-                        "0, 0)"
+                        f"training_step returned None on rank {self._rank}, but a loss on rank {other:.0f}; sharded "
+                        "parameters need the backward of all, so return None on every rank, or a loss without weight: "
+                        "Loss(loss * 0, 0)"
                     )
             return output
 

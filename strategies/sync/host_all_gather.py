@@ -70,9 +70,9 @@ def open_exchange(rank: int, world_size: int, width: int, timeout_s: float) -> E
     size = 8 + world_size * RING * _Memory.record(width).size
     secret = secrets.randbits(62)
     file = _create(size, secret) if rank == 0 else -1
-    told = torch.tensor([os.getpid(), file, secret])
-    everyone = [torch.empty_like(told) for _ in range(world_size)]
-    dist.all_gather(everyone, told)
+    mine = torch.tensor([os.getpid(), file, secret])
+    everyone = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(everyone, mine)
     pid, theirs, named = everyone[0].tolist()
     memory = _open(pid, theirs, named, size)
     opened = torch.tensor(memory is not None)
@@ -196,7 +196,7 @@ class _Memory(Exchange):
 
 _CHECK = struct.Struct("<q")
 _LOOKS = 20
-"""Looks at a message that has not come, at once one after the other: about 30 us, less than it takes to go to sleep and
+"""Reads of a message that has not come, at once one after the other: about 30 us, less than it takes to go to sleep and
 wake up."""
 
 

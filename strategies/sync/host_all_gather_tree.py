@@ -28,7 +28,7 @@ FANOUT = 8
 _HEADER = struct.Struct("<qq")  # what kind of message, and how many numbers follow
 _NUMBERS, _ENDED = 0, 1
 _HELLO = struct.Struct("<32sq")
-_TOLD_BYTES = 96
+_ADDRESS_BYTES = 96
 _PATIENCE_S = 10.0
 """How long a connection may take to say who it is."""
 
@@ -53,15 +53,15 @@ class Links:
         secret = torch.randint(0, 256, (32,), dtype=torch.uint8, generator=_fresh())
         dist.broadcast(secret, 0)
         port = listener.getsockname()[1] if listener is not None else 0
-        text = json.dumps([address, port]).encode().ljust(_TOLD_BYTES)
-        told = [torch.empty(_TOLD_BYTES, dtype=torch.uint8) for _ in range(world_size)]
-        dist.all_gather(told, torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        text = json.dumps([address, port]).encode().ljust(_ADDRESS_BYTES)
+        addresses = [torch.empty(_ADDRESS_BYTES, dtype=torch.uint8) for _ in range(world_size)]
+        dist.all_gather(addresses, torch.frombuffer(bytearray(text), dtype=torch.uint8))
         hello = bytes(secret.tolist())
         self.parent: tuple[int, socket.socket] | None = None
         self.children: dict[int, socket.socket] = {}
         if rank:
             above = (rank - 1) // fanout
-            host, port = json.loads(bytes(told[above].tolist()))
+            host, port = json.loads(bytes(addresses[above].tolist()))
             self.parent = above, socket.create_connection((host, port), timeout=timeout_s)
             self.parent[1].sendall(_HELLO.pack(hello, rank))
         if listener is not None:

@@ -100,7 +100,8 @@ class StepAgreement:
         least_keys, first_bad = lowest[-2:]
         # Keys of 0 say nothing: a rank of padding has logged nothing yet.
         if lowest[:_KEYS] != highest[:_KEYS] or least_keys not in (highest[_KEYS], math.inf):
-            self._refuse([Message(*numbers[: len(Message._fields)]) for numbers in self._messages.read()])  # type: ignore[arg-type]
+            rows = [numbers[: len(Message._fields)] for numbers in self._messages.read()]
+            self._refuse([Message(*row) for row in rows])  # type: ignore[arg-type]
         self._step += 1
         bad = None if first_bad == math.inf else f"the loss of rank {first_bad:.0f}"
         count, loss = total[_COUNT], total[_TOTAL]

@@ -67,9 +67,9 @@ def test_activations_are_brought_to_each_layer_and_back(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("device_map", "message"),
     [
-        ({"nett": 0}, "names 'nett', which is no submodule"),
+        ({"nett": 0}, "names 'nett', which is not a submodule"),
         ({"net": 2}, "below devices=2, but 'net' has 2"),
-        ({"net.0": 0}, "'net.3.weight' lies in no submodule"),
+        ({"net.0": 0}, "'net.3.weight' is in none of the submodules"),
     ],
 )
 def test_a_wrong_map_is_one_sentence(device_map: dict[str, int], message: str) -> None:

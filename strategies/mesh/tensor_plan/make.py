@@ -90,7 +90,7 @@ def _given(model: nn.Module, given: str | Mapping[str, Any]) -> dict[str, Any] |
             found = [name for name in named if fnmatch.fnmatchcase(name, prefix + pattern)]
             if not found:
                 raise ValueError(
-                    f"{where} names {pattern!r}, which is no submodule; there are "
+                    f"{where} names {pattern!r}, which is not a submodule; there are "
                     f"{', '.join(name for name in named if name)[:200]}"
                 )
             styles |= dict.fromkeys(found, style)

@@ -79,7 +79,7 @@ def find(model: nn.Module, size: int, plan: Plan) -> None:
             _find_pairs(dot, module, tied, plan)
             continue
         if any(map(has_hooks, inside(module))):
-            continue  # they may look at what the layers of a group hand to each other
+            continue  # they may read what the layers of a group hand to each other
         attention = [[child for child in linear if child in names] for names in ATTENTION]
         heads = (
             _heads(dot, module, linear, [names[0] for names in attention], size)

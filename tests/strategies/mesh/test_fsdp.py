@@ -502,7 +502,7 @@ def test_blocks_are_found_by_rule() -> None:
 
 
 def test_optimizers_that_cannot_step_shards_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Rprop does not step parameters that are cut over ranks"):
+    with pytest.raises(ValueError, match="Rprop does not step parameters that are sharded"):
         contract.run(FSDP(), 2, Plan(optimizer="Rprop"), tmp_path)
 
 

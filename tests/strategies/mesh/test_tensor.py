@@ -288,7 +288,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], Module], str]] = {
         r"cuts a by in_features=5, which is not divisible by the 2 ranks of a tensor group",
     ),
     "nothing": ({}, Convolution, r"finds nothing to cut in Convolution"),
-    "name": ({"plan": {"gpt.block.*": "row"}}, Text, r"plan names 'gpt\.block\.\*', which is no submodule"),
+    "name": ({"plan": {"gpt.block.*": "row"}}, Text, r"plan names 'gpt\.block\.\*', which is not a submodule"),
     "style": (
         {"plan": {"gpt.head": "colwise"}},
         Text,
