@@ -80,6 +80,8 @@ class WeightAveraging(Callback):
         return 0 if self._averages is None else self._averages.num_updates
 
     def parameter_state(self, trainer: Trainer, module: Module) -> ParameterState:
+        if any(isinstance(item, WeightAveraging) and item is not self for item in trainer.callbacks):
+            raise ValueError("only one WeightAveraging can put its averages in the weights' place; give one of them")
         self._averages = Averages(
             parameter
             for optimizer in trainer.optimizers
@@ -117,6 +119,11 @@ class WeightAveraging(Callback):
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         if self._averages is not None:
+            if self._averages.is_changed():
+                raise RuntimeError(
+                    "weights were changed in validation, where WeightAveraging has put averages in their place and "
+                    "would lose the change; change them in a hook of training"
+                )
             self._averages.swap_out()
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
@@ -185,6 +192,13 @@ class Averages(ParameterState):
         for parameter, average in self._average.items():
             self._training[parameter] = parameter.detach().clone()
             parameter.copy_(average)
+
+    def is_changed(self) -> bool:
+        """Whether any parameter is no longer the average that was put in its place."""
+        return any(
+            not torch.equal(local(parameter), local(self._average[parameter]).to(parameter.dtype))
+            for parameter in self._training
+        )
 
     @torch.no_grad()
     def swap_out(self) -> None:

@@ -12,7 +12,6 @@ import logging
 import os
 import platform
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -46,20 +45,6 @@ def save(
 ) -> store.Saving | None:
     """Write a checkpoint of the run at `path`; without `wait` return once it is copied. Every rank calls it, at the
     same place."""
-    with ExitStack() as while_saving:
-        for beside in run.parameter_states.values():
-            while_saving.enter_context(beside.saving())
-        return _save(run, module, path, wait, also, outdated)
-
-
-def _save(
-    run: RunState,
-    module: Module,
-    path: str | Path,
-    wait: bool,
-    also: Sequence[str | Path],
-    outdated: Sequence[str | Path],
-) -> store.Saving | None:
     strategy = run.strategy
     gathered = strategy.state_dict(run.wrapped, {**run.optimizers, **run.parameter_states})
     tensors, mine = gathered.tensors, strategy.topology.rank == 0

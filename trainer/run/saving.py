@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,16 +62,19 @@ def save(
     if run.world_size > 1 and run.guard.check_replicas_every_n_steps is not None:
         check_replicas(run.trainer, run.module)  # replicas that differ are not worth keeping
     options: dict[str, Any] = {"also": also, "outdated": [*outdated, *_superseded(run, path)]}
-    if weights_only:
-        _save_weights(run, run.module, path, run.strategy.state_dict(run.wrapped, {}), **options)
-    else:
-        run.saving = snapshot.save(run, run.module, path, wait=wait, **options)
+    with ExitStack() as while_saving:
+        for state in run.parameter_states.values():
+            while_saving.enter_context(state.saving())
+        if weights_only:
+            _save_weights(run, run.module, path, run.strategy.state_dict(run.wrapped, {}), **options)
+        else:
+            run.saving = snapshot.save(run, run.module, path, wait=wait, **options)
     run.saving_seconds += time.perf_counter() - began
 
 
 def _save_after(run: RunState, module: Module, path: str, weights_only: bool) -> None:
     """A checkpoint of what `fit` has left. Where it ran on several ranks, rank 0 writes."""
-    if not weights_only and run.world_size == 1 and run.optimizers:
+    if not weights_only and run.world_size == 1 and run.optimizers and not run.had_parameter_states:
         snapshot.save(run, module, path)
     elif not run.is_global_zero:
         return
@@ -89,8 +93,8 @@ def _of_the_end(run: RunState) -> str:
             if "seed" in state and state["progress"]["global_step"] == run.progress.global_step:
                 return saved
     raise RuntimeError(
-        "save_checkpoint was called after fit, whose ranks have ended and with them the state of the optimizers; give "
-        "weights_only=True, or let ModelCheckpoint(save_last=True) save the last step, which is copied then"
+        "save_checkpoint was called after fit, which has given up the state of optimizers on its ranks and of callbacks "
+        "such as WeightAveraging; give weights_only=True, or let ModelCheckpoint(save_last=True) save the last step, which is copied then"
     )
 
 

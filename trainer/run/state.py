@@ -133,6 +133,8 @@ class RunState:
     schedulers: list[Any] = field(default_factory=list)
     parameter_states: dict[str, ParameterState] = field(default_factory=dict)
     """What callbacks keep beside the parameters, by the name under which a checkpoint holds it."""
+    had_parameter_states: bool = False
+    """Whether the last fit had any: they end with it."""
     configured: dict[str, Any] = field(default_factory=dict)
     """Classes and initial values that `configure_optimizers` returned."""
     trainable_at_start: dict[str, bool] = field(default_factory=dict)

@@ -98,6 +98,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     run.wrapped = strategy.setup_module(module)
     closing, unowned = _set_up_optimizers(run, module)
     run.parameter_states = _parameter_states(run, module)
+    run.had_parameter_states = bool(run.parameter_states)
     run.metrics = MetricStore(module)
     run.metrics.noticed = run.noticed_names
     if strategy.topology.data_rank > 0:  # a stream of its own; data rank 0 continues with the process's stream

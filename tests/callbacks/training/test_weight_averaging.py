@@ -149,6 +149,46 @@ def test_a_checkpoint_holds_the_averages(tmp_path: Path) -> None:
     assert distance(weights(loaded), averaged[-1]) <= 1e-7
 
 
+def test_a_checkpoint_of_weights_alone_holds_the_averages(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(dirpath=tmp_path, save_last=True, save_top_k=0, save_weights_only=True)
+    seen = Observed()
+    fit(WeightAveraging(0.9), saving, seen, enable_checkpointing=True, max_epochs=1)
+    loaded = Net.load_from_checkpoint(tmp_path / "last").double()
+    assert distance(weights(loaded), seen.in_validation[-1]) <= 1e-7
+    assert distance(weights(loaded), seen.in_training[-1]) > 1e-4
+
+
+def test_a_checkpoint_after_fit_continues_the_weights_that_train(tmp_path: Path) -> None:
+    """`fit` returns the averages; what trains is in the last checkpoint, which is copied."""
+    _, trainer = fit(WeightAveraging(0.9), max_epochs=1)
+    with pytest.raises(RuntimeError, match="WeightAveraging; give weights_only=True"):
+        trainer.save_checkpoint(tmp_path / "refused")
+    last = ModelCheckpoint(dirpath=tmp_path / "run", save_last=True, save_top_k=0)
+    _, trainer = fit(WeightAveraging(0.9), last, enable_checkpointing=True, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "after")
+    resumed, _ = fit(WeightAveraging(0.9), ckpt_path=tmp_path / "after")
+    whole, _ = fit(WeightAveraging(0.9))
+    assert equal(weights(resumed), weights(whole))
+
+
+def test_weights_that_are_changed_in_validation_are_refused() -> None:
+    class Resets(Callback):
+        def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+            with torch.no_grad():
+                module.net[0].weight.mul_(0.5)
+
+    with pytest.raises(RuntimeError, match="weights were changed in validation"):
+        fit(WeightAveraging(0.9), Resets())
+
+
+def test_two_averages_are_refused() -> None:
+    class Another(WeightAveraging):
+        pass
+
+    with pytest.raises(ValueError, match="only one WeightAveraging"):
+        fit(WeightAveraging(0.9), Another(0.5))
+
+
 def test_a_second_fit_continues_from_the_averages_and_averages_again() -> None:
     averaging = WeightAveraging(0.9)
     module, trainer = fit(averaging)
