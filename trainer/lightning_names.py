@@ -9,10 +9,10 @@ import difflib
 from collections.abc import Iterable, Mapping
 
 _DEVICES = "give devices= and accelerator="
-_FINDER = "search with a short fit for each value; there is no tuner"
+_FINDER = "give the callback LRFinder or BatchSizeFinder, which searches before fit"
 
 ARGUMENTS: Mapping[str, str] = {
-    "accumulate_grad_batches_schedule": "set trainer.accumulate_grad_batches between runs",
+    "accumulate_grad_batches_schedule": "give the callback GradientAccumulationScheduler",
     "amp_backend": "give precision='16-mixed' or 'bf16-mixed'",
     "amp_level": "give precision='16-mixed' or 'bf16-mixed'",
     "auto_lr_find": _FINDER,
@@ -27,7 +27,7 @@ ARGUMENTS: Mapping[str, str] = {
     "flush_logs_every_n_steps": "loggers flush by themselves; log_every_n_steps is how often values are logged",
     "gpus": "give devices= and accelerator='gpu'",
     "ipus": _DEVICES,
-    "log_gpu_memory": "add the callback ThroughputMonitor",
+    "log_gpu_memory": "give the callback DeviceStats",
     "model_registry": "copy the checkpoint folder to the registry after fit",
     "move_metrics_to_cpu": "callback_metrics are on the CPU",
     "multiple_trainloader_mode": "give fit a CombinedLoader(loaders, mode)",
@@ -41,11 +41,11 @@ ARGUMENTS: Mapping[str, str] = {
     "replace_sampler_ddp": "every loader is sharded, and a sampler of your own keeps its order",
     "reload_dataloaders_every_epoch": "give reload_dataloaders_every_n_epochs=1",
     "resume_from_checkpoint": "give ckpt_path= to fit",
-    "stochastic_weight_avg": "average in a callback with torch.optim.swa_utils",
+    "stochastic_weight_avg": "give the callback WeightAveraging(decay=None)",
     "sync_batchnorm": "give strategy=DDP(sync_batchnorm=True)",
     "terminate_on_nan": "a loss or gradient that is not finite ends a run; the callback Guard can skip such steps",
     "tpu_cores": "accelerators are 'cpu' and 'gpu'",
-    "track_grad_norm": "log self.grad_norm() in on_before_optimizer_step",
+    "track_grad_norm": "give the callback GradientNorm",
     "truncated_bptt_steps": "set automatic_optimization = False and step over the parts by hand",
     "use_distributed_sampler": "every loader is sharded, and a sampler of your own keeps its order",
     "weights_save_path": "give ModelCheckpoint(dirpath=…)",

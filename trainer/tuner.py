@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.guard import Guard
@@ -150,7 +151,7 @@ def _trial(run: RunState, module: Module, sources: Sources, steps: int, callback
     )
     random = rng_state()
     try:
-        trainer.fit(module, sources.loaders.get("train"), datamodule=datamodule)
+        trainer.fit(module, _copied_loaders(sources.loaders.get("train")), datamodule=datamodule)
     finally:
         set_rng_state(random)
     return trainer
@@ -159,7 +160,36 @@ def _trial(run: RunState, module: Module, sources: Sources, steps: int, callback
 def _copied(owner: Any) -> Any:
     """A deep copy of a module or DataModule, but for the Trainer that it belongs to."""
     trainer = getattr(owner, "__dict__", {}).get("_trainer") or getattr(owner, "__dict__", {}).get("trainer")
-    return copy.deepcopy(owner, {} if trainer is None else {id(trainer): trainer})
+    return _deep_copy(owner, {} if trainer is None else {id(trainer): trainer})
+
+
+def _copied_loaders(loaders: Any) -> Any:
+    """Loaders for a trial, which moves no position, sampler or stream of the run's. Map-style datasets are shared."""
+    shared: dict[int, Any] = {}
+    for loader in _each(loaders):
+        dataset = getattr(loader, "dataset", None)
+        if dataset is not None and not isinstance(dataset, IterableDataset):
+            shared[id(dataset)] = dataset
+    return _deep_copy(loaders, shared)
+
+
+def _each(loaders: Any) -> Iterator[Any]:
+    """The loaders in lists and dicts of them."""
+    if isinstance(loaders, (list, tuple, dict)):
+        for inner in loaders.values() if isinstance(loaders, dict) else loaders:
+            yield from _each(inner)
+    else:
+        yield loaders
+
+
+def _deep_copy(value: Any, shared: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, shared)
+    except Exception as error:
+        raise ValueError(
+            f"LRFinder and BatchSizeFinder train copies, but {type(value).__name__} cannot be copied ({error}); "
+            "make it copyable, or search in a program of its own"
+        ) from error
 
 
 def _holder(finder: Callback, owners: Sequence[Any], names: Sequence[str]) -> tuple[Any, str]:

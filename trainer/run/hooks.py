@@ -14,6 +14,8 @@ import torch
 
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
+from lockstep.callbacks.tuning.batch_size_finder import BatchSizeFinder
+from lockstep.callbacks.tuning.lr_finder import LRFinder
 from lockstep.trainer import lightning_names
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.module import Module
@@ -174,6 +176,12 @@ def with_those_of(module: Module, callbacks: list[Callback]) -> list[Callback]:
     wrong = next((item for item in own if not isinstance(item, Callback)), None)
     if wrong is not None:
         raise TypeError(f"configure_callbacks must return Callback objects, but one is {wrong!r}")
+    finder = next((item for item in own if isinstance(item, (BatchSizeFinder, LRFinder))), None)
+    if finder is not None:
+        raise TypeError(
+            f"configure_callbacks returned {type(finder).__name__}, whose search comes before the run that calls it; "
+            "give it to the Trainer"
+        )
     merged = [item for item in callbacks if type(item) not in set(map(type, own))] + own
     return sorted(merged, key=lambda item: (isinstance(item, ModelCheckpoint), not isinstance(item, Logger)))
 

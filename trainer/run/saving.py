@@ -93,8 +93,9 @@ def _of_the_end(run: RunState) -> str:
             if "seed" in state and state["progress"]["global_step"] == run.progress.global_step:
                 return saved
     raise RuntimeError(
-        "save_checkpoint was called after fit, which has given up the state of optimizers on its ranks and of callbacks "
-        "such as WeightAveraging; give weights_only=True, or let ModelCheckpoint(save_last=True) save the last step, which is copied then"
+        "save_checkpoint was called after fit, which has given up the state of optimizers on its ranks and of "
+        "callbacks such as WeightAveraging; give weights_only=True, or let ModelCheckpoint(save_last=True) save the "
+        "last step, which is copied then"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.callbacks import LRFinder
 from lockstep.callbacks.tuning.lr_finder import LRSweep
@@ -70,6 +70,42 @@ def test_random_streams_are_where_they_were() -> None:
         return module
 
     assert equal(weights(train(finder(update_attr=False))), weights(train()))
+
+
+class Stream(IterableDataset):
+    """Keeps its position: who reads it twice gets nothing."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Any:
+        samples = data(400)
+        while self.position < len(samples):
+            self.position += 1
+            yield samples[self.position - 1]
+
+
+def test_a_dataset_that_keeps_its_position_is_where_it_was() -> None:
+    found, plain = net(), net()
+    options = {"max_steps": 5, "max_epochs": None}
+    quiet(**options, callbacks=[finder(update_attr=False)]).fit(found, DataLoader(Stream(), 8))
+    quiet(**options).fit(plain, DataLoader(Stream(), 8))
+    assert equal(weights(found), weights(plain))
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    batches = (batch for batch in loader())
+    with pytest.raises(ValueError, match="train copies, but generator cannot be copied"):
+        quiet(callbacks=[finder()]).fit(net(), batches)
+
+
+def test_a_finder_of_the_module_is_refused() -> None:
+    class Finds(Net):
+        def configure_callbacks(self) -> Any:
+            return [finder()]
+
+    with pytest.raises(TypeError, match="configure_callbacks returned LRFinder"):
+        quiet().fit(Finds(), loader())
 
 
 @pytest.mark.ranks
