@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -29,7 +32,8 @@ class PredictionWriter(Callback):
         <output_dir>/dataloader_<i>/<key>.npy       # with several loaders
 
     `numpy.load(path, mmap_mode="r")` reads one without loading it. bfloat16 is written as float32. A file of the
-    same name from an earlier run is replaced once the new one is complete.
+    same name from an earlier run is replaced once the new one is complete. A run that fails removes what its ranks had
+    written; what a killed one leaves (hidden files) is removed by the next.
 
     Raises TypeError for outputs of another kind and ValueError for shapes that differ between batches, by name.
 
@@ -44,14 +48,19 @@ class PredictionWriter(Callback):
         self._rows: dict[int, list[int]] = {}
         self._folder = Path()
         self._rank = 0
+        self._is_open = False  # parts may be on the disk
 
     def on_predict_start(self, trainer: Trainer, module: Module) -> None:
         root = Path(trainer.log_dir or trainer.arguments.default_root_dir)
         self._folder = Path(self.output_dir).expanduser() if self.output_dir is not None else root / "predictions"
-        self._rank = trainer.strategy.topology.data_rank
+        topology = trainer.strategy.topology
+        self._rank = topology.data_rank
         self._close()
-        self._columns, self._rows = {}, {}
+        self._columns, self._rows, self._is_open = {}, {}, True
         self._folder.mkdir(parents=True, exist_ok=True)
+        _remove_parts(self._folder, lambda rank: rank in (str(self._rank), "all"))
+        if trainer.is_global_zero:  # of an earlier run on more ranks
+            _remove_parts(self._folder, lambda rank: rank != "all" and int(rank) >= topology.data_size)
 
     def on_predict_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -82,9 +91,15 @@ class PredictionWriter(Callback):
         trainer.strategy.barrier()
         if trainer.is_global_zero:
             _merge(self._folder, trainer.strategy.topology.data_size)
+        self._is_open = False
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
-        self._close()
+        if self._is_open:
+            self._close()
+            _remove_parts(self._folder, lambda rank: True)
+            if self.output_dir is None:
+                with suppress(OSError):  # it holds what an earlier run has written
+                    self._folder.rmdir()
 
     def _append(self, loader: int, name: str, value: Tensor) -> None:
         if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
@@ -120,29 +135,32 @@ def _merge(folder: Path, ranks: int) -> None:
     several = len({index for index, _ in columns}) > 1
     for (index, name), (kind, shape) in columns.items():
         rows = [layout["rows"].get(str(index), []) for layout in layouts]
-        target = folder / f"dataloader_{index}" if several else folder
-        target.mkdir(exist_ok=True)
         parts = [folder / f".{index}.{name}.rank-{rank}" for rank in range(ranks)]
         files = [part.open("rb") if part.exists() else None for part in parts]
-        whole = target / f".{name}.npy.tmp"
-        total = sum(map(sum, rows))
-        merged = np.lib.format.open_memmap(whole, mode="w+", dtype=np.dtype(kind), shape=(total, *shape))
-        at, width = 0, np.dtype(kind).itemsize * int(np.prod(shape, dtype=np.int64))
-        for i in range(max(map(len, rows), default=0)):
-            for counts, file in zip(rows, files, strict=True):
-                if file is not None and i < len(counts):
-                    data = np.frombuffer(file.read(counts[i] * width), dtype=np.dtype(kind))
-                    merged[at : at + counts[i]] = data.reshape(counts[i], *shape)
-                    at += counts[i]
-        merged.flush()
-        del merged
+        whole, width = folder / f".{index}.{name}.rank-all", np.dtype(kind).itemsize * math.prod(shape)
+        with whole.open("wb") as merged:
+            header = {"descr": kind, "fortran_order": False, "shape": (sum(map(sum, rows)), *shape)}
+            np.lib.format.write_array_header_1_0(merged, header)
+            for i in range(max(map(len, rows), default=0)):
+                for counts, file in zip(rows, files, strict=True):
+                    if file is not None and i < len(counts):
+                        merged.write(file.read(counts[i] * width))
         for part, file in zip(parts, files, strict=True):
             if file is not None:
                 file.close()
                 part.unlink()
+        target = folder / f"dataloader_{index}" if several else folder
+        target.mkdir(exist_ok=True)
         whole.replace(target / f"{name}.npy")
-    for rank in range(ranks):
-        (folder / f".0.layout.rank-{rank}").unlink()
+    _remove_parts(folder, lambda rank: True)
+
+
+def _remove_parts(folder: Path, of_rank: Callable[[str], bool]) -> None:
+    """Remove the ranks' files, "all" being the one that is merged."""
+    for path in folder.glob(".*.rank-*"):
+        found = re.fullmatch(r"\.\d+\..+\.rank-(\d+|all)", path.name)
+        if found and of_rank(found[1]):
+            path.unlink(missing_ok=True)
 
 
 def _described(outputs: Any) -> str:

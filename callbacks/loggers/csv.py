@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks._support.files import replacing
-from lockstep.callbacks._support.hparams import plain, plain_params, write_hparams
-from lockstep.callbacks.base import Logger
+from lockstep.callbacks._support.hparams import plain, write_hparams
+from lockstep.callbacks.loggers.run_logger import RunLogger
 
 if TYPE_CHECKING:
     from lockstep import Module, Trainer
 
 
-class CSVLogger(Logger):
+class CSVLogger(RunLogger):
     """Writes `metrics.csv` (a row each time that metrics are logged, first column `step`) and `hparams.yaml` into the
     run's folder.
 
@@ -40,24 +40,13 @@ class CSVLogger(Logger):
     ) -> None:
         if flush_every < 1:
             raise ValueError(f"flush_every must be at least 1 row, but it is {flush_every}")
-        self.save_dir = None if save_dir is None else os.path.expanduser(save_dir)
-        self.name = name
-        self.version = version
+        super().__init__(save_dir, name, version)
         self.flush_every = flush_every
-        self._is_writer = True
-        self._step = 0
         self._last_valid_step: int | None = None  # rows of later steps are to be dropped
         self._num_rows = 0  # logged so far
         self._num_valid_rows: int | None = None  # of the file, as the checkpoint says that is resumed
-        self._hparams: dict[str, Any] = {}
-        self._hparams_are_written = True
         self._rows: list[dict[str, Any]] = []  # not yet in the file
         self._columns: list[str] | None = None  # of the file; None: not known, read it
-
-    @property
-    def root_dir(self) -> str | None:
-        """Folder of this experiment: the one above `log_dir`."""
-        return os.path.dirname(self.log_dir) if self.log_dir else None
 
     @property
     def path(self) -> str:
@@ -78,34 +67,19 @@ class CSVLogger(Logger):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._num_rows = self._num_valid_rows = int(state_dict["rows"])
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._is_writer = trainer.is_global_zero
-
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         # The disk is touched only by what the Trainer calls behind its error boundary.
-        self._step = self._last_valid_step = trainer.global_step
+        self._last_valid_step = trainer.global_step
         self._columns = None
-
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._step = trainer.global_step
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if not self._is_writer:
             return
-        if self.log_dir is None:
-            raise RuntimeError("CSVLogger has no folder yet: log metrics from within fit, validate, test or predict")
-        self._step = self._step if step is None else step
+        self._folder()
         self._num_rows += 1
-        self._rows.append({"step": self._step} | {key: plain(value) for key, value in metrics.items()})
+        self._rows.append({"step": self._at(step)} | {key: plain(value) for key, value in metrics.items()})
         if len(self._rows) >= self.flush_every:
             self.save()
-
-    def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
-        """Add `params` to `hparams.yaml`, written with the first metrics, or by `save` or `finalize`."""
-        self._hparams |= plain_params(params)
-        self._hparams_are_written = False
-        if metrics:
-            self.log_metrics(metrics)
 
     def save(self) -> None:
         """Write the collected rows. Raises OSError; the rows that could not be written are lost."""

@@ -9,10 +9,9 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from lockstep.callbacks._support.hparams import flatten, plain_params
-from lockstep.callbacks._support.null_writer import NullWriter
+from lockstep.callbacks._support.hparams import flatten
 from lockstep.callbacks._support.shadow import restored_rng
-from lockstep.callbacks.base import Logger
+from lockstep.callbacks.loggers.run_logger import RunLogger
 
 if TYPE_CHECKING:
     from lockstep import Module, Trainer
@@ -21,7 +20,7 @@ STATUSES = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 LONGEST_PARAM = 6000
 
 
-class MLflowLogger(Logger):
+class MLflowLogger(RunLogger):
     """Logs to MLflow from rank 0, each metric at its optimizer step.
 
     `logger.experiment` is an `mlflow.tracking.MlflowClient` on rank 0, whose methods take `logger.run_id`; on other
@@ -58,43 +57,17 @@ class MLflowLogger(Logger):
             raise ImportError(
                 "MLflowLogger needs the package mlflow, which is not installed: pip install lockstep-trainer[mlflow]"
             )
-        self.save_dir = None if save_dir is None else os.path.expanduser(save_dir)
-        self.name = name
-        self.version = version
+        super().__init__(save_dir, name, version)
         self.tracking_uri = tracking_uri
         self.run_id = run_id
         """Id of the MLflow run; None until it has begun."""
         self.tags = dict(tags or {})
         self._given_id = run_id
         self._folder_of_run: str | None = None
-        self._is_writer = True
-        self._trainer: Trainer | None = None
         self._client: Any = None
         self._first_step: int | None = None  # of a resumed run: values of later steps may be there already
         self._known: dict[str, set[int]] = {}  # by metric, the later steps that MLflow has
         self._last: dict[str, tuple[int, float]] = {}  # by metric
-        self._hparams: dict[str, Any] = {}
-        self._hparams_are_written = True
-
-    @property
-    def root_dir(self) -> str | None:
-        """Folder of this experiment: the one above `log_dir`."""
-        return os.path.dirname(self.log_dir) if self.log_dir else None
-
-    @property
-    def experiment(self) -> Any:
-        if not self._is_writer:
-            return NullWriter()
-        if self.log_dir is None:
-            raise RuntimeError(
-                "MLflowLogger.experiment has no run yet: use it from within fit, validate, test or predict"
-            )
-        try:
-            return self._open()
-        except Exception as error:  # the user's step asked for it, and must not end by it
-            what = f"{type(error).__name__}: {error}"
-            warnings.warn(f"MLflowLogger stops logging, training continues: {what}", RuntimeWarning, stacklevel=2)
-            return NullWriter()
 
     @property
     def state_key(self) -> str:
@@ -108,7 +81,7 @@ class MLflowLogger(Logger):
             self.run_id, self._folder_of_run = state_dict["run_id"], state_dict["folder"]
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._trainer, self._is_writer = trainer, trainer.is_global_zero
+        super().setup(trainer, module, stage)
         if self._given_id is None and self._folder_of_run != self.log_dir:
             self.run_id = None  # another run; a checkpoint that it resumes is loaded later
         self._first_step = None
@@ -131,24 +104,11 @@ class MLflowLogger(Logger):
         if points:
             client.log_batch(self.run_id, metrics=points)
 
-    def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
-        """Add `params` (nested names as `a/b`) to the run, written with the first metrics, or by `save` or
-        `finalize`."""
-        self._hparams |= plain_params(params)
-        self._hparams_are_written = False
-        if metrics:
-            self.log_metrics(metrics)
-
     def log_text(self, key: str, text: str, step: int | None = None) -> None:
         """Write a text as the artifact `KEY.md`, or `KEY-step=N.md` if `step` is given and not 0."""
         if self._is_writer:
             client = self._open()
             client.log_text(self.run_id, text, f"{_allowed(key)}-step={step}.md" if step else f"{_allowed(key)}.md")
-
-    def save(self) -> None:
-        """Write hyperparameters that came before the first metrics; all else is written as it is logged."""
-        if self._is_writer and not self._hparams_are_written and self.log_dir is not None:
-            self._open()
 
     def finalize(self, status: str) -> None:
         self.save()
@@ -157,11 +117,10 @@ class MLflowLogger(Logger):
             client.set_terminated(self.run_id, STATUSES[status])
 
     def _open(self) -> Any:
-        if self.log_dir is None:
-            raise RuntimeError("MLflowLogger has no run yet: log from within fit, validate, test or predict")
+        folder = self._folder()
         if self._client is None:
             self._is_writer = False  # until it succeeds: a service that fails is not asked again
-            uri, root = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), os.path.dirname(self.log_dir)
+            uri, root = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), os.path.dirname(folder)
             uri = uri or f"file:{os.path.abspath(os.path.join(os.path.dirname(root), 'mlruns'))}"
             if uri.startswith("file:"):
                 os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3.7 and later ask for it
@@ -173,11 +132,11 @@ class MLflowLogger(Logger):
                     name = os.path.basename(root)
                     found = client.get_experiment_by_name(name)
                     experiment = client.create_experiment(name) if found is None else found.experiment_id
-                    run = client.create_run(experiment, run_name=os.path.basename(self.log_dir), tags=self.tags)
+                    run = client.create_run(experiment, run_name=os.path.basename(folder), tags=self.tags)
                     self.run_id, self._first_step = run.info.run_id, None
                 else:
                     client.update_run(self.run_id, status="RUNNING")
-            self._client, self._folder_of_run, self._is_writer = client, self.log_dir, True
+            self._client, self._folder_of_run, self._is_writer = client, folder, True
         if not self._hparams_are_written:
             self._hparams_are_written = True
             self._write_hparams(self._client)
@@ -208,11 +167,8 @@ class MLflowLogger(Logger):
             self._known[key] = {point.step for point in history if point.step > self._first_step}
         return self._known[key]
 
-    def _at(self, step: int | None) -> int:
-        return step if step is not None else self._trainer.global_step if self._trainer is not None else 0
-
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_client": None, "_trainer": None}  # the next use connects again
+        return super().__getstate__() | {"_client": None}  # the next use connects again
 
 
 def _allowed(name: str) -> str:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lockstep.callbacks._support.hparams import flatten, plain_params, to_yaml, write_hparams
-from lockstep.callbacks._support.null_writer import NullWriter
+from lockstep.callbacks._support.hparams import flatten, to_yaml, write_hparams
 from lockstep.callbacks._support.shadow import fitting, restored_rng, shadow
-from lockstep.callbacks.base import Logger
+from lockstep.callbacks.loggers.run_logger import RunLogger
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -30,7 +29,7 @@ costs more than the writing."""
 MISSING = "TensorBoardLogger needs the package tensorboard, which is not installed: pip install tensorboard"
 
 
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(RunLogger):
     """Writes TensorBoard event files and `hparams.yaml` into the run's folder; `tensorboard --logdir <save_dir>` shows
     them.
 
@@ -66,51 +65,24 @@ class TensorBoardLogger(Logger):
     ) -> None:
         if importlib.util.find_spec("tensorboard") is None:
             raise ImportError(MISSING)
-        self.save_dir = None if save_dir is None else os.path.expanduser(save_dir)
-        self.name = name
-        self.version = version
+        super().__init__(save_dir, name, version)
         self.default_hp_metric = default_hp_metric
         self.flush_secs = flush_secs
         self._draws_graph = log_graph
-        self._is_writer = True
-        self._trainer: Trainer | None = None
         self._purge_step: int | None = None
         self._held: list[tuple[dict[str, float], int, float]] = []  # scalars, their step and when they were logged
         self._next_turn = 0.0  # by the monotonic clock
         self._writer: SummaryWriter | None = None
-        self._hparams: dict[str, Any] = {}
-        self._hparams_are_written = True
-
-    @property
-    def root_dir(self) -> str | None:
-        """Folder of this experiment: the one above `log_dir`."""
-        return os.path.dirname(self.log_dir) if self.log_dir else None
-
-    @property
-    def experiment(self) -> Any:
-        if not self._is_writer:
-            return NullWriter()
-        try:
-            return self._ready()
-        except OSError as error:  # the user's step asked for it, and must not end by it
-            self._is_writer, self._held = False, []
-            warnings.warn(f"TensorBoardLogger stops logging, training continues: {error}", RuntimeWarning, stacklevel=2)
-            return NullWriter()
-
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._trainer, self._is_writer = trainer, trainer.is_global_zero
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         # The disk is touched only by what the Trainer calls behind its error boundary.
         self._purge_step = trainer.global_step + 1
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        if self._held:
-            self._hand_over(self._open())
+        self._hand_over_held()
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
-        if self._held:  # it may last
-            self._hand_over(self._open())
+        self._hand_over_held()  # it may last
 
     def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
         self.save()  # a run that resumes from it does not log those steps again
@@ -121,7 +93,7 @@ class TensorBoardLogger(Logger):
         self._write_hparams()
         self._held.append(({key: float(value) for key, value in metrics.items()}, self._at(step), time.time()))
         if time.monotonic() >= self._next_turn:
-            self._hand_over(self._open())
+            self._hand_over_held()
 
     def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
         """Show `params` on the HPARAMS and TEXT pages (nested names as `a/b`), and log `metrics` as scalars to compare
@@ -129,16 +101,11 @@ class TensorBoardLogger(Logger):
 
         Written with the first metrics, or by `save` or `finalize`.
         """
-        self._hparams |= plain_params(params)
-        self._hparams_are_written = False
-        if metrics is None and self.default_hp_metric:
-            metrics = {"hp_metric": -1.0}
-        if metrics:
-            self.log_metrics(metrics)
+        super().log_hyperparams(params, {"hp_metric": -1.0} if metrics is None and self.default_hp_metric else metrics)
 
     def log_text(self, key: str, text: str, step: int | None = None) -> None:
         if self._is_writer:
-            self._ready().add_text(key, text, self._at(step))
+            self._open().add_text(key, text, self._at(step))
 
     def log_graph(self, module: Module, example_input: Any) -> None:
         """Show the graph of `forward`, where the logger was made with `log_graph=True`; a failure costs one warning.
@@ -155,7 +122,7 @@ class TensorBoardLogger(Logger):
             return
         # Buffers are cloned: tracing runs forward, which moves the statistics of BatchNorm.
         writer, copy = (
-            self._ready(),
+            self._open(),
             shadow(module, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone()),
         )
         try:
@@ -174,15 +141,13 @@ class TensorBoardLogger(Logger):
         if not self._is_writer:
             return
         self._write_hparams()
-        if self._held:
-            self._hand_over(self._open())
+        self._hand_over_held()
         if self._writer is not None:
             self._writer.flush()
 
     def finalize(self, status: str) -> None:
         self._write_hparams()
-        if self._held:
-            self._hand_over(self._open())
+        self._hand_over_held()
         if self._hparams and self._writer is not None and status == "success":
             # Only success is final: TensorBoard keeps the first status of a run, and others may be resumed.
             self._add_hparams_summary(2)
@@ -194,7 +159,7 @@ class TensorBoardLogger(Logger):
         self._hparams_are_written = True
         write_hparams(self.log_dir, self._hparams)
         self._add_hparams_summary(1)
-        self._ready().add_text("hparams", f"```yaml\n{to_yaml(self._hparams)}```", self._at(None))
+        self._open().add_text("hparams", f"```yaml\n{to_yaml(self._hparams)}```", self._at(None))
 
     def _add_hparams_summary(self, part: int) -> None:
         """Add one of the three summaries of the HPARAMS plugin: 1 starts the session, 2 ends it.
@@ -204,38 +169,36 @@ class TensorBoardLogger(Logger):
         """
         from torch.utils.tensorboard.summary import hparams
 
-        writer: Any = self._ready()
+        writer: Any = self._open()
         flat = {key: str(value) if isinstance(value, bool) else value for key, value in flatten(self._hparams).items()}
         writer.file_writer.add_summary(hparams(flat, {})[part])
 
-    def _ready(self) -> SummaryWriter:
-        writer = self._open()
+    def _open(self) -> SummaryWriter:
+        writer = self._opened()
         self._hand_over(writer)  # what comes now is later
         return writer
 
-    def _open(self) -> SummaryWriter:
+    def _hand_over_held(self) -> None:
+        if self._held and self._is_writer:
+            self._open()
+
+    def _opened(self) -> SummaryWriter:
         if self._purge_step is not None:
             self._close()  # events of this step and later are hidden as the next file is opened
         if self._writer is None:
-            if self.log_dir is None:
-                raise RuntimeError(
-                    "TensorBoardLogger.experiment has no folder yet: use it from within fit, validate, test or predict"
-                )
+            folder = self._folder()
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise ImportError(MISSING) from error
-            _wait_for_a_later_name(self.log_dir)
+            _wait_for_a_later_name(folder)
             self._writer = SummaryWriter(
-                self.log_dir, purge_step=self._purge_step, max_queue=1000, flush_secs=self.flush_secs - self._hold_s
+                folder, purge_step=self._purge_step, max_queue=1000, flush_secs=self.flush_secs - self._hold_s
             )
             file_writer: Any = self._writer.file_writer
             file_writer.event_writer = _Forgiving(file_writer.event_writer)
             self._purge_step = None
         return self._writer
-
-    def _at(self, step: int | None) -> int:
-        return step if step is not None else self._trainer.global_step if self._trainer is not None else 0
 
     @property
     def _hold_s(self) -> float:
@@ -263,10 +226,8 @@ class TensorBoardLogger(Logger):
             writer.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {
-            "_writer": None,
-            "_trainer": None,
-        }  # a writer owns a thread and a file; the next use opens another
+        # A writer owns a thread and a file; the next use opens another.
+        return super().__getstate__() | {"_writer": None}
 
 
 class _Forgiving:

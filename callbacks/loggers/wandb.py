@@ -10,11 +10,10 @@ import secrets
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from lockstep.callbacks._support.hparams import plain, plain_params
+from lockstep.callbacks._support.hparams import plain
 from lockstep.callbacks._support.journal import Journal
-from lockstep.callbacks._support.null_writer import NullWriter
 from lockstep.callbacks._support.shadow import restored_rng
-from lockstep.callbacks.base import Logger
+from lockstep.callbacks.loggers.run_logger import RunLogger
 
 if TYPE_CHECKING:
     from lockstep import Module, Trainer
@@ -24,7 +23,7 @@ STEP = "trainer/global_step"
 EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 255}
 
 
-class WandbLogger(Logger):
+class WandbLogger(RunLogger):
     """Logs to Weights & Biases from rank 0: a row each time that metrics are logged, with `trainer/global_step`.
 
     `logger.experiment` is the `wandb` run on rank 0, for images, tables and artifacts; on other ranks all its methods
@@ -61,15 +60,11 @@ class WandbLogger(Logger):
         if importlib.util.find_spec(module) is None:
             extra = "lockstep-trainer[wandb]" if module == "wandb" else module
             raise ImportError(f"WandbLogger needs the package {module}, which is not installed: pip install {extra}")
-        self.save_dir = None if save_dir is None else os.path.expanduser(save_dir)
-        self.name = name
-        self.version = version
+        super().__init__(save_dir, name, version)
         self.project = project
         self.id = id
         self.module = module
         self.options = options
-        self._is_writer = True
-        self._trainer: Trainer | None = None
         self._run: Any = None
         self._is_users = False  # the run was begun by the user, who ends it
         self._run_id: str | None = None
@@ -79,28 +74,6 @@ class WandbLogger(Logger):
         self._num_valid_steps: int | None = None  # W&B's own count of rows, as the checkpoint says
         self._last_valid_step: int | None = None  # rows of later optimizer steps are to be dropped
         self._old_dir: str | None = None  # the folder of the run that is resumed
-        self._hparams: dict[str, Any] = {}
-        self._hparams_are_written = True
-
-    @property
-    def root_dir(self) -> str | None:
-        """Folder of this experiment: the one above `log_dir`."""
-        return os.path.dirname(self.log_dir) if self.log_dir else None
-
-    @property
-    def experiment(self) -> Any:
-        if not self._is_writer:
-            return NullWriter()
-        if self.log_dir is None:
-            raise RuntimeError(
-                "WandbLogger.experiment has no folder yet: use it from within fit, validate, test or predict"
-            )
-        try:
-            return self._open()
-        except Exception as error:  # the user's step asked for it, and must not end by it
-            what = f"{type(error).__name__}: {error}"
-            warnings.warn(f"WandbLogger stops logging, training continues: {what}", RuntimeWarning, stacklevel=2)
-            return NullWriter()
 
     @property
     def state_key(self) -> str:
@@ -118,7 +91,7 @@ class WandbLogger(Logger):
         self._reopens = True
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._trainer, self._is_writer = trainer, trainer.is_global_zero
+        super().setup(trainer, module, stage)
         # The next run may be in another folder; a checkpoint that it resumes is loaded later.
         self._run_id = self._old_dir = self._num_valid_rows = self._num_valid_steps = self._last_valid_step = None
         self._num_rows = 0
@@ -131,33 +104,18 @@ class WandbLogger(Logger):
         if self._is_writer:
             self._log({key: plain(value) for key, value in metrics.items()}, step)
 
-    def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
-        """Add `params` to the run's config, written with the first metrics, or by `save` or `finalize`."""
-        self._hparams |= plain_params(params)
-        self._hparams_are_written = False
-        if metrics:
-            self.log_metrics(metrics)
-
     def log_text(self, key: str, text: str, step: int | None = None) -> None:
         if self._is_writer:
             self._log({key: text}, step)
-
-    def save(self) -> None:
-        """Begin the run if it has hyperparameters and no metrics yet; W&B itself writes in the background."""
-        if self._is_writer and not self._hparams_are_written and self.log_dir is not None:
-            self._open()
 
     def finalize(self, status: str) -> None:
         self.save()
         self._close(EXIT_CODES[status])
 
     def _log(self, values: dict[str, Any], step: int | None) -> None:
-        if self.log_dir is None:
-            raise RuntimeError("WandbLogger has no folder yet: log from within fit, validate, test or predict")
-        if step is None:
-            step = self._trainer.global_step if self._trainer is not None else 0
-        run, row = self._open(), {STEP: step} | values
-        self._journal(self.log_dir).append(row)
+        folder = self._folder()
+        run, row = self._open(), {STEP: self._at(step)} | values
+        self._journal(folder).append(row)
         self._num_rows += 1
         self._hand_over(run, row)
 
@@ -247,7 +205,7 @@ class WandbLogger(Logger):
                 run.finish()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_run": None, "_trainer": None}  # the next use opens the run again
+        return super().__getstate__() | {"_run": None}  # the next use opens the run again
 
 
 def _remove_run(module: Any, project: str, suffix: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,4 +81,47 @@ def test_what_cannot_be_written_is_named(outputs: Any, error: Any, message: str,
 
     with pytest.raises(error, match=message):
         quiet(callbacks=[PredictionWriter(tmp_path)]).predict(Odd(), loader())
-    assert not list(tmp_path.glob("*.npy"))
+    assert not list(tmp_path.iterdir())
+
+
+class FailsLate(Predicts):
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        if batch_idx == 2 and self.trainer.global_rank == self.trainer.world_size - 1:
+            raise ValueError("no prediction")
+        return super().predict_step(batch, batch_idx)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_that_fails_leaves_nothing(devices: int, tmp_path: Path) -> None:
+    """Also not what a killed run has left: on as many ranks, or on more."""
+    (tmp_path / "of the user.rank-0").touch()
+    for rank in (0, 5, "all"):
+        (tmp_path / f".0.logits.rank-{rank}").write_bytes(b"killed")
+    with pytest.raises(ValueError, match="no prediction"):
+        quiet(callbacks=[PredictionWriter(tmp_path)], devices=devices, accelerator="cpu").predict(FailsLate(), loader())
+    assert [path.name for path in tmp_path.iterdir()] == ["of the user.rank-0"]
+
+
+class Wide(Net):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.full((len(batch[0]), 2**18 // 8), float(batch_idx))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_stays_flat(tmp_path: Path) -> None:
+    """128 MiB of predictions, a MiB each batch, written and merged."""
+
+    def resident(name: str) -> int:
+        return int(re.findall(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) // 1024
+
+    def predict(batches: int) -> None:
+        trainer = quiet(callbacks=[PredictionWriter(tmp_path)])
+        trainer.predict(Wide(), loader(8 * batches, batch_size=8), return_predictions=False)
+
+    predict(4)  # what is imported and allocated once
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of what follows
+    predict(128)
+    assert resident("VmHWM") - before < 48
+    assert np.load(tmp_path / "predictions.npy", mmap_mode="r").shape == (1024, 2**15)

@@ -14,7 +14,9 @@ import torch
 import yaml
 from torch import nn
 
+from lockstep.callbacks import Logger
 from lockstep.callbacks.loggers.csv import CSVLogger
+from tests.trainer.toy import loader, net, quiet
 
 
 def begun(log_dir: Path, *, global_step: int = 0, rank: int = 0, **options: Any) -> CSVLogger:
@@ -99,3 +101,22 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
 def test_flush_every_is_checked() -> None:
     with pytest.raises(ValueError, match="flush_every must be at least 1 row, but it is 0"):
         CSVLogger(flush_every=0)
+
+
+class KeepsItsRoot(Logger):
+    """A logger of a user's own, as they are written for other libraries."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root_dir = folder
+
+    @property
+    def experiment(self) -> Logger:
+        return self
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        (self.root_dir / "steps.txt").write_text(str(step))
+
+
+def test_a_logger_of_the_users_own_may_have_a_root_dir(tmp_path: Path) -> None:
+    quiet(logger=KeepsItsRoot(tmp_path), log_every_n_steps=1, default_root_dir=tmp_path).fit(net(), loader(16))
+    assert (tmp_path / "steps.txt").read_text() == "2"
