@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.strategies.base import NO_HOOKS, Loss, StepFn, StepHooks, StepResult, Strategy
+from lockstep.strategies.base import NO_HOOKS, Loss, StepFn, StepHooks, StepResult
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
-from lockstep.strategies.devices import resolve_accelerator
 from lockstep.strategies.launch.process_group import plain_group
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
 from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
+from lockstep.strategies.sync import batch_norm
 from lockstep.strategies.sync.buffers import share_buffers
 
 
@@ -37,7 +37,7 @@ class DDP(SPMDStrategy):
         run then sums its first two gradients in another order than the run that was not stopped.
     `gradient_as_bucket_view`: gradients live in the communication buckets (saves one copy of them).
     `broadcast_buffers`: rank 0's buffers (BatchNorm statistics) overwrite the others' at each forward.
-    `sync_batchnorm`: turn BatchNorm layers into SyncBatchNorm, whose statistics span the ranks (CUDA only).
+    `sync_batchnorm`: BatchNorm layers compute their statistics over the samples of all ranks, as one process does.
     `bucket_cap_mb`: size of a communication bucket in MiB; None takes torch's default.
     `activation_checkpointing`: compute what lies within blocks again in the backward; True, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks.
@@ -73,22 +73,12 @@ class DDP(SPMDStrategy):
             self._options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
         self._first_window = True
         self._shares_buffers, self._stale_buffers = broadcast_buffers, False
-        self._converted: list[tuple[nn.Module, str, nn.Module]] = []
-
-    def configure(
-        self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
-    ) -> Strategy:
-        chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
-        if self.sync_batchnorm and resolve_accelerator(accelerator) == "cpu":
-            raise ValueError(
-                "sync_batchnorm=True needs CUDA devices: torch's SyncBatchNorm does not run on CPU; leave it out"
-            )
-        return chosen
+        self._synced: list[nn.Module] = []
 
     def setup_module(self, model: nn.Module) -> nn.Module:
         self._first_window = True
         if self.sync_batchnorm:
-            self._converted = convert_batchnorm(model)
+            self._synced = batch_norm.synchronize(model)
         return super().setup_module(model)
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -99,8 +89,8 @@ class DDP(SPMDStrategy):
         super().teardown_module(wrapped)
         assert isinstance(wrapped, Replica)
         wrapped.unwrap()
-        revert_batchnorm(self._converted)
-        self._converted = []
+        batch_norm.restore(self._synced)
+        self._synced = []
 
     def forward_backward(
         self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
@@ -115,6 +105,11 @@ class DDP(SPMDStrategy):
     def evaluate(
         self, wrapped: nn.Module, step_fn: Callable[..., Any], micro_batch: MicroBatch, *args: Any, **options: Any
     ) -> Any:
+        if not micro_batch.num_samples and any(layer.training for layer in self._synced):
+            raise RuntimeError(
+                "a BatchNorm layer is in training mode in an evaluation, and sync_batchnorm=True has it wait for "
+                "a rank without samples; call eval() on it"
+            )
         if self._stale_buffers:  # DDP shares them at the beginning of a step, so the last step left each rank its own
             share_buffers(wrapped.modules())
             self._stale_buffers = False
@@ -135,6 +130,8 @@ class DDP(SPMDStrategy):
     def run_padding(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
         """The step without effect, for the collectives that it calls, and a loss of zero."""
         assert isinstance(wrapped, Replica)
+        if self._synced:
+            return self._run_synced_padding(wrapped, step_fn)
         model, stand_in = wrapped.model, functools.partial(wrapped, None)
 
         def without_weight(batch: Any, batch_idx: int) -> Any:
@@ -145,6 +142,32 @@ class DDP(SPMDStrategy):
                 step_fn(batch, batch_idx)
                 refuse_changed_numbers(model, before)
             return stand_in(batch, batch_idx)
+
+        return without_weight
+
+    def _run_synced_padding(self, wrapped: Replica, step_fn: StepFn) -> StepFn:
+        """The step without effect, with its backward: BatchNorm layers exchange sums there too."""
+        statistics: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def step(batch: Any, batch_idx: int) -> Any:
+            output = step_fn(batch, batch_idx)
+            statistics[:] = batch_norm.statistics(self._synced)
+            return output
+
+        run = super().run_padding(wrapped, step)
+
+        def without_weight(batch: Any, batch_idx: int) -> Any:
+            if batch is None:
+                raise RuntimeError(
+                    "a rank has no batch in a step, as the dataset shards itself, and sync_batchnorm=True needs one on "
+                    "every rank; give every rank as many batches, or sync_batchnorm=False"
+                )
+            with batch_norm.without_samples(self._synced):
+                output = run(batch, batch_idx)
+            for buffer, value in statistics:
+                buffer.data.copy_(value)
+            wrapped.stand_in()
+            return output
 
         return without_weight
 
@@ -290,6 +313,10 @@ class Replica(nn.Module):
         sums = [torch.view_as_real(p).sum() if p.is_complex() else p.sum() for p in self._trained.values()]
         return Loss(torch.stack(sums).sum() * 0, 0)
 
+    def stand_in(self) -> None:
+        """The backward that follows is of zeros."""
+        self.stood_in = self._stands_in = True
+
     def check_reduced(self) -> None:
         """Raise RuntimeError if the last backward left parameters without a gradient, for which the others may wait."""
         if self._reduced or self.ddp is None:
@@ -343,20 +370,3 @@ class _Step(nn.Module):
     def forward(self, step_fn: StepFn | None, batch: Any, batch_idx: int) -> Any:
         output = None if step_fn is None else step_fn(batch, batch_idx)
         return self._loss(output)
-
-
-def convert_batchnorm(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Replace BatchNorm layers by SyncBatchNorm; return each one's parent, name and the layer that was there."""
-    before = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
-    nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return [(parent, name, child) for parent, name, child in before if getattr(parent, name) is not child]
-
-
-def revert_batchnorm(converted: list[tuple[nn.Module, str, nn.Module]]) -> None:
-    """Put the plain layers back, with the values that the converted ones hold."""
-    for parent, name, plain in converted:
-        synced = getattr(parent, name)
-        plain._parameters.update(synced._parameters)
-        plain._buffers.update(synced._buffers)
-        plain.training = synced.training
-        setattr(parent, name, plain)

@@ -165,6 +165,7 @@ EXCHANGES = {
     "gradient_as_bucket_view": False,
     "bucket_cap_mb": 1.0,
     "broadcast_buffers": False,
+    "sync_batchnorm": True,
     "timeout_s": 60.0,
     "wrap": None,
     "reshard_after_forward": False,
@@ -186,10 +187,7 @@ EXCHANGES = {
 def test_on_one_rank_an_option_is_kept_or_refused_or_has_nothing_to_act_on(make: Any) -> None:
     for name in set(inspect.signature(make.__init__).parameters) - {"self"}:
         given = {"axes": "fsdp"} if make is MeshParallel else {}
-        if name == "sync_batchnorm":  # refused on CPU anyway; on one GPU BatchNorm sees the whole batch
-            with pytest.raises(ValueError, match="needs CUDA"):
-                configured(make(**{name: True}), 1)
-        elif name in REFUSED:
+        if name in REFUSED:
             with pytest.raises(ValueError, match="ranks"):
                 configured(make(**given | {name: REFUSED[name]}), 1)
         else:
