@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.strategies.modules.absent import is_here
-from lockstep.strategies.pipeline.partition import Layer
+from lockstep.strategies.pipeline.partition import Cut, Layer, is_metric, measures
 
 _NUMBERS = (int, float, complex, np.number)
 _PLAIN = frozenset((bool, int, float, complex))
@@ -31,16 +31,19 @@ _ADVICE = "in on_train_batch_start or on_train_batch_end, which run once on ever
 
 
 class StepState:
-    """Watches the modules of one model, of whose layers `here` are this rank's."""
+    """Watches the modules of one model, of whose layers `here` are this rank's; `shared` are the ids of tensors that
+    several stages use."""
 
-    def __init__(self, model: nn.Module, layers: list[Layer], here: list[Layer]) -> None:
-        inside = {child for layer in layers for child in layer.module.modules()}
+    def __init__(self, model: nn.Module, parts: Cut, here: list[Layer], shared: set[int]) -> None:
+        inside = {child for layer in parts.layers for child in layer.module.modules()}
         own = [child for layer in here for child in layer.module.modules()]
         self._model = model
-        self._outside = [m for m in model.modules() if m not in inside and not _is_metric(m)]
-        self._layers = [m for m in own if not type(m).__module__.startswith("torch.nn.")]
-        self._tensors = [t for m in self._outside if not _measures(m) for t in _tensors_of(m)]
-        self._layer_tensors = [t for m in own if not _measures(m) for t in _tensors_of(m)]
+        free = parts.free()
+        self._outside = [m for m in model.modules() if m not in inside | free and not is_metric(m)]
+        self._layers = [m for m in (*own, *free) if not type(m).__module__.startswith("torch.nn.")]
+        self._tensors = [t for m in (*self._outside, *free) if not measures(m) for t in _tensors_of(m)]
+        self._tensors += [t for m in own for t in _tensors_of(m) if id(t) in shared]
+        self._layer_tensors = [t for m in own if not measures(m) for t in _tensors_of(m)]
         self.pads = False
         """Whether this rank has no samples, so that the step runs for its shapes only."""
         self._start: _Numbers = {}
@@ -212,7 +215,7 @@ def _numbers(modules: list[nn.Module]) -> _Numbers:
     """Numbers among the attributes of modules, and in attributes that are dicts; buffers, which a step may replace."""
     found: _Numbers = {}
     for module in modules:
-        if module._buffers and not _measures(module):
+        if module._buffers and not measures(module):
             found |= {
                 (module, name, _BUFFER): buffer
                 for name, buffer in module._buffers.items()
@@ -286,16 +289,3 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def _tensors_of(module: nn.Module) -> list[Tensor]:
     held = [*module._parameters.values(), *module._buffers.values()]
     return [t for t in held if t is not None and is_here(t) and not hasattr(t, "device_mesh")]
-
-
-def _measures(module: nn.Module) -> bool:
-    """Whether its tensors may change in a forward.
-
-    BatchNorm's are statistics of batches, which each rank and part measures by itself; `max_norm` of embeddings leaves
-    the rows that the parts look up as it leaves those of the whole.
-    """
-    return isinstance(module, nn.modules.batchnorm._NormBase | nn.Embedding | nn.EmbeddingBag) or _is_metric(module)
-
-
-def _is_metric(module: nn.Module) -> bool:
-    return any(cls.__module__.partition(".")[0] == "torchmetrics" for cls in type(module).__mro__)

@@ -15,7 +15,7 @@ from lockstep.strategies.checkpoint_state import names_of, parameter_names
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.optimizer_probe import probe
 from lockstep.strategies.pipeline.staged_module import Staged
-from lockstep.strategies.sync.collectives import local, sum_gradients
+from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value, local, sum_gradients
 
 
 class HiddenState(defaultdict[Tensor, Any]):
@@ -88,7 +88,7 @@ def check_optimizer(wrapped: Staged, key: str, optimizer: Optimizer, num_stage_r
             )
     names = parameter_names(wrapped.model)
     for i, group in enumerate(optimizer.param_groups if found.needs_all_groups else ()):
-        ranks = {wrapped.tensors.rank_of_name(names_of(p, names, key)) for p in group["params"]}
+        ranks = {rank for p in group["params"] for rank in wrapped.tensors.ranks_of_name(names_of(p, names, key))}
         if len(ranks) < num_stage_ranks:
             raise ValueError(
                 f"{called} fails on a parameter group without parameters ({found.needs_all_groups}), "
@@ -109,16 +109,31 @@ def own_parameters(optimizer: Optimizer) -> Iterator[None]:
             group["params"] = parameters
 
 
-def gradients_by_groups(
-    optimizer: Optimizer, group: dist.ProcessGroup | None, shard_group: dist.ProcessGroup | None
-) -> dict[Any, list[Tensor]]:
-    """What this rank holds of the gradients that `optimizer` applies, by the process groups over which they are
-    sharded: the pipeline's, and `shard_group` if stages are sharded."""
-    found = [p.grad for params in optimizer.param_groups for p in params["params"] if is_here(p) and p.grad is not None]
-    groups: dict[Any, list[Tensor]] = {(group,): [each for each in found if not hasattr(each, "device_mesh")]}
-    if shard_group is not None:
-        groups[shard_group, group] = [local(each) for each in found if hasattr(each, "device_mesh")]
-    return groups
+def clip(
+    wrapped: Staged,
+    optimizer: Optimizer,
+    value: float,
+    algorithm: str,
+    groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None],
+) -> Tensor | None:
+    """Clip what `optimizer` applies; the norm of the global gradient, or None for "value".
+
+    `groups`: the pipeline's ranks, and those over which stages are sharded, None if they are not. A gradient that
+    several ranks hold counts once.
+    """
+    pipeline, shards = groups
+    found = [p for params in optimizer.param_groups for p in params["params"] if is_here(p) and p.grad is not None]
+    copies = {id(p) for p in wrapped.tied.copies}
+    counted: dict[Any, list[Tensor]] = {
+        (pipeline,): [p.grad for p in found if not hasattr(p.grad, "device_mesh") and id(p) not in copies]
+    }
+    if shards is not None:
+        counted[shards, pipeline] = [local(p.grad) for p in found if hasattr(p.grad, "device_mesh")]
+    others = [p.grad for p in found if id(p) in copies]
+    if algorithm != "norm":
+        clip_by_value({**counted, None: others}, value)
+        return None
+    return clip_by_norm(counted, value, wrapped.device, others)
 
 
 def sum_over_pipelines(wrapped: Staged, group: dist.ProcessGroup) -> None:

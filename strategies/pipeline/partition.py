@@ -33,12 +33,15 @@ class Cut(NamedTuple):
     """Name of the pipelined module in the model; empty for the model itself."""
     net: nn.Module
     layers: list[Layer]
-    """Those with parameters or buffers, in the order of their definition."""
+    """Those with parameters or statistics of batches, in the order of their definition."""
     shells: list[tuple[str, nn.Module]]
     """The modules around the layers, by name; parameters of their own belong to the first stage."""
 
-    def called(self, layer: Layer) -> str:
-        return layer.name or type(layer.module).__name__
+    def free(self) -> set[nn.Module]:
+        """The modules beside the layers and the shells, without parameters: each stage runs them where it calls
+        them."""
+        held = {child for layer in self.layers for child in layer.module.modules()}
+        return {*self.net.modules()} - held - {shell for _, shell in self.shells}
 
 
 def cut(model: nn.Module, module: str | None = None) -> Cut:
@@ -78,7 +81,7 @@ def stages(
 
     `split` names the layers with which stages 1, 2, ... begin; otherwise the most expensive stage is made as
     cheap as possible by `costs` (by default a layer's number of parameters). Raises ValueError if there are
-    too few layers, for a name that is not a layer's, and for a parameter that two stages would share.
+    too few layers, for a name that is not a layer's, and for statistics that two stages would share.
     """
     names = [layer.name for layer in parts.layers]
     if len(names) < num_stages:
@@ -198,7 +201,7 @@ def _take_apart(
     shells.append((name, module))
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
-        if not any(True for _ in child.parameters()) and not any(True for _ in child.buffers()):
+        if not any(True for _ in child.parameters()) and not any(measures(m) and m._buffers for m in child.modules()):
             continue  # it runs wherever it is called
         if isinstance(child, LISTS_OF_PARAMETERS):
             shells.append((path, child))
@@ -227,25 +230,57 @@ def _index(names: list[str], net: str, wanted: str) -> int:
     )
 
 
+def measures(module: nn.Module) -> bool:
+    """Whether its tensors may change in a forward.
+
+    BatchNorm's are statistics of batches, which each rank and part measures by itself; `max_norm` of embeddings leaves
+    the rows that the parts look up as it leaves those of the whole.
+    """
+    return isinstance(module, nn.modules.batchnorm._NormBase | nn.Embedding | nn.EmbeddingBag) or is_metric(module)
+
+
+def is_metric(module: nn.Module) -> bool:
+    return any(cls.__module__.partition(".")[0] == "torchmetrics" for cls in type(module).__mro__)
+
+
 def _refuse_shared(parts: Cut, stage_of: list[int]) -> None:
-    seen: dict[int, tuple[str, int]] = {}
-    own = [
-        (f"{name}.{n}" if name else n, p, 0)
-        for name, shell in parts.shells
-        for n, p in shell.named_parameters(recurse=False)
-    ]
-    held = [
-        (f"{layer.name}.{n}", p, stage)
-        for layer, stage in zip(parts.layers, stage_of, strict=True)
-        for n, p in layer.module.named_parameters(remove_duplicate=False)
-    ]
-    for name, parameter, stage in own + held:
-        first, other = seen.setdefault(id(parameter), (name, stage))
-        if other != stage:
+    """Raise ValueError for a layer that is on several stages, and for a tensor of several stages that the forward of
+    one changes, unseen by the others."""
+    first: dict[nn.Module, int] = {}
+    for i, layer in enumerate(parts.layers):
+        known = first.setdefault(layer.module, i)
+        if stage_of[known] != stage_of[i]:
             raise ValueError(
-                f"stages of a pipeline cannot share a parameter, but {name} on stage {stage} is {first} on stage "
-                f"{other}; untie them, or choose split so that both are on one stage"
+                f"{layer.name} on stage {stage_of[i]} of the pipeline is the same module as {parts.layers[known].name} "
+                f"on stage {stage_of[known]}, and a module runs on one stage; give each a module of its own, whose "
+                "parameters may be the same, or choose split so that both are on one stage"
             )
+    holders = holding_stages(parts, stage_of)
+    for layer in parts.layers:
+        for name, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False):
+            if not measures(module) or getattr(module, "max_norm", 1.0) is None:
+                continue
+            held = module._parameters if hasattr(module, "max_norm") else module._buffers
+            for key, tensor in held.items():
+                if tensor is not None and len(holders[id(tensor)]) > 1:
+                    stages = " and ".join(map(str, sorted(holders[id(tensor)])))
+                    raise ValueError(
+                        f"{name} changes its {key} in the forward, which stages {stages} of the pipeline share, so "
+                        "their copies would drift apart; untie it, or use strategy='ddp' or 'fsdp'"
+                    )
+
+
+def holding_stages(parts: Cut, stage_of: Sequence[int]) -> dict[int, set[int]]:
+    """The stages that use each parameter and buffer of the pipelined module's layers, by `id`; 0 for parameters and
+    buffers beside layers."""
+    found: dict[int, set[int]] = {}
+    for _, shell in parts.shells:
+        for tensor in (*shell.parameters(recurse=False), *shell.buffers(recurse=False)):
+            found.setdefault(id(tensor), set()).add(0)
+    for layer, stage in zip(parts.layers, stage_of, strict=True):
+        for tensor in (*layer.module.parameters(), *layer.module.buffers()):
+            found.setdefault(id(tensor), set()).add(stage)
+    return found
 
 
 def _seconds(layer: Layer, call: tuple[Any, ...] | None, device: torch.device, repeats: int) -> float:

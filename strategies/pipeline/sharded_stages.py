@@ -6,6 +6,7 @@ backward: how often a schedule runs in between may differ from rank to rank.
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import torch
@@ -31,8 +32,11 @@ class Shards:
         self._layers = [layer for stage in staged.stages.values() for layer in stage.layers]
         self._stages: list[Stage] = list(staged.stages.values())
         own = {p for stage in self._stages for p in stage.own}
-        self.whole: list[Tensor] = [*own, *(p for layer in self._layers for p in unshardable(layer, set()))]
-        """Parameters that stay whole on each rank: those beside layers, and those that fully_shard cannot shard."""
+        layers: Counter[Tensor] = Counter(p for layer in staged.layers for p in layer.module.parameters())
+        shared = {p for layer in self._layers for p in layer.parameters() if layers[p] > 1}
+        self.whole: list[Tensor] = [*(own | shared).union(*(unshardable(layer, set()) for layer in self._layers))]
+        """Parameters that stay whole on each rank: those beside layers, those that several layers share, and those
+        that fully_shard cannot shard."""
         ignored = {p for p in self.whole if isinstance(p, nn.Parameter)}
         for module in (*self._layers, *self._stages):  # the stage last: it is the root of its layers
             fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)

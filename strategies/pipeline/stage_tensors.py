@@ -1,16 +1,20 @@
-"""Which rank of a pipeline holds which parameters and buffers of the model; others have `Absent` tensors instead."""
+"""Which ranks of a pipeline hold which parameters and buffers of the model; others have `Absent` tensors instead."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.strategies.base import Topology
 from lockstep.strategies.checkpoint_state import State
+from lockstep.strategies.mesh.mesh import PipelineRanks
 from lockstep.strategies.modules.absent import Absent
-from lockstep.strategies.pipeline.partition import Cut
+from lockstep.strategies.pipeline.partition import Cut, holding_stages
+from lockstep.strategies.sync.collectives import own_group, sum_gradients
 
 
 class _Lost(NamedTuple):
@@ -39,6 +43,12 @@ class StageTensors:
         self._stage_of, self._rank_of, self._rank = stage_of, rank_of, rank
         self._layers = parts.layers
         self._owner = self._owners(parts)
+        holders = holding_stages(parts, stage_of)
+        self._ranks = {
+            name: sorted({rank_of[stage] for stage in holders[id(p)]})
+            for name, p in model.named_parameters()
+            if id(p) in holders
+        }
         self.beside_layers = [
             (shell, name) for _, shell in parts.shells for name, p in shell._parameters.items() if p is not None
         ]
@@ -53,14 +63,25 @@ class StageTensors:
         """The rank of the pipeline that answers for the tensor `name` of the model's state."""
         return self._rank_of[self._owner[name]]
 
+    def ranks_of_name(self, name: str) -> list[int]:
+        """The ranks of the pipeline that hold the parameter `name`: several if stages of several ranks share it."""
+        return self._ranks.get(name) or [self.rank_of_name(name)]
+
+    def tied(self) -> dict[tuple[int, ...], dict[str, nn.Parameter]]:
+        """The parameters that several ranks hold, by these ranks and name; on other ranks they are `Absent`."""
+        found: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
+        for name, parameter in self._model.named_parameters():
+            if len(self._ranks.get(name, ())) > 1:
+                found.setdefault(tuple(self._ranks[name]), {})[name] = parameter
+        return found
+
     def staged(self) -> list[tuple[str, Tensor, int]]:
         """Name, tensor and rank of each parameter and buffer that is on one stage, in the same order on all ranks.
 
         Others, outside of the pipelined module or buffers beside layers, are on every rank.
         """
-        stage_by_id = {id(lost.absent): lost.absent.stage for lost in self._lost}
+        stage_by_id = {id(lost.absent): lost.absent.stage for lost in self._lost} | self._stages_of_layers()
         stage_by_id.update((id(shell._parameters[name]), 0) for shell, name in self.beside_layers)
-        stage_by_id.update(self._stages_of_layers())
         named = [*self._model.named_parameters(), *self._model.named_buffers()]
         return [(name, t, self._rank_of[stage_by_id[id(t)]]) for name, t in named if id(t) in stage_by_id]
 
@@ -71,13 +92,17 @@ class StageTensors:
         """
         meta = {name: value for name, value in state.meta["model"].items() if self.is_here(name)}
         dropped = {f"model/{name}" for name in state.meta["model"].keys() - meta}
+        for key, saved in state.meta["optimizers"].items():
+            others = {name for name in saved["state"] if not self.is_here(name)}
+            dropped |= {tensor for name in others for tensor in _under(f"optimizer/{key}/{name}/", state.tensors)}
+            saved["state"] = {name: entry for name, entry in saved["state"].items() if name not in others}
         if not is_first:  # of parameter groups
             dropped |= {name for name in state.tensors if name.startswith("optimizer/") and name.count("/") == 2}
         state.tensors = {name: shard for name, shard in state.tensors.items() if name not in dropped}
         return {"model": meta, "optimizers": state.meta["optimizers"]}
 
     def replace_absent(self) -> None:
-        """Give up what other ranks hold and move the rest to the device."""
+        """Give up what only other ranks hold and move the rest to the device."""
         places = [
             (child, name, stage)
             for layer, stage in zip(self._layers, self._stage_of, strict=True)
@@ -86,6 +111,7 @@ class StageTensors:
             for name in (*child._parameters, *child._buffers)
         ]
         places += [] if self._rank_of[0] == self._rank else [(shell, name, 0) for shell, name in self.beside_layers]
+        kept = self._ids_here()
         known = {(id(module), name) for module, name, _ in places}
         places += [  # names for the same parameter elsewhere
             (module, name, -1)
@@ -99,14 +125,14 @@ class StageTensors:
         for module, name, stage in places:
             is_parameter = name in module._parameters
             value = module._parameters[name] if is_parameter else module._buffers[name]
-            if value is None or (stage < 0 and id(value) not in made):
+            if value is None or id(value) in kept or (stage < 0 and id(value) not in made):
                 continue
             alive.append(value)
             if id(value) not in made:
                 path = f"{paths[module]}.{name}" if paths[module] else name
                 made[id(value)] = Absent(value, path, stage, self._device, is_parameter)
-            kept = value if name in module._non_persistent_buffers_set else None
-            self._lost.append(_Lost(module, name, kept, made[id(value)]))
+            unsaved = value if name in module._non_persistent_buffers_set else None
+            self._lost.append(_Lost(module, name, unsaved, made[id(value)]))
         for lost in self._lost:
             _put(lost, None)
         alive.clear()
@@ -150,12 +176,11 @@ class StageTensors:
     def _owners(self, parts: Cut) -> dict[str, int]:
         """The stage that answers for each name of the model's state: the last one, whose step ends, for those outside
         of the module."""
-        stage_by_id: dict[int, int] = {}
+        stage_by_id = self._stages_of_layers()
         for _, shell in parts.shells:
             stage_by_id.update(
                 (id(t), 0) for t in (*shell._parameters.values(), *shell._buffers.values()) if t is not None
             )
-        stage_by_id.update(self._stages_of_layers())
         owners = {}
         for name, value in self._model.state_dict(keep_vars=True).items():
             by_name = next(
@@ -166,16 +191,60 @@ class StageTensors:
         return owners
 
     def _stages_of_layers(self) -> dict[int, int]:
-        """The stage of each tensor of a layer, by `id`."""
+        """The first stage of each tensor of a layer, by `id`."""
         found: dict[int, int] = {}
         for layer, stage in zip(self._layers, self._stage_of, strict=True):
-            found.update((id(t), stage) for t in (*layer.module.parameters(), *layer.module.buffers()))
+            for tensor in (*layer.module.parameters(), *layer.module.buffers()):
+                found.setdefault(id(tensor), stage)
         return found
+
+    def _ids_here(self) -> set[int]:
+        """The `id` of each tensor that this rank uses: those of its stages, and buffers beside layers."""
+        inside = {child for layer in self._layers for child in layer.module.modules()}
+        mine = [t for m in self._model.modules() if m not in inside for t in m._buffers.values()]
+        for layer, stage in zip(self._layers, self._stage_of, strict=True):
+            if self._rank_of[stage] == self._rank:
+                mine += [*layer.module.parameters(), *layer.module.buffers()]
+        if self._rank_of[0] == self._rank:
+            mine += [shell._parameters[name] for shell, name in self.beside_layers]
+        return {*map(id, mine)}
+
+
+class Tied:
+    """The parameters that stages on several ranks share. Each of these ranks holds a copy, with an optimizer state of
+    its own; as the gradients are summed before the step, the copies stay equal bit by bit.
+
+    Every rank constructs it. `ranks` are those of this rank's pipeline.
+    """
+
+    def __init__(self, tensors: StageTensors, ranks: PipelineRanks, topology: Topology) -> None:
+        backend = "cpu:gloo,cuda:nccl" if topology.device.type == "cuda" else "gloo"
+        self._by_group: list[tuple[dist.ProcessGroup | None, list[nn.Parameter]]] = []
+        """Those of this rank."""
+        self.copies: list[nn.Parameter] = []
+        """Those of which an earlier rank of the pipeline holds a copy too, which counts and saves it."""
+        for holders, named in sorted(tensors.tied().items()):
+            group = ranks.group
+            if len(holders) < ranks.num_stage_ranks:
+                size = ranks.data_size
+                group = own_group([[holder * size + i for holder in holders] for i in range(size)], backend)
+            if ranks.stage_rank in holders:
+                self._by_group.append((group, [*named.values()]))
+                self.copies += () if ranks.stage_rank == holders[0] else named.values()
+
+    def sum_gradients(self) -> None:
+        """Add up what the stages have computed of their gradients. Every rank calls it, once in a window."""
+        for group, parameters in self._by_group:
+            sum_gradients(parameters, [group])
 
 
 def _put(lost: _Lost, value: Tensor | None) -> None:
     holder: dict[str, Any] = lost.module._parameters if lost.absent._is_param else lost.module._buffers
     holder[lost.name] = value
+
+
+def _under(prefix: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(prefix)]
 
 
 def merge_meta(state: State, pieces: Sequence[Mapping[str, Any]]) -> None:

@@ -29,10 +29,10 @@ from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.pipeline.microbatch_state import StepState
-from lockstep.strategies.pipeline.partition import Cut
+from lockstep.strategies.pipeline.partition import Cut, holding_stages
 from lockstep.strategies.pipeline.shape_inference import Blank, Layout, Message, ShapeInference
 from lockstep.strategies.pipeline.stage_run import Leave, Run, Stage
-from lockstep.strategies.pipeline.stage_tensors import StageTensors
+from lockstep.strategies.pipeline.stage_tensors import StageTensors, Tied
 
 
 class Staged(nn.Module):
@@ -68,6 +68,7 @@ class Staged(nn.Module):
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
         self.tensors = StageTensors(model, parts, self.stage_of, self.rank_of, rank, device)
         """Which rank holds what."""
+        self.tied: Tied
         self.inference = ShapeInference(parts, self.stage_of, self.tensors.beside_layers, device)
         self._edits_input = [
             any(getattr(child, "inplace", False) for child in layer.module.modules()) for layer in self.layers
@@ -112,7 +113,9 @@ class Staged(nn.Module):
     def watch_state(self) -> None:
         """Follow what steps change beside the layers, from now on."""
         here = [layer for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage in self.here]
-        self.state = StepState(self.model, self.layers, here)
+        holders = holding_stages(self._parts, self.stage_of)
+        shared = {key for key, stages in holders.items() if len(stages) > 1}
+        self.state = StepState(self.model, self._parts, here, shared)
 
     # ---- running -----------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from lockstep.strategies.pipeline import partition
 from lockstep.strategies.pipeline.microbatches import Tally
 from lockstep.strategies.pipeline.optimizers import (
     check_optimizer,
-    gradients_by_groups,
+    clip,
     hide,
     own_parameters,
     show,
@@ -36,11 +36,11 @@ from lockstep.strategies.pipeline.optimizers import (
 )
 from lockstep.strategies.pipeline.schedules import check_options
 from lockstep.strategies.pipeline.schedules import schedule as find_schedule
-from lockstep.strategies.pipeline.stage_tensors import merge_meta
+from lockstep.strategies.pipeline.stage_tensors import Tied, merge_meta
 from lockstep.strategies.pipeline.staged_module import Staged
 from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
-from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value, local
+from lockstep.strategies.sync.collectives import local
 
 if TYPE_CHECKING:
     from lockstep.strategies.pipeline.engine import Engines
@@ -182,6 +182,7 @@ class Pipeline(SPMDStrategy):
         stage_of = partition.stages(parts, len(rank_of), self.split, costs)
         staged = Staged(model, parts, stage_of, rank_of, self._ranks.stage_rank, self.topology.device)
         staged.group, staged.splits_backward = self._ranks.group, self.schedule.splits_backward
+        staged.tied = Tied(staged.tensors, self._ranks, self.topology)
         if self._ranks.mesh is not None:
             from lockstep.strategies.pipeline.sharded_stages import Shards
 
@@ -261,6 +262,7 @@ class Pipeline(SPMDStrategy):
         elif wrapped.shards is not None:
             wrapped.shards.scatter()
         if result.count:
+            wrapped.tied.sum_gradients()
             return self._conclude(wrapped, result, hooks, window.num_samples)
         self._drop_gradients(wrapped)  # zeros that went through the stages
         return result
@@ -286,12 +288,9 @@ class Pipeline(SPMDStrategy):
     def clip_gradients(
         self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
+        assert isinstance(wrapped, Staged)
         shard_group = None if self._ranks.mesh is None else self._ranks.mesh.get_group("fsdp")
-        gradients = gradients_by_groups(optimizer, self._ranks.group, shard_group)
-        if algorithm == "norm":
-            return clip_by_norm(gradients, value, self.topology.device)
-        clip_by_value(gradients, value)
-        return None
+        return clip(wrapped, optimizer, value, algorithm, (self._ranks.group, shard_group))
 
     def optimizer_step(
         self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None

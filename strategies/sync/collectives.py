@@ -83,12 +83,14 @@ def sum_gradients(parameters: Sequence[nn.Parameter], groups: Sequence[dist.Proc
 
 
 @torch.no_grad()
-def clip_by_norm(gradients: Mapping[Any, Sequence[Tensor]], max_norm: float, device: torch.device) -> Tensor:
+def clip_by_norm(
+    gradients: Mapping[Any, Sequence[Tensor]], max_norm: float, device: torch.device, copies: Sequence[Tensor] = ()
+) -> Tensor:
     """Scale gradients to a global 2-norm of at most `max_norm`; return the norm before (0-dim), equal on all ranks.
 
     `gradients`: what this rank holds of them, by the tuple of process groups over which their elements are sharded;
     (None,) is all ranks. Each group costs an all-reduce of one number on `device`. Ranks give the same groups in the
-    same order.
+    same order. `copies` are scaled too, but counted by another rank.
     """
     squares = [torch.zeros((), dtype=torch.float64, device=device)]
     dtype = torch.float32
@@ -100,7 +102,7 @@ def clip_by_norm(gradients: Mapping[Any, Sequence[Tensor]], max_norm: float, dev
             dist.all_reduce(square, group=group)
         squares.append(square)
     total = torch.stack(squares).sum().sqrt().to(dtype)
-    torch.nn.utils.clip_grads_with_norm_(_holders(gradients), max_norm, total)
+    torch.nn.utils.clip_grads_with_norm_(_holders({**gradients, "copies": copies}), max_norm, total)
     return total
 
 
