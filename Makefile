@@ -7,7 +7,7 @@ TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-slow test-gpu check format lint types words docs bench clean
+.PHONY: help demo test test-fast test-slow test-gpu test-matrix check format lint types words docs bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -27,6 +27,9 @@ test-slow: .venv/.installed ## Run the tests that take too long for every day
 # On a machine with an environment of its own: make test-gpu PYTEST="python3 -m pytest"
 test-gpu: $(if $(PYTEST),,.venv/.installed) ## Run the tests that need a GPU, and say what they covered
 	$(TEST_ENV) $(or $(PYTEST),$(BIN)/pytest) -m "gpu and not slow"
+
+test-matrix: ## Test wheel and sdist in clean environments, with several versions of Python and torch
+	$(PYTHON) .ci/matrix.py
 
 check: .venv/.installed ## Check format, lint, types and words, changing nothing
 	$(BIN)/ruff format --check

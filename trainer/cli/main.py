@@ -7,6 +7,7 @@ can mend in the config is one line on stderr; an error in the user's own code co
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from lockstep.trainer.cli.config import Run
 
 
+OWN_WORDS = ("checkpoint", "migrate", "runs", "schema", "completion")
+"""Commands that take other words than configs; each has a module of its name with a `main`."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (`sys.argv[1:]` by default) and return its exit code."""
     run: Run | None = None
@@ -31,18 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # classes of the working folder, as `python -m` finds them
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if words and words[0] in OWN_WORDS:
+            return importlib.import_module(f"lockstep.trainer.cli.{words[0]}").main(words[1:], Parser)
         if words[:1] == ["compare"]:
             from lockstep.trainer.cli import commands
 
             return commands.compare_strategies(words[1:])
-        if words[:1] == ["checkpoint"]:
-            from lockstep.trainer.cli import checkpoint  # one command needs it
-
-            return checkpoint.main(words[1:], Parser)
-        if words[:1] == ["migrate"]:
-            from lockstep.trainer.cli import migrate
-
-            return migrate.main(words[1:], Parser)
         command, files, overrides = parse(words)
         from lockstep.trainer.cli import commands, config  # and with them torch, which a page of help does not need
 

@@ -27,6 +27,9 @@ COMMANDS = {
     "checkpoint": "show, verify, compare, export or import a checkpoint (lockstep checkpoint --help)",
     "compare": "train under several strategies and show where the numbers differ (lockstep compare --help)",
     "migrate": "rewrite imports of Lightning in Python files (lockstep migrate --help)",
+    "runs": "list the runs in a folder with their state and best metric (lockstep runs --help)",
+    "schema": "print a JSON schema of configs, for editors (lockstep schema --help)",
+    "completion": "print a script that completes commands in bash, zsh or fish (lockstep completion --help)",
 }
 
 USAGE = "lockstep fit|validate|test|predict|config|plan|compare CONFIG... [key=value...]"
@@ -62,7 +65,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:
     parser = Parser(
         prog="lockstep",
         usage=USAGE,
-        description="\n".join(["commands:", *(f"  {name:<10}{text}" for name, text in COMMANDS.items())]),
+        description="\n".join(["commands:", *(f"  {name:<11}{text}" for name, text in COMMANDS.items())]),
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -126,4 +129,5 @@ _KEYS = (
     "  data             a DataModule, as module",
     "  optimizer        short for module.optimizer; lr_scheduler likewise",
     "  ckpt_path        a checkpoint, last, best or auto; null for none",
+    "  vars             values of your own, for ${vars.name} elsewhere",
 )

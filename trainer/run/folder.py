@@ -22,8 +22,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lockstep.callbacks._support.files import replacing
 from lockstep.strategies.launch.watchdog import holder
 
@@ -108,6 +106,8 @@ class RunFolder:
                 "hyperparameters": dict(module.hparams),
             }
             config = json.dumps(given, indent=2, default=repr) + "\n"  # YAML, as all JSON is
+        import torch  # here, so that runs are listed without it
+
         host = os.uname()  # `platform.platform` would start a process
         system = f"{host.sysname}-{host.release}-{host.machine}"
         versions = {"python": platform.python_version(), "platform": system, "cuda": torch.version.cuda}

@@ -403,3 +403,18 @@ def test_a_number_from_the_environment_names_what_makes_one_of_it(monkeypatch: p
         check(resolve([], given))
     assert str(error.value).endswith("an environment variable is a string: write ${oc.decode:${oc.env:EPOCHS}}")
     check(resolve([], [given[0], "trainer.max_epochs=${oc.decode:${oc.env:EPOCHS}}"]))
+
+
+def test_values_of_the_users_own_are_for_interpolations_alone(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("vars: {width: 4}\nmodule: {class: shop.Loose, a: '${vars.width}'}\n")
+    resolved = resolve([tmp_path / "run.yaml"], ["vars.width=6", "vars.more.depth=2"])
+    assert resolved.values["module"]["a"] == 6
+    assert resolve_again(resolved, tmp_path) == resolved.values
+    check(resolved)
+    with pytest.raises(ConfigError, match=r"vars \(command line\): must be a mapping of arguments, but it is 3"):
+        check(resolve([tmp_path / "run.yaml"], ["module.a=1", "vars=3"]))
+
+
+def resolve_again(resolved: Resolved, folder: Path) -> Any:
+    (folder / "again.yaml").write_text(resolved.text)
+    return resolve([folder / "again.yaml"]).values

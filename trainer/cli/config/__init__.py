@@ -14,7 +14,7 @@
 
 Files are merged in order, then overrides in order. A mapping that names another `class` replaces the one
 before, since the arguments of one class mean nothing to another; other mappings merge, lists replace.
-`${trainer.seed}` and `${oc.env:HOME}` are omegaconf's interpolations.
+`${trainer.seed}` and `${oc.env:HOME}` are omegaconf's interpolations; `vars` is a section of values for them alone.
 
 A class can be named only where the signature asks for a Module, DataModule, Callback, Strategy, Dataset,
 or, as `Callable[..., Optimizer]`, for a factory of optimizers or LR schedulers; it must be a subclass.

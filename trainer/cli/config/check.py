@@ -54,7 +54,7 @@ def checked_calls(resolved: Resolved) -> Calls:
     values = resolved.values
     if not values.get("module"):
         raise ConfigError("module: missing; name the class to train, such as module.class=examples.digits.Digits")
-    for name in ("trainer", "module", "data"):
+    for name in ("trainer", "module", "data", "vars"):
         if not isinstance(values.get(name) or {}, dict):
             raise resolved.error((name,), f"must be a mapping of arguments, but it is {values[name]!r}")
     for name in ("ckpt_path", "output"):

@@ -15,7 +15,8 @@ from lockstep.trainer.lightning_names import ARGUMENTS, nearest
 SHORT_FOR_MODULE = ("optimizer", "lr_scheduler")
 """Top-level sections that are arguments of the module."""
 
-SECTIONS = ("module", "data", "trainer", "ckpt_path", "output", *SHORT_FOR_MODULE)
+SECTIONS = ("module", "data", "trainer", "ckpt_path", "output", "vars", *SHORT_FOR_MODULE)
+"""What may be at the top level. `vars` holds the user's own values, which nothing but interpolations reads."""
 
 
 @bounded
