@@ -66,7 +66,8 @@ clean: ## Remove the environment, caches and build results; runs stay
 	$(PYTHON) -m venv .venv
 
 .venv/.installed: setup.cfg pyproject.toml constraints.txt | .venv/bin/python
-	$(INSTALL) --editable '.[dev,docs,examples,deepspeed,wandb,mlflow,onnx]'
+	$(INSTALL) --editable '.[dev,docs,examples,deepspeed,wandb,mlflow,onnx,transformers]'
+	$(INSTALL) --no-deps timm  # without torchvision: one that was built for another torch breaks all that imports it
 	@touch $@
 
 .venv/.installed-bench: .venv/.installed

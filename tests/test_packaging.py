@@ -48,7 +48,19 @@ def test_metadata() -> None:
     assert installed.metadata["Requires-Python"] == ">=3.10"
     assert installed.metadata["License-Expression"] == "Apache-2.0"
     assert "torch>=2.11" in (installed.requires or [])
-    extras = {"bench", "deepspeed", "dev", "docs", "examples", "mlflow", "onnx", "plot", "wandb"}
+    extras = {
+        "bench",
+        "deepspeed",
+        "dev",
+        "docs",
+        "examples",
+        "mlflow",
+        "onnx",
+        "plot",
+        "timm",
+        "transformers",
+        "wandb",
+    }
     assert set(installed.metadata.get_all("Provides-Extra") or []) == extras
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.strategies.sync.collectives import local
+
 
 def share_buffers(modules: Iterable[nn.Module]) -> None:
     """Rank 0's buffers of each module itself overwrite the others', as in DDP; one broadcast a dtype. Every rank calls
@@ -16,7 +18,7 @@ def share_buffers(modules: Iterable[nn.Module]) -> None:
     for buffer in {
         id(buffer): buffer for module in modules for buffer in module._buffers.values() if buffer is not None
     }.values():
-        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        by_dtype.setdefault(buffer.dtype, []).append(local(buffer))  # that of a tensor-parallel layer is a DTensor
     for buffers in by_dtype.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
         dist.broadcast(flat, 0)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.strategies.mesh.tensor_plan.linear import is_linear
 from lockstep.strategies.mesh.tensor_plan.plan import Plan
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -24,17 +25,28 @@ def inside(module: nn.Module) -> Iterator[nn.Module]:
 def is_altered(layer: nn.Module) -> bool:
     """Whether a linear layer has hooks, or computes its weight: by a parametrization, or the hook of weight_norm or
     prune."""
-    if not isinstance(layer, nn.Linear):
+    if not is_linear(layer):
         return False
-    return has_hooks(layer) or "weight" not in layer._parameters or "parametrizations" in layer._modules
+    return has_hooks(layer) or is_computed(layer)
+
+
+def is_computed(layer: nn.Module) -> bool:
+    """Whether the weight of a linear layer is computed."""
+    return "weight" not in layer._parameters or "parametrizations" in layer._modules
+
+
+def refused_hooks(style: Any) -> tuple[str, ...]:
+    """The kinds of hooks that would see shards at a layer of this style."""
+    return HOOKS[1:] if style in ("row", "gather", "scatter", "embedding") else HOOKS
 
 
 def refuse_altered(model: nn.Module, plan: Plan, blocks: Iterable[str]) -> None:
     """Raise ValueError for layers of the plan that hooks would see in shards, or whose weight is computed."""
-    for name in plan.styles:
+    for name, style in plan.styles.items():
         layer = model.get_submodule(name)
-        if is_altered(layer) or has_hooks(layer):
-            what = "hooks" if has_hooks(layer) and "weight" in layer._parameters else "a weight that something computes"
+        hooked = any(getattr(layer, kind) for kind in (HOOKS if blocks else refused_hooks(style)))
+        if hooked or (is_linear(layer) and is_computed(layer)):
+            what = "a weight that something computes" if is_computed(layer) else "hooks"
             raise ValueError(f"the plan of strategy tensor shards {name}, but it has {what}; leave it out of the plan")
     for name in blocks:
         for inner, module in model.get_submodule(name).named_modules():
@@ -58,8 +70,7 @@ def watch_hooks(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, str, Any]
         module = model.get_submodule(name)
         if module in plan.traced:
             continue
-        whole_output = plan.styles.get(name) in ("row", "gather", "scatter", "embedding") and plan.sequence is None
-        for kind in HOOKS[1:] if whole_output else HOOKS:
+        for kind in HOOKS if plan.sequence is not None else refused_hooks(plan.styles.get(name)):
             held = getattr(module, kind)
             before.append((module, kind, held))
             setattr(module, kind, _RefusesMore(held, name))

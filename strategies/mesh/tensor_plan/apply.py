@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils._pytree import tree_leaves
 
 from lockstep.strategies.mesh.tensor_plan.first_call import FirstCall, agree, kind_of
+from lockstep.strategies.mesh.tensor_plan.linear import in_features, is_linear
 from lockstep.strategies.mesh.tensor_plan.plan import Plan
 from lockstep.strategies.mesh.tensor_plan.styles import STYLES, Column, differentiable_twice, writable
 from lockstep.strategies.modules.blocks import shared
@@ -47,10 +48,15 @@ def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> No
     ties = [[(module, leaf) for module, leaf in places] for places in shared(unit).values()]
     torch_plan = _torch_plan(unit, todo, plan)
     if torch_plan:  # values are the same on all ranks, so that nothing needs to be sent
+        layers = [unit.get_submodule(name) for name in torch_plan]
+        hooks = [[*layer._forward_hooks] for layer in layers]
         parallelize_module(unit, mesh, torch_plan, src_data_rank=None)
-        for name in torch_plan:
-            unit.get_submodule(name).register_forward_pre_hook(differentiable_twice)
-            unit.get_submodule(name).register_forward_hook(writable)
+        for layer, before in zip(layers, hooks, strict=True):
+            layer.register_forward_pre_hook(differentiable_twice)
+            layer.register_forward_hook(writable)
+            hooks_of: Any = layer._forward_hooks
+            for key in before:  # the user's, which see the whole output
+                hooks_of.move_to_end(key)
     for name, _, module in inside(plan.heads):
         for attribute, count in plan.heads[name].items():
             setattr(module, attribute, count)
@@ -162,11 +168,11 @@ def _is_cut(module: nn.Module) -> bool:
 @torch.no_grad()
 def _computed(module: nn.Module) -> Tensor | None:
     """What a module makes of fixed random numbers, or None where it takes something else than one tensor."""
-    first = next((layer for layer in module.modules() if isinstance(layer, nn.Linear)), None)
+    first = next((layer for layer in module.modules() if is_linear(layer)), None)
     if first is None:
         return None
-    x = torch.randn(2, 8, first.in_features, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(
-        first.weight
+    x = torch.randn(2, 8, in_features(first), generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(
+        first.weight  # type: ignore[arg-type]
     )
     modes = [(child, child.training) for child in module.modules()]
     with side_effect_free(module), torch.compiler.set_stance("force_eager"):

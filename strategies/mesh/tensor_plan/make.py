@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from lockstep.strategies.mesh.tensor_plan.altered import refuse_altered
 from lockstep.strategies.mesh.tensor_plan.declared import declared_styles
+from lockstep.strategies.mesh.tensor_plan.linear import is_linear, sharded_size
 from lockstep.strategies.mesh.tensor_plan.plan import Plan
 from lockstep.strategies.mesh.tensor_plan.search import find
 from lockstep.strategies.mesh.tensor_plan.styles import STYLES, SequenceSharding
@@ -124,19 +125,17 @@ def _check_sizes(model: nn.Module, size: int, plan: Plan) -> None:
         if not isinstance(style, str):
             continue
         layer = model.get_submodule(name)
-        if style == "position":
+        if style in ("position", "replicated"):
             continue
-        wanted = nn.Embedding if style == "embedding" else nn.Linear
-        if not isinstance(layer, wanted):
+        if not (isinstance(layer, nn.Embedding) if style == "embedding" else is_linear(layer)):
+            wanted = "Embedding" if style == "embedding" else "Linear"
             raise ValueError(
-                f"the plan cuts {name} by {style!r}, which is for {wanted.__name__}, but it is {type(layer).__name__}"
+                f"the plan cuts {name} by {style!r}, which is for {wanted}, but it is {type(layer).__name__}"
             )
-        attribute = {"row": "in_features", "scatter": "in_features", "embedding": "num_embeddings"}.get(
-            style, "out_features"
-        )
-        if getattr(layer, attribute) % size:
+        attribute, width = sharded_size(layer, style)
+        if width % size:
             raise ValueError(
-                f"strategy tensor cuts {name} by {attribute}={getattr(layer, attribute)}, which is not divisible by "
+                f"strategy tensor cuts {name} by {attribute}={width}, which is not divisible by "
                 f"the {size} ranks of a tensor group; "
                 "change the layer or the mesh, or leave it out with a plan"
             )

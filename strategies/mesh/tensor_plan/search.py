@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from lockstep.strategies.mesh.tensor_plan.altered import has_hooks, inside, is_altered
+from lockstep.strategies.mesh.tensor_plan.linear import in_features, is_plain, is_transposed, out_features
 from lockstep.strategies.mesh.tensor_plan.plan import Plan
 from lockstep.strategies.modules.blocks import shared
 
@@ -72,7 +73,7 @@ def find(model: nn.Module, size: int, plan: Plan) -> None:
         linear = {
             child: layer
             for child, layer in module.named_children()
-            if type(layer) is nn.Linear and id(layer) not in tied and not is_altered(layer)
+            if is_plain(layer) and id(layer) not in tied and not is_altered(layer)
         }
         plan.left += [dot + child for child, layer in module.named_children() if is_altered(layer)]
         if isinstance(module, nn.Sequential):
@@ -102,17 +103,16 @@ def find(model: nn.Module, size: int, plan: Plan) -> None:
             up
             and len(down) == 1
             and not others
-            and all(linear[child].out_features == linear[down[0]].in_features for child in up)
+            and all(out_features(linear[child]) == in_features(linear[down[0]]) for child in up)
         ):
             plan.styles |= {dot + child: "column" for child in up} | {dot + down[0]: "row"}
             plan.checked.setdefault(name, []).extend(dot + child for child in (*up, *down))
-    if not plan.styles:
-        for name, module in named.items():
-            if type(module) is nn.Linear and not is_altered(module):
-                wide = module.in_features >= module.out_features
-                sizes = {"scatter": module.in_features, "gather": module.out_features}
-                order = ("scatter", "gather") if wide else ("gather", "scatter")
-                plan.styles[name] = next((style for style in order if sizes[style] % size == 0), order[0])
+    by_itself = is_transposed if plan.styles else is_plain  # what GPT-2's attention is made of
+    for name, module in named.items():
+        if by_itself(module) and is_plain(module) and name not in plan.styles and not is_altered(module):
+            sizes = {"scatter": in_features(module), "gather": out_features(module)}
+            order = ("scatter", "gather") if sizes["scatter"] >= sizes["gather"] else ("gather", "scatter")
+            plan.styles[name] = next((style for style in order if sizes[style] % size == 0), order[0])
 
 
 def _find_pairs(dot: str, sequence: nn.Sequential, tied: set[int], plan: Plan) -> None:
@@ -141,14 +141,14 @@ def _find_pairs(dot: str, sequence: nn.Sequential, tied: set[int], plan: Plan) -
 
 
 def _heads(
-    dot: str, module: nn.Module, linear: Mapping[str, nn.Linear], names: list[str], size: int
+    dot: str, module: nn.Module, linear: Mapping[str, nn.Module], names: list[str], size: int
 ) -> dict[str, int] | None:
     """The attributes that count heads, as one rank has them; None where the module does not say how it makes heads.
 
     Without them a reshape could make narrower heads out of a slice, which computes something else.
     """
     q, k, v, o = (linear[name] for name in names)
-    if q.out_features != o.in_features or k.out_features != v.out_features:
+    if out_features(q) != in_features(o) or out_features(k) != out_features(v):
         return None
     counts = {name: value for name in HEAD_COUNTS if type(value := vars(module).get(name)) is int}
     for name, value in counts.items():
@@ -164,10 +164,10 @@ def _heads(
     if width is None:
         return None
     for name in names[:3]:
-        if linear[name].out_features % (size * width):
+        if out_features(linear[name]) % (size * width):
             raise ValueError(
                 f"strategy tensor cuts attention by heads, but {dot}{name} has "
-                f"out_features={linear[name].out_features}, which is not a whole number "
+                f"out_features={out_features(linear[name])}, which is not a whole number "
                 f"of heads of {width} on each of the {size} ranks of a tensor group; change it, or the mesh"
             )
     return {}

@@ -9,14 +9,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.overrides import TorchFunctionMode
+
+from lockstep.strategies.mesh.tensor_plan.linear import in_features, is_linear, is_transposed, shard_transposed
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 
@@ -56,6 +59,11 @@ class SequenceSharding:
                         "sequence_parallel=True needs every layer of a block in the plan, or to be LayerNorm or "
                         f"RMSNorm, but {full}.{leaf} is neither; "
                         "leave it out, or add the layer to the plan"
+                    )
+                elif styles.get(full) in ("gather", "scatter", "embedding", "replicated"):
+                    raise ValueError(
+                        f"sequence_parallel=True needs layers of a block that are sharded by 'column' or 'row', but "
+                        f"{full} is sharded by {styles[full]!r}, which takes the whole sequence; leave it out"
                     )
         rows: dict[str, list[str]] = {}
         for name in blocks:
@@ -119,7 +127,31 @@ class SequenceSharding:
         self._turn, self.on = 0, False
 
 
-class Column(ColwiseParallel):
+class _Columns(ColwiseParallel):
+    """torch's style, also for layers that hold their weight transposed."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not is_transposed(module):
+            return super()._apply(module, device_mesh)
+        shard_transposed(module, device_mesh, 1)
+        inputs = functools.partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts)
+        outputs = functools.partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
+        return distribute_module(module, device_mesh, None, inputs, outputs)
+
+
+class _Rows(RowwiseParallel):
+    """torch's style, also for layers that hold their weight transposed."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not is_transposed(module):
+            return super()._apply(module, device_mesh)
+        shard_transposed(module, device_mesh, 0)
+        inputs = functools.partial(self._prepare_input_fn, self.input_layouts, (Shard(-1),))
+        outputs = functools.partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
+        return distribute_module(module, device_mesh, None, inputs, outputs)
+
+
+class Column(_Columns):
     """Split along outputs. Layers of one module that get the same tensor gather it once, and sum its gradient once.
 
     `within`: the sequence that hands their outputs on; whoever else calls them gets whole outputs.
@@ -159,7 +191,7 @@ class Column(ColwiseParallel):
         self._given = self._whole = None
 
 
-class Row(RowwiseParallel):
+class Row(_Rows):
     """Split along inputs, of which it gets this rank's or, if the layer is called by itself, all."""
 
     def __init__(self, sequence: SequenceSharding | None) -> None:
@@ -169,7 +201,7 @@ class Row(RowwiseParallel):
     def _prepare_input_fn(  # type: ignore[override]
         self, input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        if isinstance(mod, nn.Linear) and inputs[0].shape[-1] == mod.in_features:
+        if is_linear(mod) and inputs[0].shape[-1] == in_features(mod):
             input_layouts = self.sequence.layouts() if self.sequence else (Replicate(),)
         return RowwiseParallel._prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
 
@@ -199,7 +231,56 @@ class Position(ParallelStyle):
         return outputs.to_local()
 
 
-class Classes(ColwiseParallel):
+class Replicated(ParallelStyle):
+    """Whole parameters of a layer that works on shards of activations, such as a norm of each head: a rank has the part
+    of their gradients that its shard gives, and they are summed."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute_module(module, device_mesh)
+        whole: list[tuple[nn.Module, str, nn.Parameter]] = []
+        compared = False
+
+        def enter(module: nn.Module, args: Any) -> None:
+            nonlocal compared
+            if not compared and not torch.compiler.is_compiling():
+                compared = self._compare(module, args, device_mesh)
+            for inner in module.modules():
+                for name, parameter in inner.named_parameters(recurse=False):
+                    whole.append((inner, name, parameter))
+                    shards: Any = parameter
+                    inner._parameters[name] = shards.to_local(grad_placements=[Partial()])
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            while whole:
+                inner, name, parameter = whole.pop()
+                inner._parameters[name] = parameter
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+        return module
+
+    @staticmethod
+    def _compare(module: nn.Module, args: Any, mesh: DeviceMesh) -> bool:
+        """Raise ValueError if all ranks of `mesh` have the same input, of which each would then have the whole
+        gradient; return whether the input tells."""
+        if not args or not isinstance(args[0], Tensor):
+            return False
+        x = args[0].detach().double().flatten()
+        ramp = torch.arange(1, x.numel() + 1, dtype=x.dtype, device=x.device)
+        mine = torch.stack([x.abs().sum(), (x * ramp).sum()])
+        everywhere = [torch.empty_like(mine) for _ in range(mesh.size())]
+        dist.all_gather(everywhere, mine, group=mesh.get_group())
+        if not torch.stack(everywhere).any():
+            return False
+        if mesh.size() > 1 and all(torch.equal(mine, other) for other in everywhere):
+            raise ValueError(
+                f"the plan of strategy tensor says 'replicated' of a {type(module).__name__}, which is for a layer "
+                "that works on shards, but all ranks gave it the same input; leave it out of the plan"
+            )
+        return True
+
+
+class Classes(_Columns):
     """A head split along classes: in training its logits stay cut, for the loss; otherwise they are gathered."""
 
     @staticmethod
@@ -214,11 +295,12 @@ class Classes(ColwiseParallel):
 STYLES: dict[str, Callable[[SequenceSharding | None], ParallelStyle]] = {
     "column": Column,
     "row": Row,
-    "gather": lambda _: ColwiseParallel(output_layouts=Replicate()),
-    "scatter": lambda _: RowwiseParallel(input_layouts=Replicate()),
-    "embedding": lambda _: RowwiseParallel(input_layouts=Replicate()),
+    "gather": lambda _: _Columns(output_layouts=Replicate()),
+    "scatter": lambda _: _Rows(input_layouts=Replicate()),
+    "embedding": lambda _: _Rows(input_layouts=Replicate()),
     "classes": lambda _: Classes(),
     "position": Position,
+    "replicated": lambda _: Replicated(),
 }
 """What a plan may say of a layer."""
 

@@ -57,12 +57,13 @@ class Base(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(12, 16)
         self.layers = nn.ModuleList([Block(**options) for _ in range(2)])
+        self.norm = nn.LayerNorm(16)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril())
-        return x
+        return self.norm(x)
 
 
 class LanguageModel(nn.Module):
@@ -146,6 +147,13 @@ def test_a_declared_plan_is_exact(tied: bool) -> None:
 def test_a_parameter_that_is_used_on_shards_is_refused_before_it_changes() -> None:
     with pytest.raises(RuntimeError, match=r"gradient of model\.base\.layers\.0\.attention\.scale.* is not the same"):
         train("tensor", scaled=True)
+
+
+@pytest.mark.ranks
+def test_a_norm_that_sees_whole_activations_is_refused_as_one_of_heads() -> None:
+    plan = {**PLAN, "embedding": "embedding_rowwise", "norm": "replicated_with_grad_allreduce"}
+    with pytest.raises(ValueError, match="says 'replicated' of a LayerNorm.*all ranks gave it the same input"):
+        train("tensor", plan=plan, tied=False)
 
 
 USUAL = ("q_proj", "k_proj", "v_proj", "o_proj")
