@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import pickle
 import re
 import signal
@@ -9,6 +11,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
@@ -85,6 +88,8 @@ class Failure:
     """One line for a RankFailure, where there is no exception to raise."""
     text: str = ""
     """Its traceback, cut to size."""
+    place: str = ""
+    """The user's method and line that it came through last."""
     error: bytes | None = None
     """The exception, pickled."""
     exitcode: int | None = None
@@ -128,6 +133,7 @@ def describe(rank: int, error: BaseException, start: TracebackType | None, step:
         phase=phase,
         message=cut(f"{type(error).__name__} in {watchdog.where(rank, step, phase)}: {error}", _MAX_MESSAGE_LINES),
         text=_text(error, start),
+        place=_place(start),
         error=_pickle_error(error),
         stop=isinstance(error, SystemExit | KeyboardInterrupt),
         secondary=any(
@@ -143,6 +149,31 @@ def _text(error: BaseException, start: TracebackType | None) -> str:
     if "lines cut" not in whole or len(message.splitlines()) <= _MAX_MESSAGE_LINES:
         return whole
     return cut("".join(traceback.format_tb(start)), _MAX_MESSAGE_LINES + 2) + "\n" + cut(message, _MAX_MESSAGE_LINES)
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """Folders of code that is not the user's: Python's, installed packages and this one."""
+    import sysconfig  # here, as it reads a file that no other import needs
+
+    installed = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
+    root = Path(__file__).resolve().parents[2]
+    return tuple(
+        f"{folder}{os.sep}" for folder in {*installed, *map(root.joinpath, ("trainer", "strategies", "callbacks"))}
+    )
+
+
+def _place(trace: TracebackType | None) -> str:
+    """ ", at Net.training_step (net.py, line 4)": the innermost frame of the user's own code; else nothing."""
+    found = ""
+    for frame, line in traceback.walk_tb(trace):
+        code, owner = frame.f_code, frame.f_locals.get("self")
+        if not os.path.realpath(code.co_filename).startswith(_libraries()) and not code.co_filename.startswith(
+            "<frozen"
+        ):
+            name = code.co_name if owner is None else f"{type(owner).__name__}.{code.co_name}"
+            found = f", at {name} ({os.path.basename(code.co_filename)}, line {line})"
+    return found
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
@@ -227,7 +258,7 @@ def raise_failure(failure: Failure, stopping: bool) -> NoReturn:
     with suppress(Exception):  # where its class allows attributes
         error._lockstep_place = Place(failure.rank, failure.step, failure.phase, stopping)  # type: ignore[attr-defined]
     raise error from (
-        RankTraceback(f"{watchdog.where(failure.rank, failure.step, failure.phase)}\n{failure.text}")
+        RankTraceback(f"{watchdog.where(failure.rank, failure.step, failure.phase)}{failure.place}\n{failure.text}")
         if failure.text
         else None
     )

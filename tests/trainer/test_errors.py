@@ -504,3 +504,21 @@ def test_a_path_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
     for path in ("weights.pt", tmp_path, "missing"):
         with pytest.raises(CheckpointError, match=str(path)):
             quiet().fit(Net(), loader(8), ckpt_path=path)
+
+
+class ReturnsText(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return "a loss"
+
+
+class ReturnsANumber(Net):
+    def configure_optimizers(self) -> Any:
+        return 0.1
+
+
+@pytest.mark.parametrize(
+    ("make", "place"), [(ReturnsText, "ReturnsText.training_step"), (ReturnsANumber, "ReturnsANumber.configure_optim")]
+)
+def test_an_error_about_a_method_says_whose_and_where(make: type[Net], place: str) -> None:
+    with pytest.raises(TypeError, match=rf" \({place}\w*, test_errors\.py, line \d+\)$"):
+        quiet().fit(make(), loader())

@@ -15,6 +15,7 @@ import torch
 from lockstep.callbacks._support.tables import columns
 from lockstep.trainer.checkpoint import convert
 from lockstep.trainer.checkpoint.store import Checkpoint
+from lockstep.trainer.cli.errors import ConfigError
 
 USAGE = "lockstep checkpoint show|verify|diff|export|import PATH... [options]"
 
@@ -27,7 +28,7 @@ examples:
   lockstep checkpoint import digits.safetensors imported
   lockstep checkpoint import --trust-pickle epoch=3.ckpt imported
 
-Exit codes: 0; 1 if a checkpoint is damaged, differs or cannot be written; 2 for a wrong command.
+Exit codes: 0; 1 if a checkpoint is damaged, differs or cannot be written; 2 for a wrong command or path.
 """
 
 _SHOWN = 20
@@ -35,8 +36,11 @@ _SHOWN = 20
 
 
 def main(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> int:
-    """Run one command and return its exit code. Raises CheckpointError, and what `parse` raises."""
+    """Run one command and return its exit code. Raises CheckpointError, ConfigError, and what `parse` raises."""
     given = parse(words, parser_class)
+    for path in (vars(given).get(name) for name in ("path", "one", "other", "source")):
+        if path is not None and not path.exists():  # as for ckpt_path, a mistake in the command
+            raise ConfigError(f"there is no checkpoint at {path}: pass the path of an existing one")
     if given.command == "show":
         print("\n".join(show(Checkpoint.open(given.path, verify=False))))
     elif given.command == "verify":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -177,6 +180,7 @@ def _report(run: RunState, stage: str, caught: BaseException) -> BaseException:
     run.signals.defer()  # another one must not cut short what follows
     error = _early_exit(run, caught) or explanation(caught, _entered(caught)) or _of_the_user(caught)
     _name_what_to_write(error)
+    _name_the_method(error, run.module)
     if not run.signals.launched:  # the launcher does it for its ranks
         shortened(error)
     saving.settle(run, error)
@@ -254,6 +258,22 @@ def _name_what_to_write(error: BaseException) -> None:
     if name is not None and name in MODULE:
         owner = type(error.obj).__name__  # type: ignore[attr-defined]
         error.args = (missing(f"{owner} has no attribute", name, MODULE),)
+
+
+_METHODS = re.compile(r"\b(training_step|validation_step|test_step|predict_step|configure_optimizers)\b")
+
+
+def _name_the_method(error: BaseException, module: Module | None) -> None:
+    """Add the class, file and line of the module's method that a message of ours is about."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    ours = trace is not None and Path(__file__).parents[2] in Path(trace.tb_frame.f_code.co_filename).parents
+    found = _METHODS.search(str(error)) if ours and type(error) in (ValueError, TypeError, RuntimeError) else None
+    method = inspect.unwrap(getattr(type(module), found[1], Module.__init__)) if found else None
+    if isinstance(method, FunctionType) and method.__module__ != Module.__module__:
+        place = f"{type(module).__name__}.{method.__name__}, {os.path.basename(method.__code__.co_filename)}"
+        error.args = (f"{error} ({place}, line {method.__code__.co_firstlineno})",)
 
 
 def _entered(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -114,10 +115,11 @@ def test_the_exception_of_the_culprit_comes_out(
     assert list(private_tmp.iterdir()) == []
     assert isinstance(caught.value.__cause__, RankTraceback)
     printed = "".join(traceback.format_exception(caught.value))
-    assert printed.startswith(
-        "lockstep.strategies.launch.failure.RankTraceback: rank 1, step 3, in training_step\n"
-        "Traceback (most recent call last):\n"
-    )
+    first, second = printed.splitlines()[:2]
+    function = "pong" if kind == "deep" else "fail_in_step"
+    begin = "lockstep.strategies.launch.failure.RankTraceback: rank 1, step 3, in training_step"
+    assert re.fullmatch(rf"{re.escape(begin)}, at {function} \(test_rank_failures\.py, line \d+\)", first), first
+    assert second == "Traceback (most recent call last):"
     assert printed.index("in fail_in_step") < printed.index("direct cause of the following exception")
     assert len(printed.splitlines()) + len(capfd.readouterr().err.splitlines()) <= 60
     if kind == "custom":
