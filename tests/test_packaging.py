@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import importlib.util
 import os
 import re
 import shutil
@@ -15,7 +16,9 @@ from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 
 import pytest
+import yaml
 
+import lockstep
 from tests.conftest import REPO_ROOT
 
 pytestmark = pytest.mark.ranks
@@ -120,6 +123,31 @@ def test_every_dependency_is_pinned(repo_root: Path, setup_cfg: configparser.Con
     )
     pins = {line.split("==")[0] for line in constraints.splitlines() if "==" in line}
     assert pins == wanted
+
+
+def test_what_repeats_the_version_agrees(repo_root: Path, setup_cfg: configparser.ConfigParser) -> None:
+    citation = yaml.safe_load((repo_root / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (lockstep.__version__, "Apache-2.0")
+    spec = importlib.util.spec_from_file_location("matrix", repo_root / ".ci" / "matrix.py")
+    assert spec is not None and spec.loader is not None
+    matrix = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(matrix)
+    least = f"python_requires = >={matrix.PYTHONS[0]}", f"torch>={matrix.TORCHES[0].removesuffix('.0')}"
+    assert all(text in (repo_root / "setup.cfg").read_text() for text in least)
+    assert f"torch=={matrix.TORCHES[1]}" in (repo_root / "constraints.txt").read_text()
+    assert Path(sys.executable).exists() and matrix.interpreter(f"{sys.version_info[0]}.{sys.version_info[1]}")
+    assert matrix.interpreter("3.99") is None
+
+
+def test_the_workflow_does_what_ci_does(repo_root: Path) -> None:
+    workflow = yaml.safe_load((repo_root / ".github" / "workflows" / "ci.yaml").read_text())
+    commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in workflow["jobs"].items()}
+    assert commands["run"] == ["bash .ci/run"] and commands["docs"] == ["make docs"]
+    assert commands["matrix"][0].startswith("python .ci/matrix.py")
+    for form in (repo_root / ".github" / "ISSUE_TEMPLATE").glob("*.yaml"):
+        found = yaml.safe_load(form.read_text())
+        assert {"name", "description", "body"} <= set(found), form
+        assert all(part["type"] in ("textarea", "markdown") for part in found["body"]), form
 
 
 @pytest.fixture(scope="module")
