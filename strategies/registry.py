@@ -57,10 +57,13 @@ ELSEWHERE = {
         "give strategy=DeepSpeed(…), whose arguments say what is offloaded",
     ),
     **dict.fromkeys(("single_device", "single_tpu"), "did you mean 'single'?"),
-    "data_parallel": "did you mean 'dp'?",
-    "tensor_parallel": "did you mean 'tensor'?",
-    "pipeline_parallel": "did you mean 'pipeline'?",
+    **dict.fromkeys(("data_parallel", "dataparallel"), "did you mean 'dp'?"),
+    **dict.fromkeys(("distributeddataparallel", "distributed"), "did you mean 'ddp'?"),
+    "fullyshardeddataparallel": "did you mean 'fsdp'?",
+    **dict.fromkeys(("tensor_parallel", "tensorparallel", "tp"), "did you mean 'tensor'?"),
+    **dict.fromkeys(("pipeline_parallel", "pp"), "did you mean 'pipeline'?"),
     "zero": "did you mean 'deepspeed'?",
+    **{f"zero{stage}": f"did you mean 'deepspeed_stage_{stage}'?" for stage in (1, 2, 3)},
 }
 """Names that other libraries have for strategies, and what to write here."""
 ENTRY_POINTS = "lockstep.strategies"
@@ -162,9 +165,10 @@ def _find(name: str) -> Callable[[], Strategy]:
                     f"the entry point {ENTRY_POINTS}: {name} must name a Strategy class, but {point.value} is {found!r}"
                 )
             return found
-    instead = ELSEWHERE.get(name.lower())
+    lower = name.lower().removesuffix("strategy")
+    instead = ELSEWHERE.get(name.lower(), ELSEWHERE.get(lower))
     if instead is None:
-        near = difflib.get_close_matches(name.lower(), names(), n=1)
+        near = difflib.get_close_matches(lower, names(), n=1)
         instead = f"did you mean {near[0]!r}?" if near else ""
     raise ValueError(
         f"strategy must be one of {', '.join(names())}, but strategy={name!r}" + (f"; {instead}" if instead else "")

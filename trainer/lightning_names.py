@@ -184,8 +184,13 @@ def missing(what: str, name: str, table: Mapping[str, str], known: Iterable[str]
     return f"{what} {name!r}{nearest(name, known)}"
 
 
+_SHORT = {"epochs": "max_epochs", "steps": "max_steps", "num_epochs": "max_epochs", "num_steps": "max_steps"}
+"""What another name would be nearer to by its letters alone."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """ "; did you mean 'max_epochs'?" for the known name most like `name`, or nothing."""
     lower = {other.lower(): other for other in known}
-    found = difflib.get_close_matches(name.lower(), lower, 1)
+    words = _SHORT.get(name.lower(), name.lower())
+    found = difflib.get_close_matches(words, lower, 1)
     return f"; did you mean {lower[found[0]]!r}?" if found else ""

@@ -122,3 +122,16 @@ def test_an_unknown_name_gets_the_nearest() -> None:
 def test_an_object_must_be_a_strategy() -> None:
     with pytest.raises(TypeError, match="must be a name or a Strategy object"):
         build(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        *(("DDP", "ddp"), ("ddp_spawn", "ddp"), ("DDPStrategy", "ddp"), ("FSDPStrategy", "fsdp")),
+        *(("FullyShardedDataParallel", "fsdp"), ("DeepSpeedStrategy", "deepspeed"), ("zero3", "deepspeed_stage_3")),
+        *(("tp", "tensor"), ("pp", "pipeline"), ("data_parallel", "dp")),
+    ],
+)
+def test_names_of_other_libraries_lead_to_ours(name: str, near: str) -> None:
+    with pytest.raises(ValueError, match=f"strategy='{name}'; did you mean '{near}'"):
+        registry.build(name)

@@ -92,3 +92,11 @@ def test_the_summary_follows_the_bar_unless_it_is_asked_for(bar: bool, summary: 
         type(item) for item in TrainerArguments(enable_progress_bar=bar, enable_model_summary=summary).all_callbacks()
     }
     assert (ModelSummary in kinds, ProgressBar in kinds) == (shown, bar)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("epochs", "max_epochs"), ("num_steps", "max_steps"), ("accumulate", "accumulate_grad_batches")]
+)
+def test_short_names_lead_to_the_arguments(name: str, near: str) -> None:
+    with pytest.raises(TypeError, match=f"no argument {name!r}; did you mean {near!r}"):
+        Trainer(**{name: 1})
