@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import Loss, Strategy
     from lockstep.strategies.ddp import DDP
     from lockstep.strategies.deepspeed.strategy import DeepSpeed
-    from lockstep.strategies.dp import DataParallel
+    from lockstep.strategies.dp.strategy import DataParallel
     from lockstep.strategies.mesh.fsdp import FSDP
     from lockstep.strategies.mesh.mesh_parallel import MeshParallel
     from lockstep.strategies.mesh.tensor import TensorParallel
@@ -24,7 +24,7 @@ else:
             "base": ["Loss", "Strategy"],
             "ddp": ["DDP"],
             "deepspeed.strategy": ["DeepSpeed"],
-            "dp": ["DataParallel"],
+            "dp.strategy": ["DataParallel"],
             "mesh.fsdp": ["FSDP"],
             "mesh.mesh_parallel": ["MeshParallel"],
             "mesh.tensor": ["TensorParallel"],

@@ -117,6 +117,8 @@ class Topology:
 class Capabilities:
     """What a strategy can do, known before anything starts. `docs/strategies/index.md` has the table of all."""
 
+    bitwise: bool = False
+    """The bits are the same on any number of ranks: with `virtual_ranks`."""
     exact: bool = True
     """The numbers are those of one process, up to floating-point order. Only such a strategy is the reference of
     `lockstep compare`."""
@@ -129,8 +131,8 @@ class Capabilities:
     builds_on_meta: bool = False
     """Ranks other than 0 build modules on the meta device, as their values come from rank 0 in `setup_module`."""
     refuses: Mapping[str, str] = field(default_factory=dict)
-    """What the strategy refuses ("manual_optimization", "several_optimizers", "closures", "parameter_state" of
-    callbacks, or a precision such as "16-mixed"), and why, in one sentence, raised as soon as it is asked for."""
+    """What the strategy refuses ("manual_optimization", "several_optimizers", "closures", "compile",
+    "parameter_state" of callbacks, a precision), and why: a sentence, raised as soon as it is asked for."""
 
 
 def _no_scope(num_samples: int) -> AbstractContextManager[Any]:
@@ -151,7 +153,7 @@ class StepHooks(NamedTuple):
     after_backward: Callable[[], None] | None = None
     """Called after each backward; after the last one with the gradients that the optimizer gets."""
     parameters: Mapping[str, Sequence[nn.Parameter]] | None = None
-    """By the name of an optimizer the parameters that its loss moves, if the step returns a loss for each optimizer."""
+    """By the name of an optimizer the parameters that its loss moves, if there is a loss for each."""
     prepare: Callable[[Window], Iterable[MicroBatch]] | None = None
     """Yields the micro-batches of a window, prepared one at a time."""
     automatic: bool = True
@@ -174,6 +176,8 @@ class Strategy(ABC):
     """Valid after `setup`, which returns it; before, that of one process on CPU."""
     num_devices: int = 1
     """Devices of this node. Valid after `configure`."""
+    virtual_ranks: int = 0
+    """Shares into which each step is cut, as if there were so many ranks; 0 for none."""
     starts_ranks: bool
     """True if this process is the launcher and the ranks are still to be started by `launch`; valid after
     `configure`."""

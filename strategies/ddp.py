@@ -72,7 +72,7 @@ class DDP(SPMDStrategy):
             renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
             self._options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
         self._first_window = True
-        self._shares_buffers, self._stale_buffers = broadcast_buffers, False
+        self.shares_buffers, self._stale_buffers = broadcast_buffers, False
         self._synced: list[nn.Module] = []
 
     def setup_module(self, model: nn.Module) -> nn.Module:
@@ -97,7 +97,7 @@ class DDP(SPMDStrategy):
     ) -> StepResult:
         assert isinstance(wrapped, Replica)
         wrapped.begin_window()
-        self._stale_buffers = self._shares_buffers
+        self._stale_buffers = self.shares_buffers
         result = super().forward_backward(wrapped, step_fn, window, hooks)
         self._first_window = False
         return result

@@ -56,7 +56,7 @@ class SPMDHooks(Strategy):
         weighs nothing.
         """
         if not self._in_group:
-            return _no_output
+            return no_output
         run, model = self.run_step(wrapped, step_fn), self.unwrap(wrapped)
 
         def without_weight(batch: Any, batch_idx: int) -> Any:
@@ -130,5 +130,5 @@ class SPMDHooks(Strategy):
         """Take over what `extra_state` of the same strategy returned; another strategy's is {}."""
 
 
-def _no_output(batch: Any, batch_idx: int) -> None:
-    return None
+def no_output(batch: Any, batch_idx: int) -> None:
+    """A step without a loss."""

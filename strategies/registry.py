@@ -25,7 +25,7 @@ def _make(module: str, name: str, **arguments: Any) -> Strategy:
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "single": functools.partial(_make, "single", "SingleDevice"),
-    "dp": functools.partial(_make, "dp", "DataParallel"),
+    "dp": functools.partial(_make, "dp.strategy", "DataParallel"),
     "ddp": functools.partial(_make, "ddp", "DDP"),
     "fsdp": functools.partial(_make, "mesh.fsdp", "FSDP"),
     "model": functools.partial(_make, "model_parallel", "ModelParallel"),
@@ -77,6 +77,7 @@ def build(
     accelerator: str = "auto",
     num_nodes: int = 1,
     precision: str = "32-true",
+    virtual_ranks: int | None = None,
     model: nn.Module | None = None,
 ) -> tuple[Strategy, str]:
     """Return the configured strategy and the sentence that says why it was chosen.
@@ -95,6 +96,10 @@ def build(
         strategy = _find(name)()
     elif not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be a name or a Strategy object, but strategy={strategy!r}")
+    if virtual_ranks is not None:
+        from lockstep.strategies.virtual.choose import virtual
+
+        strategy = virtual(strategy, virtual_ranks)
     return strategy.configure(
         devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision
     ), reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Loss, StepFn, StepHooks, StepResult, StepVote, split_loss
+from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, StepVote
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.devices import move
 from lockstep.strategies.launch import fault_injection
+from lockstep.strategies.losses import detach, weighted_losses
 from lockstep.strategies.manual import ManualOptimization
 from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.fused import allow_sparse, skips_on_device
@@ -144,12 +145,12 @@ class SPMDStep(ManualOptimization):
             return StepResult(samples, vote.stop, None, 0.0 if self._on_cpu else None)
         return self._agreement.receive()
 
-    def _receive(self, wrapped: nn.Module, agreement: StepAgreement) -> StepResult:
+    def _receive(self, wrapped: nn.Module, agreement: StepAgreement, in_tree: bool = False) -> StepResult:
         """What the ranks conclude, once this one has run backward."""
         if self._changes is not None and self._changes.pending:
             self._refuse_added(self._changes.added())
         self.end_backward(wrapped)
-        return agreement.receive()
+        return agreement.receive(in_tree)
 
     def evaluate(
         self,
@@ -233,10 +234,14 @@ class SPMDStep(ManualOptimization):
         theirs. `after_backward` is called here for the last backward, with the gradient that the optimizer gets. On an
         accelerator the answer is left on the device, where a step can be skipped without the host waiting for it.
         """
-        if weighed_by is not None and result.count != weighed_by:
-            torch._foreach_mul_(self.local_gradients(wrapped), weighed_by / result.count)
+        scale = 1.0 if weighed_by is None else weighed_by / result.count
+        if scale != 1.0 and not self.virtual_ranks:
+            torch._foreach_mul_(self.local_gradients(wrapped), scale)
         if self._in_group:
             self.finish_gradients(wrapped)
+        if self.virtual_ranks:  # a sum of scaled numbers would be rounded in another way; zero loses its sign
+            torch._foreach_mul_(self.local_gradients(wrapped), scale)
+            torch._foreach_add_(self.local_gradients(wrapped), 0.0)
         if self._changes is not None and self._changes.pending:
             self._refuse_added(self._changes.added())
         if self._parameter_hooks.taken:
@@ -322,77 +327,6 @@ class SPMDStep(ManualOptimization):
         if self._steps_on_host:  # torch would copy it beside the host, which reads it at once
             found = optimizer.found_inf = found.cpu()
         self._skipped = finite.later(found)
-
-
-def weighted_losses(
-    output: Any,
-    num_samples: int,
-    scale: float | None,
-    parameters: Mapping[str, Sequence[nn.Parameter]] | None,
-    reads_counts: bool = True,
-) -> tuple[list[tuple[Tensor, Sequence[nn.Parameter] | None, Tensor]], Any]:
-    """What to run backward from, as (loss times its weight, parameters that it moves or None for all, the loss that the
-    step returned), and what it counts.
-
-    `scale` turns a sum into this rank's part of the global mean; None means that the micro-batch is the
-    whole of it. Without `reads_counts` a count that is a tensor stays one, on its device, in float64.
-    """
-    losses: list[tuple[Tensor, Sequence[nn.Parameter] | None, Tensor]]
-    count: Any
-    weight: Any
-    if parameters and isinstance(output, Mapping) and "loss" not in output:
-        wrong = sorted(set(map(str, output)) ^ set(parameters)) + [
-            name for name, value in output.items() if not isinstance(value, Tensor)
-        ]
-        if wrong:
-            raise ValueError(
-                f"training_step must return one mean loss (a tensor) for each optimizer ({', '.join(parameters)}), or "
-                f"None, but {', '.join(wrong)} is not; "
-                "name the losses after the optimizers"
-            )
-        losses = [(output[name], parameters[name], output[name]) for name in parameters]
-        numerator, count = float(num_samples), num_samples
-    else:
-        value, numerator, count = (
-            (output, num_samples, num_samples) if isinstance(output, Tensor) else split_loss(output, num_samples)
-        )
-        losses = [] if value is None else [(value, None, value)]
-    if reads_counts or not isinstance(count, Tensor):
-        count = float(count)
-        weight = numerator * scale if scale is not None else numerator / count if count else 0.0
-    else:
-        count = count.detach().double().reshape(())
-        weight = numerator * scale if scale is not None else torch.where(count != 0, numerator / count, 0.0)
-    for i, (value, inputs, returned) in enumerate(losses):
-        if fault_injection.plan is not None:
-            value = fault_injection.plan.poison(value)
-            losses[i] = value, inputs, returned
-        if value.numel() != 1:
-            raise ValueError(
-                f"training_step must return a scalar loss, but its loss has shape {list(value.shape)}; return its mean "
-                "or Loss(total, count)"
-            )
-        if not value.requires_grad:
-            raise ValueError(
-                "training_step returned a loss without gradient: it does not depend on a trainable parameter, or was "
-                "detached or computed under no_grad"
-            )
-        if isinstance(weight, Tensor):
-            losses[i] = value * weight.to(value.dtype), inputs, returned
-        elif weight != 1.0:
-            losses[i] = value * weight, inputs, returned
-    return losses, count
-
-
-def detach(output: Any) -> Any:
-    """`output` without the graph of its tensors, so that keeping it keeps no memory alive."""
-    if isinstance(output, Tensor):
-        return output.detach()
-    if isinstance(output, Loss):
-        return Loss(output.total.detach(), output.count)
-    if isinstance(output, Mapping):
-        return {key: detach(value) for key, value in output.items()}
-    return output
 
 
 def _nothing() -> None: ...

@@ -37,6 +37,8 @@ class TrainerArguments:
         `max_time`: "DD:HH:MM:SS" or a timedelta; None for no limit.
         `min_epochs`: epochs before which `should_stop` has no effect.
         `min_steps`: optimizer steps before which `should_stop` has no effect.
+        `virtual_ranks`: cut each step into so many shares, a power of two, as if there were so many ranks: every number
+            is then the same, bit for bit, on 1, 2, 4 … of them. The loader's batch size is that of a share.
     The step
         `accumulate_grad_batches`: micro-batches of each rank in one optimizer step.
         `split_batches`: the loader's batch size is the global batch of a step, split over ranks and micro-batches.
@@ -85,6 +87,7 @@ class TrainerArguments:
     accelerator: str = "auto"
     num_nodes: int = 1
     precision: str | int = "32-true"
+    virtual_ranks: int | None = None
     max_epochs: int | None = None
     max_steps: int | None = None
     max_time: str | timedelta | dict[str, float] | None = None
@@ -136,6 +139,12 @@ class TrainerArguments:
             raise ValueError(
                 "inference_mode=True is not offered: evaluation runs under torch.no_grad on every strategy; remove it"
             )
+        if self.virtual_ranks is not None and self.virtual_ranks & (self.virtual_ranks - 1):
+            below = 1 << (self.virtual_ranks.bit_length() - 1)
+            raise ValueError(
+                f"virtual_ranks must be a power of two, as shares are added in pairs, but virtual_ranks="
+                f"{self.virtual_ranks}; use {below} or {2 * below}"
+            )
         if self.benchmark and self.deterministic:
             raise ValueError(
                 "benchmark=True may take another algorithm in each run, which deterministic=True forbids; remove one"
@@ -182,6 +191,7 @@ class TrainerArguments:
             "accelerator": self.accelerator,
             "num_nodes": self.num_nodes,
             "precision": str(self.precision),
+            "virtual_ranks": self.virtual_ranks,
         }
 
     def effective(self) -> TrainerArguments:
@@ -256,6 +266,7 @@ _LEAST = {
     "log_every_n_steps": 1,
     "check_val_every_n_epoch": 1,
     "num_nodes": 1,
+    "virtual_ranks": 1,
     "min_epochs": 0,
     "min_steps": 0,
     "reload_dataloaders_every_n_epochs": 0,

@@ -317,7 +317,8 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
                 "step apart; "
                 "draw from torch's own stream there, which begins alike for each part on all ranks"
             )
-        return named_stream(run.streams, name, device, run.seed, run.strategy.topology.data_rank)
+        place = (run.strategy.topology.data_rank,) if run.shares is None else run.shares.place
+        return named_stream(run.streams, name, device, run.seed, *place)
 
     # ---- facts -------------------------------------------------------------------------------------
 

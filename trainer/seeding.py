@@ -76,10 +76,10 @@ def derive(seed: int, *stream: str | int) -> int:
 
 
 def named_stream(
-    streams: dict[str, torch.Generator], name: str, device: str | torch.device, seed: int, data_rank: int
+    streams: dict[str, torch.Generator], name: str, device: str | torch.device, seed: int, *place: str | int
 ) -> torch.Generator:
-    """The generator `name` among `streams`; made, as a function of seed, name and data rank, where it is first asked
-    for."""
+    """The generator `name` among `streams`; made, as a function of seed, name and place (such as the data rank), where
+    it is first asked for."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
         raise ValueError(
             f"the name of a random stream must be of letters, digits, '_', '.' and '-', but it is {name!r}"
@@ -87,7 +87,7 @@ def named_stream(
     kind = torch.device(device).type
     key = name if kind == "cpu" else f"{name}@{kind}"
     if key not in streams:
-        streams[key] = torch.Generator(device).manual_seed(derive(seed, "stream", key, data_rank))
+        streams[key] = torch.Generator(device).manual_seed(derive(seed, "stream", key, *place))
     return streams[key]
 
 

@@ -18,13 +18,19 @@ from lockstep.strategies.data.batch_rows import guess_batch_size
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.randomness import Randomness, announce, seed_all
 from lockstep.strategies.data.source import Share
+from lockstep.strategies.launch.rng import kept_streams
 
 
 class Samples:
     """Fetches the samples of a key `(epoch, position, indices)`, in the main process or in a worker."""
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int, one_by_one: bool) -> None:
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int, one_by_one: bool, seeds_each: bool = False
+    ) -> None:
+        """`seeds_each`: what the dataset draws is a function of a sample's place in the order in the main process
+        too."""
         self.dataset = dataset
+        self._seeds_each = seeds_each
         self._collate_fn = collate_fn
         self._seed = seed
         self._one_by_one = one_by_one
@@ -48,24 +54,32 @@ class Samples:
                 except (IndexError, RuntimeError):  # counted from the end, or none of the dataset's
                     batch = [tensor[rows] for tensor in self._tensors]
                 return batch[0] if self._is_tensor else batch
+            if get_worker_info() is not None:
+                return self._seeded(epoch, position, indices)
+            if self._seeds_each:
+                with kept_streams():
+                    return self._seeded(epoch, position, indices)
             dataset = self.dataset
-            if get_worker_info() is None:
-                if self._in_bulk:
-                    return self._collate_fn(dataset.__getitems__(indices))
-                return self._collate_fn([dataset[index] for index in indices] if self._one_by_one else dataset[indices])
-            if self._one_by_one and not self._in_bulk:
-                samples = []
-                for place, index in enumerate(indices, position):
-                    seed_all(mix(self._seed, epoch, place))
-                    samples.append(dataset[index])
-                return self._collate_fn(samples)
-            seed_all(mix(self._seed, epoch, position))
-            return self._collate_fn(dataset.__getitems__(indices) if self._in_bulk else dataset[indices])
+            if self._in_bulk:
+                return self._collate_fn(dataset.__getitems__(indices))
+            return self._collate_fn([dataset[index] for index in indices] if self._one_by_one else dataset[indices])
         except StopIteration as error:
             raise escaped(error, f"reading {str(key[2])[:200]} of {type(self.dataset).__name__}") from error
         except IndexError as error:
             refuse_emptied(error, f"samples {str(key[2])[:200]} of {type(self.dataset).__name__}")
             raise
+
+    def _seeded(self, epoch: int, position: int, indices: Any) -> Any:
+        """A batch in which each sample draws from a stream of its own place, on any rank and in any worker."""
+        dataset = self.dataset
+        if self._one_by_one and not self._in_bulk:
+            samples = []
+            for place, index in enumerate(indices, position):
+                seed_all(mix(self._seed, epoch, place))
+                samples.append(dataset[index])
+            return self._collate_fn(samples)
+        seed_all(mix(self._seed, epoch, position))
+        return self._collate_fn(dataset.__getitems__(indices) if self._in_bulk else dataset[indices])
 
 
 def _stacked(dataset: Any) -> Sequence[torch.Tensor] | None:
@@ -86,8 +100,8 @@ class Items:
     """Fetches this rank's part of global micro-batch `number` for a key `(run, epoch, start, limit, number)`.
 
     A new `run` opens the iterable again. Keys come with rising numbers, to one worker every so-many-th;
-    what is between is read and left to the others. Returns (batch, samples here, samples on all
-    ranks), the last of which is -1 after the end.
+    what is between is read and left to the others. Returns for each part that this rank reads (batch, samples here,
+    samples on all ranks), the last of which is -1 after the end, and 0 but for the last part.
     """
 
     STATE = ("epoch", "samples", "micro_batches", "dataset", "random")
@@ -106,7 +120,7 @@ class Items:
         self._batch_size = batch_size
         self._collate_fn = collate_fn
         self._alone = bool(getattr(dataset, "shards_itself", False)) and collate_fn is not None
-        self._rank, self._size = (0, 1) if self._alone else (share.rank, share.size)
+        self._own, self._size = ((0,), 1) if self._alone else (share.own, share.size)
         self._unit = (batch_size or 1) * self._size
         self._run = -1
         self._resume: Mapping[str, Any] | None = None
@@ -118,7 +132,7 @@ class Items:
     def copy(self) -> Items:
         return Items(self.dataset, self._share, self._batch_size, self._collate_fn, self.drop_last)
 
-    def __getitem__(self, key: tuple[int, int, int, int | None, int]) -> tuple[Any, int, int]:
+    def __getitem__(self, key: tuple[int, int, int, int | None, int]) -> list[tuple[Any, int, int]]:
         try:
             return self._fetch(key)
         except StopIteration as error:
@@ -127,22 +141,34 @@ class Items:
             refuse_emptied(error, f"samples of batch {key[4]} of {type(self.dataset).__name__}")
             raise
 
-    def _fetch(self, key: tuple[int, int, int, int | None, int]) -> tuple[Any, int, int]:
+    def _fetch(self, key: tuple[int, int, int, int | None, int]) -> list[tuple[Any, int, int]]:
         run, epoch, start, limit, number = key
         if run != self._run:
             self._open(epoch, start, limit)
             self._run = run
         while True:
-            mine, num_samples, all_samples = self._read()
+            parts, all_samples = self._read()
             if all_samples < 0:
-                return None, 0, -1
+                return [(None, 0, -1)]
             self._number += 1
             if self._alone or self._number > number:
                 break
-        if get_worker_info() is not None:
-            seed_all(mix(self._share.seed, epoch, self.micro_batches, *self._place))
+        if not self._share.virtual:
+            if get_worker_info() is not None:
+                seed_all(mix(self._share.seed, epoch, self.micro_batches, *self._place))
+            ((mine, num_samples),) = parts
+            return [(self._collated(mine), num_samples, all_samples)]
+        batches = []
+        for own, (mine, num_samples) in zip(self._own, parts, strict=True):
+            with kept_streams():
+                seed_all(mix(self._share.seed, epoch, self.micro_batches, own))
+                batch = self._collated(mine)
+            batches.append((batch, num_samples, all_samples if own == self._own[-1] else 0))
+        return batches
+
+    def _collated(self, mine: list[Any]) -> Any:
         batch = mine if self._batch_size is not None else mine[0]
-        return (batch if self._collate_fn is None else self._collate_fn(batch)), num_samples, all_samples
+        return batch if self._collate_fn is None else self._collate_fn(batch)
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Begin the next run where `state` was taken."""
@@ -202,31 +228,32 @@ class Items:
         finally:
             torch_worker._worker_info = info
 
-    def _read(self) -> tuple[list[Any], int, int]:
+    def _read(self) -> tuple[list[tuple[list[Any], int]], int]:
+        """The items of each part that this rank reads, with their samples; and the samples of all."""
         if self._ended or (self._limit is not None and self.micro_batches >= self._limit):
-            return [], 0, -1
-        begin = self._rank * self._unit // self._size
-        end = begin + self._unit // self._size
-        mine: list[Any] = []
+            return [], -1
+        size = self._unit // self._size
+        parts: dict[int, list[Any]] = {own: [] for own in self._own}
+        samples = dict.fromkeys(self._own, 0)
         padding = None
-        items = num_samples = all_samples = 0
+        items = all_samples = 0
         with self._iterating():
             for item in islice(Once(self._items), self._unit):
                 weight = self._weight(item)
-                if begin <= items < end:
-                    mine.append(item)
-                    num_samples += weight
-                elif items == 0:
+                if items == 0:
                     padding = item
+                if (own := items // size) in parts:
+                    parts[own].append(item)
+                    samples[own] += weight
                 items += 1
                 all_samples += weight
         self._ended = items < self._unit
         if items == 0 or (self._ended and self.drop_last):
             self._ended = True
-            return [], 0, -1
+            return [], -1
         self.samples += all_samples
         self.micro_batches += 1
-        return mine or [padding], num_samples, all_samples
+        return [(mine or [padding], samples[own]) for own, mine in parts.items()], all_samples
 
     def _weight(self, item: Any) -> int:
         return guess_batch_size(item) if self._batch_size is None else 1

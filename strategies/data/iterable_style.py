@@ -23,6 +23,11 @@ class Streamed(Source):
         name = name_of(iterable)
         if shuffle:
             raise ValueError(f"shuffle=True needs a map-style dataset, but {name} is iterable-style")
+        if share.virtual and getattr(iterable, "shards_itself", False):
+            raise ValueError(
+                f"virtual_ranks cannot be used with {name}, which shards itself, so that its samples depend on the "
+                "number of ranks; remove shards_itself"
+            )
         self.share = share
         self.window_micro_batches = share.accumulate
         self.batch_size = None if loader is None else loader.batch_size
@@ -120,14 +125,16 @@ class Streamed(Source):
         fetched = map(fetcher.__getitem__, keys) if self._workers is None else self._workers.run(fetcher, keys, epoch)
         still = max(1, self._workers.num_workers) if self.shards_itself and self._workers is not None else 1
         number = 0
-        for batch, num_samples, all_samples in fetched:
-            if all_samples < 0:
+        for parts in fetched:
+            if parts[0][2] < 0:
                 still -= 1
                 if not still:
                     return
                 continue
             number += 1
-            yield batch, num_samples, all_samples, 0 if number % self.window_parts else self.share.accumulate
+            closes = 0 if number % self.window_parts else self.share.accumulate
+            for i, (batch, num_samples, all_samples) in enumerate(parts):
+                yield batch, num_samples, all_samples, closes if i == len(parts) - 1 else 0
 
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:

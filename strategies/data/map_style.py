@@ -59,7 +59,11 @@ class Indexed(Source):
         self._unit: int = batch_size if share.split else batch_size * share.ranks
         # A fetched key is a list of samples to collate, a list that the dataset takes whole, or one ready batch.
         self._fetcher = Samples(
-            loader.dataset, loader.collate_fn, share.seed, one_by_one=loader.batch_sampler is not None
+            loader.dataset,
+            loader.collate_fn,
+            share.seed,
+            one_by_one=loader.batch_sampler is not None,
+            seeds_each=bool(share.virtual),
         )
         self.may_filter = self._fetcher.may_filter and not self.counts_own
         self._measure()
@@ -156,7 +160,7 @@ class Indexed(Source):
 
     def _items_before(self, epoch: int, start: int) -> int:
         """How many batches hold the first `start` samples: only reading them tells."""
-        alone = replace(self.share, rank=0, size=1)
+        alone = replace(self.share, rank=0, size=1, virtual=())
         tasks = self._indices(epoch, self._cut(self._units(epoch, 0, 1), 0, alone))
         keys = ((epoch, position, indices[0]) for indices, position, *_ in tasks)
         seen = number = 0
@@ -186,7 +190,7 @@ class Indexed(Source):
         else:
             done = start // self._unit * (self.window_micro_batches if share.split else 1)
             tasks = self._indices(epoch, self._cut(self._units(epoch, start, self._unit), start, share))
-        return tasks if limit is None else islice(tasks, max(0, limit - done))
+        return tasks if limit is None else islice(tasks, max(0, limit - done) * len(share.own))
 
     def _units(self, epoch: int, start: int, unit: int, limit: int | None = None) -> Iterator[Sequence[Any]]:
         """What is cut as a whole, of the first `limit` samples: positions of the order, or a user's sampler's own
@@ -215,14 +219,17 @@ class Indexed(Source):
             parts = min(most, len(unit))
             for part in range(parts):
                 begin, end = bounds(len(unit), part, parts)
-                first, last = bounds(end - begin, share.rank, share.size)
                 closes = 0
                 if share.planned or share.split:
                     closes = (-(-len(unit) // self._unit) if share.planned else parts) if part + 1 == parts else 0
                 elif number % share.accumulate == 0:
                     closes = share.accumulate
-                mine = unit[begin + first : begin + last] or unit[begin : begin + 1]
-                yield mine, position + begin + first, last - first, end - begin, closes
+                for own in share.own:
+                    first, last = bounds(end - begin, own, share.size)
+                    mine = unit[begin + first : begin + last] or unit[begin : begin + 1]
+                    ends = own == share.own[-1]
+                    counted, closing = (end - begin, closes) if ends else (0, 0)
+                    yield mine, position + begin + first, last - first, counted, closing
             position += len(unit)
 
     def _indices(self, epoch: int, tasks: Iterator[Task]) -> Iterator[Task]:
@@ -270,10 +277,12 @@ class Indexed(Source):
                 dealt = window[begin : begin + share.size]
                 sizes = [len(batch) for batch in dealt]
                 closes = -(-len(window) // share.ranks) if begin + share.size >= len(window) else 0
-                if share.rank < len(dealt):
-                    yield dealt[share.rank], position + sum(sizes[: share.rank]), sizes[share.rank], sum(sizes), closes
-                else:
-                    yield dealt[0][:1], position, 0, sum(sizes), closes
+                for own in share.own:
+                    counted, closing = (sum(sizes), closes) if own == share.own[-1] else (0, 0)
+                    if own < len(dealt):
+                        yield dealt[own], position + sum(sizes[:own]), sizes[own], counted, closing
+                    else:
+                        yield dealt[0][:1], position, 0, counted, closing
                 position += sum(sizes)
 
     def _replay(self, epoch: int) -> Iterator[Any]:

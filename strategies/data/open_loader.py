@@ -70,6 +70,10 @@ class Combined(Source):
             raise ValueError(
                 "split_batches cannot be used with several loaders, whose batches cannot be split: remove it"
             )
+        if share.virtual:
+            raise ValueError(
+                "virtual_ranks cannot be used with several loaders, whose batches cannot be split: use one"
+            )
         self.share = share
         self.window_micro_batches = share.accumulate
         self._combined = combined

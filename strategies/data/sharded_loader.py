@@ -8,7 +8,7 @@ So a global batch is the same set of samples on any number of ranks, and the pie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -31,6 +31,8 @@ class MicroBatch:
     """Index of the batch in its epoch on this rank; set by who drives the loop."""
     is_ambiguous: bool = False
     """True where the collate function left it open how many samples there are; `num_samples` are those asked for."""
+    share: int = 0
+    """The virtual rank that runs it."""
     output: Any = None
     """What the step function returned for it, detached; set by `forward_backward`."""
 
@@ -42,6 +44,8 @@ class Window:
     micro_batches: list[MicroBatch]
     num_samples: int
     """Samples asked for over all micro-batches and ranks: positions of the epoch count them."""
+    num_shares: int = 0
+    """Virtual ranks of this rank, whose micro-batches follow each other, equally many of each; 0 without any."""
     num_batches: int = 0
     """What it adds to the loader's count of batches: its micro-batches; after `resume_windows` those of the run that
     began."""
@@ -69,7 +73,9 @@ class ShardedLoader:
     an augmentation depends on neither the number of ranks and workers nor on where a run resumed.
     Without workers samples draw from the run's own random state; iterating itself draws nothing from it.
 
-    `rank` of `size` counts the ranks that see different samples. `sum_over_ranks` is a collective that
+    `rank` of `size` counts the ranks that see different samples. With `virtual`, `size` is the number of virtual ranks,
+    and this rank reads the parts of those of `virtual`; what a dataset draws is then a function of a sample's place
+    without workers too. `sum_over_ranks` is a collective that
     sums an int over them; it is called once a window where a rank cannot know the others' samples.
 
     Raises ValueError if the loader is empty or cannot be split as asked, TypeError for an object that is not a loader.
@@ -86,6 +92,7 @@ class ShardedLoader:
         accumulate: int = 1,
         split: bool = False,
         sum_over_ranks: Callable[[int], int] | None = None,
+        virtual: Sequence[int] = (),
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank must be in [0, size), but rank is {rank} and size is {size}")
@@ -94,7 +101,8 @@ class ShardedLoader:
         self.dataset = getattr(loader, "dataset", loader)
         """The dataset of the loader; the loader itself where it has none."""
         self._shuffle = shuffle
-        self._source = source_of(loader, Share(rank, size, seed, _positive(accumulate), split), shuffle)
+        share = Share(rank, size, seed, _positive(accumulate), split, virtual=tuple(virtual))
+        self._source = source_of(loader, share, shuffle)
         self._sum = sum_over_ranks
         self._last: Any = None
         """The last batch with a sample: padding where all samples of a later one are skipped."""
@@ -237,12 +245,23 @@ class ShardedLoader:
             micro_batches.append(self._micro_batch(batch, num_samples) if counts else MicroBatch(batch, num_samples))
             total += all_samples
             if closes:
-                yield Window(micro_batches, self._over_ranks(total), closes)
+                yield self._window(micro_batches, self._over_ranks(total), closes)
                 micro_batches, total, empty = [], 0, False
         if micro_batches:
-            yield Window(micro_batches, self._over_ranks(total), self._source.batches_of(len(micro_batches)))
+            num_batches = self._source.batches_of(len(micro_batches) // len(self._source.share.own))
+            yield self._window(micro_batches, self._over_ranks(total), num_batches)
         elif empty:
             raise ValueError(f"the loader yielded no batch in epoch {epoch}: {self._source.describe()}")
+
+    def _window(self, micro_batches: list[MicroBatch], num_samples: int, num_batches: int) -> Window:
+        """A window of micro-batches as they were read; those of a virtual rank come one after the other."""
+        virtual = self._source.share.virtual
+        if not virtual:
+            return Window(micro_batches, num_samples, num_batches=num_batches)
+        for i, micro_batch in enumerate(micro_batches):
+            micro_batch.share = virtual[i % len(virtual)]
+        ordered = [part for i in range(len(virtual)) for part in micro_batches[i :: len(virtual)]]
+        return Window(ordered, num_samples, len(virtual), num_batches)
 
     def _micro_batch(self, batch: Any, asked: int) -> MicroBatch:
         """`batch`, made of the `asked` samples that this rank was to get, with the number that is in it."""
@@ -286,7 +305,7 @@ class ShardedLoader:
             seen, done, empty = seen + shared % (1 << 32), done + want, False
             if seen > start:
                 self._source.mark(seen, done)
-                yield Window(mine, shared % (1 << 32), self._source.batches_of(want))
+                yield Window(mine, shared % (1 << 32), num_batches=self._source.batches_of(want))
         if empty:
             raise ValueError(f"the loader yielded no batch in epoch {epoch}: {self._source.describe()}")
 

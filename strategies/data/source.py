@@ -30,6 +30,13 @@ class Share:
     """Ranks by which batches and windows are measured where not by `size`: of a run that began on so many; else 0."""
     whole: bool = False
     """Cut a planned window into one micro-batch, where a step of the user's is one."""
+    virtual: tuple[int, ...] = ()
+    """Virtual ranks, of `size`, that this rank runs one after the other; without them it is `rank` itself."""
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Which of `size` parts this rank reads."""
+        return self.virtual or (self.rank,)
 
     @property
     def ranks(self) -> int:

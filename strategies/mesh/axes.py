@@ -32,30 +32,31 @@ from lockstep.strategies.modules.activation_checkpointing import is_recomputed
 from lockstep.strategies.modules.blocks import find_blocks
 from lockstep.strategies.modules.meta import materialize as materialize
 from lockstep.strategies.sync.call_order import GATHER, REDUCE
+from lockstep.strategies.sync.tree import reduce_scatter
 
 
 def apply_axes(
-    model: nn.Module, mesh: DeviceMesh, options: Options, compute_dtype: torch.dtype | None = None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    options: Options,
+    compute_dtype: torch.dtype | None = None,
+    in_tree: bool = False,
 ) -> MeshModel:
     """Distribute `model` over `mesh`, in place; return what brackets its steps. Every rank of the mesh calls it.
 
     `mesh` has the axes ddp, fsdp and tensor or some of them, in this order. `compute_dtype` is what parameters
-    are cast to for the forward, or None for their own. Values are those of the mesh's first rank, whatever the
+    are cast to for the forward, or None for their own. With `in_tree` gradients are summed along fsdp in a fixed tree,
+    and along ddp not at all. Values are those of the mesh's first rank, whatever the
     others hold; there, and nowhere else, parameters must not be on the meta device. Raises ValueError naming the
     layer, parameter or option that does not fit.
     """
     names = tuple(mesh.mesh_dim_names or ())
     wrapped = MeshModel(model, True if options.reshard_after_forward is None else options.reshard_after_forward)
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if mesh.device_type == "cuda"
-        else torch.device(mesh.device_type)
-    )
     blocks = find_blocks(model, options.wrap)
     # Ranks that use different parameters can only exchange them all at once.
     gathered = {} if options.find_unused_parameters and options.wrap == "auto" else blocks
-    filler = Filler(mesh, device)
-    data = tuple(name for name in names if name in ("ddp", "fsdp"))
+    filler = Filler(mesh)
+    data = tuple(name for name in names if name == "fsdp" or (name == "ddp" and not in_tree))
     plan: Plan | None = None
     if "tensor" in names:
         plan = make_plan(
@@ -73,7 +74,7 @@ def apply_axes(
             apply_plan(model if unit is wrapped else unit, name, mesh["tensor"], plan)
         if data and (unit is wrapped or name in gathered):
             data_mesh = mesh[data] if len(data) > 1 else mesh[data[0]]
-            _shard(wrapped, unit, data_mesh, "fsdp" in data, options, compute_dtype)
+            _shard(wrapped, unit, data_mesh, "fsdp" in data, options, compute_dtype, in_tree)
     if plan is not None and plan.sequence is not None:
         plan.sequence.watch(mesh["tensor"])
         wrapped.sequence = plan.sequence
@@ -98,9 +99,11 @@ def apply_axes(
 class Filler:
     """Brings parameters and buffers to the device with the values of the mesh's first rank."""
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-        self._device = device
+        self._device = torch.device(mesh.device_type)
+        if mesh.device_type == "cuda":
+            self._device = torch.device("cuda", torch.cuda.current_device())
         self._real: dict[int, nn.Parameter] = {}
         self._done: set[nn.Module] = set()
         self._keep: list[Any] = []
@@ -154,6 +157,7 @@ def _shard(
     sharded: bool,
     options: Options,
     compute_dtype: torch.dtype | None,
+    in_tree: bool,
 ) -> None:
     whole = {
         p
@@ -187,7 +191,7 @@ def _shard(
     engine: Any = unit
     for comm, use, kind in (
         (_AllGather(), engine.set_custom_all_gather, GATHER),
-        (_ReduceScatter(), engine.set_custom_reduce_scatter, REDUCE),
+        (_TreeReduceScatter() if in_tree else _ReduceScatter(), engine.set_custom_reduce_scatter, REDUCE),
     ):
         comm.before = functools.partial(wrapped.note, kind, -1 if unit is wrapped else len(wrapped.units))
         use(comm)
@@ -227,6 +231,15 @@ class _ReduceScatter(DefaultReduceScatter):
     def allocate(self, size: Any, **options: Any) -> Tensor:
         self.before(size[0])
         return super().allocate(size, **options)
+
+
+class _TreeReduceScatter(_ReduceScatter):
+    """The same with the sums of `strategies/sync/tree.py`."""
+
+    def __call__(  # type: ignore[override]  # torch waits for what it returns only where it is asynchronous
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        output_tensor.copy_(reduce_scatter(input_tensor.view(group.size(), -1), group))
 
 
 def sum_gradients_of(unit: Any) -> None:

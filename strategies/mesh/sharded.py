@@ -123,7 +123,7 @@ class ShardedStrategy(SPMDStrategy):
         from lockstep.strategies.mesh.axes import apply_axes
 
         assert self._mesh is not None
-        wrapped = apply_axes(model, self._mesh, self.options, compute_dtype)
+        wrapped = apply_axes(model, self._mesh, self.options, compute_dtype, in_tree=bool(self.virtual_ranks))
         self._compared = "tensor" not in self._sizes
         if wrapped.units:
             self._order = wrapped.order = CallOrder(

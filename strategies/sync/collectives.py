@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,9 +55,13 @@ def presence(parameters: Sequence[nn.Parameter], like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sum_gradients(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup | None] = (None,)) -> None:
-    """Sum what ranks hold of the gradients of these parameters over each of `groups`, in one all-reduce for each dtype
-    and device.
+def sum_gradients(
+    parameters: Sequence[nn.Parameter],
+    groups: Sequence[dist.ProcessGroup | None] = (None,),
+    all_reduce: Callable[..., Any] = dist.all_reduce,
+) -> None:
+    """Sum what ranks hold of the gradients of these parameters over each of `groups`, in one `all_reduce` for each
+    dtype and device.
 
     A gradient that some rank lacks counts as zeros there; one that no rank has stays None.
     """
@@ -69,7 +73,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], groups: Sequence[dist.Proc
         has = presence(members, parts[0])
         flat = torch.cat([has, *(part.reshape(-1) for part in parts)])
         for group in groups:
-            dist.all_reduce(flat, group=group)
+            all_reduce(flat, group=group)
         sums = flat[len(members) :].split([part.numel() for part in parts])
         missing = any(p.grad is None for p in members)
         found = flat[: len(members)].tolist() if missing else None  # a host synchronization, only where one is missing
@@ -102,13 +106,13 @@ def clip_by_norm(
             dist.all_reduce(square, group=group)
         squares.append(square)
     total = torch.stack(squares).sum().sqrt().to(dtype)
-    torch.nn.utils.clip_grads_with_norm_(_holders({**gradients, "copies": copies}), max_norm, total)
+    torch.nn.utils.clip_grads_with_norm_(holders([*_all(gradients), *copies]), max_norm, total)
     return total
 
 
 def clip_by_value(gradients: Mapping[Any, Sequence[Tensor]], value: float) -> None:
     """Clamp each element of what this rank holds of the gradients to [-value, value]."""
-    torch.nn.utils.clip_grad_value_(_holders(gradients), value)
+    torch.nn.utils.clip_grad_value_(holders(_all(gradients)), value)
 
 
 class _Holder:
@@ -118,8 +122,13 @@ class _Holder:
         self.grad = gradient
 
 
-def _holders(gradients: Mapping[Any, Sequence[Tensor]]) -> Any:
-    return [_Holder(gradient) for parts in gradients.values() for gradient in parts]
+def holders(gradients: Sequence[Tensor]) -> Any:
+    """Gradients as torch's functions that clip take them."""
+    return [_Holder(gradient) for gradient in gradients]
+
+
+def _all(gradients: Mapping[Any, Sequence[Tensor]]) -> list[Tensor]:
+    return [gradient for parts in gradients.values() for gradient in parts]
 
 
 def own_group(rows: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup | None:

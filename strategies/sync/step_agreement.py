@@ -20,6 +20,7 @@ from lockstep.strategies.base import StepResult, StepVote
 from lockstep.strategies.launch import fault_injection
 from lockstep.strategies.sync.collective_fingerprint import Calls
 from lockstep.strategies.sync.host_all_gather import Reduced, open_exchange
+from lockstep.strategies.sync.tree import total_of
 
 
 class Message(NamedTuple):
@@ -92,8 +93,11 @@ class StepAgreement:
 
         return post
 
-    def receive(self) -> StepResult:
-        """Wait for the others' messages. Raises RuntimeError where they contradict ours."""
+    def receive(self, in_tree: bool = False) -> StepResult:
+        """Wait for the others' messages. Raises RuntimeError where they contradict ours.
+
+        `in_tree`: sum what was counted in the order of virtual ranks.
+        """
         if fault_injection.plan is not None:
             fault_injection.fault("collective")
         lowest, highest, total = self._messages.reduced()
@@ -105,6 +109,9 @@ class StepAgreement:
         self._step += 1
         bad = None if first_bad == math.inf else f"the loss of rank {first_bad:.0f}"
         count, loss = total[_COUNT], total[_TOTAL]
+        if in_tree:
+            messages = list(self._messages.read())
+            count, loss = (total_of([numbers[place] for numbers in messages]) for place in (_COUNT, _TOTAL))
         return StepResult(count, int(highest[_STOP]), bad, None if math.isnan(loss) or not count else loss / count)
 
     def first_rank(self, says_so: bool) -> int | None:

@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import Module
 from lockstep.strategies.data.batch_slices import cut
-from lockstep.strategies.dp_replicas import replica
+from lockstep.strategies.dp.replicas import replica
 from tests.trainer.toy import Net, distance, equal, loader, quiet, weights
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, default_collate
 from lockstep import CombinedLoader, Module
 from lockstep.strategies import Loss
 from lockstep.strategies.data.sample_axis import SampleCutter
-from lockstep.strategies.dp_replicas import OfSlices, replica
+from lockstep.strategies.dp.replicas import OfSlices, replica
 from tests.trainer.toy import data, distance, loader, quiet, weights
 
 
@@ -370,7 +370,7 @@ def test_a_replica_answers_with_its_own_device(monkeypatch: pytest.MonkeyPatch) 
             devices.append(self.device)
             return super().training_step(batch, batch_idx)
 
-    import lockstep.strategies.dp as dp
+    import lockstep.strategies.dp.strategy as dp
 
     def named(model: nn.Module) -> nn.Module:
         made = replica(model)

@@ -36,7 +36,10 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
         "rng": pack(rng_state(run.streams), f"{folder}/rng", tensors),
         "sums": sums,
         "loader": pack(run.train_dataloader.state_dict(), f"{folder}/loader", tensors),
-        "torchmetrics": {
+        **({} if run.shares is None else {"shares": run.shares.save(folder, tensors)}),
+        "torchmetrics": {}
+        if run.shares is not None
+        else {
             name: pack(
                 {"state": metric.metric_state, "count": metric._update_count}, f"{folder}/metrics/{name}", tensors
             )
@@ -51,6 +54,13 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
     strategy, read = run.strategy, checkpoint.read
     saved = [checkpoint.rank_state(rank) or {} for rank in range(checkpoint.world_size)]
     mine = saved[strategy.topology.rank] if strategy.topology.rank < len(saved) else {}
+    if run.shares is not None:
+        counted = [rank_state for rank_state in saved if rank_state["reports"]]
+        run.metrics.load_state_dict(_shared_sums([rank_state["sums"] for rank_state in counted], strategy))
+        run.shares.restore([rank_state.get("shares", {}) for rank_state in saved], checkpoint)
+        set_rng_state(unpack(saved[0]["rng"], read), run.streams)
+        run.train_dataloader.load_state_dict(unpack(saved[0]["loader"], read))
+        return
     if checkpoint.world_size == strategy.topology.world_size and _place(mine) == (
         strategy.topology.data_rank,
         strategy.topology.data_size,
@@ -90,7 +100,8 @@ def _shared_sums(saved: list[dict[str, Any]], strategy: Strategy) -> dict[str, A
                 name, [reduce_fx, *flags, rank_zero_only, metric, None, 0.0, epoch_value, epoch_count]
             )
             if rank == 0 if rank_zero_only else rank % strategy.topology.data_size == strategy.topology.data_rank:
-                own[-4] = number if own[-4] is None else COMBINE[reduce_fx]([own[-4], number])
+                both = number if own[-4] is None else own[-4] + number if isinstance(number, list) else None
+                own[-4] = COMBINE[reduce_fx]([own[-4], number]) if both is None else both
                 own[-3] += count
     return sums
 

@@ -68,6 +68,8 @@ def _rank_faults(checkpoint: Checkpoint) -> str | None:
         for key, check in _RANK.items():
             if key not in state or not check(state[key]):
                 return f"rank-{rank:05d}.json has no valid {key}"
+        if not _is_dict(state.get("shares", {}), lambda metric: _is_dict(metric, _is_torchmetric)):
+            return f"rank-{rank:05d}.json has no valid shares"
         if not 0 <= state["data_rank"] < state["data_size"] <= checkpoint.world_size:
             return f"rank-{rank:05d}.json has data_rank={state['data_rank']} and data_size={state['data_size']}"
         if (name := _misnamed(state["sums"], state["torchmetrics"])) is not None:
@@ -171,7 +173,7 @@ def _is_sum(value: Any) -> bool:
     return (
         all(map(_is_flag, flags))
         and (metric is None or _is_str(metric))
-        and is_number(number)
+        and (is_number(number) or _is_list(number, is_number))
         and _is_weight(count)
         and is_number(epoch_value)
         and _is_weight(epoch_count)

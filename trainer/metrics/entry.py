@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lockstep.trainer.metrics.exact import ExactSum
+
 COMBINE: dict[str, Callable[[list[float]], float]] = {"mean": sum, "sum": sum, "max": max, "min": min}
 """How a reduction puts the ranks' values together."""
 
@@ -42,17 +44,20 @@ class Entry:
         prog_bar: bool,
         logger: bool,
         rank_zero_only: bool,
+        exact: bool = False,
     ) -> None:
         self.name, self.reduce_fx, self.on_step, self.on_epoch = name, reduce_fx, on_step, on_epoch
         self.prog_bar, self.logger, self.rank_zero_only = prog_bar, logger, rank_zero_only
-        self.start = 0.0 if reduce_fx in ("mean", "sum") else -float("inf") if reduce_fx == "max" else float("inf")
+        self.start: Any = -float("inf") if reduce_fx == "max" else float("inf")
+        if reduce_fx in ("mean", "sum"):
+            self.start = ExactSum() if exact else 0.0
         self.metric: Any = None
         self.by_hand = False  # logged outside of batches: a rank's value weighs the samples that it has seen
         self.total: Tensor | None = None  # what tensors added since the last reduction, on their device
-        self.number = self.start
+        self.number: Any = self.start  # an ExactSum with virtual ranks
         self.count = 0.0  # of this rank, since the last reduction
         self.seen = 0.0  # 1 where `metric` was logged on this rank since the last reduction
-        self.epoch_value = self.number  # over all ranks, since the epoch began
+        self.epoch_value = float(self.start)  # over all ranks, since the epoch began
         self.epoch_count = 0.0
 
     def flags(self) -> list[Any]:

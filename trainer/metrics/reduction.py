@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.trainer.metrics.entry import COMBINE, Entry, Reduced
+from lockstep.trainer.metrics.exact import ExactSum
 
 if TYPE_CHECKING:
     from lockstep.strategies import Strategy
@@ -21,13 +22,11 @@ def reduce(store: MetricStore, strategy: Strategy, epoch_end: bool, reset: bool)
     samples = _agree_on_names(store, strategy) if strategy.topology.world_size > 1 else [1]
     shared = sorted(store.shared(), key=lambda e: e.name)
     local = [e for e in store.entries.values() if e.rank_zero_only]
-    mine = _pack(shared)
-    if not strategy.topology.is_reporting_rank:  # another rank reports the same samples
-        mine = torch.tensor([x for e in shared for x in (e.start, 0.0, 0.0)], dtype=torch.float64)
-    rows = [mine.tolist()] if strategy.topology.world_size == 1 or not shared else strategy.all_gather(mine).tolist()
+    rows = _exact_rows(shared, strategy) if store.exact else _rows(shared, strategy)
     reduced: list[Reduced] = []
     computed: dict[int, Any] = {}
-    for entries, values in ((shared, rows), (local, [_pack(local).tolist()])):
+    of_this_rank = [_values_of(local)] if store.exact else [_pack(local).tolist()]
+    for entries, values in ((shared, rows), (local, of_this_rank)):
         for i, entry in enumerate(entries):
             if any(row[3 * i + 2] for row in values):  # a rank without a sample computes with the others
                 entry.epoch_count = 1.0
@@ -46,6 +45,40 @@ def reduce(store: MetricStore, strategy: Strategy, epoch_end: bool, reset: bool)
     return reduced
 
 
+def _rows(shared: list[Entry], strategy: Strategy) -> list[list[float]]:
+    """What each rank has of these entries: value, count, and whether a metric was logged, of each."""
+    mine = _pack(shared)
+    if not strategy.topology.is_reporting_rank:  # another rank reports the same samples
+        mine = torch.tensor([x for e in shared for x in (e.start, 0.0, 0.0)], dtype=torch.float64)
+    return [mine.tolist()] if strategy.topology.world_size == 1 or not shared else strategy.all_gather(mine).tolist()
+
+
+def _values_of(entries: list[Entry]) -> list[Any]:
+    return [x for e in entries for x in (e.number, e.count, e.seen)]
+
+
+def _exact_rows(shared: list[Entry], strategy: Strategy) -> list[list[Any]]:
+    """The same with sums that are not rounded: as many floats for each value as the longest needs."""
+    if strategy.topology.world_size == 1 or not shared:
+        return [_values_of(shared)]
+    parts = [e.number.floats() if isinstance(e.number, ExactSum) else [e.number] for e in shared]
+    width = int(strategy.all_reduce(torch.tensor(max(1, *map(len, parts))), "max"))
+    mine = [x for e, part in zip(shared, parts, strict=True) for x in (e.count, e.seen, *part, *_padding(width, part))]
+    rows = []
+    for row in strategy.all_gather(torch.tensor(mine, dtype=torch.float64)).tolist():
+        values: list[Any] = []
+        for i, entry in enumerate(shared):
+            count, seen, first, *rest = row[(width + 2) * i : (width + 2) * (i + 1)]
+            number = ExactSum.of([first, *rest]) if isinstance(entry.start, ExactSum) else first
+            values += [number, count, seen]
+        rows.append(values)
+    return rows
+
+
+def _padding(width: int, part: list[float]) -> list[float]:
+    return [0.0] * (width - len(part))
+
+
 def _values(
     entry: Entry, numbers: list[float], counts: list[float], epoch_end: bool, reset: bool, training: bool
 ) -> dict[str, float]:
@@ -53,7 +86,7 @@ def _values(
     shown: dict[str, float] = {}
     count = sum(counts)
     combine = COMBINE[entry.reduce_fx]
-    total = combine(numbers)
+    total = float(combine(numbers))
     entry.number, entry.count, entry.seen = entry.start, 0.0, 0.0
     both = entry.on_step and entry.on_epoch
     step_name = f"{entry.name}_step" if both else entry.name
@@ -72,7 +105,7 @@ def _values(
             else:
                 shown[name] = entry.epoch_value / entry.epoch_count if is_mean else entry.epoch_value
         if reset:
-            entry.epoch_value, entry.epoch_count = entry.start, 0.0
+            entry.epoch_value, entry.epoch_count = float(entry.start), 0.0
     return shown
 
 
@@ -96,6 +129,7 @@ def _weighed_by_samples(
 ) -> tuple[list[float], list[float]]:
     """What ranks have logged outside of batches, each rank's mean weighted by its samples; a rank without any counts
     nothing."""
+    numbers = [float(number) for number in numbers]
     if not any(samples):  # before the first batch
         samples = [1] * len(samples)
     if entry.reduce_fx != "mean":
@@ -109,6 +143,11 @@ def _weighed_by_samples(
     values = {value for value, _ in pairs}
     if len(values) == 1:
         return [values.pop()], [1.0]
+    if store.exact:
+        raise RuntimeError(
+            f"{entry.name!r} was logged outside of a batch with another value on each rank, which with virtual_ranks "
+            "would depend on their number; log it in the step, or log a torchmetrics Metric"
+        )
     store.of_their_own.append(entry.name)
     return [value * weight for value, weight in pairs], [float(weight) for _, weight in pairs]
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.trainer.metrics import reduction
 from lockstep.trainer.metrics.entry import COMBINE, Entry, Reduced, is_metric, of_two_kinds
+from lockstep.trainer.metrics.exact import ExactSum
 
 if TYPE_CHECKING:
     from lockstep.strategies import Strategy
@@ -44,7 +45,7 @@ class _Part:
 class MetricStore:
     """The metrics of one phase (training or one evaluation)."""
 
-    def __init__(self, module: nn.Module | None = None, training: bool = True) -> None:
+    def __init__(self, module: nn.Module | None = None, training: bool = True, exact: bool = False) -> None:
         self.module = module
         self.entries: dict[str, Entry] = {}
         self.keys_hash = 0
@@ -59,6 +60,8 @@ class MetricStore:
         self.in_batch = False
         """Whether a batch is being worked on: decides the defaults of `on_step` and `on_epoch`."""
         self.training = training
+        self.exact = exact
+        """Whether sums are exact, so that they have the same bits on any number of ranks."""
         self.suffix = ""
         """Appended to names where several loaders are evaluated."""
         self.noticed: set[str] = set()
@@ -125,7 +128,7 @@ class MetricStore:
                     f"self.log({entry.name!r}) takes one number, but got a tensor of shape {list(value.shape)}; log "
                     "its mean or its elements under names of their own"
                 )
-            if not value.is_cpu:
+            if not value.is_cpu and not self.exact:
                 self._log_on_device(entry, value.detach().reshape(()), weight)
                 return
             value = value.item()
@@ -193,7 +196,7 @@ class MetricStore:
 
     def back_to(self, mark: list[tuple[Any, ...]]) -> None:
         """Forget what was logged since `mark`; names stay."""
-        fresh = [(e, e.start, None, 0.0, 0.0, e.start, 0.0) for e in self.entries.values()]
+        fresh = [(e, e.start, None, 0.0, 0.0, float(e.start), 0.0) for e in self.entries.values()]
         for entry, *values in [*fresh, *mark]:
             entry.number, entry.total, entry.count, entry.seen, entry.epoch_value, entry.epoch_count = values
 
@@ -218,7 +221,7 @@ class MetricStore:
         for entry in self.entries.values():
             self._settle(entry)
         return {
-            e.name: [*e.flags(), self.path(e.metric), e.number, e.count, e.epoch_value, e.epoch_count or e.seen]
+            e.name: [*e.flags(), self.path(e.metric), _saved(e.number), e.count, e.epoch_value, e.epoch_count or e.seen]
             for e in self.entries.values()
         }
 
@@ -246,8 +249,9 @@ class MetricStore:
                         f"{name!r} was logged of the metric {metric}, which is not a torchmetrics Metric in this run"
                     )
             if number is not None:
-                entry.number, entry.count = number, count
-                self._restored[name] = number, count
+                entry.number = ExactSum.of(number) if isinstance(number, list) else number
+                entry.count = count
+                self._restored[name] = entry.number, count
 
     def reduce(self, strategy: Strategy, epoch_end: bool = False, reset: bool = True) -> list[Reduced]:
         """Exchange what was added since the last call; return the values to show now.
@@ -272,6 +276,12 @@ class MetricStore:
         `reader` calls it after each step, on every rank: a host synchronization, and where the value is `wanted` a
         collective.
         """
+        if self.exact:
+            raise ValueError(
+                f"a scheduler that monitors {name!r} in each step adds it over ranks in their order; with "
+                "virtual_ranks "
+                'give it interval="epoch"'
+            )
         entry = self.entries.get(name) or self.entries.get(name.removesuffix("_step"))
         mine = [0.0, 0.0]
         if entry is not None and entry.on_step and entry.metric is None and entry.reduce_fx == "mean":
@@ -344,7 +354,8 @@ class MetricStore:
         logger: bool,
         rank_zero_only: bool,
     ) -> Entry:
-        entry = self.entries[name] = Entry(name, reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only)
+        flags = reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only
+        entry = self.entries[name] = Entry(name, *flags, exact=self.exact)
         if not rank_zero_only:
             self.keys_hash ^= (zlib.crc32(name.encode()) << 20) | (zlib.adler32(name.encode()) & 0xFFFFF)
         return entry
@@ -354,6 +365,10 @@ class MetricStore:
             total = float(entry.total)  # host sync: only when state is saved or a value changes its device
             entry.number = total if entry.reduce_fx in ("max", "min") else entry.number + total
             entry.total = None
+
+
+def _saved(number: Any) -> Any:
+    return number.floats() if isinstance(number, ExactSum) else number
 
 
 def _too_late(name: str, *_: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,12 +12,12 @@ from torch import Tensor
 
 from lockstep.callbacks._support.printing import safe_print
 from lockstep.strategies.base import StepHooks
-from lockstep.strategies.checkpoint_state import pack, unpack
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.launch.phase import set_phase
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.checkpoint.snapshot import load_extra, restore_weights
 from lockstep.trainer.metrics.entry import Reduced
+from lockstep.trainer.metrics.gathering import gather_values
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import publish
@@ -166,7 +165,7 @@ def evaluate(run: RunState, module: Module, loaders: list[ShardedLoader], stage:
     """Run the step of `stage` over this rank's share of each loader; return the outputs if they are predictions."""
     what, strategy = stage_of(stage, module, run.hooks), run.strategy
     several = len(loaders) > 1
-    metrics = run.metrics = MetricStore(module, training=False)
+    metrics = run.metrics = MetricStore(module, training=False, exact=run.shares is not None)
     metrics.noticed = run.noticed_names
     outputs: list[list[Any]] = []
     with _evaluation_mode(run, module, what, stage):
@@ -203,25 +202,31 @@ def _evaluate_loader(
     keeps = what.name == "predict" and run.keeps_predictions
     outputs: list[Any] = []
     step_hooks = StepHooks(log_scope=metrics.part)
+    shares, places = run.shares, (what.name, run.progress.total_batches, index)
     for batch_idx, window in enumerate(loader.windows(0, limit=limit)):
-        (micro_batch,) = window.micro_batches
         set_phase(run.progress.global_step, f"{what.name} batch {batch_idx}")
-        batch = micro_batch.batch
-        batch = strategy.to_device(batch) if own_transfer is None else own_transfer(batch, index)
-        micro_batch.batch = batch
-        metrics.weight, metrics.in_batch = micro_batch.num_samples, True
-        metrics.samples += micro_batch.num_samples
-        metrics.is_ambiguous = micro_batch.is_ambiguous and strategy.topology.data_size > 1
-        real = micro_batch.num_samples > 0
-        for hook in what.batch_start if real else ():
-            hook(batch, batch_idx, index)
-        places = (batch_idx, index) if several else (batch_idx,)
-        output = strategy.evaluate(run.wrapped, step, micro_batch, *places, hooks=step_hooks)
-        for hook in what.batch_end if real else ():
-            hook(output, batch, batch_idx, index)
-        metrics.in_batch = False
-        if keeps and real:
-            outputs.append(on_host(output))
+        for micro_batch in window.micro_batches:
+            if shares is not None:
+                shares.enter(micro_batch.share, *places, batch_idx)
+            batch = micro_batch.batch
+            batch = strategy.to_device(batch) if own_transfer is None else own_transfer(batch, index)
+            micro_batch.batch = batch
+            metrics.weight, metrics.in_batch = micro_batch.num_samples, True
+            metrics.samples += micro_batch.num_samples
+            metrics.is_ambiguous = micro_batch.is_ambiguous and (shares is not None or strategy.topology.data_size > 1)
+            real = micro_batch.num_samples > 0
+            for hook in what.batch_start if real else ():
+                hook(batch, batch_idx, index)
+            numbers = (batch_idx, index) if several else (batch_idx,)
+            output = strategy.evaluate(run.wrapped, step, micro_batch, *numbers, hooks=step_hooks)
+            for hook in what.batch_end if real else ():
+                hook(output, batch, batch_idx, index)
+            metrics.in_batch = False
+            if keeps and real:
+                kept = on_host(output)
+                outputs.append(kept if shares is None else [batch_idx, micro_batch.share, kept])
+        if shares is not None:
+            shares.leave(*places, batch_idx)
     return outputs
 
 
@@ -265,36 +270,20 @@ def in_dataset_order(run: RunState, outputs: list[Any]) -> list[Any]:
     it."""
     strategy = run.strategy
     if strategy.topology.world_size == 1:
-        return outputs
+        return [output for *_, output in outputs] if run.shares is not None else outputs
     outputs = outputs if strategy.topology.is_reporting_rank else []
     places = strategy.all_gather(torch.tensor(strategy.topology.data_rank)).tolist()
-    pieces: dict[str, Any] = {}
     try:
-        layout = pack(outputs, "predictions", pieces)
+        unpacked = gather_values(strategy, outputs)
     except TypeError as error:
         raise TypeError(
             "predict_step on several ranks must return tensors, numbers, strings, or lists, tuples and dicts of them: "
             f"{error}"
         ) from None
-    parts = [json.loads(text) for text in _gather_bytes(strategy, json.dumps(layout).encode())]
-    tensors = _gather_tensors(strategy, {name: shard.tensor for name, shard in pieces.items()})
-    unpacked = [unpack(part, read.__getitem__) for part, read in zip(parts, tensors, strict=True)]
+    if run.shares is not None:
+        return [output for *_, output in sorted((part for rank in unpacked for part in rank), key=lambda p: p[:2])]
     ranks = [part for _, part in sorted(zip(places, unpacked, strict=True), key=lambda pair: pair[0]) if part]
     return [rank[i] for i in range(max(map(len, ranks))) for rank in ranks if i < len(rank)]
-
-
-def _gather_bytes(strategy: Any, data: bytes) -> list[bytes]:
-    sizes = strategy.all_gather(torch.tensor([len(data)])).flatten().tolist()
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return [bytes(row[:size].numpy()) for row, size in zip(strategy.all_gather(padded), sizes, strict=True)]
-
-
-def _gather_tensors(strategy: Any, tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    from safetensors.torch import load, save  # only predictions on several ranks need it
-
-    data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    return [load(part) for part in _gather_bytes(strategy, data)]
 
 
 def _belongs(key: str, index: int, count: int) -> bool:

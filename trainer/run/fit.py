@@ -264,13 +264,18 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
     data_size, num_samples = run.strategy.topology.data_size, window.num_samples
     if loop.counts_manually:
         num_samples = _samples_of_all(run, window) or num_samples
-    run.window_is_open = True
+    run.window_is_open, shares = True, run.shares
+    if window.num_shares:
+        num //= window.num_shares
     for i, micro_batch in enumerate(window.micro_batches):
-        run.batch_idx = micro_batch.batch_idx = progress.batches_seen + i * window.num_batches // num
+        if shares is not None:
+            shares.enter(micro_batch.share, "train", progress.total_batches)
+        run.batch_idx = micro_batch.batch_idx = progress.batches_seen + i % num * window.num_batches // num
         micro_batch.batch = loop.transfer(micro_batch.batch)
         metrics.weight = micro_batch.num_samples
         metrics.samples += micro_batch.num_samples
-        metrics.in_batch, metrics.is_ambiguous = True, micro_batch.is_ambiguous and data_size > 1
+        metrics.in_batch = True
+        metrics.is_ambiguous = micro_batch.is_ambiguous and (data_size > 1 or shares is not None)
         run.batch_share = micro_batch.num_samples / num_samples
         for hook in hooks.on_train_batch_start:
             hook(micro_batch.batch, micro_batch.batch_idx)
@@ -282,6 +287,8 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
                 hook(micro_batch.output, micro_batch.batch, micro_batch.batch_idx)
             if not loop.reevaluates:
                 micro_batch.batch = micro_batch.output = None
+    if shares is not None:
+        shares.leave("train", progress.total_batches)
 
 
 def _samples_of_all(run: RunState, window: Window) -> int:

@@ -96,7 +96,7 @@ def _life(run: RunState, module: Module, sources: Sources, stage: str, ckpt_path
     run.signals.catch()
     try:
         _open(run, module, sources.datamodule, stage, ckpt_path)
-        with synced_metrics(module, run.strategy):
+        with _metrics_of_all(run, module):
             yield
         _close(run, module, stage)
     except BaseException as caught:
@@ -226,6 +226,23 @@ def _undo(run: RunState) -> None:
         run.strategy.teardown()
     finally:
         run.signals.give_back()
+
+
+@contextmanager
+def _metrics_of_all(run: RunState, module: Module) -> Iterator[None]:
+    """While it lasts torchmetrics objects compute over all ranks, or over all shares."""
+    if not run.strategy.virtual_ranks:
+        with synced_metrics(module, run.strategy):
+            yield
+        return
+    from lockstep.trainer.shares import Shares, shared_metrics
+
+    run.shares = Shares(run, module)
+    try:
+        with shared_metrics(run.shares, module):
+            yield
+    finally:
+        run.shares = None
 
 
 def _owners(run: RunState, module: Module) -> list[Any]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lockstep.trainer.module import Module
     from lockstep.trainer.run.folder import RunFolder
     from lockstep.trainer.setup.compilation import Compiled
+    from lockstep.trainer.shares import Shares
     from lockstep.trainer.trainer import Trainer
 
 RESULTS: tuple[str, ...] = ("callback_metrics", "logged_metrics", "progress_bar_metrics", "log_dir", "should_stop")
@@ -112,6 +113,9 @@ class RunState:
     compiled: Compiled | None = None
     undo: list[Callable[[], None]] = field(default_factory=list)
     """Gives back torch's settings that this run has changed."""
+
+    shares: Shares | None = None
+    """What this rank switches from share to share, with `virtual_ranks`."""
 
     # ---- data and optimizers -------------------------------------------------------------------------
     train_dataloader: Any = None
@@ -199,7 +203,7 @@ class RunState:
     def __getstate__(self) -> dict[str, Any]:
         """What travels to the ranks: arguments and results, not what belongs to an active run."""
         gone: dict[str, Any] = dict.fromkeys(
-            ("wrapped", "resumed", "saving", "module", "datamodule", "train_dataloader", "folder")
+            ("wrapped", "resumed", "saving", "module", "datamodule", "train_dataloader", "folder", "shares")
         )
         gone |= {"streams": {}, "given_loaders": {}, "schedulers": [], "user_optimizers": [], "optimizers": {}}
         gone["parameter_states"] = {}

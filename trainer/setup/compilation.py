@@ -24,6 +24,8 @@ def check(compile: bool | Mapping[str, Any], strategy: Strategy) -> dict[str, An
         return None
     if compile is not True and not isinstance(compile, Mapping):
         raise TypeError(f"compile must be True, False or a dict of arguments of torch.compile, but compile={compile!r}")
+    if "compile" in strategy.capabilities.refuses:
+        raise ValueError(strategy.capabilities.refuses["compile"])
     options = {} if compile is True else dict(compile)
     unknown = sorted(set(options) - set(OPTIONS))
     if unknown:

@@ -82,6 +82,8 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     strategy, checkpoint = run.strategy, run.resumed
     if checkpoint is not None:
         run.seed = checkpoint.state["seed"]
+        saved = checkpoint.state.get("virtual_ranks", 0)
+        resume.check_virtual_ranks(checkpoint.path, saved, strategy.virtual_ranks)
     reload = _Reload.of(run, module, sources)
     with nullcontext() if reload is None else reload.at_its_epoch():
         source = combined(sources.get(module, "train"))
@@ -99,9 +101,11 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     closing, unowned = _set_up_optimizers(run, module)
     run.parameter_states = _parameter_states(run, module)
     run.had_parameter_states = bool(run.parameter_states)
-    run.metrics = MetricStore(module)
+    run.metrics = MetricStore(module, exact=run.shares is not None)
     run.metrics.noticed = run.noticed_names
-    if strategy.topology.data_rank > 0:  # a stream of its own; data rank 0 continues with the process's stream
+    if run.shares is not None:
+        run.shares.outside("start")
+    elif strategy.topology.data_rank > 0:  # a stream of its own; data rank 0 continues with the process's stream
         seed_everything(derive(run.seed, "noise", strategy.topology.data_rank))
     if checkpoint is not None:
         snapshot.restore_trainability(run, module, checkpoint)

@@ -47,6 +47,18 @@ def configured(optimizers: Mapping[str, Optimizer], schedulers: Sequence[Schedul
     }
 
 
+def check_virtual_ranks(path: Any, saved: int, now: int) -> None:
+    """Raise CheckpointError unless a run continues with the shares with which it began: others are another
+    experiment."""
+    if saved != now:
+        began, wants = (f"virtual_ranks={number}" if number else "no virtual_ranks" for number in (saved, now))
+        raise CheckpointError(
+            f"checkpoint {path} is of a run with {began}, but this one has {wants}, which cuts steps in another way; "
+            f"give {'virtual_ranks=' + str(saved) if saved else 'no virtual_ranks'}, or begin a new run from its "
+            "weights (load_from_checkpoint, and fit without ckpt_path)"
+        )
+
+
 def check(path: Any, saved: Any, now: dict[str, Any], same_world: bool, reports: bool) -> None:
     """Compare what the saved run's code configured with what this run's does.
 

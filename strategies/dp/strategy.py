@@ -28,7 +28,7 @@ from lockstep.strategies.base import (
 from lockstep.strategies.data.sample_axis import SampleCutter
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.devices import move
-from lockstep.strategies.dp_replicas import (
+from lockstep.strategies.dp.replicas import (
     check_hooks,
     join_state,
     metrics_of,
@@ -38,11 +38,11 @@ from lockstep.strategies.dp_replicas import (
     replica,
 )
 from lockstep.strategies.launch.rng import kept_streams
+from lockstep.strategies.losses import detach, weighted_losses
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, refuse_max_norm, remarked
 from lockstep.strategies.pipeline.microbatches import merged
 from lockstep.strategies.spmd import SPMDStrategy
-from lockstep.strategies.step import detach, weighted_losses
 
 
 class DataParallel(SPMDStrategy):

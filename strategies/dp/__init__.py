@@ -1,0 +1,1 @@
+"""Data parallelism of one process: replicas of the model in threads."""

@@ -1,0 +1,1 @@
+"""Virtual ranks: the same bits on any number of ranks."""

@@ -1,0 +1,53 @@
+"""From a strategy to what runs in its place with virtual ranks."""
+
+from __future__ import annotations
+
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.mesh.sharded import ShardedStrategy
+from lockstep.strategies.single import SingleDevice
+from lockstep.strategies.virtual.replicas import VirtualReplicas
+from lockstep.strategies.virtual.sharded import VirtualSharded
+from lockstep.strategies.virtual.step import VirtualStep
+
+
+def virtual(strategy: Strategy, number: int) -> Strategy:
+    """The strategy, to be configured, whose numbers are bit for bit those of `number` ranks on any number of them.
+
+    Raises ValueError for a strategy that cannot give them, and for options that let numbers depend on the ranks.
+    """
+    if isinstance(strategy, VirtualStep):
+        strategy.virtual_ranks = number
+        return strategy
+    if isinstance(strategy, SingleDevice):
+        return VirtualReplicas(number, activation_checkpointing=strategy.activation_checkpointing, on_one_device=True)
+    if isinstance(strategy, DDP):
+        _refuse("sync_batchnorm", strategy.sync_batchnorm)
+        _refuse("broadcast_buffers", strategy.shares_buffers, refused=False)
+    elif isinstance(strategy, ShardedStrategy):
+        if "tensor" in strategy.axes:
+            raise ValueError(
+                f"virtual_ranks={number} cannot be used with the axis tensor, which cuts the sums within a layer by "
+                "its size; use single, ddp, fsdp, or a mesh of ddp and fsdp"
+            )
+        options = strategy.options
+        _refuse("find_unused_parameters", options.find_unused_parameters)
+        _refuse("sync_every_micro_batch", options.sync_every_micro_batch)
+        _refuse("broadcast_buffers", options.broadcast_buffers, refused=False)
+        if "fsdp" in strategy.axes:
+            return VirtualSharded(strategy, number)
+    else:
+        raise ValueError(
+            f"virtual_ranks={number} needs a strategy that can add gradients in one order on any number of ranks, "
+            f"which {type(strategy).__name__} cannot; use single, ddp, fsdp, or a mesh of ddp and fsdp"
+        )
+    return VirtualReplicas(
+        number, activation_checkpointing=strategy.activation_checkpointing, timeout_s=strategy.timeout_s
+    )
+
+
+def _refuse(name: str, value: bool, refused: bool = True) -> None:
+    if value is refused:
+        raise ValueError(
+            f"virtual_ranks cannot be used with {name}={value}, by which numbers depend on the ranks; remove it"
+        )

@@ -1,0 +1,55 @@
+"""What a strategy with virtual ranks says of its own: where the gradient of a share is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.strategies.base import StepResult
+
+
+class ShareHooks:
+    """By default every rank holds whole gradients. Every rank calls each of them, in the same order."""
+
+    _watched: list[nn.Parameter]
+
+    def sum_numbers(self, result: StepResult, of_shares: list[tuple[float, float]]) -> StepResult:
+        """`result` with its count and loss in the tree over all shares; of each own share (count, sum of losses).
+
+        It has the sums of ranks in the order of ranks, which is the tree's where a rank's shares follow each other.
+        """
+        return result
+
+    def take_gradients(self, wrapped: nn.Module) -> list[Tensor | None]:
+        """The gradients of the share that has run, in the order of the parameters, which have none afterwards."""
+        taken = []
+        for parameter in self._watched:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None and gradient.layout != torch.strided:
+                raise ValueError(
+                    "virtual_ranks adds dense gradients, but a parameter has a sparse one; use an embedding with "
+                    "sparse=False"
+                )
+            taken.append(gradient)
+        return taken
+
+    def put_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Let these be what `_conclude` completes."""
+        for parameter, gradient in zip(self._watched, gradients, strict=True):
+            parameter.grad = gradient
+
+    def gradient_part(self, parameter: nn.Parameter) -> Tensor:
+        """The part of a parameter's gradient that this rank applies."""
+        assert parameter.grad is not None
+        return parameter.grad
+
+    def counted_part(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """What of it this rank adds to the norm."""
+        return part
+
+    def norm_groups(self) -> Sequence[dist.ProcessGroup | None]:
+        """The ranks that hold other parts of the gradient."""
+        return ()

@@ -1,0 +1,69 @@
+"""What "single" and "ddp" are with virtual ranks: the whole model on every rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, Strategy
+from lockstep.strategies.data.sharded_loader import Window
+from lockstep.strategies.devices import resolve_accelerator, resolve_devices
+from lockstep.strategies.hooks import no_output
+from lockstep.strategies.launch import environment
+from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.sync.buffers import share_buffers
+from lockstep.strategies.sync.collectives import sum_gradients
+from lockstep.strategies.sync.tree import all_reduce
+from lockstep.strategies.virtual.step import VirtualStep
+
+
+class VirtualReplicas(VirtualStep):
+    """A replica of the model on every rank; the gradients of shares are added in one tree over all of them."""
+
+    def __init__(
+        self,
+        virtual_ranks: int,
+        *,
+        activation_checkpointing: bool | Rule = False,
+        timeout_s: float = 1800.0,
+        on_one_device: bool = False,
+    ) -> None:
+        super().__init__(activation_checkpointing=activation_checkpointing)
+        self.virtual_ranks = virtual_ranks
+        self.timeout_s = timeout_s
+        if on_one_device:
+            self.single_process, self.max_devices = True, 1
+
+    def configure(
+        self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
+    ) -> Strategy:
+        world = environment.detect()
+        kind = resolve_accelerator(accelerator)
+        num_ranks = resolve_devices(devices, kind) * num_nodes if world is None else world.world_size
+        if num_ranks == 1 and not environment.forces_mesh():
+            self.single_process, self.max_devices = True, 1
+        return super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        model = model.to(self.topology.device)
+        if self._in_group:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    dist.broadcast(parameter.data, 0)
+            share_buffers(model.modules())
+        return model
+
+    def forward_backward(
+        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
+    ) -> StepResult:
+        result = super().forward_backward(wrapped, step_fn, window, hooks)
+        if self._in_group:  # those of share 0
+            share_buffers(wrapped.modules())
+        return result
+
+    def run_padding(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
+        return no_output  # nothing within a share waits for other ranks
+
+    def finish_gradients(self, wrapped: nn.Module) -> None:
+        sum_gradients([p for p in self._watched if p.requires_grad], all_reduce=all_reduce)

@@ -1,0 +1,202 @@
+"""One optimizer step in shares, whose bits do not depend on how many ranks the shares are on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, Strategy
+from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
+from lockstep.strategies.launch import environment, fault_injection
+from lockstep.strategies.losses import detach, weighted_losses
+from lockstep.strategies.modules.model_changes import shortened
+from lockstep.strategies.spmd import SPMDStrategy
+from lockstep.strategies.sync.collectives import holders
+from lockstep.strategies.sync.tree import PartialSums, add_gradients
+from lockstep.strategies.virtual.hooks import ShareHooks
+from lockstep.strategies.virtual.norm import total_norm
+
+_REFUSES = {
+    "manual_optimization": "virtual_ranks adds the gradients of shares itself, so it needs automatic optimization",
+    "closures": "virtual_ranks runs the shares of a step once, so an optimizer that calls its closure again is refused",
+    "16-mixed": "precision='16-mixed' scales losses by what overflowed on a rank; with virtual_ranks use 'bf16-mixed'",
+}
+
+
+class VirtualStep(ShareHooks, SPMDStrategy):
+    """Base of the strategies that run `virtual_ranks` shares of each step, on any number of ranks.
+
+    The gradient of a step is the sum over shares in a fixed tree (`strategies.sync.tree.py`), and so are what the
+    losses count and their sum. Within a share nothing may depend on the ranks, so collectives raise RuntimeError.
+    """
+
+    capabilities = Capabilities(bitwise=True, refuses=_REFUSES)
+    virtual_ranks = 1
+    _in_share = False
+
+    def configure(
+        self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
+    ) -> Strategy:
+        chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
+        world = environment.detect()
+        num_ranks = self.num_devices * num_nodes if world is None else world.world_size
+        if self.virtual_ranks % num_ranks:
+            fitting = [str(2**i) for i in range(self.virtual_ranks.bit_length())]
+            raise ValueError(
+                f"virtual_ranks={self.virtual_ranks} does not spread over {num_ranks} ranks; use "
+                f"{', '.join(fitting[:-1])} or {fitting[-1]}"
+                if len(fitting) > 1
+                else f"virtual_ranks={self.virtual_ranks} does not spread over {num_ranks} ranks; use 1"
+            )
+        return chosen
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The virtual ranks that this rank runs, in this order."""
+        number = self.virtual_ranks // self.topology.data_size
+        return tuple(range(self.topology.data_rank * number, (self.topology.data_rank + 1) * number))
+
+    def shard_loader(
+        self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False
+    ) -> ShardedLoader:
+        return ShardedLoader(
+            loader,
+            rank=self.shares[0],
+            size=self.virtual_ranks,
+            seed=seed,
+            shuffle=shuffle,
+            accumulate=accumulate,
+            split=split,
+            sum_over_ranks=lambda number: int(self.all_reduce(torch.tensor(number))),
+            virtual=self.shares,
+        )
+
+    def forward_backward(
+        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
+    ) -> StepResult:
+        if not hooks.automatic:
+            self._refuse("manual_optimization")
+        self._step_hooks = hooks
+        run = self.run_step(wrapped, step_fn)
+        last, of_a_share = len(window.micro_batches) - 1, len(window.micro_batches) // window.num_shares
+        gradients, numbers = PartialSums(add_gradients), PartialSums(_add_numbers)
+        versions, counted, total, of_shares = self._versions(), 0.0, 0.0, []
+        try:
+            self._in_share = True
+            for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
+                ends = (i + 1) % of_a_share == 0
+                if self._in_group:
+                    self.set_gradient_sync(wrapped, ends)
+                call = run if micro_batch.num_samples else self.run_padding(wrapped, step_fn)
+                with self.precision.autocast(self.topology.device):
+                    output = call(micro_batch.batch, micro_batch.batch_idx)
+                self._refuse_changed(wrapped, versions)
+                losses, count = weighted_losses(
+                    output, micro_batch.num_samples, 1 / window.num_samples, hooks.parameters
+                )
+                counted, total = counted + count, total + sum(value.item() for value, *_ in losses)
+                micro_batch.output = detach(output)
+                if ends:
+                    of_shares.append((counted, total * window.num_samples))
+                    numbers.append(of_shares[-1])
+                    counted = total = 0.0
+                if i == last:
+                    vote, (counted, total) = hooks.vote(), numbers.total()
+                    if self._agreement is not None:
+                        self._agreement.send(vote, window.num_samples, counted, math.isfinite(total), total)
+                if fault_injection.plan is not None:
+                    fault_injection.fault("backward")
+                for j, (value, inputs, returned) in enumerate(losses):
+                    more = j < len(losses) - 1
+                    if hooks.before_backward is not None:
+                        hooks.before_backward(returned)
+                    value.backward(retain_graph=more, inputs=inputs)
+                    if hooks.after_backward is not None and (i < last or more):
+                        hooks.after_backward()
+                if ends:
+                    gradients.append(self.take_gradients(wrapped))
+        finally:
+            self._in_share = False
+        self.put_gradients(gradients.total())
+        if self._agreement is None:
+            bad = None if math.isfinite(total) else "the loss of rank 0"
+            result = StepResult(counted, vote.stop, bad, total / counted if counted else None)
+        else:
+            result = self.sum_numbers(self._receive(wrapped, self._agreement, in_tree=True), of_shares)
+        return self._conclude(wrapped, result, hooks, window.num_samples) if result.count else result
+
+    def evaluate(
+        self,
+        wrapped: nn.Module,
+        step_fn: Callable[..., Any],
+        micro_batch: MicroBatch,
+        *args: Any,
+        hooks: StepHooks = NO_HOOKS,
+    ) -> Any:
+        try:
+            self._in_share = True
+            return super().evaluate(wrapped, step_fn, micro_batch, *args, hooks=hooks)
+        finally:
+            self._in_share = False
+
+    def clip_gradients(
+        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+    ) -> Tensor | None:
+        parameters = self._in_model_order(optimizer)
+        parts = [self.gradient_part(p) for p in parameters]
+        if algorithm != "norm":
+            torch.nn.utils.clip_grad_value_(holders(parts), value)
+            return None
+        pieces = [
+            (self.counted_part(p, part), p.shape[0] if p.dim() else 1)
+            for p, part in zip(parameters, parts, strict=True)
+        ]
+        norm = total_norm(pieces, self.topology.device, self.norm_groups())
+        norm = norm.to(torch.promote_types(torch.float32, max((p.dtype for p in parts), key=lambda d: d.itemsize)))
+        torch.nn.utils.clip_grads_with_norm_(holders(parts), value, norm)
+        return norm
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        self._refuse_in_share("all_reduce")
+        return super().all_reduce(tensor, op)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self._refuse_in_share("all_gather")
+        return super().all_gather(tensor)
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        self._refuse_in_share("broadcast")
+        return super().broadcast(value, src)
+
+    # ---- helpers -------------------------------------------------------------------------------------
+
+    def _versions(self) -> list[int]:
+        return [p._version for p in self._watched]
+
+    def _refuse_changed(self, wrapped: nn.Module, versions: list[int]) -> None:
+        if versions == self._versions():
+            return
+        names = {id(p): name for name, p in self.unwrap(wrapped).named_parameters()}
+        changed = [
+            names.get(id(p), "?") for p, before in zip(self._watched, versions, strict=True) if p._version != before
+        ]
+        raise RuntimeError(
+            f"training_step changed the parameters {shortened(changed)}, but with virtual_ranks all shares of a step "
+            "see the same ones; change them in a hook such as on_before_zero_grad"
+        )
+
+    def _refuse_in_share(self, what: str) -> None:
+        if self._in_share:
+            raise RuntimeError(
+                f"{what} was called within a share of virtual_ranks={self.virtual_ranks}, where its result would "
+                "depend on the number of ranks; call it in a hook, or train without virtual_ranks"
+            )
+
+
+def _add_numbers(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+    return one[0] + other[0], one[1] + other[1]

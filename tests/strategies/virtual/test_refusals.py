@@ -1,0 +1,152 @@
+"""What would depend on the number of ranks is refused by name, before a parameter has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lockstep import CheckpointError, Module, Trainer
+from lockstep.strategies import DDP, FSDP
+
+
+class Toy(Module):
+    """What `step` does besides computing a loss is up to the test."""
+
+    def __init__(self, step: Callable[[Any, torch.Tensor], Any] | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.step, self.count, self.center = step, 0, torch.zeros(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0] if isinstance(batch, list) else batch
+        if self.step is not None:
+            self.step(self, x)
+        return self.layer(x).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module: Module, loader: Any = None, **options: Any) -> Trainer:
+    settings = {"strategy": "single", "devices": 1, "virtual_ranks": 2, "max_epochs": 1, "logger": False} | options
+    trainer = Trainer(**settings, enable_progress_bar=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.fit(module, DataLoader(TensorDataset(torch.ones(8, 3)), 2) if loader is None else loader)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"virtual_ranks": 6}, "virtual_ranks must be a power of two.* use 4 or 8"),
+        ({"virtual_ranks": 0}, "virtual_ranks must be a whole number of at least 1"),
+        ({"strategy": "ddp", "devices": 3, "virtual_ranks": 4}, "does not spread over 3 ranks; use 1, 2 or 4"),
+        ({"strategy": "tensor", "devices": 2}, "cannot be used with the axis tensor"),
+        ({"strategy": "fsdp=2,tensor=2", "devices": 4}, "cannot be used with the axis tensor"),
+        ({"strategy": "pipeline", "devices": 2}, "Pipeline cannot; use single, ddp, fsdp"),
+        ({"strategy": "deepspeed", "devices": 2}, "DeepSpeed cannot"),
+        ({"strategy": "dp", "devices": 2}, "DataParallel cannot"),
+        ({"strategy": "model", "devices": 2}, "cannot"),
+        ({"strategy": DDP(broadcast_buffers=False), "devices": 2}, "cannot be used with broadcast_buffers=False"),
+        ({"strategy": FSDP(find_unused_parameters=True), "devices": 2}, "find_unused_parameters=True"),
+        ({"strategy": FSDP(sync_every_micro_batch=True), "devices": 2}, "sync_every_micro_batch=True"),
+        ({"precision": "16-mixed"}, "precision='16-mixed' scales losses"),
+        ({"strategy": "fsdp", "devices": 2, "compile": True}, "compile=True"),
+    ],
+)
+def test_layouts_and_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Trainer(**({"devices": 1, "virtual_ranks": 2, "accelerator": "cpu"} | options))
+
+
+def count(module: Any, x: torch.Tensor) -> None:
+    module.count += 1
+
+
+def center(module: Any, x: torch.Tensor) -> None:
+    module.center = 0.9 * module.center + 0.1 * x.mean()
+
+
+def move(module: Any, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        module.layer.weight.mul_(0.9)
+
+
+def meet(module: Any, x: torch.Tensor) -> None:
+    module.all_gather(x)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (count, "training_step changed count of the model"),
+        (center, "training_step changed center of the model"),
+        (move, "training_step changed the parameters layer.weight"),
+        (meet, "all_gather was called within a share of virtual_ranks=2"),
+    ],
+)
+def test_steps_that_depend_on_the_shares_of_a_rank(step: Any, message: str) -> None:
+    module = Toy(step)
+    before = module.layer.bias.detach().clone()
+    with pytest.raises(RuntimeError, match=message):
+        fit(module)
+    assert torch.equal(module.layer.bias, before)
+
+
+def test_manual_optimization() -> None:
+    module = Toy()
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match="virtual_ranks adds the gradients of shares itself"):
+        fit(module)
+
+
+class Embedded(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 3, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(self.table(batch[0][:, 0].long())).mean()
+
+
+def test_sparse_gradients() -> None:
+    with pytest.raises(ValueError, match="adds dense gradients"):
+        fit(Embedded())
+
+
+class Closing(Toy):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def test_optimizers_that_call_their_closure() -> None:
+    with pytest.raises(ValueError, match="an optimizer that calls its closure again is refused"):
+        fit(Closing())
+
+
+class Sharded(IterableDataset):
+    shards_itself = True
+
+    def __iter__(self) -> Any:
+        return iter(torch.ones(8, 3))
+
+
+def test_loaders_whose_samples_depend_on_the_ranks() -> None:
+    with pytest.raises(ValueError, match="Sharded, which shards itself"):
+        fit(Toy(), DataLoader(Sharded(), 2))
+    both = [DataLoader(torch.ones(8, 3), 2), DataLoader(torch.ones(8, 3), 2)]
+    with pytest.raises(ValueError, match="several loaders"):
+        fit(Toy(), both)
+
+
+def test_a_run_cannot_change_its_virtual_ranks(tmp_path: Any) -> None:
+    trainer = fit(Toy())
+    trainer.save_checkpoint(tmp_path / "saved")
+    for other, wanted in ((4, "give virtual_ranks=2"), (None, "give virtual_ranks=2")):
+        again = Trainer(virtual_ranks=other, max_epochs=2, logger=False, devices=1, accelerator="cpu")
+        with pytest.raises(CheckpointError, match=wanted):
+            again.fit(Toy(), DataLoader(TensorDataset(torch.ones(8, 3)), 2), ckpt_path=tmp_path / "saved")

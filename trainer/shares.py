@@ -1,0 +1,281 @@
+"""The shares of `Trainer(virtual_ranks=…)`: each with its own random streams and torchmetrics, all with one model.
+
+A share is what a rank would compute if there were `virtual_ranks` of them. Ranks run theirs one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
+from lockstep.strategies.launch.rng import seed_streams
+from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
+from lockstep.trainer.metrics.gathering import gather_values
+from lockstep.trainer.seeding import derive
+
+if TYPE_CHECKING:
+    from lockstep.trainer.checkpoint.store import Checkpoint
+    from lockstep.trainer.module import Module
+    from lockstep.trainer.run.state import RunState
+
+Values = dict[tuple[nn.Module, str], Any]
+
+
+class Shares:
+    """What a rank switches from share to share, in training and in evaluation."""
+
+    def __init__(self, run: RunState, module: Module) -> None:
+        self._run, self._module = run, module
+        self.own: tuple[int, ...] = run.strategy.shares  # type: ignore[attr-defined]
+        self.place: tuple[str | int, ...] = ("outside",)
+        """Names what is computed now: all random streams are functions of the run's seed and this."""
+        self._share: int | None = None
+        self._metrics: dict[str, Any] = {}
+        self._current = self.own[0]
+        """The share whose states the metrics hold."""
+        self._held: dict[int, dict[str, _MetricState]] = {}
+        self._buffers: list[_Buffer] = []
+        """The model's as they were when the window began."""
+        self._after_first: list[_Buffer] | None = None
+        """As the first share has left them."""
+        self._values: Values = {}
+        self._users: list[nn.Module] = []
+
+    def enter(self, share: int, *place: str | int) -> None:
+        """Called before each micro-batch: begins its share unless that has begun."""
+        if share == self._share:
+            return
+        if self._share is None:
+            self._begin()
+        else:
+            self._end_share()
+            for buffer in self._buffers:
+                buffer.put_back()
+        self._share = share
+        self._switch_metrics(share)
+        self._seed(*place, share)
+
+    def leave(self, *place: str | int) -> None:
+        """Called after the last share of a window: buffers are those of the first, streams those of `place`."""
+        self._end_share()
+        for buffer in self._after_first or ():
+            buffer.put_back()
+        self._share, self._after_first = None, None
+        self._buffers.clear()
+        self._values.clear()
+        self.outside(*place)
+
+    def outside(self, *place: str | int) -> None:
+        """Seed the streams of what is drawn between shares, alike on all ranks."""
+        self._seed("outside", *place)
+
+    def _seed(self, *place: str | int) -> None:
+        self.place = place
+        run = self._run
+        seed_streams(derive(run.seed, "share", *place))
+        for key, generator in run.streams.items():
+            generator.manual_seed(derive(run.seed, "stream", key, *place))
+
+    # ---- buffers follow the first share; other state of the model may not change in a share ------------
+
+    def _begin(self) -> None:
+        self._metrics = torchmetrics_of(self._module)
+        if self._run.evaluating:
+            return
+        inner = {child for metric in self._metrics.values() for child in metric.modules()}
+        modules = [module for module in self._module.modules() if module not in inner]
+        self._buffers = [
+            _Buffer(module, name)
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._users = [module for module in modules if not type(module).__module__.startswith("torch.")]
+        self._values = _values(self._users)
+
+    def _end_share(self) -> None:
+        if self._run.evaluating:
+            return
+        changed = [key for key, value in _values(self._users).items() if not _same(self._values.get(key), value)]
+        if changed:
+            names = {module: name for name, module in self._module.named_modules()}
+            shown = ", ".join(sorted(f"{names[module]}.{name}".lstrip(".") for module, name in changed)[:5])
+            raise RuntimeError(
+                f"training_step changed {shown} of the model, which with virtual_ranks would depend on how many shares "
+                "a rank runs; use a registered buffer (those of share 0 hold), trainer.global_step or self.log"
+            )
+        if self._after_first is None:
+            self._after_first = [_Buffer(buffer.module, buffer.name) for buffer in self._buffers]
+
+    # ---- torchmetrics: a share has states of its own, which meet where a metric computes ---------------
+
+    def _switch_metrics(self, share: int) -> None:
+        if share == self._current or not self._metrics:
+            self._current = share
+            return
+        self._held[self._current] = {name: _MetricState.of(metric) for name, metric in self._metrics.items()}
+        states = self._held.pop(share, {})
+        for name, metric in self._metrics.items():
+            if name in states:
+                states[name].put(metric)
+            else:
+                type(metric).reset(metric)
+        self._current = share
+
+    def states_of(self, metric: Any) -> dict[int, dict[str, Any]]:
+        """By own share what it holds of `metric`; nothing of those that have not updated it."""
+        name = next(name for name, other in torchmetrics_of(self._module).items() if other is metric)
+        held = {share: states[name] for share, states in self._held.items() if name in states}
+        held[self._current] = _MetricState.of(metric)
+        return {share: {"state": held[share].values, "count": held[share].count} for share in sorted(held)}
+
+    def forget(self, metric: Any) -> None:
+        """What `metric.reset()` does: within a share, as torchmetrics' forward calls it, of that; else of all."""
+        type(metric).reset(metric)
+        if self._share is not None:
+            return
+        name = next(name for name, other in torchmetrics_of(self._module).items() if other is metric)
+        for states in self._held.values():
+            states.pop(name, None)
+
+    def save(self, folder: str, tensors: dict[str, TensorShard]) -> dict[str, Any]:
+        """The states of all metrics by share, as JSON; their tensors go to `tensors`."""
+        return {
+            name: {
+                str(share): pack(state, f"{folder}/metrics/{name}/{share}", tensors)
+                for share, state in self.states_of(metric).items()
+            }
+            for name, metric in torchmetrics_of(self._module).items()
+        }
+
+    def restore(self, saved: list[dict[str, Any]], checkpoint: Checkpoint) -> None:
+        """Take back the states of this rank's shares from what all ranks have saved."""
+        found: dict[int, dict[str, _MetricState]] = {}
+        for by_name in saved:
+            for name, by_share in by_name.items():
+                for share, packed in by_share.items():
+                    if int(share) in self.own:
+                        entry = unpack(packed, checkpoint.read)
+                        found.setdefault(int(share), {})[name] = _MetricState(entry["state"], entry["count"])
+        self._current = self.own[0]
+        metrics = torchmetrics_of(self._module)
+        for name, state in found.pop(self._current, {}).items():
+            if name in metrics:
+                state.put(metrics[name])
+        self._held = found
+
+
+class _Buffer:
+    """A buffer and its value, all of which is kept: BatchNorm changes its statistics without a trace."""
+
+    __slots__ = ("_tensor", "_value", "module", "name")
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        self._tensor = module._buffers[name]
+        self._value = torch.empty(0) if self._tensor is None else self._tensor.clone()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        self.module._buffers[self.name] = self._tensor
+        if self._tensor is not None:
+            self._tensor.copy_(self._value)
+
+
+class _MetricState:
+    """What a torchmetrics object has counted."""
+
+    def __init__(self, values: dict[str, Any], count: int) -> None:
+        self.values, self.count = values, count
+
+    @classmethod
+    def of(cls, metric: Any) -> _MetricState:
+        values = {key: getattr(metric, key) for key in metric._defaults}
+        return cls({key: [*v] if isinstance(v, list) else v for key, v in values.items()}, metric._update_count)
+
+    def put(self, metric: Any) -> None:
+        for key, value in self.values.items():
+            setattr(metric, key, value)
+        metric._update_count, metric._computed = self.count, None
+
+
+@contextmanager
+def shared_metrics(shares: Shares, module: nn.Module) -> Iterator[None]:
+    """While it lasts the metrics of `module` compute over the states of all shares, and reset all of them."""
+    metrics = [metric for metric in torchmetrics_of(module).values() if metric.dist_sync_fn is None]
+    for metric in metrics:
+        metric._sync_dist, metric.reset = _Together(shares, metric), _ResetAll(shares, metric)
+        metric.distributed_available_fn = _yes
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            del metric._sync_dist, metric.reset
+            metric.distributed_available_fn = None
+
+
+class _Together:
+    """`metric._sync_dist`: put the states of all shares together, in their order, as torchmetrics does with ranks'."""
+
+    def __init__(self, shares: Shares, metric: Any) -> None:
+        self._shares, self._metric = shares, metric
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        metric, shares = self._metric, self._shares
+        gathered = gather_values(shares._run.strategy, {str(k): v for k, v in shares.states_of(metric).items()})
+        by_share = {int(share): entry for rank in gathered for share, entry in rank.items() if entry["count"]}
+        states = [by_share[share]["state"] for share in sorted(by_share)]
+        for name, reduction in metric._reductions.items():
+            values = [state[name] for state in states]
+            if not values:
+                continue
+            if isinstance(values[0], list):
+                together: Any = [item for value in values for item in value]
+                value = reduction(together) if reduction is not None and together else together
+            else:
+                together = torch.stack(values)
+                value = together if reduction is None else reduction(together)
+            setattr(metric, name, value)
+
+
+class _ResetAll:
+    def __init__(self, shares: Shares, metric: Any) -> None:
+        self._shares, self._metric = shares, metric
+
+    def __call__(self) -> None:
+        self._shares.forget(self._metric)
+
+
+def _yes() -> bool:
+    return True
+
+
+def _values(modules: list[nn.Module]) -> Values:
+    """The numbers and tensors among the attributes of modules, with what tells whether a tensor has changed."""
+    found: Values = {}
+    for module in modules:
+        for key, value in vars(module).items():
+            if isinstance(value, (int, float, complex)):
+                found[module, key] = value
+            elif isinstance(value, Tensor):
+                found[module, key] = (value, value._version)
+            elif type(value) is dict and value and key not in _OF_TORCH:
+                for name, item in value.items():
+                    if isinstance(item, (int, float, complex)):
+                        found[module, f"{key}[{name!r}]"] = item
+    return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return one[0] is other[0] and one[1] == other[1]
+    return bool(one is other or one == other or (one != one and other != other))
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes that every module has: parameters and buffers are compared by themselves."""
