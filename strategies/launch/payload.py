@@ -81,7 +81,7 @@ def dumps(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes
     try:
         _Pickler(file, protocol=5, buffer_callback=None if buffers is None else buffers.append).dump(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        where, found = _culprit(value, "", set())
+        where, found = _culprit(value, "", set()) or ("", value)
         raise TypeError(
             f"Everything that is sent to or returned from ranks must be picklable, but {error}"
             + (f" ({where} is a {type(found).__qualname__})" if where else "")
@@ -90,30 +90,35 @@ def dumps(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes
     return file.getvalue()
 
 
-def _culprit(value: Any, name: str, seen: set[int]) -> tuple[str, Any]:
-    """The innermost attribute or item that cannot be pickled, such as `Sources.loaders['train'].dataset.lock`."""
+def _culprit(value: Any, name: str, seen: set[int]) -> tuple[str, Any] | None:
+    """The innermost attribute or item that cannot be pickled, such as `loaders['train'].dataset.lock`; None if `value`
+    cannot be pickled only because of what refers to it."""
     seen.add(id(value))
+    refers_back = False
     for child_name, child in _children(value, name):
         if id(child) in seen:
+            refers_back = True
             continue
         try:
             _Pickler(io.BytesIO(), protocol=5, buffer_callback=lambda buffer: None).dump(child)
         except Exception:
-            return _culprit(child, child_name, seen)
-    return name, value
+            if found := _culprit(child, child_name, seen):
+                return found
+            refers_back = True
+    return None if refers_back else (name, value)
 
 
 def _children(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
-            root = "" if isinstance(item, (list, tuple)) else type(item).__qualname__
-            yield f"{name}[{i}]" if name else root, item
+            ours = isinstance(item, (list, tuple)) or type(item).__module__.startswith("lockstep.")
+            yield f"{name}[{i}]" if name else "" if ours else type(item).__qualname__, item
     elif isinstance(value, Mapping):
         yield from ((f"{name}[{key!r:.40}]", item) for key, item in value.items())
     elif not isinstance(value, type):
         state = value.__getstate__() if hasattr(type(value), "__getstate__") else getattr(value, "__dict__", None)
         if isinstance(state, dict):
-            yield from ((f"{name}.{key}", item) for key, item in state.items())
+            yield from ((f"{name}.{key}" if name else key, item) for key, item in state.items())
 
 
 class _Pickler(cloudpickle.Pickler):

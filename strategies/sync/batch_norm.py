@@ -26,7 +26,7 @@ class SyncedBatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         layer: Any = self
-        if not self.training:
+        if not self.training or not dist.is_initialized():  # a run that failed may have left the layer so
             return _BATCH_NORM.forward(layer, x)
         layer._check_input_dim(x)
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -65,6 +65,7 @@ def synchronize(model: nn.Module) -> list[nn.Module]:
     A layer stays the object that it is, with its hooks and parameters. Every rank calls it, and in training the same
     layers in the same order. Raises ValueError for a BatchNorm with a forward of its own, or no running statistics.
     """
+    restore([layer for layer in model.modules() if isinstance(layer, SyncedBatchNorm)])  # of a run that failed
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BATCH_NORM)}
     own = [name for name, layer in layers.items() if type(layer).forward not in _FORWARDS]
     if own:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import RankFailure, Trainer
-from lockstep.callbacks import CSVLogger, ModelCheckpoint
+from lockstep.callbacks import Callback, CSVLogger, ModelCheckpoint
 from lockstep.trainer.checkpoint.store import is_checkpoint
 from lockstep.trainer.run.hooks import Hooks
 from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
@@ -317,3 +318,21 @@ def test_what_belongs_to_a_running_fit_does_not_travel_to_the_ranks() -> None:
     active = ("wrapped", "resumed", "saving", "module", "datamodule", "train_dataloader", "folder", "metrics")
     assert [sent[name] for name in active] == [None] * len(active)
     assert sent["hooks"] == Hooks()
+
+
+class Locked(Callback):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+class LockedData(TensorDataset):
+    def __init__(self) -> None:
+        super().__init__(torch.ones(4, 8))
+        self.lock = threading.Lock()
+
+
+def test_what_cannot_travel_is_named_as_users_know_it() -> None:
+    with pytest.raises(TypeError, match=r"\(arguments\.callbacks\[0\]\.lock is a lock\)"):
+        quiet(devices=2, accelerator="cpu", callbacks=[Locked()]).fit(net(), loader())
+    with pytest.raises(TypeError, match=r"\(loaders\['train'\]\.dataset\.lock is a lock\)"):
+        quiet(devices=2, accelerator="cpu").fit(net(), DataLoader(LockedData()))

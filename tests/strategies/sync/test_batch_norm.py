@@ -92,3 +92,13 @@ def test_a_forward_of_a_users_own_is_refused() -> None:
         batch_norm.synchronize(nn.Sequential(nn.Linear(2, 2), Own(2)))
     with pytest.raises(ValueError, match="but norm has track_running_stats=False"):
         batch_norm.synchronize(nn.ModuleDict({"norm": nn.BatchNorm1d(2, track_running_stats=False)}))
+
+
+def test_a_layer_that_a_failed_run_has_left_is_a_plain_one() -> None:
+    layer, plain = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    for _ in range(2):
+        assert batch_norm.synchronize(nn.Sequential(layer)) == [layer]
+    x = torch.randn(5, 3)
+    assert torch.equal(layer(x), plain(x)) and torch.equal(layer.running_var, plain.running_var)
+    batch_norm.restore([layer])
+    assert type(layer) is nn.BatchNorm1d
