@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import os
 import re
 import subprocess
@@ -18,9 +19,14 @@ pytestmark = pytest.mark.ranks
 CSV = "trainer.logger={class: CSVLogger}"
 
 
-def run(*arguments: str, root: Path, timeout_s: float = 110) -> str:
+STUBS = REPO_ROOT / "tests" / "examples" / "stubs"
+"""Has a torchvision that timm can import beside torch's CPU wheel."""
+
+
+def run(*arguments: str, root: Path, timeout_s: float = 110, path: tuple[Path, ...] = ()) -> str:
     """Run a command from the repository's root with its runs below `root`; return what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join(map(str, (REPO_ROOT, *path)))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     overrides = [f"default_root_dir={root}", "accelerator=cpu"]
     result = subprocess.run(
         [sys.executable, *arguments, *overrides],
@@ -108,3 +114,59 @@ def test_gpt_writes_samples_to_tensorboard(tmp_path: Path) -> None:
 def test_gpt_as_it_comes(tmp_path: Path) -> None:
     output = run("-m", "lockstep", "fit", "examples/gpt.yaml", root=tmp_path, timeout_s=600)
     assert metric(output, "val/loss") < 2.6
+
+
+def has(*packages: str) -> pytest.MarkDecorator:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
+
+
+@pytest.mark.slow  # tests/integrations/test_save_pretrained.py writes and reads folders in one process
+@has("transformers")
+def test_bert_begins_with_a_folder_of_transformers_and_writes_one(tmp_path: Path) -> None:
+    from transformers import BertForSequenceClassification
+
+    from examples.bert import Classifier
+
+    begun, written = tmp_path / "begun", tmp_path / "written"
+    before = Classifier(width=16).model
+    before.save_pretrained(begun)
+    options = [f"module.pretrained={begun}", f"module.save_to={written}", "max_steps=1", "trainer.limit_val_batches=1"]
+    run("-m", "lockstep", "fit", "examples/bert.yaml", *options, "strategy=fsdp", "devices=2", root=tmp_path)
+    after = BertForSequenceClassification.from_pretrained(written).state_dict()
+    moved = max(float((after[name] - value).abs().max()) for name, value in before.state_dict().items())
+    assert 0 < moved < 1e-4  # one step, whose learning rate is warming up
+
+
+@has("transformers")
+def test_llama_is_trained_by_its_own_plan(tmp_path: Path) -> None:
+    small = ["module.width=32", "module.depth=1", "module.context=32", "data.max_bytes=60_000", "max_steps=40"]
+    options = [*small, "module.sample_bytes=5", "log_every_n_steps=1", "strategy=tensor", "devices=2", CSV]
+    output = run("-m", "lockstep", "fit", "examples/llama_hf.yaml", *options, root=tmp_path)
+    losses = column(tmp_path, "train/loss")
+    assert losses[0] > 5 and losses[-1] < 3.8
+    assert re.search(r"---- text after 40 steps ----\ndef ", output)
+
+
+@has("timm")
+def test_vit_of_timm_learns_digits(tmp_path: Path) -> None:
+    small = ["module.width=32", "module.depth=1", "max_epochs=5", "module.lr=5e-3", "trainer.callbacks=[]"]
+    output = run("-m", "lockstep", "fit", "examples/vit.yaml", *small, root=tmp_path, path=(STUBS,))
+    assert metric(output, "val/acc") > 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "key", "low", "high"), [("bert", "val/acc", 0.8, 1), ("llama_hf", "train/loss", 1, 2)]
+)
+@has("transformers")
+def test_models_of_transformers_as_they_come(tmp_path: Path, name: str, key: str, low: float, high: float) -> None:
+    output = run("-m", "lockstep", "fit", f"examples/{name}.yaml", root=tmp_path, timeout_s=600)
+    assert low < metric(output, key) < high
+
+
+@pytest.mark.slow
+@has("timm")
+def test_vit_as_it_comes(tmp_path: Path) -> None:
+    output = run("-m", "lockstep", "fit", "examples/vit.yaml", root=tmp_path, timeout_s=600, path=(STUBS,))
+    assert metric(output, "val/acc") > 0.85
