@@ -246,15 +246,16 @@ def is_metric(module: nn.Module) -> bool:
 def _refuse_shared(parts: Cut, stage_of: list[int]) -> None:
     """Raise ValueError for a layer that is on several stages, and for a tensor of several stages that the forward of
     one changes, unseen by the others."""
-    first: dict[nn.Module, int] = {}
-    for i, layer in enumerate(parts.layers):
-        known = first.setdefault(layer.module, i)
-        if stage_of[known] != stage_of[i]:
-            raise ValueError(
-                f"{layer.name} on stage {stage_of[i]} of the pipeline is the same module as {parts.layers[known].name} "
-                f"on stage {stage_of[known]}, and a module runs on one stage; give each a module of its own, whose "
-                "parameters may be the same, or choose split so that both are on one stage"
-            )
+    stage_of_layer = {layer.module: (layer.name, stage) for layer, stage in zip(parts.layers, stage_of, strict=True)}
+    for layer, stage in zip(parts.layers, stage_of, strict=True):
+        for name, child in layer.module.named_modules(prefix=layer.name):
+            other, its = stage_of_layer.get(child, (name, stage))
+            if its != stage:
+                raise ValueError(
+                    f"{name} on stage {stage} of the pipeline is the same module as {other} on stage {its}, and a "
+                    "layer runs on one stage; give each a module of its own, whose parameters may be the same, or "
+                    "choose split so that both are on one stage"
+                )
     holders = holding_stages(parts, stage_of)
     for layer in parts.layers:
         for name, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False):

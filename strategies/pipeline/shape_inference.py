@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,16 +16,15 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeCopyMode,
     FakeTensor,
-    FakeTensorMode,
 )
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from lockstep.strategies.data.batch_slices import signature
 from lockstep.strategies.launch.rng import kept_streams
+from lockstep.strategies.pipeline.fake_tensors import Blank, Mode, Origins, Source
 from lockstep.strategies.pipeline.partition import Cut
 
-MAX_KNOWN = 4096
-"""Operations whose result is kept: less than a kilobyte each."""
+NOTHING: Mapping[Any, Tensor] = {}
 MAX_LAYOUTS = 512
 """Shapes of inputs whose layout is kept: some kilobytes each."""
 
@@ -35,8 +34,10 @@ class Message(NamedTuple):
 
     leaves: tuple[int, ...]
     """Places among the flattened arguments of the call with which the next stage begins."""
+    sources: tuple[Source, ...]
+    """What else later stages need of this and earlier ones: skip connections."""
     tensors: tuple[Tensor, ...]
-    """Shapes, dtypes and requires_grad, as tensors on the meta device."""
+    """Shapes, dtypes and requires_grad of both, as tensors on the meta device."""
 
     @property
     def num_bytes(self) -> int:
@@ -54,16 +55,28 @@ class Layout(NamedTuple):
     """What a layer returns in its n-th call, as fake tensors."""
     result: Any
     """What the module returns, as fake tensors."""
+    skips: dict[tuple[int, int], list[Source]]
+    """The sources that travel, by layer and call."""
 
 
 @dataclass(slots=True)
 class _Pass:
     """One run of the model on fake tensors."""
 
+    origins: Origins
     stage: int = 0
     calls: Counter[int] = field(default_factory=Counter)
-    messages: list[Message] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+    """The layers in the order of their calls."""
+    begins: list[tuple[str, list[Any]]] = field(default_factory=list)
+    """Of each stage but the first, the name of the layer that is called first, and its flattened arguments."""
+    direct: dict[int, int] = field(default_factory=dict)
+    """Versions of the fake tensors with which the running stage begins, by `id`."""
     outputs: dict[tuple[int, int], Any] = field(default_factory=dict)
+    needed: dict[int, set[Source]] = field(default_factory=lambda: defaultdict(set))
+    """By stage, what it needs of earlier ones beside the arguments of its first call."""
+    error: str = ""
+    """Why the layers cannot be on their stages."""
 
 
 class ShapeInference:
@@ -83,6 +96,7 @@ class ShapeInference:
     ) -> None:
         self._net, self._name = parts.net, parts.name or type(parts.net).__name__
         self._layers, self._stage_of, self._device = parts.layers, stage_of, device
+        self._free = parts.free()
         self._mode = Mode()
         self._beside_layers = beside_layers
         self._fake_layers = [self._fake(layer.module) for layer in parts.layers]
@@ -131,10 +145,11 @@ class ShapeInference:
         return self.known[key]
 
     def _infer(self, key: Any, args: Any, kwargs: Any) -> Layout:
-        outer, running = self._pass, _Pass()
+        outer, running = self._pass, _Pass(Origins(self._stage_of, self._fake_beside))
         self._pass = running
+        state = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in self._free]
         try:
-            with torch.enable_grad(), kept_streams(), self.without_first_stage():
+            with torch.enable_grad(), kept_streams(), self.without_first_stage(), running.origins:
                 result = self._net.forward(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ValueError(
@@ -143,46 +158,110 @@ class ShapeInference:
             ) from error
         finally:
             self._pass = outer
-        if running.stage < self._stage_of[-1]:
+            for attributes, before, buffers in state:  # a cache of a module without parameters may have become fake
+                attributes.clear()
+                attributes.update(before)
+                attributes["_buffers"].clear()
+                attributes["_buffers"].update(buffers)
+        if running.stage < self._stage_of[-1] and not running.error:
             missing = self._layers[self._stage_of.index(running.stage + 1)].name
-            raise ValueError(
-                f"{self._name} called no layer of stage {running.stage + 1}, which begins with {missing}; "
-                "define layers in the order in which they are called, or give split"
-            )
-        return Layout(key, running.messages, running.outputs, tree_map_only(FakeTensor, torch.Tensor.detach, result))
+            running.error = f"{self._name} called no layer of stage {running.stage + 1}, which begins with {missing}"
+        if running.error:
+            raise ValueError(f"{running.error}; {self._advice(running.order)}")
+        self._need(running, self._name, tree_leaves(result))
+        messages = [self._message(running, stage) for stage in range(1, running.stage + 1)]
+        skips: dict[tuple[int, int], list[Source]] = {}
+        for source in sorted({source for message in messages for source in message.sources}):
+            skips.setdefault((source.layer, source.call), []).append(source)
+        result = tree_map_only(FakeTensor, torch.Tensor.detach, result)
+        return Layout(key, messages, running.outputs, result, skips)
 
     def layer(self, index: int, args: Any, kwargs: Any) -> Any:
         """What stands for the call of a layer while `layout` runs the model."""
         running = self._pass
         assert running is not None
-        name, stage = self._layers[index].name, self._stage_of[index]
-        if stage < running.stage:
-            raise ValueError(
-                f"{name} is called after layers of stage {running.stage}, but is on stage {stage}: stages follow the "
-                "order in which layers are defined; define it where it is used, or choose split so that both are on "
-                "one stage"
-            )
-        if stage > running.stage + 1:
-            raise ValueError(
-                f"{self._name} calls {name} of stage {stage} before any layer of stage {running.stage + 1}; define "
-                "layers in the order in which they are called"
-            )
-        if stage > running.stage:
-            running.messages.append(_message(name, stage, tree_leaves((args, kwargs))))
-            running.stage = stage
-        with self._mode:
+        name, stage, leaves = self._layers[index].name, self._stage_of[index], tree_leaves((args, kwargs))
+        running.order.append(index)
+        if not running.error:
+            self._need(running, name, leaves)
+            if stage < running.stage:
+                running.error = (
+                    f"{name} is called after layers of stage {running.stage}, but is on stage {stage}: stages follow "
+                    "the order in which layers are defined"
+                )
+            elif stage > running.stage + 1:
+                running.error = (
+                    f"{self._name} calls {name} of stage {stage} before any layer of stage {running.stage + 1}"
+                )
+            elif stage > running.stage:
+                running.begins.append((name, leaves))
+                running.direct = {id(leaf): leaf._version for leaf in leaves if isinstance(leaf, FakeTensor)}
+                running.stage = stage
+        with running.origins.of_layer(leaves, running.stage), self._mode:
             output = self._fake_layers[index](*args, **kwargs)
         call = running.calls[index]
         running.calls[index] += 1
+        running.origins.note_output(index, call, output)
         running.outputs[index, call] = tree_map_only(FakeTensor, Blank, output)
         return output
 
+    def _need(self, running: _Pass, name: str, leaves: Sequence[Any]) -> None:
+        """Note what the running stage needs of earlier ones for these arguments of a layer, or results."""
+        for leaf in leaves:
+            if not isinstance(leaf, FakeTensor) or running.direct.get(id(leaf)) == leaf._version:
+                continue
+            for source in running.origins.of(leaf):
+                if source.is_lost and source.call < running.stage:
+                    raise ValueError(
+                        f"{name} takes a value that stage {source.call} has computed with random numbers or changed in "
+                        f"place between layers, which stage {running.stage} cannot repeat; do it within a "
+                        "layer, or choose split so that all who use it are on one stage"
+                    )
+                if running.origins.stage_of(source) < running.stage:
+                    running.needed[running.stage].add(source)
+
+    def _message(self, running: _Pass, stage: int) -> Message:
+        """What `stage` receives."""
+        origins, (name, leaves) = running.origins, running.begins[stage - 1]
+        needed = (source for later, found in running.needed.items() if later >= stage for source in found)
+        sources = sorted({source for source in needed if origins.stage_of(source) < stage})
+        places = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves))) if isinstance(leaf, FakeTensor)}
+        chosen = [i for i in sorted(places.values()) if not origins.of(leaves[i]) or origins.of(leaves[i]) - {*sources}]
+        if not chosen and not sources:
+            raise ValueError(
+                f"{name} begins stage {stage} but neither it nor what follows takes anything that the layers before "
+                f"it have computed; {self._advice(running.order)}"
+            )
+        like = [*(leaves[i] for i in chosen), *(origins.tensors[source] for source in sources)]
+        tensors = [torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad) for t in like]
+        return Message(tuple(chosen), tuple(sources), tuple(tensors))
+
+    def _advice(self, order: list[int]) -> str:
+        """What to do where layers are called in another order than they are defined."""
+        last = {index: place for place, index in enumerate(order)}
+        first = {index: len(order) - 1 - place for place, index in enumerate(reversed(order))}
+        good = [
+            self._layers[k].name
+            for k in sorted(first)
+            if any(i < k for i in last) and max(last[i] for i in last if i < k) < min(first[i] for i in first if i >= k)
+        ]
+        if len(good) < self._stage_of[-1]:
+            return (
+                f"no split into {self._stage_of[-1] + 1} stages works: define layers in the order in which they are "
+                "called, use fewer stages, or use strategy='ddp' or 'fsdp'"
+            )
+        return (
+            "define layers in the order in which they are called, or give split: stages can begin with "
+            f"{', '.join(good)}"
+        )
+
     @contextmanager
-    def without_first_stage(self) -> Iterator[None]:
-        """Parameters beside layers belong to the first stage: while it lasts they are fake, as on the other stages."""
+    def without_first_stage(self, received: Mapping[Source, Tensor] = NOTHING) -> Iterator[None]:
+        """Parameters beside layers belong to the first stage: while it lasts they are fake, as on the other stages, but
+        for those that were `received`."""
         before = [shell.__dict__.get(name) for shell, name in self._beside_layers]
-        for (shell, name), fake in zip(self._beside_layers, self._fake_beside, strict=True):
-            shell.__dict__[name] = fake  # found before what `_parameters` holds
+        for i, ((shell, name), fake) in enumerate(zip(self._beside_layers, self._fake_beside, strict=True)):
+            shell.__dict__[name] = received.get(Source.beside(i), fake)  # found before what `_parameters` holds
         try:
             yield
         finally:
@@ -211,125 +290,3 @@ class ShapeInference:
                                 )
                             holder[name] = moved[id(tensor)]  # type: ignore[assignment]
         return fake
-
-
-def _message(name: str, stage: int, leaves: Sequence[Any]) -> Message:
-    """What a stage must receive for the flattened arguments of its first layer."""
-    places = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves))) if isinstance(leaf, FakeTensor)}
-    if not places:
-        raise ValueError(
-            f"{name} begins stage {stage} but takes nothing that the layers before it have computed; give split"
-        )
-    chosen = tuple(sorted(places.values()))
-    return Message(
-        chosen,
-        tuple(
-            torch.empty(leaves[i].shape, dtype=leaves[i].dtype, device="meta", requires_grad=leaves[i].requires_grad)
-            for i in chosen
-        ),
-    )
-
-
-# ---- fake tensors ----
-
-
-class Mode(FakeTensorMode):
-    """The fake mode of one model, with what operations on its tensors have given."""
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self.known: dict[Any, Blank] = {}
-
-
-class Blank:
-    """What a tensor without data is like, to make more of them: a tenth of the time of a detach, which goes through the
-    fake mode."""
-
-    __slots__ = ("_device", "_like", "_mode")
-
-    def __init__(self, tensor: FakeTensor) -> None:
-        self._mode, self._device = tensor.fake_mode, tensor.fake_device
-        self._like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-
-    def tensor(self) -> FakeTensor:
-        return _Known(self._mode, self._like, self._device)
-
-
-class _Known(FakeTensor):
-    """Looks up what an operation gives that was asked before, which takes the fake mode many times as long to find
-    out."""
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        question = _question(func, args, kwargs)
-        mode = None if question is None else _mode_of(args)
-        if mode is None:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        answer = mode.known.get(question)
-        if answer is None:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-            if not isinstance(result, FakeTensor) or result.constant is not None:
-                return result
-            if len(mode.known) >= MAX_KNOWN:
-                mode.known.clear()
-            answer = mode.known[question] = Blank(result)
-        return answer.tensor()
-
-
-_makes_new: dict[Any, bool] = {}
-
-
-def _question(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """All that the result of an operation depends on where its tensors have no data; None where it is not such a
-    one."""
-    if func not in _makes_new:
-        arguments, returns = func._schema.arguments, func._schema.returns
-        _makes_new[func] = (
-            len(returns) == 1
-            and str(returns[0].type) == "Tensor"
-            and not any(value.alias_info for value in (*arguments, *returns))
-        )
-    if not _makes_new[func]:
-        return None
-    parts = [_part(value) for value in (*args, *kwargs.values())]
-    return None if None in parts else (func, *kwargs, *parts)
-
-
-_TENSORS = (Tensor, nn.Parameter, FakeTensor, _Known)
-_PLAIN = (bool, int, float, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-def _part(value: Any) -> Any:
-    kind = type(value)
-    if kind in _TENSORS:
-        if value.layout is not torch.strided or getattr(value, "constant", None) is not None:
-            return None
-        return (
-            value.shape,
-            value.stride(),
-            value.dtype,
-            value.fake_device if isinstance(value, FakeTensor) else value.device,
-        )
-    if kind in _PLAIN:
-        return kind, value
-    if kind in (list, tuple):
-        parts = [_part(element) for element in value]
-        return None if None in parts else (kind, *parts)
-    return None
-
-
-def _mode_of(values: Sequence[Any]) -> Mode | None:
-    for value in values:
-        mode = (
-            value.fake_mode
-            if isinstance(value, FakeTensor)
-            else _mode_of(value)
-            if isinstance(value, list | tuple)
-            else None
-        )
-        if isinstance(mode, Mode):
-            return mode
-    return None

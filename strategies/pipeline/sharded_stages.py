@@ -87,11 +87,3 @@ class Shards:
     def undo(self) -> None:
         """Take the layers' classes and hooks off; parameters are left as they are."""
         self._structure.undo()
-
-
-def shard_like(whole: Tensor, sharded: Tensor) -> Tensor:
-    """A tensor that is whole and equal on all ranks, sharded as `sharded` is; nothing is sent."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(sharded, DTensor)
-    return distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)

@@ -7,9 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from lockstep.strategies.pipeline.shape_inference import Layout
+from lockstep.strategies.pipeline.fake_tensors import Blank, Source
+from lockstep.strategies.pipeline.shape_inference import Layout, Message
 
 
 class Leave(BaseException):
@@ -37,7 +41,73 @@ class Run:
     entered: bool = False
     inside: bool = False
     started: bool = False
+    """Whether a layer of this stage has been called."""
     calls: Counter[int] = field(default_factory=Counter)
+    skips: dict[Source, Tensor] | None = None
+    """What has arrived for later stages or as skip connections, and what layers of this stage add to it; None before
+    `received` is there."""
+
+    def arrived(self) -> dict[Source, Tensor]:
+        """Wait until `received` is there, and return `skips`."""
+        assert self.layout is not None
+        if self.skips is None:
+            if self.arrive is not None:
+                self.arrive()
+            self.skips = {}
+            if self.stage:
+                message = self.layout.messages[self.stage - 1]
+                self.skips.update(zip(message.sources, self.received[len(message.leaves) :], strict=True))
+        return self.skips
+
+    def output(self, index: int) -> Any:
+        """What stands for the output of a layer of an earlier stage: tensors without data, but for skip connections."""
+        assert self.layout is not None
+        call = index, self.calls[index]
+        self.calls[index] += 1
+        blank = self.layout.outputs[call]  # new objects a call: those of another micro-batch are others
+        if call not in self.layout.skips:
+            return blank.tensor() if isinstance(blank, Blank) else tree_map_only(Blank, Blank.tensor, blank)
+        leaves, spec = tree_flatten(blank)
+        received = self.arrived()
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Blank):
+                skip = received.get(Source(*call, i))
+                leaves[i] = leaf.tensor() if skip is None else skip.clone()  # which user code may change in place
+        return tree_unflatten(leaves, spec)
+
+    def keep(self, index: int, output: Any) -> None:
+        """Keep what a layer of this stage returned, if a later stage needs it."""
+        assert self.layout is not None
+        call = index, self.calls[index]
+        self.calls[index] += 1
+        for source in self.layout.skips.get(call, ()):
+            self.arrived()[source] = tree_leaves(output)[source.leaf].clone()
+
+    def beside(self) -> dict[Source, Tensor]:
+        """The received parameters of modules around the layers."""
+        assert self.layout is not None
+        if not any(layer < 0 for layer, _ in self.layout.skips):
+            return {}
+        return {source: tensor for source, tensor in self.arrived().items() if source.layer < 0}
+
+
+class Links:
+    """Sends between the ranks of a pipeline, where no schedule does it: one batch ahead at most."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+
+    def send(self, tensors: tuple[Tensor, ...], rank: int) -> None:
+        for work, _ in self._sent:
+            work.wait()  # type: ignore[union-attr]
+        self._sent = [(dist.isend(t, group=self._group, group_dst=rank), t) for t in tensors]
+
+    def receive(self, message: Message, rank: int) -> tuple[Tensor, ...]:
+        tensors = tuple(torch.empty_like(t, device=self._device) for t in message.tensors)
+        for tensor in tensors:
+            dist.recv(tensor, group=self._group, group_src=rank)
+        return tensors
 
 
 class Stage(nn.Module):

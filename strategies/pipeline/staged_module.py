@@ -5,7 +5,8 @@ On every rank the pipelined module runs its own `forward`, on the same inputs. W
 - a layer of an earlier stage computes nothing: it returns a tensor that has a shape and no data;
 - the first layer of this stage finds such tensors among its arguments, and takes what the stage before has
   sent in their place;
-- the first layer of a later stage ends the call: its arguments are what is sent on.
+- the first layer of a later stage ends the call: its arguments are what is sent on, with what earlier layers have
+  returned and code after them uses.
 
 So positions, masks and all else that follows from the inputs alone is recomputed on every stage, and only
 what layers have computed travels. Shape inference on fake tensors finds out, for each shape of the inputs,
@@ -28,10 +29,11 @@ from torch.utils._pytree import tree_any, tree_flatten, tree_leaves, tree_map_on
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.pipeline.fake_tensors import Source
 from lockstep.strategies.pipeline.microbatch_state import StepState
 from lockstep.strategies.pipeline.partition import Cut, holding_stages
-from lockstep.strategies.pipeline.shape_inference import Blank, Layout, Message, ShapeInference
-from lockstep.strategies.pipeline.stage_run import Leave, Run, Stage
+from lockstep.strategies.pipeline.shape_inference import Layout, ShapeInference
+from lockstep.strategies.pipeline.stage_run import Leave, Links, Run, Stage
 from lockstep.strategies.pipeline.stage_tensors import StageTensors, Tied
 
 
@@ -50,6 +52,7 @@ class Staged(nn.Module):
         rank_of: Sequence[int],
         rank: int,
         device: torch.device,
+        group: dist.ProcessGroup | None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -58,14 +61,13 @@ class Staged(nn.Module):
         self.rank, self.device = rank, device
         self.num_stages = len(rank_of)
         self.here = [stage for stage in range(self.num_stages) if rank_of[stage] == rank]
-        self.group: dist.ProcessGroup | None = None
+        self.group, self.links = group, Links(group, device)
         self.splits_backward = False
         """Whether the schedule runs backward for inputs and weights apart: torch then detaches outputs in place, which
         views refuse."""
         self._parts = parts
         self._learned: Layout | None = None
         self._run: Run | None = None
-        self._sent: list[tuple[dist.Work | None, Tensor]] = []
         self.tensors = StageTensors(model, parts, self.stage_of, self.rank_of, rank, device)
         """Which rank holds what."""
         self.tied: Tied
@@ -242,7 +244,7 @@ class Staged(nn.Module):
             seed_streams(mix(run.noise, run.stage + 1))
         outer, self._run, run.inside = self._run, run, True
         try:
-            with self.inference.without_first_stage() if run.stage else nullcontext():
+            with self.inference.without_first_stage(run.beside()) if run.stage else nullcontext():
                 result = self._parts.net._call_impl(*args, **kwargs)
         finally:
             self._run, run.inside = outer, False
@@ -251,9 +253,11 @@ class Staged(nn.Module):
                 f"{self.name} returned on stage {run.stage} before a layer of stage {run.stage + 1} was called"
             )
         if tree_any(lambda leaf: isinstance(leaf, FakeTensor), result):
+            result = tree_map_only(FakeTensor, _received, result)
+        if tree_any(lambda leaf: isinstance(leaf, FakeTensor), result):
             raise RuntimeError(
-                f"{self.name} returns a value that layers of an earlier stage have computed; only what the next layer "
-                "is called with travels between stages"
+                f"{self.name} returns a value that layers of an earlier stage have computed and that did not travel; "
+                "return a tensor, or lists, tuples and dicts of them"
             )
         return result
 
@@ -263,7 +267,7 @@ class Staged(nn.Module):
         carried: tuple[Tensor, ...] = ()
         for stage in self.here:
             if stage and self.rank_of[stage - 1] != self.rank:
-                carried = self._receive(layout.messages[stage - 1], self.rank_of[stage - 1])
+                carried = self.links.receive(layout.messages[stage - 1], self.rank_of[stage - 1])
             try:
                 return True, self._enter(
                     Run(stage=stage, received=carried, layout=layout, noise=noise, entered=True), args, kwargs
@@ -271,7 +275,7 @@ class Staged(nn.Module):
             except Leave as left:
                 carried = left.tensors
                 if self.rank_of[stage + 1] != self.rank:
-                    self._send(carried, self.rank_of[stage + 1])
+                    self.links.send(carried, self.rank_of[stage + 1])
         return False, None
 
     def _everywhere(self, args: Any, kwargs: Any) -> Any:
@@ -288,17 +292,6 @@ class Staged(nn.Module):
                 )
                 dist.broadcast(leaves[i], group=self.group, group_src=source)
         return tree_unflatten(leaves, spec)
-
-    def _send(self, tensors: tuple[Tensor, ...], rank: int) -> None:
-        for work, _ in self._sent:  # so that this rank is one batch ahead at most
-            work.wait()  # type: ignore[union-attr]
-        self._sent = [(dist.isend(t, group=self.group, group_dst=rank), t) for t in tensors]
-
-    def _receive(self, message: Message, rank: int) -> tuple[Tensor, ...]:
-        tensors = tuple(torch.empty_like(t, device=self.device) for t in message.tensors)
-        for tensor in tensors:
-            dist.recv(tensor, group=self.group, group_src=rank)
-        return tensors
 
     def _layout(self, args: Any, kwargs: Any) -> Layout:
         outer, self._run = self._run, Run(wants="shapes", inside=True, entered=True)
@@ -325,56 +318,59 @@ class Staged(nn.Module):
         if stage == run.stage:
             if stage:
                 args, kwargs = self._incoming(run, index, args, kwargs)
-            return self._calls[index](*args, **kwargs)
+            run.inside = False  # layers within it are called as parts of it
+            output = self._calls[index](*args, **kwargs)
+            run.inside = True
+            if run.layout.skips:  # type: ignore[union-attr]
+                run.keep(index, output)
+            return output
         if stage > run.stage:
             raise Leave(self._outgoing(run, index, args, kwargs))
-        call = run.calls[index]
-        run.calls[index] += 1
-        # A new object a call: that of another micro-batch is another one.
-        blank = run.layout.outputs[index, call]  # type: ignore[union-attr]
-        return blank.tensor() if isinstance(blank, Blank) else tree_map_only(Blank, Blank.tensor, blank)
+        return run.output(index)
 
     def _incoming(self, run: Run, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not run.started:
             run.started = True
-            if run.arrive is not None:
-                run.arrive()
+            run.arrived()
             leaves = tree_leaves((args, kwargs))
             copies = self._edits_input[index] and torch.is_grad_enabled()  # what is received is a leaf of the graph
             message = run.layout.messages[run.stage - 1]  # type: ignore[union-attr]
-            for i, tensor in zip(message.leaves, run.received, strict=True):
-                leaves[i].received = tensor.clone() if copies else tensor
+            for i, tensor in zip(message.leaves, run.received, strict=False):
+                leaves[i].received = (tensor.clone() if copies else tensor), leaves[i]._version
         return self._real_arguments(index, args, kwargs)
 
     def _real_arguments(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if not kwargs and all(type(arg) is Tensor for arg in args):
+        if not kwargs and all(type(arg) is Tensor and not hasattr(arg, "received") for arg in args):
             return args, kwargs
-        return tree_map_only(FakeTensor, functools.partial(self._real, index), (args, kwargs))
+        return tree_map_only(Tensor, functools.partial(self._real, index), (args, kwargs))
 
     def _real(self, index: int, leaf: Tensor) -> Tensor:
-        """What was received for a tensor without data."""
-        found = getattr(leaf, "received", None)
-        if found is None:
-            raise RuntimeError(
-                f"{self.layers[index].name} takes a value that layers of an earlier stage have computed and that is "
-                "not handed from layer to layer; compute it once before the first layer and pass it to each, or choose "
-                "split so that all who use it are on one stage"
-            )
-        return found
+        found = _received(leaf)
+        if not isinstance(found, FakeTensor):
+            return found
+        raise RuntimeError(
+            f"{self.layers[index].name} takes a value that layers of an earlier stage have computed and that did not "
+            "travel; return tensors from layers, or lists, tuples and dicts of them, or choose split so that all who "
+            "use it are on one stage"
+        )
 
     def _outgoing(self, run: Run, index: int, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
         message = run.layout.messages[run.stage]  # type: ignore[union-attr]
-        leaves = tree_leaves((args, kwargs))
+        leaves, skips = tree_leaves((args, kwargs)), run.arrived()
+        sent = [self._real(index, leaves[i]) for i in message.leaves]
+        if run.stage == 0:
+            skips |= {Source.beside(i): p for i, p in enumerate(self.tensors.own_parameters())}
+        sent += [skips[source] for source in message.sources]
         tensors = []
-        for i, expected in zip(message.leaves, message.tensors, strict=True):
-            tensor = self._real(index, leaves[i]) if isinstance(leaves[i], FakeTensor) else leaves[i]
+        for i, (tensor, expected) in enumerate(zip(sent, message.tensors, strict=True)):
             if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
                 found, inferred = f"{list(tensor.shape)} {tensor.dtype}", f"{list(expected.shape)} {expected.dtype}"
                 raise RuntimeError(
                     f"shapes and dtypes within {self.name} must follow from those of its inputs, "
                     f"but {self.layers[index].name} is given {found} where shape inference gave {inferred}"
                 )
-            copied = isinstance(tensor, nn.Parameter) or (self.splits_backward and tensor._base is not None)
+            copied = i >= len(message.leaves) or isinstance(tensor, nn.Parameter)
+            copied = copied or (self.splits_backward and tensor._base is not None)
             tensors.append(tensor.clone(memory_format=torch.contiguous_format) if copied else tensor.contiguous())
         return tuple(tensors)
 
@@ -382,8 +378,7 @@ class Staged(nn.Module):
 
     def _stage(self, index: int) -> Stage:
         layers = [layer.module for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage == index]
-        own = [shell._parameters[name] for shell, name in self.tensors.beside_layers] if index == 0 else []
-        return Stage(index, layers, [p for p in own if p is not None])
+        return Stage(index, layers, self.tensors.own_parameters() if index == 0 else [])
 
     def _patch(self) -> None:
         """Put the stand-ins in the place of the calls, on the objects: names, types, attributes and copies stay the
@@ -397,3 +392,9 @@ class Staged(nn.Module):
         self._parts.net._compiled_call_impl = self._call
         for index, layer in enumerate(self.layers):
             layer.module._compiled_call_impl = functools.partial(self._call_layer, index)
+
+
+def _received(tensor: Tensor) -> Tensor:
+    """What the stage before has sent for a tensor, if it did and the tensor has not changed since; else the tensor."""
+    found, version = getattr(tensor, "received", (tensor, 0))
+    return found if version == tensor._version else tensor

@@ -36,7 +36,7 @@ from lockstep.strategies.pipeline.optimizers import (
 )
 from lockstep.strategies.pipeline.schedules import check_options
 from lockstep.strategies.pipeline.schedules import schedule as find_schedule
-from lockstep.strategies.pipeline.stage_tensors import Tied, merge_meta
+from lockstep.strategies.pipeline.stage_tensors import Tied, merge_meta, shard_like, whole
 from lockstep.strategies.pipeline.staged_module import Staged
 from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
@@ -180,8 +180,9 @@ class Pipeline(SPMDStrategy):
             )
         rank_of = self.schedule.rank_of(self.num_stage_ranks)
         stage_of = partition.stages(parts, len(rank_of), self.split, costs)
-        staged = Staged(model, parts, stage_of, rank_of, self._ranks.stage_rank, self.topology.device)
-        staged.group, staged.splits_backward = self._ranks.group, self.schedule.splits_backward
+        ranks = rank_of, self._ranks.stage_rank
+        staged = Staged(model, parts, stage_of, *ranks, self.topology.device, self._ranks.group)
+        staged.splits_backward = self.schedule.splits_backward
         staged.tied = Tied(staged.tensors, self._ranks, self.topology)
         if self._ranks.mesh is not None:
             from lockstep.strategies.pipeline.sharded_stages import Shards
@@ -313,8 +314,6 @@ class Pipeline(SPMDStrategy):
             raise RuntimeError(
                 "whole() was called within a step, which a pipeline's ranks do not run alike; call it in a hook"
             )
-        from lockstep.strategies.pipeline.whole_model import whole
-
         with whole(wrapped, self._ranks.group, self._optimizers):
             yield
 
@@ -379,8 +378,6 @@ class Pipeline(SPMDStrategy):
 
     def write_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         if gradient is not None and hasattr(parameter, "device_mesh"):
-            from lockstep.strategies.pipeline.sharded_stages import shard_like
-
             gradient = shard_like(gradient, parameter)
         parameter.grad = gradient
 

@@ -46,6 +46,7 @@ def plan(strategy: Strategy, model: nn.Module) -> str:
     table = "\n".join(
         f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:<{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in rows
     )
+    table += "".join(f"\n  {text}" for text in _shared(parts, stage_of))
     formula = schedule.formula(num_ranks, num_parts)
     equal, real = schedule.bubble(num_ranks, num_parts), schedule.bubble(num_ranks, num_parts, shares)
     return "\n".join(
@@ -64,3 +65,16 @@ def plan(strategy: Strategy, model: nn.Module) -> str:
             f"With stages that cost as above: {real:.1%}.",
         ]
     )
+
+
+def _shared(parts: partition.Cut, stage_of: list[int]) -> list[str]:
+    """A line for each parameter that several stages hold."""
+    holders = partition.holding_stages(parts, stage_of)
+    names: dict[int, list[str]] = {}
+    for name, parameter in parts.net.named_parameters(prefix=parts.name, remove_duplicate=False):
+        if len(holders[id(parameter)]) > 1:
+            names.setdefault(id(parameter), []).append(name)
+    return [
+        f"{' = '.join(found)} is on stages {' and '.join(map(str, sorted(holders[key])))}, which sum its gradients"
+        for key, found in names.items()
+    ]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep.callbacks import WeightAveraging
 from lockstep.strategies import Pipeline
 from lockstep.strategies.pipeline.partition import cut, stages
+from lockstep.strategies.pipeline.timeline import plan
 from lockstep.trainer.checkpoint.store import Checkpoint
 from tests.strategies.pipeline.classifiers import Base, difference, exact, fit
 
@@ -263,13 +264,21 @@ def test_a_shared_weight_that_a_step_changes_is_refused(parts: int) -> None:
         fit(module, Pipeline(num_micro_batches=parts, schedule="gpipe"), 2)
 
 
+def test_the_plan_shows_what_stages_share() -> None:
+    strategy = Pipeline()
+    strategy.configure(devices=2, accelerator="cpu")
+    text = plan(strategy, Tied())
+    assert "net.embed.weight = net.head.weight is on stages 0 and 1, which sum its gradients" in text
+
+
 def test_what_stages_cannot_share_is_named() -> None:
     tied, layer, norm = Tied(), nn.Linear(4, 4), nn.BatchNorm1d(4)
     tied.net.embed.max_norm = 1.0
     twice = nn.Sequential(layer, nn.Linear(4, 4), nn.ReLU(), nn.Sequential(layer, nn.ReLU()))
     for model, message in (
         (tied, "net.embed changes its weight in the forward, which stages 0 and 1 of the pipeline share"),
-        (twice, "3.0 on stage 1 of the pipeline is the same module as 0 on stage 0"),
+        (twice, "0 on stage 0 of the pipeline is the same module as 3.0 on stage 1"),
+        (nn.Sequential(layer, nn.Linear(4, 4), Normalized(layer)), "2.norm on stage 1 of the pipeline is the same mod"),
         (nn.Sequential(Normalized(norm), Normalized(norm)), "0.norm changes its running_mean in the forward, which"),
     ):
         with pytest.raises(ValueError, match=message):
