@@ -19,7 +19,8 @@ from lockstep.trainer.run.folder import read_summary
 USAGE = "lockstep runs [FOLDER] [--json]"
 
 DESCRIPTION = """
-A run is running, finished, interrupted (killed, or stopped by a signal) or failed. Steps of a run that has not ended
+A run is running, finished, interrupted (killed, or stopped by a signal), failed, or unknown if its summary.json cannot
+be read. Steps of a run that has not ended
 are those of its newest checkpoint, or what it has computed if it was never restarted. "best" is the best value of the
 metric that a ModelCheckpoint monitors. "when" is when a run ended, or when it was started if it is running.
 """
@@ -76,16 +77,15 @@ def describe(folder: Path) -> dict[str, Any]:
     since 1970)."""
     summary = read_summary(folder)
     reason = str(summary.get("exit", "unknown"))
-    steps, epochs = summary.get("steps", 0), summary.get("epochs", 0)
+    steps, epochs = _number(summary.get("steps")), _number(summary.get("epochs"))
     saved = _newest_state(folder / "checkpoints")
     if reason in ("running", "killed"):
-        progress = saved.get("progress", {})
-        computed = 0 if summary.get("restarts") else summary.get("first_step", 0) + summary.get("computed_steps", 0)
-        steps, epochs = (
-            max(steps, progress.get("global_step", 0), computed),
-            max(epochs, progress.get("current_epoch", 0)),
-        )
-    metric, best = _best(saved.get("callbacks", {}))
+        progress = saved.get("progress")
+        progress = progress if isinstance(progress, dict) else {}
+        computed = 0 if summary.get("restarts") else _number(summary.get("first_step")) + _computed(folder)
+        steps = max(steps, _number(progress.get("global_step")), computed)
+        epochs = max(epochs, _number(progress.get("current_epoch")))
+    metric, best = _best(saved.get("callbacks"))
     return {
         "run": str(folder),
         "state": _state(reason),
@@ -98,8 +98,15 @@ def describe(folder: Path) -> dict[str, Any]:
     }
 
 
+def _computed(folder: Path) -> int:
+    """Optimizer steps that were computed in a run's folder, which a living run counts in its lock file."""
+    with suppress(OSError), open(folder / "run.lock", "rb") as file:
+        return int.from_bytes(file.read(8), "little")
+    return 0
+
+
 def _state(reason: str) -> str:
-    if reason in ("running", "finished"):
+    if reason in ("running", "finished", "unknown"):
         return reason
     return "interrupted" if reason == "killed" or reason.startswith("stopped") else "failed"
 
@@ -117,11 +124,17 @@ def _newest_state(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _best(callbacks: dict[str, Any]) -> tuple[str | None, float | None]:
+def _best(callbacks: Any) -> tuple[str | None, float | None]:
     """The metric of the first ModelCheckpoint that monitors one, and its best value."""
-    for key, state in callbacks.items():
+    for key, state in callbacks.items() if isinstance(callbacks, dict) else ():
         found = re.match(r"ModelCheckpoint\[monitor=(.+), mode=(min|max),", key)
-        scores = [score for _, score in state.get("best_k_models", [])] if found and isinstance(state, dict) else []
-        if found and scores:
-            return found[1], (min if found[2] == "min" else max)(scores)
+        if found and isinstance(state, dict):
+            with suppress(KeyError, TypeError, ValueError):
+                scores = [float(score) for _, score in state["best_k_models"]]
+                return found[1], (min if found[2] == "min" else max)(scores)
     return None, None
+
+
+def _number(value: Any) -> int:
+    """A count of a file that anybody may have written."""
+    return value if isinstance(value, int) else 0

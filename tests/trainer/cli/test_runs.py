@@ -67,12 +67,13 @@ def test_a_table_of_states_and_best_metrics(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_run_under_way_is_running(capsys: pytest.CaptureFixture[str]) -> None:
     class Looks(Net):
-        def on_train_end(self) -> None:
-            main(["runs", "--json"])
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.global_step == 3:  # before the first checkpoint
+                main(["runs", "--json"])
 
     fit(Looks())
     said = json.loads(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("{")))
-    assert (said["state"], said["steps"], said["when"] > 0) == ("running", 8, True)
+    assert (said["state"], said["steps"], said["when"] > 0) == ("running", 3, True)
 
 
 def test_folders_without_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +82,27 @@ def test_folders_without_runs(capsys: pytest.CaptureFixture[str]) -> None:
     Path("none").mkdir()
     assert main(["runs", "none"]) == 0
     assert capsys.readouterr().out == "no run in none\n"
+
+
+def test_files_that_are_damaged_are_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    key = "ModelCheckpoint[monitor=val/loss, mode=min, every_n_epochs=None]"
+    for i, (summary, state) in enumerate(
+        [
+            ("not JSON", "[]"),
+            ('{"exit": "killed", "steps": "many", "restarts": 1}', '{"progress": 3, "callbacks": []}'),
+            ('{"exit": "finished", "steps": 3}', json.dumps({"callbacks": {key: {"best_k_models": [["a", "b"], 3]}}})),
+        ]
+    ):
+        saved = Path("runs", str(i), "checkpoints", "last")
+        saved.mkdir(parents=True)
+        (saved / "manifest.json").touch()
+        (saved / "state.json").write_text(state)
+        Path("runs", str(i), "summary.json").write_text(summary)
+    assert main(["runs", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {(run["state"], run["steps"], run["best"]) for run in found} == {
+        *(("unknown", 0, None), ("interrupted", 0, None), ("finished", 3, None))
+    }
 
 
 @pytest.mark.ranks
