@@ -101,7 +101,8 @@ def message(*overrides: str, text: str = "module: {class: shop.Net, width: 8}\n"
 
 def test_files_then_overrides_in_order() -> None:
     first = write(
-        "module: {class: shop.Net, width: 8, lr: 0.1}\ntrainer: {max_epochs: 1, callbacks: [{class: Timer}, {class: LearningRateMonitor}]}\n",
+        "module: {class: shop.Net, width: 8, lr: 0.1}\n"
+        "trainer: {max_epochs: 1, callbacks: [{class: Timer}, {class: LearningRateMonitor}]}\n",
         "a.yaml",
     )
     second = write("module: {lr: 0.2}\ntrainer: {callbacks: [{class: LRWarmup, steps: 5}]}\n", "b.yaml")
@@ -142,9 +143,8 @@ def test_top_level_spellings_are_the_trainers() -> None:
 
 def test_both_spellings_in_one_file_is_an_error() -> None:
     text = "module: {class: shop.Net, width: 8}\nseed: 3\ntrainer:\n  seed: 4\n"
-    assert (
-        message(text=text)
-        == "seed (run.yaml:2): is short for trainer.seed, which the same file sets as well (run.yaml:4); keep one of them"
+    assert message(text=text) == (
+        "seed (run.yaml:2): is short for trainer.seed, which the same file sets as well (run.yaml:4); keep one of them"
     )
 
 
