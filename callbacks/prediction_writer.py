@@ -58,9 +58,10 @@ class PredictionWriter(Callback):
         self._close()
         self._columns, self._rows, self._is_open = {}, {}, True
         self._folder.mkdir(parents=True, exist_ok=True)
-        _remove_parts(self._folder, lambda rank: rank in (str(self._rank), "all"))
-        if trainer.is_global_zero:  # of an earlier run on more ranks
-            _remove_parts(self._folder, lambda rank: rank != "all" and int(rank) >= topology.data_size)
+        if topology.is_reporting_rank:  # no other one writes this rank's files
+            _remove_parts(self._folder, lambda rank: rank == str(self._rank))
+        if trainer.is_global_zero:  # of an earlier run, perhaps on more ranks
+            _remove_parts(self._folder, lambda rank: rank == "all" or int(rank) >= topology.data_size)
 
     def on_predict_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
