@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.strategies.sync.collectives import all_gather
+
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 _FORWARDS = (_BATCH_NORM.forward, nn.SyncBatchNorm.forward)
 
@@ -31,18 +33,36 @@ class SyncedBatchNorm(nn.Module):
         layer._check_input_dim(x)
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         dims, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
-        counted = float(self.counts)
-        number = wide.new_full((1,), counted * x.numel() / x.shape[1])
-        *sums, total = _Sum.apply(torch.cat([wide.sum(dims) * counted, number])).split([x.shape[1], 1])
-        mean = sums[0] / total
+        channels, number = x.shape[1], float(self.counts) * x.numel() / x.shape[1]
+        mean = wide.mean(dims)
         centered = wide - mean.view(shape)
-        variance = _Sum.apply(centered.square().sum(dims) * counted) / total
+        squares = centered.square().sum(dims) * float(self.counts)
+        means, squares, numbers = _Gather.apply(torch.cat([mean, squares, wide.new_full((1,), number)])).split(
+            [channels, channels, 1], 1
+        )
+        total = numbers.sum()
         if x.is_cpu and not torch.compiler.is_compiling() and total.item() < 2:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
-        _update(layer, mean.detach(), variance.detach(), total.detach())
+        of_all = (means * numbers).sum(0) / total
+        variance = (squares + numbers * (means - of_all).square()).sum(0) / total
+        _update(layer, of_all.detach(), variance.detach(), total.detach())
         scale = torch.rsqrt(variance + layer.eps)
-        normalized = centered * (scale if layer.weight is None else scale * layer.weight).view(shape)
-        return (normalized if layer.bias is None else normalized + layer.bias.view(shape)).to(x.dtype)
+        scale = scale if layer.weight is None else scale * layer.weight
+        shift = (mean - of_all) * scale
+        shift = shift if layer.bias is None else shift + layer.bias
+        return (centered * scale.view(shape) + shift.view(shape)).to(x.dtype)
+
+
+class _Gather(torch.autograd.Function):
+    """The ranks' rows, a row each."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor) -> Tensor:
+        return all_gather(row)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _Sum.apply(gradients[0])[dist.get_rank()]
 
 
 class _Sum(torch.autograd.Function):
