@@ -58,6 +58,7 @@ class ModelCheckpoint(Callback):
         save_last: Keep the latest state as `<dirpath>/last` besides, replaced atomically. It shares its
             files with the checkpoint of the same step where there is one and the file system has hard links.
         save_weights_only: Save no state of training: such checkpoints cannot be resumed.
+        save_trainable_only: Leave frozen weights out of all checkpoints of the run, which the code must build again.
         async_save: Training waits only while the state is copied to host memory; files are written and committed
             asynchronously. A new save, and the end of training, waits for the previous one to finish. A failed one
             ends training within a step, on all ranks.
@@ -88,6 +89,7 @@ class ModelCheckpoint(Callback):
         save_top_k: int = 1,
         save_last: bool = False,
         save_weights_only: bool = False,
+        save_trainable_only: bool = False,
         async_save: bool = False,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
@@ -108,7 +110,7 @@ class ModelCheckpoint(Callback):
         self.dirpath = self._given_dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
         self.monitor, self.mode = monitor, mode
         self.save_top_k, self.save_last = save_top_k, save_last
-        self.save_weights_only = save_weights_only
+        self.save_weights_only, self.save_trainable_only = save_weights_only, save_trainable_only
         self.async_save = async_save
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs

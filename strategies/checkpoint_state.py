@@ -238,7 +238,7 @@ def restore_model(model: nn.Module, reader: Reader, strict: bool = True, take: T
 
 def check_names(own: Iterable[str], reader: Reader) -> None:
     """Raise KeyError where parameters and buffers of the module are other ones than those saved."""
-    have, saved = set(own), set(reader.meta["model"])
+    have, saved = set(own).difference(reader.meta.get("frozen", ())), set(reader.meta["model"])
     if have != saved:
         missing, unexpected = sorted(have - saved), sorted(saved - have)
         raise KeyError(

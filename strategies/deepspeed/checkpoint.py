@@ -57,6 +57,8 @@ def load(wrapped: ZeroStep, optimizers: dict[str, Optimizer], state: Reader) -> 
     extra = {}
     with torch.no_grad():
         for name, value in own.items():
+            if name not in state.meta["model"]:  # saved without
+                continue
             if isinstance(value, Tensor):
                 shape = partitions.shape(value)
                 check_shape(name, shape, state)

@@ -90,6 +90,8 @@ def _strategy_fault(meta: dict[str, Any]) -> str | None:
     """What is wrong with what a strategy saved beside its tensors, as far as all strategies save it alike."""
     if not isinstance(meta.get("model"), dict):
         return "state.json has no valid strategy.model"
+    if not _is_dict(meta.get("frozen", {}), lambda number: type(number) is int):
+        return "state.json has no valid strategy.frozen"
     if not isinstance(meta.get("optimizers"), dict):
         return "state.json has no valid strategy.optimizers"
     for name, entry in meta["optimizers"].items():

@@ -24,7 +24,7 @@ from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from lockstep.trainer.hparams import restored
 from lockstep.trainer.run import publish
 from lockstep.trainer.run.hook_content import HookContent, facts_of
-from lockstep.trainer.setup import resume
+from lockstep.trainer.setup import frozen, resume
 
 if TYPE_CHECKING:
     from lockstep.callbacks._support.parameter_state import ParameterState
@@ -47,6 +47,7 @@ def save(
     same place."""
     strategy = run.strategy
     gathered = strategy.state_dict(run.wrapped, {**run.optimizers, **run.parameter_states})
+    frozen.omit(run, gathered)
     tensors, mine = gathered.tensors, strategy.topology.rank == 0
     kept: dict[str, TensorShard] = tensors if mine else {}  # what all ranks hold alike, rank 0 writes
     extra = HookContent({}, lambda: facts_of(run.progress.state_dict(), module.saved_hparams))
@@ -188,6 +189,7 @@ def restore_trainability(run: RunState, module: Module, checkpoint: Checkpoint) 
 def restore_weights(run: RunState, checkpoint: Checkpoint) -> None:
     """Load the weights alone into the wrapped model. Every rank calls it."""
     with refused(checkpoint.path):
+        frozen.check(checkpoint, run.strategy, run.wrapped)
         run.strategy.load_state_dict(run.wrapped, {}, checkpoint)
 
 
@@ -195,6 +197,7 @@ def _restore_training(run: RunState, checkpoint: Checkpoint) -> None:
     state, read = checkpoint.state, checkpoint.read
     with refused(checkpoint.path):
         beside = _saved_beside(run, checkpoint)
+        frozen.check(checkpoint, run.strategy, run.wrapped)
         run.strategy.load_state_dict(run.wrapped, {**run.optimizers, **beside}, checkpoint)
         if len(state["schedulers"]) != len(run.schedulers):
             raise ValueError(f"it holds {len(state['schedulers'])} schedulers, but this run has {len(run.schedulers)}")
@@ -283,6 +286,7 @@ def load_module(
     module = _built(cls, {name: hparams} if name is not None else hparams, overrides, path)
     _load_extra_of(module, checkpoint)
     with refused(path):
+        frozen.check_module(checkpoint, module)
         restore_model(module, checkpoint, strict)
     return module if map_location is None else module.to(map_location)
 

@@ -21,6 +21,7 @@ from lockstep.strategies.launch import environment
 from lockstep.trainer.checkpoint import snapshot, store
 from lockstep.trainer.run.hook_content import HookContent, facts_of
 from lockstep.trainer.run.hooks import Hooks
+from lockstep.trainer.setup import frozen
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
@@ -104,6 +105,7 @@ def _save_weights(
 ) -> None:
     """A checkpoint of weights, hyperparameters and what `on_save_checkpoint` adds; every rank of the run calls it."""
     topology, strategy = (Topology() if alone else run.strategy.topology), run.strategy
+    frozen.omit(run, gathered, alone=alone)
     tensors = gathered.tensors
     kept = tensors if topology.rank == 0 else {}
     extra = HookContent({}, lambda: facts_of(run.progress.state_dict(), module.saved_hparams))

@@ -142,6 +142,8 @@ class RunState:
     configured: dict[str, Any] = field(default_factory=dict)
     """Classes and initial values that `configure_optimizers` returned."""
     trainable_at_start: dict[str, bool] = field(default_factory=dict)
+    frozen_at_start: dict[str, int] | None = None
+    """A number of each frozen parameter as the code has built it, if checkpoints leave these out."""
 
     # ---- flags of the step ---------------------------------------------------------------------------
     batch_idx: int = -1

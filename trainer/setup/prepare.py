@@ -22,7 +22,7 @@ from lockstep.trainer.run.guards import Guards, check_ownership
 from lockstep.trainer.run.hooks import overrides, step_function, transfer_of
 from lockstep.trainer.run.manual import AutomaticOptimizer, ManualOptimizer
 from lockstep.trainer.seeding import derive, seed_everything
-from lockstep.trainer.setup import optimizers, resume
+from lockstep.trainer.setup import frozen, optimizers, resume
 from lockstep.trainer.setup.loaders import Sources, combined, evaluation_loaders, length_of, limit_of
 from lockstep.trainer.setup.optimizers import SchedulerConfig
 from lockstep.trainer.setup.own_steps import own_step
@@ -107,6 +107,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         run.shares.outside("start")
     elif strategy.topology.data_rank > 0:  # a stream of its own; data rank 0 continues with the process's stream
         seed_everything(derive(run.seed, "noise", strategy.topology.data_rank))
+    frozen.note(run, module)
     if checkpoint is not None:
         snapshot.restore_trainability(run, module, checkpoint)
         snapshot.restore(run, module, checkpoint)
