@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -182,6 +183,7 @@ class ShapeInference:
         assert running is not None
         name, stage, leaves = self._layers[index].name, self._stage_of[index], tree_leaves((args, kwargs))
         running.order.append(index)
+        _refuse_capturing(self._name)
         if not running.error:
             self._need(running, name, leaves)
             if stage < running.stage:
@@ -290,3 +292,15 @@ class ShapeInference:
                                 )
                             holder[name] = moved[id(tensor)]  # type: ignore[assignment]
         return fake
+
+
+def _refuse_capturing(name: str) -> None:
+    """Raise ValueError if transformers collects what layers return, in hooks that only the stages of these layers
+    run."""
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    if collector is not None and collector.get():
+        raise ValueError(
+            f"{name} is asked for {', '.join(collector.get())} (output_hidden_states, output_attentions), which "
+            "transformers collects from layers of all stages, but a stage of a pipeline runs only its own; leave them "
+            "out, or use strategy='ddp' or 'fsdp'"
+        )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lockstep.strategies import Pipeline
-from tests.strategies.pipeline.classifiers import Base, exact, fit
+from lockstep.strategies.pipeline.partition import cut, stages
+from lockstep.strategies.pipeline.staged_module import Staged
+from tests.strategies.pipeline.classifiers import Base, exact, fit, samples
+from tests.trainer.toy import quiet
 
 pytestmark = pytest.mark.ranks
 
@@ -122,6 +128,31 @@ def test_values_of_earlier_stages_are_exact(net: type[Net], split: str) -> None:
 
 def test_layers_that_share_only_inputs_are_exact() -> None:
     exact(lambda: Trained(Branches), {"pipeline": 2, lambda: Pipeline(schedule="gpipe"): 3})
+
+
+@pytest.mark.parametrize("net", [Dense, Beside], ids=lambda net: net.__name__)
+def test_evaluation_sends_values_of_earlier_stages(net: type[Net]) -> None:
+    found = []
+    for strategy, devices in (("single", 1), (Pipeline(split=["net.body.2", "net.head"]), 3)):
+        trainer = quiet(strategy=strategy, devices=devices, precision="64-true", seed=0)
+        metrics = trainer.validate(Trained(net), DataLoader(samples(), 8))
+        found.append(float(metrics[0]["loss"]))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_outputs_that_transformers_collects_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = SimpleNamespace(get=lambda: {"hidden_states": []})
+    module = Trained(Residual)
+    parts = cut(module)
+    staged = Staged(module, parts, stages(parts, 2), [0, 1], 0, torch.device("cpu"), None)
+    batch = list(samples()[:4])
+    assert staged.layout_of(lambda: module.training_step(batch, 0)) is not None
+    staged.forget_layouts()
+    monkeypatch.setitem(
+        sys.modules, "transformers.utils.output_capturing", SimpleNamespace(_active_collector=collector)
+    )
+    with pytest.raises(ValueError, match=r"net is asked for hidden_states \(output_hidden_states, output_attentions\)"):
+        staged.layout_of(lambda: module.training_step(batch, 0))
 
 
 class Noise(Net):
