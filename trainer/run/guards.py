@@ -239,7 +239,7 @@ def check_weight(run: RunState, window: Window, micro_batch: MicroBatch) -> None
     """Raise ValueError for the mean over a batch that does not show its number of samples, where that matters."""
     module, output = run.module, micro_batch.output
     automatic = module is None or module.automatic_optimization
-    if run.strategy.topology.data_size == 1 and len(window.micro_batches) == 1:
+    if run.strategy.topology.data_size == 1 and run.shares is None and len(window.micro_batches) == 1:
         return
     if automatic and (
         output is None

@@ -62,7 +62,7 @@ def evaluation_loaders(run: RunState, sources: Any, kind: str, overfit: float | 
     wanted = overfit or limits[kind]
     name = "overfit_batches" if overfit else f"limit_{kind}_batches"
     run.evaluation_limits[kind] = [limit_of(wanted, length_of(loader), name) for loader in sharded]
-    size = run.strategy.topology.data_size
+    size = run.strategy.virtual_ranks or run.strategy.topology.data_size
     for i, (loader, limit) in enumerate(zip(sharded, run.evaluation_limits[kind], strict=True)):
         if (
             arguments.split_batches
@@ -87,7 +87,7 @@ def evaluation_loaders(run: RunState, sources: Any, kind: str, overfit: float | 
 
 def _shared_out(run: RunState, loader: Any, seed: int, shuffle: bool | None) -> ShardedLoader:
     """A loader to evaluate; with `split_batches` its batches are split over ranks if they can be, as in training."""
-    if run.arguments.split_batches and run.strategy.topology.data_size > 1:
+    if run.arguments.split_batches and (run.strategy.virtual_ranks or run.strategy.topology.data_size > 1):
         with suppress(ValueError):  # its batches are not ours to cut
             return run.strategy.shard_loader(loader, seed=seed, shuffle=shuffle, split=True)
     return run.strategy.shard_loader(loader, seed=seed, shuffle=shuffle)
