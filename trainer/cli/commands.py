@@ -74,8 +74,13 @@ def parse_compare(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
     parser.add_argument(
         "--precision",
-        default="64-true",
-        help="the Trainer's precision; deepspeed takes 32-true in place of 64-true (default: 64-true)",
+        help="the Trainer's precision; deepspeed takes 32-true for 64-true (default: 64-true, or with --bitwise "
+        "the config's)",
+    )
+    parser.add_argument(
+        "--bitwise",
+        action="store_true",
+        help="ask for the same bits, with dropout as it is, by the config's virtual_ranks (default: 8)",
     )
     parser.add_argument(
         "--tolerance",
@@ -94,6 +99,8 @@ def parse_compare(words: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--steps must be at least 1, but --steps {given.steps}")
     if given.tolerance is not None and not 0 <= given.tolerance < math.inf:
         parser.error(f"--tolerance must be a number of at least 0, but --tolerance {given.tolerance}")
+    if given.bitwise and given.tolerance:
+        parser.error(f"--bitwise allows no difference, but --tolerance {given.tolerance}; remove one")
     if given.json is not None and not given.json.absolute().parent.is_dir():
         parser.error(f"--json {given.json}: there is no folder {given.json.absolute().parent}; make it first")
     try:
@@ -111,7 +118,10 @@ def compare_strategies(words: Sequence[str]) -> int:
     fixed = {"max_steps": given.steps, "split_batches": "true", "log_every_n_steps": 1, "logger": "false"}
     fixed |= {"enable_progress_bar": "false", "enable_checkpointing": "false", "num_sanity_val_steps": 0}
     settings = config.resolve(given.files, given.overrides).values.get("trainer") or {}
-    fixed |= {} if isinstance(settings, dict) and settings.get("seed") is not None else {"seed": 0}
+    settings = settings if isinstance(settings, dict) else {}
+    fixed |= {} if settings.get("seed") is not None else {"seed": 0}
+    shares = (settings.get("virtual_ranks") or 8) if given.bitwise else None
+    precision = given.precision or (str(settings.get("precision", "32-true")) if given.bitwise else "64-true")
 
     def resolve(**layout: Any) -> Resolved:
         layout["strategy"] = f"'{layout['strategy']}'"
@@ -128,24 +138,26 @@ def compare_strategies(words: Sequence[str]) -> int:
 
     def fit(recorder: Any, **layout: Any) -> None:
         run = config.build(resolve(**layout))
-        compare.without_noise(run.module)
+        if not given.bitwise:
+            compare.without_noise(run.module)
         run.trainer.callbacks.insert(0, recorder)
         run.trainer.fit(run.module, datamodule=run.datamodule)
 
     config.check(resolve(strategy="auto"))
     accelerator = settings.get("accelerator") or "auto"
     try:
-        compare.layouts(given.strategies, given.devices, given.precision, accelerator)
+        compare.layouts(given.strategies, given.devices, precision, accelerator, shares)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     results = compare.compare(
         fit,
         given.strategies,
         devices=given.devices,
-        precision=given.precision,
+        precision=precision,
         tolerance=given.tolerance,
         accelerator=accelerator,
         ignore=given.ignore,
+        virtual_ranks=shares,
     )
     print(compare.table(results))
     if given.json:

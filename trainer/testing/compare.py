@@ -196,6 +196,7 @@ def compare(
     tolerance: float | None = None,
     accelerator: str = "auto",
     ignore: str = IGNORED_METRICS,
+    virtual_ranks: int | None = None,
 ) -> dict[str, Difference]:
     """Train under each strategy; return each one's difference from the first by name.
 
@@ -203,12 +204,14 @@ def compare(
     trains with these arguments of the Trainer and the recorder among its callbacks. `single` has one device, a mesh as
     many as its sizes say, others `devices`. A strategy that does not compute in `precision` (DeepSpeed's engine in
     "64-true") runs in "32-true" and is held against the first one in that, with the tolerance of `TOLERANCES`, which
-    is the default of `tolerance` too. A strategy whose run fails has its error in the result. The recordings of two
-    runs are on the disk at a time, in the folder for temporary files.
+    is the default of `tolerance` too; with `virtual_ranks`, which `fit` gets as well, that is 0. A strategy whose run
+    fails has its error in the result. The recordings of two runs are on the disk at a time, in the folder for
+    temporary files.
 
     Raises what `layouts` raises before anything runs, and what a run of the first strategy raises."""
     results: dict[str, Difference] = {}
-    chosen = layouts(strategies, devices, precision, accelerator)
+    chosen = layouts(strategies, devices, precision, accelerator, virtual_ranks)
+    tolerance = 0.0 if virtual_ranks and tolerance is None else tolerance
     names = [strategy if isinstance(strategy, str) else type(strategy).__name__ for strategy in strategies]
     names = [f"{name} ({names[:i].count(name) + 1})" if name in names[:i] else name for i, name in enumerate(names)]
     with tempfile.TemporaryDirectory(prefix="lockstep-compare-") as folder:
@@ -236,7 +239,11 @@ def compare(
 
 
 def layouts(
-    strategies: Sequence[str | Strategy], devices: int, precision: str, accelerator: str
+    strategies: Sequence[str | Strategy],
+    devices: int,
+    precision: str,
+    accelerator: str,
+    virtual_ranks: int | None = None,
 ) -> list[dict[str, Any]]:
     """Of each strategy the Trainer's arguments. Raises ValueError for what cannot be compared or built; starts
     nothing."""
@@ -250,6 +257,7 @@ def layouts(
             "strategy": strategy,
             "devices": 1 if strategy == "single" else "auto" if sized else devices,
             "accelerator": accelerator,
+            **({} if virtual_ranks is None else {"virtual_ranks": virtual_ranks}),
         }
         used = precision
         try:

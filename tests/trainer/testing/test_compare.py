@@ -309,3 +309,13 @@ def test_wrong_input_is_one_sentence_before_anything_runs(
         and printed.err.count("\n") == 1
         and not printed.out
     )
+
+
+@pytest.mark.ranks
+def test_bitwise_asks_for_every_bit_with_dropout_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(Path(__file__).parents[3] / "examples" / "digits.yaml")
+    assert main(["compare", config, "--bitwise", "--steps", "3", "--strategies", "single,ddp"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^ddp .* bitwise$", printed, re.MULTILINE) and "in 32-true; tolerance 0e+00" in printed
+    assert main(["compare", config, "--bitwise", "--strategies", "single,tensor"]) == 2
+    assert "virtual_ranks=8 cannot be used with the axis tensor" in capsys.readouterr().err
