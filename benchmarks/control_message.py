@@ -42,7 +42,7 @@ class Silent:
     def prepare(self, vote: StepVote, samples: int) -> Callable[[float, bool, float], None]:
         return lambda count, finite, total: self.send(vote, samples, count, finite, total)
 
-    def receive(self) -> StepResult:
+    def receive(self, in_tree: bool = False) -> StepResult:
         return self.result
 
     def first_rank(self, says_so: bool) -> int | None:

@@ -38,11 +38,12 @@ from lockstep.strategies.dp.replicas import (
     replica,
 )
 from lockstep.strategies.launch.rng import kept_streams
-from lockstep.strategies.losses import detach, weighted_losses
+from lockstep.strategies.losses import detach
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, refuse_max_norm, remarked
 from lockstep.strategies.pipeline.microbatches import merged
 from lockstep.strategies.spmd import SPMDStrategy
+from lockstep.strategies.step import weighted_losses
 
 
 class DataParallel(SPMDStrategy):

@@ -26,7 +26,7 @@ from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import Window
 from lockstep.strategies.launch import fault_injection
 from lockstep.strategies.launch.rng import kept_streams
-from lockstep.strategies.losses import detach, weighted_losses
+from lockstep.strategies.losses import detach
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
 from lockstep.strategies.pipeline.microbatches import Feed, Tally, feeds_of, merged
@@ -34,6 +34,7 @@ from lockstep.strategies.pipeline.schedules import Schedule
 from lockstep.strategies.pipeline.shape_inference import Layout
 from lockstep.strategies.pipeline.staged_module import Staged
 from lockstep.strategies.precision import Precision
+from lockstep.strategies.step import weighted_losses
 
 
 class Engine:

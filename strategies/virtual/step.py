@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, Strategy
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.launch import environment, fault_injection
-from lockstep.strategies.losses import detach, weighted_losses
+from lockstep.strategies.losses import detach
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.spmd import SPMDStrategy
+from lockstep.strategies.step import weighted_losses
 from lockstep.strategies.sync.collectives import holders
 from lockstep.strategies.sync.tree import PartialSums, add_gradients
 from lockstep.strategies.virtual.hooks import ShareHooks

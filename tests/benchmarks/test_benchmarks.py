@@ -86,6 +86,7 @@ def test_engines(match: str, run: Run, tmp_path: Path) -> None:
         assert held < row["peak_bytes"] < 20 * size_bytes, name
 
 
+@pytest.mark.slow  # starts 1, 2 and 4 ranks of each variant
 def test_scaling(run: Run, tmp_path: Path) -> None:
     output, numbers = run(
         "scaling", "--rounds", "2", "--effort", "0.01", "--ranks", "2", file=tmp_path / "numbers.json"
@@ -171,7 +172,9 @@ def test_gpu_on_a_gpu(run: Run, tmp_path: Path) -> None:
     assert len(numbers["results"]) == 5
 
 
-@pytest.mark.parametrize("match", ["import", "lockstep, 1", pytest.param("by hand", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "match", ["import", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lockstep, 1", "by hand"))]
+)
 def test_start(match: str, run: Run, tmp_path: Path) -> None:
     output, numbers = run("start", "--rounds", "1", "--match", match, file=tmp_path / "numbers.json")
     assert numbers["results"] and all(match in name for name in numbers["results"])
@@ -191,6 +194,7 @@ def test_restart(run: Run, tmp_path: Path) -> None:
     assert 0 < min(numbers["downs_s"]) <= numbers["median_s"] <= numbers["p95_s"] < 60
 
 
+@pytest.mark.slow  # several fresh processes
 def test_memory(run: Run, tmp_path: Path) -> None:
     output, numbers = run("memory", "--ranks", "2", "--match", "dp", file=tmp_path / "numbers.json")
     rows = {row["strategy"]: row for row in numbers["results"]}

@@ -73,6 +73,7 @@ def test_digits_gives_the_same_numbers_on_two_ranks(tmp_path: Path) -> None:
     assert metric(single, "val/loss") == metric(double, "val/loss")
 
 
+@pytest.mark.slow  # the same training as from the command line
 def test_digits_as_a_script(tmp_path: Path) -> None:
     output = run("examples/digits.py", "max_epochs=1", root=tmp_path)
     assert metric(output, "val/acc") > 0.5
@@ -97,6 +98,7 @@ def test_gpt_learns_and_writes_text(tmp_path: Path) -> None:
     assert re.search(r"---- text after 60 steps ----\ndef ", output)
 
 
+@pytest.mark.slow  # the text is in the log of the test above too
 def test_gpt_writes_samples_to_tensorboard(tmp_path: Path) -> None:
     tiny = ["module.width=32", "module.depth=1", "data.max_bytes=30_000", "trainer.max_steps=8", "val_check_interval=4"]
     run("-m", "lockstep", "fit", "examples/gpt.yaml", *tiny, root=tmp_path)
@@ -138,6 +140,7 @@ def test_bert_begins_with_a_folder_of_transformers_and_writes_one(tmp_path: Path
     assert 0 < moved < 1e-4  # one step, whose learning rate is warming up
 
 
+@pytest.mark.slow  # tests/integrations trains such a model daily
 @has("transformers")
 def test_llama_is_trained_by_its_own_plan(tmp_path: Path) -> None:
     small = ["module.width=32", "module.depth=1", "module.context=32", "data.max_bytes=60_000", "max_steps=40"]
@@ -148,6 +151,7 @@ def test_llama_is_trained_by_its_own_plan(tmp_path: Path) -> None:
     assert re.search(r"---- text after 40 steps ----\ndef ", output)
 
 
+@pytest.mark.slow  # tests/integrations trains such a model daily
 @has("timm")
 def test_vit_of_timm_learns_digits(tmp_path: Path) -> None:
     small = ["module.width=32", "module.depth=1", "max_epochs=5", "module.lr=5e-3", "trainer.callbacks=[]"]

@@ -29,7 +29,7 @@ from tests.conftest import REPO_ROOT
 pytestmark = pytest.mark.faults
 
 STRATEGIES = ("single", "ddp", "fsdp", "pipeline")
-DAILY = ("single", "ddp")
+DAILY = ("ddp",)
 TARGETS = ("launcher", "rank", "group", "all")
 CODES = {signal.SIGTERM: (143, -signal.SIGTERM), signal.SIGINT: (130, -signal.SIGINT)}
 """As the program's own code, or where it had no handler yet or any more, which a shell shows as the same number."""

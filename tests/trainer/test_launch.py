@@ -81,6 +81,7 @@ def test_a_script_without_a_main_guard() -> None:
     assert Path("rank0").exists() and Path("rank1").exists()
 
 
+@pytest.mark.slow  # tests/strategies/launch/test_user_program.py has such a class too
 def test_a_class_that_lives_in_no_file() -> None:
     """As in a notebook: the source is compiled from a string, in pieces."""
     cells = SCRIPT.replace("OPTIONS", "devices=2, strategy='ddp'").split("\ntorch.manual_seed(0)\n")
@@ -91,6 +92,7 @@ def test_a_class_that_lives_in_no_file() -> None:
     assert len(output) == 1 and output[0].startswith(RESULT)
 
 
+@pytest.mark.slow  # torch checks each collective against all ranks
 def test_torchs_debug_mode() -> None:
     """In which the constructor of torch's DDP crashes, where it meets a group as it is set up by default."""
     Path("train.py").write_text(SCRIPT.replace("OPTIONS", "devices=2, strategy='ddp'"))

@@ -156,8 +156,8 @@ if __name__ == "__main__":
     ("kind", "when", "strategy", "devices", "steps"),
     [
         ("pipe", "later", "single", 1, 8),
-        ("full", "before", "single", 1, 8),
-        ("closed", "later", "single", 1, 8),
+        pytest.param("full", "before", "single", 1, 8, marks=pytest.mark.slow),
+        pytest.param("closed", "later", "single", 1, 8, marks=pytest.mark.slow),
         ("pipe", "before", "ddp", 2, 4),
     ],
 )

@@ -12,15 +12,15 @@ from lockstep.strategies.base import Strategy
 from lockstep.strategies.checkpoint_state import pack, unpack
 
 
-def gather_values(strategy: Strategy, value: Any) -> list[Any]:
+def gather_values(strategy: Strategy, value: Any, name: str = "value") -> list[Any]:
     """The value of each rank, in rank order, with tensors on the CPU. Every rank calls it.
 
-    Raises TypeError, with the place, for a value of another kind.
+    Raises TypeError, with the place below `name`, for a value of another kind.
     """
     if strategy.topology.world_size == 1:
         return [value]
     pieces: dict[str, Any] = {}
-    layout = pack(value, "value", pieces)
+    layout = pack(value, name, pieces)
     parts = [json.loads(text) for text in _gather_bytes(strategy, json.dumps(layout).encode())]
     tensors = _gather_tensors(strategy, {name: shard.tensor for name, shard in pieces.items()})
     return [unpack(part, read.__getitem__) for part, read in zip(parts, tensors, strict=True)]

@@ -274,7 +274,7 @@ def in_dataset_order(run: RunState, outputs: list[Any]) -> list[Any]:
     outputs = outputs if strategy.topology.is_reporting_rank else []
     places = strategy.all_gather(torch.tensor(strategy.topology.data_rank)).tolist()
     try:
-        unpacked = gather_values(strategy, outputs)
+        unpacked = gather_values(strategy, outputs, "predictions")
     except TypeError as error:
         raise TypeError(
             "predict_step on several ranks must return tensors, numbers, strings, or lists, tuples and dicts of them: "

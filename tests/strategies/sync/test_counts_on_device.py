@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lockstep.strategies import DDP, FSDP, Loss, SingleDevice
-from lockstep.strategies.losses import weighted_losses
+from lockstep.strategies.step import weighted_losses
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 

@@ -77,6 +77,7 @@ for mode, number in ((sync, errno.EIO), (beside, errno.ENOSPC)):
 )
 
 
+@pytest.mark.slow  # the full disk below is the case that happens
 @pytest.mark.ranks
 def test_an_error_of_the_disk_in_any_call_keeps_a_whole_checkpoint_and_names_the_bytes(tmp_path: Path) -> None:
     memory = Path("/dev/shm")
