@@ -18,6 +18,7 @@ from lockstep.strategies.mesh.unsharded_writes import UnshardedWrites
 from lockstep.strategies.modules.forwards import within_compiled
 from lockstep.strategies.modules.meta import materialize as materialize
 from lockstep.strategies.sync.call_order import END_FORWARD, CallOrder
+from lockstep.strategies.sync.collectives import local
 
 
 class MeshModel(nn.Module):
@@ -211,6 +212,8 @@ class MeshModel(nn.Module):
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = whole[id(parameter)]
+            for name, buffer in module._buffers.items():  # whole on every rank, but a DTensor in a sharded layer
+                module._buffers[name] = None if buffer is None else local(buffer)
         for module, kind, held in self.watched_hooks:
             held.clear()
             held.update(getattr(module, kind))  # what was taken off meanwhile stays off

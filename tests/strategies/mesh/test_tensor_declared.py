@@ -52,10 +52,22 @@ class Block(nn.Module):
         return x + self.attention(x, mask)
 
 
+class Scaled(nn.Embedding):
+    """An embedding with a buffer, as Gemma's."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.scale
+
+
 class Base(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(12, 16)
+        self.embedding = Scaled(12, 16)
+        self.register_buffer("shift", torch.tensor(1.0))
         self.layers = nn.ModuleList([Block(**options) for _ in range(2)])
         self.norm = nn.LayerNorm(16)
 
@@ -147,6 +159,15 @@ def test_a_declared_plan_is_exact(tied: bool) -> None:
 def test_a_parameter_that_is_used_on_shards_is_refused_before_it_changes() -> None:
     with pytest.raises(RuntimeError, match=r"gradient of model\.base\.layers\.0\.attention\.scale.* is not the same"):
         train("tensor", scaled=True)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_with_a_buffer_is_sharded(tied: bool) -> None:
+    plan = {**PLAN, "embedding": "embedding_rowwise"}
+    one, two = train("single", plan=plan, tied=tied), train("tensor", plan=plan, tied=tied)
+    for name, expected in one.items():
+        torch.testing.assert_close(two[name], expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.ranks
