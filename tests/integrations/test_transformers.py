@@ -16,7 +16,11 @@ from tests.integrations.hugging_face import MODELS, FineTuning, Result, on_ranks
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 STRATEGIES = ("ddp", "fsdp", "tensor", "deepspeed_stage_2", "pipeline")
-DAILY: dict[str, Sequence[str]] = {"tensor": ("GPT-2", "Llama, tied", "Qwen3", "Llama with LoRA"), "fsdp": ("BERT",)}
+DAILY: dict[str, Sequence[str]] = {
+    "tensor": ("GPT-2", "Llama, tied", "Qwen3", "Llama with LoRA"),
+    "fsdp": ("BERT",),
+    "pipeline": ("GPT-2", "Llama, tied"),
+}
 REFUSED: dict[tuple[str, str], str] = {}
 """What a strategy does not train today, and what it says. Every other cell is equal to one process."""
 
