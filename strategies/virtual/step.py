@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, Strategy
+from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, Strategy, Topology
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.launch import environment, fault_injection
 from lockstep.strategies.losses import detach
@@ -39,6 +40,8 @@ class VirtualStep(ShareHooks, SPMDStrategy):
     capabilities = Capabilities(bitwise=True, refuses=_REFUSES)
     virtual_ranks = 1
     _in_share = False
+    _threads: int | None = None
+    """What torch had before `setup`."""
 
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
@@ -55,6 +58,19 @@ class VirtualStep(ShareHooks, SPMDStrategy):
                 else f"virtual_ranks={self.virtual_ranks} does not spread over {num_ranks} ranks; use 1"
             )
         return chosen
+
+    def setup(self) -> Topology:
+        super().setup()
+        if self.topology.device.type == "cpu" and self._threads is None:  # a sum's order follows their number
+            self._threads = torch.get_num_threads()
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.virtual_ranks))
+        return self.topology
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+            self._threads = None
 
     @property
     def shares(self) -> tuple[int, ...]:

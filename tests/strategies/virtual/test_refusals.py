@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -150,3 +151,18 @@ def test_a_run_cannot_change_its_virtual_ranks(tmp_path: Any) -> None:
         again = Trainer(virtual_ranks=other, max_epochs=2, logger=False, devices=1, accelerator="cpu")
         with pytest.raises(CheckpointError, match=wanted):
             again.fit(Toy(), DataLoader(TensorDataset(torch.ones(8, 3)), 2), ckpt_path=tmp_path / "saved")
+
+
+def test_the_number_of_threads_follows_the_shares_and_comes_back() -> None:
+    """The order of a sum on CPU follows the number of threads, which is another on each number of ranks."""
+    seen = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        fit(Toy(lambda module, x: seen.append(torch.get_num_threads())), virtual_ranks=1)
+        fit(Toy(lambda module, x: seen.append(torch.get_num_threads())), virtual_ranks=4)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+    cores = os.cpu_count() or 1
+    assert set(seen) == {cores, max(1, cores // 4)}
