@@ -6,6 +6,7 @@ from the lists of links in index.md, pages for linked files outside docs/, and l
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -103,8 +104,9 @@ def _linked_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """A page for each file that the docs link to: its text, or the names in a folder."""
     for name in sorted(app.env.linked_files):  # type: ignore[attr-defined]
         path = ROOT / name
-        if path.suffix == ".md":
-            yield f"source/{name}", {"title": name, "body": _markdown(path)}, "page.html"
+        if path.suffix in (".md", ".ipynb"):
+            text = path.read_text() if path.suffix == ".md" else _notebook(path)
+            yield f"source/{name}", {"title": name, "body": _markdown(path, text)}, "page.html"
             continue
         if path.is_dir():
             text, lexer = (
@@ -117,8 +119,18 @@ def _linked_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
         yield f"source/{name}", {"title": name, "body": body}, "page.html"
 
 
-def _markdown(path: Path) -> str:
-    """A Markdown file outside docs/ as HTML; what it links to in docs/ are pages of the site."""
+def _notebook(path: Path) -> str:
+    """The cells of a notebook, and what they print, as Markdown."""
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(f"```python\n{source}\n```" if cell["cell_type"] == "code" else source)
+        parts += ["```text\n" + "".join(output["text"]) + "```" for output in cell.get("outputs", [])]
+    return "\n\n".join(parts)
+
+
+def _markdown(path: Path, text: str) -> str:
+    """The Markdown of a file outside docs/ as HTML; what it links to in docs/ are pages of the site."""
     folder = Path("source", path.relative_to(ROOT)).parent
 
     def link(found: re.Match[str]) -> str:
@@ -128,7 +140,7 @@ def _markdown(path: Path) -> str:
         return f"]({os.path.relpath(file.relative_to(DOCS).with_suffix('.html'), folder)}{found[2] or ''})"
 
     renderer = MarkdownIt("commonmark").enable("table").use(anchors_plugin, max_level=4)
-    return str(renderer.render(LINK.sub(link, path.read_text())))
+    return str(renderer.render(LINK.sub(link, text)))
 
 
 def _docstring(app: Sphinx, what: str, name: str, object: object, options: object, lines: list[str]) -> None:
