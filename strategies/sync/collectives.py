@@ -59,9 +59,10 @@ def sum_gradients(
     parameters: Sequence[nn.Parameter],
     groups: Sequence[dist.ProcessGroup | None] = (None,),
     all_reduce: Callable[..., Any] = dist.all_reduce,
+    multiple: int = 1,
 ) -> None:
     """Sum what ranks hold of the gradients of these parameters over each of `groups`, in one `all_reduce` for each
-    dtype and device.
+    dtype and device, of a `multiple` of elements.
 
     A gradient that some rank lacks counts as zeros there; one that no rank has stays None.
     """
@@ -71,10 +72,11 @@ def sum_gradients(
     for members in by_kind.values():
         parts = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in members]
         has = presence(members, parts[0])
-        flat = torch.cat([has, *(part.reshape(-1) for part in parts)])
+        numel = len(members) + sum(part.numel() for part in parts)
+        flat = torch.cat([has, *(part.reshape(-1) for part in parts), has.new_zeros(-numel % multiple)])
         for group in groups:
             all_reduce(flat, group=group)
-        sums = flat[len(members) :].split([part.numel() for part in parts])
+        sums = flat[len(members) : numel].split([part.numel() for part in parts])
         missing = any(p.grad is None for p in members)
         found = flat[: len(members)].tolist() if missing else None  # a host synchronization, only where one is missing
         for i, (parameter, total) in enumerate(zip(members, sums, strict=True)):

@@ -85,10 +85,12 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
     if num_ranks == 1:
         return
     flat = tensor.reshape(-1)
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % num_ranks))
+    missing = -flat.numel() % num_ranks
+    padded = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
     mine = reduce_scatter(padded.view(num_ranks, -1), group)
     dist.all_gather([*padded.view(num_ranks, -1).unbind(0)], mine.contiguous(), group=group)
-    tensor.copy_(padded[: flat.numel()].view_as(tensor))
+    if padded.data_ptr() != tensor.data_ptr():
+        tensor.copy_(padded[: flat.numel()].view_as(tensor))
 
 
 def _exchange(send: Tensor, receive: Tensor, peer: int, group: dist.ProcessGroup | None) -> None:

@@ -66,4 +66,5 @@ class VirtualReplicas(VirtualStep):
         return no_output  # nothing within a share waits for other ranks
 
     def finish_gradients(self, wrapped: nn.Module) -> None:
-        sum_gradients([p for p in self._watched if p.requires_grad], all_reduce=all_reduce)
+        trained = [p for p in self._watched if p.requires_grad]
+        sum_gradients(trained, all_reduce=all_reduce, multiple=self.topology.world_size)
