@@ -289,18 +289,21 @@ trainer.fit(Net(), datamodule=Data())
 """
 
 
+@pytest.mark.timeout(300)
 def test_a_typed_client_of_the_wheel(wheel: Path, tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="the types are checked where the tools of development are installed")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     (tmp_path / "client.py").write_text(CLIENT)
+    # torchmetrics imports transformers where that is installed, which doubles the time; nothing of ours has its types
+    (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-transformers.*,tokenizers.*]\nfollow_imports = skip\n")
     result = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--config-file", os.devnull, "client.py"],
+        [sys.executable, "-m", "mypy", "--strict", "--config-file", "mypy.ini", "client.py"],
         cwd=tmp_path,
         env={**os.environ, "MYPYPATH": str(tmp_path / "site")},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert not [line for line in result.stdout.splitlines() if line.startswith("client.py")], result.stdout
 

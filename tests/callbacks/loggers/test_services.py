@@ -6,12 +6,14 @@ import csv
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -49,12 +51,24 @@ def records(path: Path) -> Iterator[Any]:
             parts = b""
 
 
+def written(path: Path) -> list[Any]:
+    """The records of a finished run; W&B's service writes the last of them by itself, some time after `finish`."""
+    deadline = time.monotonic() + 30
+    found = list(records(path))
+    while not any(record.HasField("exit") for record in found):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{path} was not finished: {len(found)} records")
+        time.sleep(0.05)
+        found = list(records(path))
+    return found
+
+
 def of_wandb(log_dir: Path) -> tuple[Points, list[str], dict[str, Any]]:
     """Values, run ids and config of all offline runs that `wandb sync` would send."""
     points: Points = {}
     ids, settings = [], {}
     for path in sorted(log_dir.glob("wandb/offline-run-*/*.wandb")):
-        for record in records(path):
+        for record in written(path):
             if record.HasField("run"):
                 ids.append(record.run.run_id)
             for item in record.config.update:
@@ -239,6 +253,7 @@ class _Service(ModuleType):
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Service]:
+    torch.optim.SGD([torch.zeros(1)])  # the first one imports what reads the specs of many modules, wandb's too
     monkeypatch.setenv("WANDB_MODE", "online")
     found = _Service("wandb")
     monkeypatch.setitem(sys.modules, "wandb", found)
