@@ -44,6 +44,7 @@ class Shares:
         self._after_first: list[_Buffer] | None = None
         """As the first share has left them."""
         self._values: Values = {}
+        self._modules: list[nn.Module] = []
         self._users: list[nn.Module] = []
 
     def enter(self, share: int, *place: str | int) -> None:
@@ -95,13 +96,14 @@ class Shares:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self._modules = modules
         self._users = [module for module in modules if not type(module).__module__.startswith("torch.")]
-        self._values = _values(self._users)
+        self._values = self._now()
 
     def _end_share(self) -> None:
         if self._run.evaluating:
             return
-        changed = [key for key, value in _values(self._users).items() if not _same(self._values.get(key), value)]
+        changed = [key for key, value in self._now().items() if not _same(self._values.get(key), value)]
         if changed:
             names = {module: name for name, module in self._module.named_modules()}
             shown = ", ".join(sorted(f"{names[module]}.{name}".lstrip(".") for module, name in changed)[:5])
@@ -111,6 +113,10 @@ class Shares:
             )
         if self._after_first is None:
             self._after_first = [_Buffer(buffer.module, buffer.name) for buffer in self._buffers]
+
+    def _now(self) -> Values:
+        """What no share may change: modes of all modules, numbers and tensors of those that are not torch's."""
+        return {(module, "training"): module.training for module in self._modules} | _values(self._users)
 
     # ---- torchmetrics: a share has states of its own, which meet where a metric computes ---------------
 

@@ -83,7 +83,7 @@ class StepAgreement:
         """`send` in two: this says what was called until now; what it returns takes the rest, and starts the
         exchange."""
         self._names = vote.names
-        said = self._step, samples, self._num_calls(), self._calls.hash, vote.keys, vote.stop
+        said = self._step, samples, self.num_calls(), self._calls.hash, vote.keys, vote.stop
         self._sent = self._calls.latest
         self._calls.clear()
 
@@ -135,7 +135,7 @@ class StepAgreement:
         self._asked(0)
 
     def _asked(self, number: float) -> Reduced:
-        self._answers.post(number, self._num_calls(), self._calls.hash, self._rank if number else math.inf)
+        self._answers.post(number, self.num_calls(), self._calls.hash, self._rank if number else math.inf)
         found = self._answers.reduced()
         self._sent = self._calls.latest
         if found.lowest[1:3] != found.highest[1:3]:
@@ -170,7 +170,8 @@ class StepAgreement:
         said = [f"rank {rank} logged {', '.join(map(repr, extra))}" for rank, extra in own if extra]
         return f" ({'; '.join(said)}, which not all did)"
 
-    def _num_calls(self) -> int:
+    def num_calls(self) -> int:
+        """Collectives called in the default process group so far."""
         return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
 
     def _compare(self, what: str, values: list[float], when: str = "") -> None:

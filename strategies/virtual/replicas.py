@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -61,6 +63,24 @@ class VirtualReplicas(VirtualStep):
         if self._in_group:  # those of share 0
             share_buffers(wrapped.modules())
         return result
+
+    def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
+        if self._agreement is None:
+            return step_fn
+        num_calls = self._agreement.num_calls
+
+        def alone(batch: Any, batch_idx: int) -> Any:
+            before = num_calls()
+            output = step_fn(batch, batch_idx)
+            if num_calls() != before:
+                raise RuntimeError(
+                    "training_step called a collective of torch.distributed, whose result depends on the number of "
+                    f"ranks, within a share of virtual_ranks={self.virtual_ranks}; call it in a hook, or train without "
+                    "virtual_ranks"
+                )
+            return output
+
+        return alone
 
     def run_padding(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
         return no_output  # nothing within a share waits for other ranks

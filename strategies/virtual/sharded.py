@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult
-from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.data.sharded_loader import Window
 from lockstep.strategies.mesh.sharded import ShardedStrategy
+from lockstep.strategies.modules.optimizer_probe import probe
 from lockstep.strategies.sync.collectives import local, sum_gradients
 from lockstep.strategies.sync.tree import all_reduce, total_of
 from lockstep.strategies.virtual.replicas import VirtualReplicas
@@ -58,6 +59,16 @@ class VirtualSharded(ShardedStrategy, VirtualStep):
         of_replica = self.virtual_ranks * along // self.topology.data_size
         return tuple(range(replica * of_replica + place, (replica + 1) * of_replica, along))
 
+    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+        for optimizer in optimizers.values():
+            if (found := probe(optimizer)).kind != "elementwise":
+                raise ValueError(
+                    f"{type(optimizer).__name__} computes with more than single elements of sharded parameters "
+                    f"({found.reason}), which rounds differently on another number of ranks; with virtual_ranks use "
+                    "strategy='ddp', or an optimizer that treats elements one by one"
+                )
+        return super().setup_optimizers(wrapped, optimizers)
+
     def forward_backward(
         self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
     ) -> StepResult:
@@ -68,19 +79,9 @@ class VirtualSharded(ShardedStrategy, VirtualStep):
             )
         return super().forward_backward(wrapped, step_fn, window, hooks)
 
-    def evaluate(
-        self,
-        wrapped: nn.Module,
-        step_fn: Callable[..., Any],
-        micro_batch: MicroBatch,
-        *args: Any,
-        hooks: StepHooks = NO_HOOKS,
-    ) -> Any:
-        try:
-            self._in_share = True
-            return super().evaluate(wrapped, step_fn, micro_batch, *args, hooks=hooks)
-        finally:
-            self._in_share = False
+    def evaluate(self, *args: Any, **options: Any) -> Any:
+        with self._share():
+            return super().evaluate(*args, **options)
 
     def clip_gradients(
         self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, 
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.launch import environment, fault_injection
 from lockstep.strategies.losses import detach
-from lockstep.strategies.modules.model_changes import shortened
+from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.step import weighted_losses
 from lockstep.strategies.sync.collectives import holders
@@ -33,7 +34,7 @@ _REFUSES = {
 class VirtualStep(ShareHooks, SPMDStrategy):
     """Base of the strategies that run `virtual_ranks` shares of each step, on any number of ranks.
 
-    The gradient of a step is the sum over shares in a fixed tree (`strategies.sync.tree.py`), and so are what the
+    The gradient of a step is the sum over shares in a fixed tree (`strategies/sync/tree.py`), and so are what the
     losses count and their sum. Within a share nothing may depend on the ranks, so collectives raise RuntimeError.
     """
 
@@ -65,6 +66,15 @@ class VirtualStep(ShareHooks, SPMDStrategy):
             self._threads = torch.get_num_threads()
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.virtual_ranks))
         return self.topology
+
+    def setup_module(self, model: nn.Module) -> nn.Module:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise ValueError(
+                    f"{name} is a SyncBatchNorm, whose statistics are those of all ranks, and virtual_ranks computes "
+                    "each share by itself; use BatchNorm"
+                )
+        return super().setup_module(model)
 
     def teardown(self) -> None:
         super().teardown()
@@ -102,17 +112,19 @@ class VirtualStep(ShareHooks, SPMDStrategy):
         run = self.run_step(wrapped, step_fn)
         last, of_a_share = len(window.micro_batches) - 1, len(window.micro_batches) // window.num_shares
         gradients, numbers = PartialSums(add_gradients), PartialSums(_add_numbers)
-        versions, counted, total, of_shares = self._versions(), 0.0, 0.0, []
-        try:
-            self._in_share = True
+        counted, total, of_shares, before = 0.0, 0.0, [], None
+        with self._share():
             for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
                 ends = (i + 1) % of_a_share == 0
                 if self._in_group:
                     self.set_gradient_sync(wrapped, ends)
                 call = run if micro_batch.num_samples else self.run_padding(wrapped, step_fn)
+                before = self._weights() if before is None else before
+                marks = gradient_marks(self._watched)
                 with self.precision.autocast(self.topology.device):
                     output = call(micro_batch.batch, micro_batch.batch_idx)
-                self._refuse_changed(wrapped, versions)
+                if before != self._weights() or marks != gradient_marks(self._watched):
+                    raise self._changed(wrapped, before, marks)
                 losses, count = weighted_losses(
                     output, micro_batch.num_samples, 1 / window.num_samples, hooks.parameters
                 )
@@ -137,8 +149,6 @@ class VirtualStep(ShareHooks, SPMDStrategy):
                         hooks.after_backward()
                 if ends:
                     gradients.append(self.take_gradients(wrapped))
-        finally:
-            self._in_share = False
         self.put_gradients(gradients.total())
         if self._agreement is None:
             bad = None if math.isfinite(total) else "the loss of rank 0"
@@ -155,11 +165,8 @@ class VirtualStep(ShareHooks, SPMDStrategy):
         *args: Any,
         hooks: StepHooks = NO_HOOKS,
     ) -> Any:
-        try:
-            self._in_share = True
+        with self._share():
             return super().evaluate(wrapped, step_fn, micro_batch, *args, hooks=hooks)
-        finally:
-            self._in_share = False
 
     def clip_gradients(
         self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
@@ -192,19 +199,29 @@ class VirtualStep(ShareHooks, SPMDStrategy):
 
     # ---- helpers -------------------------------------------------------------------------------------
 
-    def _versions(self) -> list[int]:
-        return [p._version for p in self._watched]
+    @contextmanager
+    def _share(self) -> Iterator[None]:
+        """While it lasts collectives are refused."""
+        self._in_share = True
+        try:
+            yield
+        finally:
+            self._in_share = False
 
-    def _refuse_changed(self, wrapped: nn.Module, versions: list[int]) -> None:
-        if versions == self._versions():
-            return
+    def _weights(self) -> list[tuple[int, bool]]:
+        """What tells whether parameters were changed, frozen or unfrozen."""
+        return [(p._version, p.requires_grad) for p in self._watched]
+
+    def _changed(self, wrapped: nn.Module, before: list[tuple[int, bool]], marks: Any) -> RuntimeError:
+        """What to raise for a step that changed parameters or their gradients by itself."""
         names = {id(p): name for name, p in self.unwrap(wrapped).named_parameters()}
-        changed = [
-            names.get(id(p), "?") for p, before in zip(self._watched, versions, strict=True) if p._version != before
-        ]
-        raise RuntimeError(
-            f"training_step changed the parameters {shortened(changed)}, but with virtual_ranks all shares of a step "
-            "see the same ones; change them in a hook such as on_before_zero_grad"
+        pairs = zip(self._watched, before, self._weights(), strict=True)
+        changed = [names.get(id(p), "?") for p, was, now in pairs if was != now]
+        if not changed:
+            return own_backward(remarked(self.unwrap(wrapped).named_parameters(), marks))
+        return RuntimeError(
+            f"training_step changed the parameters {shortened(changed)} or their requires_grad, but with virtual_ranks "
+            "all shares of a step see the same ones; change them in a hook such as on_before_zero_grad"
         )
 
     def _refuse_in_share(self, what: str) -> None:

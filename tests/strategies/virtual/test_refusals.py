@@ -81,9 +81,24 @@ def meet(module: Any, x: torch.Tensor) -> None:
     module.all_gather(x)
 
 
+def freeze(module: Any, x: torch.Tensor) -> None:
+    module.layer.bias.requires_grad_(False)
+
+
+def set_mode(module: Any, x: torch.Tensor) -> None:
+    module.layer.eval()
+
+
+def step_back(module: Any, x: torch.Tensor) -> None:
+    module.layer(x).sum().backward()
+
+
 @pytest.mark.parametrize(
     ("step", "message"),
     [
+        (freeze, "training_step changed the parameters layer.bias or their requires_grad"),
+        (set_mode, "training_step changed layer.training of the model"),
+        (step_back, "backward"),
         (count, "training_step changed count of the model"),
         (center, "training_step changed center of the model"),
         (move, "training_step changed the parameters layer.weight"),
@@ -166,3 +181,38 @@ def test_the_number_of_threads_follows_the_shares_and_comes_back() -> None:
         torch.set_num_threads(before)
     cores = os.cpu_count() or 1
     assert set(seen) == {cores, max(1, cores // 4)}
+
+
+class Normalized(torch.optim.SGD):
+    """Divides each gradient by its norm."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.grad / parameter.grad.norm()
+        return super().step(closure)
+
+
+class WithNorms(Toy):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Normalized(self.parameters(), lr=0.1)
+
+
+def reduce(module: Any, x: torch.Tensor) -> None:
+    torch.distributed.all_reduce(x.clone())
+
+
+@pytest.mark.ranks
+def test_what_only_several_ranks_can_do() -> None:
+    with pytest.raises(ValueError, match="Normalized computes with more than single elements of sharded parameters"):
+        fit(WithNorms(), strategy="fsdp", devices=2)
+    fit(WithNorms(), strategy="ddp", devices=2)
+    with pytest.raises(RuntimeError, match=r"training_step called a collective of torch\.distributed"):
+        fit(Toy(reduce), strategy="ddp", devices=2)
+
+
+def test_batch_norms_over_ranks() -> None:
+    module = Toy()
+    module.norm = nn.SyncBatchNorm(3)
+    with pytest.raises(ValueError, match="norm is a SyncBatchNorm"):
+        fit(module)
