@@ -118,7 +118,7 @@ class Capabilities:
     """What a strategy can do, known before anything starts. `docs/strategies/index.md` has the table of all."""
 
     bitwise: bool = False
-    """The bits are the same on any number of ranks: with `virtual_ranks`."""
+    """Takes `virtual_ranks`, with which the bits are the same on any number of ranks."""
     exact: bool = True
     """The numbers are those of one process, up to floating-point order. Only such a strategy is the reference of
     `lockstep compare`."""

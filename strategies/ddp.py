@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.strategies.base import NO_HOOKS, Loss, StepFn, StepHooks, StepResult
+from lockstep.strategies.base import NO_HOOKS, Capabilities, Loss, StepFn, StepHooks, StepResult
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.process_group import plain_group
 from lockstep.strategies.modules.blocks import Rule
@@ -44,6 +44,7 @@ class DDP(SPMDStrategy):
     """
 
     one_rank = SingleDevice
+    capabilities = Capabilities(bitwise=True)
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from lockstep.strategies.base import Capabilities
 from lockstep.strategies.spmd import SPMDStrategy
 
 
@@ -13,6 +14,7 @@ class SingleDevice(SPMDStrategy):
     single_process = True
     max_devices = 1
     sees_whole_gradients = True
+    capabilities = Capabilities(bitwise=True)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return model.to(self.topology.device)

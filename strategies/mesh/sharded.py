@@ -46,6 +46,7 @@ class ShardedStrategy(SPMDStrategy):
     """
 
     cuts_gradients = True
+    capabilities = Capabilities(bitwise=True)
 
     def __init__(self, options: Options, timeout_s: float, activation_checkpointing: bool | Rule = False) -> None:
         super().__init__(
@@ -76,12 +77,10 @@ class ShardedStrategy(SPMDStrategy):
         chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
         world = environment.detect()
         sizes = resolve(self.axes, world.world_size if world is not None else self.num_devices)
-        several = max(sizes.values()) > 1
-        self._sizes = {name: size for name, size in sizes.items() if size > 1 or not several}
+        self._sizes = {name: size for name, size in sizes.items() if size > 1 or max(sizes.values()) == 1}
+        whole = "tensor" not in self._sizes  # else, on torch 2.13, a symbolic size of a DTensor refers to itself
         self.capabilities = Capabilities(
-            preserves_memory_format=not self._sizes,
-            dynamic_shapes="tensor" not in self._sizes,  # on torch 2.13 a symbolic size of a DTensor refers to itself
-            builds_on_meta=bool(self._sizes),
+            bitwise=whole, dynamic_shapes=whole, preserves_memory_format=False, builds_on_meta=True
         )
         return chosen
 

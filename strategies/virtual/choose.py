@@ -16,6 +16,11 @@ def virtual(strategy: Strategy, number: int) -> Strategy:
 
     Raises ValueError for a strategy that cannot give them, and for options that let numbers depend on the ranks.
     """
+    if not strategy.capabilities.bitwise:
+        raise ValueError(
+            f"virtual_ranks={number} needs a strategy that can add gradients in one order on any number of ranks, "
+            f"which {type(strategy).__name__} cannot; use single, ddp, fsdp, or a mesh of ddp and fsdp"
+        )
     if isinstance(strategy, VirtualStep):
         strategy.virtual_ranks = number
         return strategy
@@ -37,10 +42,7 @@ def virtual(strategy: Strategy, number: int) -> Strategy:
         if "fsdp" in strategy.axes:
             return VirtualSharded(strategy, number)
     else:
-        raise ValueError(
-            f"virtual_ranks={number} needs a strategy that can add gradients in one order on any number of ranks, "
-            f"which {type(strategy).__name__} cannot; use single, ddp, fsdp, or a mesh of ddp and fsdp"
-        )
+        raise TypeError(f"{type(strategy).__name__} says that it takes virtual_ranks; derive it from VirtualStep")
     return VirtualReplicas(
         number, activation_checkpointing=strategy.activation_checkpointing, timeout_s=strategy.timeout_s
     )

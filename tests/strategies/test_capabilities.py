@@ -57,6 +57,7 @@ def test_manual_optimization_is_refused_before_anything_starts(make: Any, monkey
 
 COLUMNS = {
     "exact": lambda can: can.exact,
+    "bitwise": lambda can: can.bitwise,
     "manual": lambda can: "manual_optimization" not in can.refuses,
     "several": lambda can: "several_optimizers" not in can.refuses,
     "`16-mixed`": lambda can: "16-mixed" not in can.refuses,
