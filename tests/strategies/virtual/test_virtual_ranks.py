@@ -38,14 +38,15 @@ def test_every_bit_is_that_of_one_rank(kind: str, strategy: str, devices: int, t
     assert train(strategy, devices, tmp_path, **KINDS[kind]) == alone(kind)
 
 
+PAIRS = [(a, b) for a in [("single", 1), *LAYOUTS] for b in [("single", 1), *LAYOUTS] if a != b]
+DAILY_PAIRS = [(LAYOUTS[4], ("single", 1)), (LAYOUTS[0], LAYOUTS[3])]
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("first", "then"),
-    [
-        pytest.param(*pair, marks=[] if pair in [(LAYOUTS[4], ("single", 1)), (LAYOUTS[0], LAYOUTS[3])] else pytest.mark.slow)
-        for pair in [(a, b) for a in [("single", 1), *LAYOUTS] for b in [("single", 1), *LAYOUTS] if a != b]
-    ],
-)  # fmt: skip
+    [pytest.param(*pair, marks=[] if pair in DAILY_PAIRS else pytest.mark.slow) for pair in PAIRS],
+)
 def test_a_killed_run_is_resumed_on_other_ranks_to_the_bit(
     first: tuple[str, int], then: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
