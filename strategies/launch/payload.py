@@ -14,6 +14,7 @@ import mmap
 import os
 import pickle
 import struct
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -140,6 +141,10 @@ class _Pickler(cloudpickle.Pickler):
             and obj.device.type == "cpu"
         ):
             return _viewed, (obj.detach().view(_INTEGERS[obj.itemsize]), obj.dtype, obj.requires_grad)
+        # The hooks by which transformers records outputs refer to a variable of their module.
+        recording = sys.modules.get("transformers.utils.output_capturing")
+        if recording is not None and obj is getattr(recording, "_active_collector", recording):
+            return getattr, (recording, "_active_collector")
         # By itself torch leaves the hooks of a tensor behind, and refuses modules with parametrizations.
         if isinstance(obj, torch.Tensor) and obj.is_leaf and _hooks_of(obj):
             made = obj.__reduce_ex__(5)

@@ -65,7 +65,14 @@ def library_state() -> dict[str, Any]:
         "precisions": [owner.fp32_precision for owner in _precisions()],
         "warnings": list(warnings.filters),
         "collector": (gc.isenabled(), gc.get_threshold()),
+        "recorded_outputs": dict(_recorded_outputs()),
     }
+
+
+def _recorded_outputs() -> dict[str, Any]:
+    """transformers' table of the layers whose outputs can be recorded (`output_hidden_states`), into which a model is
+    entered when it is built, but not when it is unpickled."""
+    return getattr(sys.modules.get("transformers.utils.output_capturing"), "_CAN_RECORD_REGISTRY", {})
 
 
 def _precisions() -> list[Any]:
@@ -104,6 +111,7 @@ def _take_over_library(state: dict[str, Any]) -> None:
     for owner, precision in zip(_precisions(), state["precisions"], strict=True):
         if owner.fp32_precision != precision:
             owner.fp32_precision = precision
+    dict.update(_recorded_outputs(), state["recorded_outputs"])
     warnings.resetwarnings()  # also forgets what was shown
     warnings.filters.extend(state["warnings"])  # type: ignore[attr-defined]
     # the modules and the work, which stay to the end: the server has turned the collector off for their import

@@ -107,7 +107,7 @@ class _Again:
         self._sequence = vars(block).get("recompute_sequence")
         self._on = self._sequence is not None and self._sequence.on
         self._there: list[tuple[nn.Module, str, Tensor | None]] = []
-        self._there_on = False
+        self._there_as = (False, False)
         self.devices = [
             torch.empty(0, device=device)
             for device in {p.device for p in block.parameters()}
@@ -133,11 +133,12 @@ class _Again:
         for module, name, _, before, _ in self._buffers:
             module._buffers[name] = before.clone()
         if self._sequence is not None:
-            self._there_on, self._sequence.on = self._sequence.on, self._on
+            self._there_as = self._sequence.on, self._sequence.follows
+            self._sequence.on, self._sequence.follows = self._on, True
 
     def __exit__(self, *error: Any) -> None:
         for module, name, buffer in self._there:
             module._buffers[name] = buffer
         self._there = []
         if self._sequence is not None:
-            self._sequence.on = self._there_on
+            self._sequence.on, self._sequence.follows = self._there_as

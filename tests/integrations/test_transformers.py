@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
+from lockstep.strategies.launch.launcher import launch
+from lockstep.strategies.launch.payload import pack, unpack
 from tests.integrations.hugging_face import MODELS, FineTuning, Result, on_ranks, train
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
@@ -64,3 +68,24 @@ def test_models_of_transformers_are_trained_as_on_one_process(strategy: str) -> 
 def test_every_model_under_every_strategy(strategy: str) -> None:
     for kind, result in on_ranks(list(MODELS), strategy).items():
         check(kind, strategy, result)
+
+
+def count_recorded(*models: Any) -> list[int]:
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    return [len(model(tokens, output_hidden_states=True).hidden_states) for model in models]
+
+
+@pytest.mark.slow
+def test_started_ranks_record_hidden_states() -> None:
+    fresh, used = MODELS["Llama"](), MODELS["Llama"]()
+    assert count_recorded(used) == [3]
+    assert launch(count_recorded, (fresh, used), 1) == [3, 3]
+
+
+def test_a_model_that_has_recorded_hidden_states_can_be_sent_to_ranks() -> None:
+    model = MODELS["Llama"]()
+    count_recorded(model)
+    descriptor = pack(model)
+    sent = unpack(descriptor)
+    os.close(descriptor)
+    assert count_recorded(sent) == [3]

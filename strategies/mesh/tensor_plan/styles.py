@@ -33,6 +33,9 @@ class SequenceSharding:
 
     def __init__(self, rows: list[list[nn.Module]], size: int) -> None:
         self.on = False
+        self.follows = False
+        """Whether a backward that computes a block again has set `on` as it was."""
+        self._has_cut = False
         self._turn = 0
         self._rows, self._size = rows, size
 
@@ -75,6 +78,7 @@ class SequenceSharding:
         """Cut what enters the first block of each row, and gather what leaves the last."""
 
         def enter(row: list[nn.Module], index: int, module: nn.Module, args: Any) -> Any:
+            self._refuse_recomputation()
             if self._turn != index:
                 self._turn, self.on = 0, False
                 raise RuntimeError(
@@ -85,7 +89,7 @@ class SequenceSharding:
             x = args[0] if args else None
             if index or not isinstance(x, Tensor) or x.dim() < 3 or x.shape[1] % self._size:
                 return None
-            self.on = True
+            self.on = self._has_cut = True
             return (
                 DTensor.from_local(x, mesh, [Replicate()], run_check=False)
                 .redistribute(placements=[Shard(1)])
@@ -120,7 +124,18 @@ class SequenceSharding:
         )
 
     def layouts(self) -> tuple[Any, ...]:
+        if not torch.compiler.is_compiling():
+            self._refuse_recomputation()
         return (Shard(1),) if self.on else (Replicate(),)
+
+    def _refuse_recomputation(self) -> None:
+        """Raise RuntimeError if the model calls torch.utils.checkpoint, whose second forward is cut in another way."""
+        if self._has_cut and not self.follows and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "sequence_parallel=True cannot follow a model that calls torch.utils.checkpoint (as "
+                "gradient_checkpointing_enable makes models of transformers do); turn it off, and give "
+                "activation_checkpointing=True to the strategy, which computes the same"
+            )
 
     def close(self) -> None:
         """A step is over, to its end or not."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from examples.gpt import GPT
@@ -347,6 +348,24 @@ class Reversed(GPT):
         return self.head(x)
 
 
-def test_blocks_out_of_order_are_refused_with_cut_sequences() -> None:
-    with pytest.raises(RuntimeError, match=r"needs the blocks of a list to run in their order"):
-        fit(TensorParallel(sequence_parallel=True), 2, seeded(Text, network=Reversed), text(), max_epochs=1)
+class Checkpointed(GPT):
+    def __init__(self) -> None:
+        super().__init__(16, 2, 4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.token(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (Reversed, "needs the blocks of a list to run in their order"),
+        (Checkpointed, "cannot follow a model that calls torch.utils.checkpoint"),
+    ],
+)
+def test_blocks_that_run_otherwise_are_refused_with_cut_sequences(network: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        fit(TensorParallel(sequence_parallel=True), 2, seeded(Text, network=network), text(), max_epochs=1)
