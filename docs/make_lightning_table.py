@@ -39,7 +39,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "barebones": "with `lockstep.lightning` what it turns off is turned off",
         "default_root_dir": "`runs` by default; the working directory with `lockstep.lightning`",
         "enable_autolog_hparams": "True is accepted by `lockstep.lightning`",
-        "inference_mode": "evaluation runs under `no_grad`; True is accepted by `lockstep.lightning`",
+        "inference_mode": "evaluation runs under `no_grad`, which gives the same numbers, with True and False",
         "logger": "True is TensorBoard in `runs/<module>`; in `lightning_logs` with `lockstep.lightning`",
         "max_epochs": "a run without an end is an error; 1,000 epochs with `lockstep.lightning`",
         "plugins": "an empty list is accepted by `lockstep.lightning`",
@@ -88,7 +88,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "state_key": "the class's name, so two callbacks of a class need names of their own",
     },
     "Callbacks": {
-        "BasePredictionWriter": "in one process; `PredictionWriter` writes in order from any number of ranks",
+        "BasePredictionWriter": "of ranks that share samples one writes; `PredictionWriter` writes one file in order",
         "BatchSizeFinder": "trials are runs of their own",
         "Checkpoint": "a base class for callbacks of your own",
         "DeviceStatsMonitor": "`DeviceStats`, whose values have other names",

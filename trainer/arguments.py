@@ -56,7 +56,7 @@ class TrainerArguments:
         `fast_dev_run`: one batch (or as many as given) of everything, nothing written.
         `reload_dataloaders_every_n_epochs`: call the module's or DataModule's train_dataloader and val_dataloader again
         every so many epochs of training, 0 never. A resumed run calls them as in the epoch in which they were due.
-        `inference_mode`: must be False: evaluation runs under `torch.no_grad`, in which `torch.enable_grad` works, as
+        `inference_mode`: changes nothing: evaluation runs under `torch.no_grad`, in which `torch.enable_grad` works, as
         sharded parameters must not become inference tensors.
     What is seen and kept
         `callbacks`: Callback objects.
@@ -135,10 +135,6 @@ class TrainerArguments:
         self._check_validation_and_clipping()
         _check_order("epochs", self.min_epochs, self.max_epochs)
         _check_order("steps", self.min_steps, self.max_steps)
-        if self.inference_mode:
-            raise ValueError(
-                "inference_mode=True is not offered: evaluation runs under torch.no_grad on every strategy; remove it"
-            )
         if self.virtual_ranks is not None and self.virtual_ranks & (self.virtual_ranks - 1):
             below = 1 << (self.virtual_ranks.bit_length() - 1)
             raise ValueError(

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from lockstep import callbacks
 from lockstep.callbacks.base import Callback
+from lockstep.strategies.data.source import bounds
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
@@ -296,8 +297,8 @@ class BackboneFinetuning(callbacks.BackboneFinetuning):
 class BasePredictionWriter(Callback):
     """Base of callbacks that write predictions: override `write_on_batch_end`, `write_on_epoch_end` or both.
 
-    For one process; `lockstep.callbacks.PredictionWriter` writes in the order of the dataset from any number of ranks.
-    Raises RuntimeError on several ranks.
+    On several ranks each writes its own batches, into files of its own; `lockstep.callbacks.PredictionWriter` writes
+    one file in the order of the dataset. Of ranks that share samples one writes. Raises RuntimeError for virtual ranks.
     """
 
     def __init__(self, write_interval: str = "batch") -> None:
@@ -327,17 +328,20 @@ class BasePredictionWriter(Callback):
         raise NotImplementedError
 
     def on_predict_start(self, trainer: Trainer, module: Module) -> None:
-        if trainer.world_size > 1:
+        if trainer.arguments.virtual_ranks is not None:
             raise RuntimeError(
-                f"{type(self).__name__} derives from BasePredictionWriter, which writes in one process; predict with "
-                "devices=1, or use lockstep.callbacks.PredictionWriter"
+                f"{type(self).__name__} derives from BasePredictionWriter, which writes whole batches, and "
+                "virtual_ranks cuts them into shares; predict without virtual_ranks, or use "
+                "lockstep.callbacks.PredictionWriter"
             )
         self._predictions, self._indices = [], []
 
     def on_predict_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        indices = _indices(trainer.predict_dataloaders, batch_idx, dataloader_idx)
+        if not trainer.strategy.topology.is_reporting_rank:
+            return
+        indices = _indices(trainer, batch_idx, dataloader_idx)
         if self.interval != "epoch":
             self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
         if self.interval != "batch":
@@ -348,7 +352,7 @@ class BasePredictionWriter(Callback):
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        if self.interval != "batch":
+        if self.interval != "batch" and trainer.strategy.topology.is_reporting_rank:
             predictions = self._predictions[0] if len(self._predictions) == 1 else self._predictions
             self.write_on_epoch_end(trainer, module, predictions, self._indices)
 
@@ -357,11 +361,16 @@ def _to_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu()
 
 
-def _indices(loaders: Any, batch_idx: int, dataloader_idx: int) -> list[int] | None:
+def _indices(trainer: Trainer, batch_idx: int, dataloader_idx: int) -> list[int] | None:
+    """The places in the dataset of what this rank has of a batch; None if the loader does not say."""
+    loaders = trainer.predict_dataloaders
     if isinstance(loaders, dict):
         loaders = list(loaders.values())
     loader = loaders[dataloader_idx] if isinstance(loaders, list | tuple) else loaders
     if not isinstance(loader, DataLoader) or not loader.batch_size or not isinstance(loader.sampler, SequentialSampler):
         return None
-    first = batch_idx * loader.batch_size
-    return list(range(first, min(first + loader.batch_size, len(loader.dataset))))  # type: ignore[arg-type]
+    topology = trainer.strategy.topology
+    size = loader.batch_size if trainer.arguments.split_batches else loader.batch_size * topology.data_size
+    batch = range(len(loader.dataset))[batch_idx * size :][:size]  # type: ignore[arg-type]
+    first, end = bounds(len(batch), topology.data_rank, topology.data_size)
+    return list(batch[first:end])

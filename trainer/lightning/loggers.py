@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lockstep import callbacks
+from lockstep.callbacks._support.null_writer import NullWriter
+from lockstep.trainer.lightning.utilities import rank_zero_only
+
+
+def rank_zero_experiment(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Decorator of a logger's `experiment`: on other ranks than 0 it returns an object that does nothing."""
+
+    @functools.wraps(make)
+    def experiment(logger: Any) -> Any:
+        return make(logger) if rank_zero_only.rank == 0 else NullWriter()
+
+    return experiment
 
 
 class TensorBoardLogger(callbacks.TensorBoardLogger):

@@ -43,6 +43,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         "callbacks": "Logger",
         f"{OURS}.loggers": "CSVLogger MLFlowLogger TensorBoardLogger WandbLogger",
     },
+    "pytorch.loggers.logger": {"callbacks": "Logger", f"{OURS}.loggers": "rank_zero_experiment"},
     "pytorch.strategies": {
         "strategies": "Strategy ParallelStrategy=Strategy",
         f"{OURS}.strategies": "DDPStrategy FSDPStrategy DeepSpeedStrategy SingleDeviceStrategy",
@@ -84,7 +85,7 @@ SAME: Mapping[str, str] = {
         "progress.rich_progress progress.tqdm_progress pruning rich_model_summary spike stochastic_weight_avg "
         "throughput_monitor timer weight_averaging"
     ),
-    "pytorch.loggers": "comet csv_logs litlogger logger mlflow neptune tensorboard wandb",
+    "pytorch.loggers": "comet csv_logs litlogger mlflow neptune tensorboard wandb",
     "pytorch.strategies": "ddp deepspeed fsdp model_parallel parallel single_device strategy",
     "pytorch.accelerators": "accelerator cpu cuda",
     "pytorch.profilers": "advanced profiler pytorch simple",
@@ -180,7 +181,6 @@ REFUSED: Mapping[str, str] = {
 
 ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "enable_autolog_hparams": (True,),
-    "inference_mode": (True, False),  # evaluation runs under no_grad, which gives the same numbers
     "model_registry": (),
     "plugins": ([], ()),
     "use_distributed_sampler": (True,),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -183,6 +184,21 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     double.fit(modules[1], loader(batch_size=4))
     for one, two in zip(*(module.parameters() for module in modules), strict=True):
         torch.testing.assert_close(one, two)
-    writer = pl.callbacks.BasePredictionWriter()
-    with pytest.raises(RuntimeError, match=r"predict with devices=1, or use lockstep.callbacks.PredictionWriter"):
-        pl.Trainer(**QUIET | {"devices": 2}, callbacks=[writer]).predict(classifier(pl)(), loader())
+
+    class Writer(pl.callbacks.BasePredictionWriter):
+        def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
+            (own,) = batch_indices
+            rows = {
+                i: row.tolist()
+                for batch, found in zip(predictions, own, strict=True)
+                for i, row in zip(found, batch, strict=True)
+            }
+            (tmp_path / f"{trainer.world_size}.{trainer.global_rank}.json").write_text(json.dumps(rows))
+
+    for devices in (1, 2):
+        trainer = pl.Trainer(**QUIET | {"devices": devices}, callbacks=[Writer("epoch")])
+        trainer.predict(classifier(pl)(), loader(samples=23))
+    whole, first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("1.0", "2.0", "2.1"))
+    assert len(whole) == 23 and first and second
+    assert not first.keys() & second.keys()
+    assert first | second == whole
