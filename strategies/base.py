@@ -84,8 +84,7 @@ class StepResult(NamedTuple):
     loss: float | None = None
     """The loss of the window, Σ total / Σ count; None where knowing it would cost a host synchronization."""
     later: Callable[[], str | None] | None = None
-    """On an accelerator, in place of `non_finite`: what was not finite, waiting for the device. Equal on all ranks;
-    `optimizer_step` leaves such a step out by itself."""
+    """In place of `non_finite` on accelerators: the same, for which the device is waited; such a step is skipped."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +155,10 @@ class StepHooks(NamedTuple):
     """By the name of an optimizer the parameters that its loss moves, if there is a loss for each."""
     prepare: Callable[[Window], Iterable[MicroBatch]] | None = None
     """Yields the micro-batches of a window, prepared one at a time."""
+    streams: dict[str, torch.Generator] | None = None
+    """Named generators that a step may draw from, as from torch's own; it may add some."""
     automatic: bool = True
-    """False if the step itself runs backward and steps (`backward`, `clip_gradients`, `optimizer_step`): it is only
-    called, on padding too."""
+    """False if the step itself runs backward and steps (manual optimization): it is called only, on padding too."""
 
 
 NO_HOOKS = StepHooks()

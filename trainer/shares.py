@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.strategies.launch.rng import seed_streams
+from lockstep.strategies.modules.absent import is_here
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.metrics.gathering import gather_values
 from lockstep.trainer.seeding import derive
@@ -35,6 +36,8 @@ class Shares:
         self.place: tuple[str | int, ...] = ("outside",)
         """Names what is computed now: all random streams are functions of the run's seed and this."""
         self._share: int | None = None
+        self._number = 0
+        """The micro-batch within the share."""
         self._metrics: dict[str, Any] = {}
         self._current = self.own[0]
         """The share whose states the metrics hold."""
@@ -48,18 +51,22 @@ class Shares:
         self._users: list[nn.Module] = []
 
     def enter(self, share: int, *place: str | int) -> None:
-        """Called before each micro-batch: begins its share unless that has begun."""
-        if share == self._share:
-            return
-        if self._share is None:
-            self._begin()
-        else:
-            self._end_share()
-            for buffer in self._buffers:
-                buffer.put_back()
-        self._share = share
-        self._switch_metrics(share)
-        self._seed(*place, share)
+        """Called before each micro-batch: begins its share unless that has begun, and its random streams."""
+        self._number += 1
+        if share != self._share:
+            if self._share is None:
+                self._begin()
+            else:
+                self._end_share()
+                for buffer in self._buffers:
+                    buffer.put_back()
+            self._share, self._number = share, 0
+            self._switch_metrics(share)
+        self._seed(*place, share, self._number)
+
+    def ran(self) -> None:
+        """Called after the step of a micro-batch, for hooks: the stages of a pipeline end it with other streams."""
+        self._seed("after", *self.place)
 
     def leave(self, *place: str | int) -> None:
         """Called after the last share of a window: buffers are those of the first, streams those of `place`."""
@@ -94,7 +101,7 @@ class Shares:
             _Buffer(module, name)
             for module in modules
             for name, buffer in module._buffers.items()
-            if buffer is not None
+            if buffer is not None and is_here(buffer)
         ]
         self._modules = modules
         self._users = [module for module in modules if not type(module).__module__.startswith("torch.")]
@@ -167,7 +174,9 @@ class Shares:
                 for share, packed in by_share.items():
                     if int(share) in self.own:
                         entry = unpack(packed, checkpoint.read)
-                        found.setdefault(int(share), {})[name] = _MetricState(entry["state"], entry["count"])
+                        state = _MetricState(entry["state"], entry["count"])
+                        of_share = found.setdefault(int(share), {})
+                        of_share[name] = max(of_share.get(name, state), state, key=_count)
         self._current = self.own[0]
         metrics = torchmetrics_of(self._module)
         for name, state in found.pop(self._current, {}).items():
@@ -189,7 +198,11 @@ class _Buffer:
     @torch.no_grad()
     def put_back(self) -> None:
         self.module._buffers[self.name] = self._tensor
-        if self._tensor is not None:
+        if self._tensor is None or torch.equal(self._tensor, self._value):
+            return
+        if isinstance(self.module, nn.modules.batchnorm._NormBase):
+            self._tensor.data.copy_(self._value)  # as its kernels do: no backward to come reads it
+        else:
             self._tensor.copy_(self._value)
 
 
@@ -234,7 +247,10 @@ class _Together:
     def __call__(self, *_: Any, **__: Any) -> None:
         metric, shares = self._metric, self._shares
         gathered = gather_values(shares._run.strategy, {str(k): v for k, v in shares.states_of(metric).items()})
-        by_share = {int(share): entry for rank in gathered for share, entry in rank.items() if entry["count"]}
+        by_share: dict[int, Any] = {}
+        for share, entry in (item for rank in gathered for item in rank.items()):
+            if entry["count"] > by_share.get(int(share), {"count": 0})["count"]:  # of stages the one that updates it
+                by_share[int(share)] = entry
         states = [by_share[share]["state"] for share in sorted(by_share)]
         for name, reduction in metric._reductions.items():
             values = [state[name] for state in states]
@@ -255,6 +271,10 @@ class _ResetAll:
 
     def __call__(self) -> None:
         self._shares.forget(self._metric)
+
+
+def _count(state: _MetricState) -> int:
+    return state.count
 
 
 def _yes() -> bool:

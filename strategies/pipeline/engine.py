@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.strategies.base import StepHooks, Topology
 from lockstep.strategies.data.batch_slices import signature
-from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import Window
 from lockstep.strategies.launch import fault_injection
 from lockstep.strategies.launch.rng import kept_streams
@@ -45,9 +44,8 @@ class Engine:
     ) -> None:
         self._wrapped, self._layout, self._precision, self._num_parts = wrapped, layout, precision, num_parts
         self._loss_shape = (torch.empty((), device="meta", requires_grad=True),)
-        kind = OpenStage if wrapped.shards is None else WindowStage
         self.stages: list[OpenStage] = [
-            kind(
+            self.stage_kind(wrapped)(
                 wrapped.stages[stage],
                 stage,
                 wrapped.num_stages,
@@ -64,6 +62,9 @@ class Engine:
         self._feed: Feed | None = None
         self._passes: Counter[int] = Counter()
         self._error: Exception | None = None
+
+    def stage_kind(self, wrapped: Staged) -> type[OpenStage]:
+        return OpenStage if wrapped.shards is None else WindowStage
 
     def run(self, feed: Feed) -> None:
         """Forward and backward of all parts; gradients are added to those of the parameters."""
@@ -98,6 +99,7 @@ class Engine:
         assert feed is not None
         step = self._checked_step if last else feed.step
         try:
+            feed.prepare(index)
             with (
                 self._precision.autocast(wrapped.device),
                 feed.hooks.log_scope(feed.parts[index].num_samples if last else 0),
@@ -105,7 +107,7 @@ class Engine:
                 arrive = functools.partial(open_stage.arrive, index)
                 with open_stage.noting_hooks(index) if wrapped.splits_backward else nullcontext():
                     output, sent = wrapped.run_stage(
-                        stage, received, arrive, self._layout, mix(feed.noise, index), functools.partial(step, index)
+                        stage, received, arrive, self._layout, feed.seed(index), functools.partial(step, index)
                     )
                 arrive()  # where the step has not come to a layer of this stage
             if last:
@@ -149,6 +151,7 @@ class Engine:
         if not losses:
             return _nothing(self._loss_shape[0], received, self._wrapped.device)
         ((loss, _, returned),) = losses
+        feed.tally.has_loss = True
         feed.tally.total += loss.item() if loss.device.type == "cpu" else math.nan
         if feed.hooks.before_backward is not None:
             with nullcontext() if self._wrapped.state is None else self._wrapped.state.before_backward():
@@ -170,6 +173,8 @@ class Engines:
     `sizes` are the ranks of a pipeline and the parts of a micro-batch. `changed` returns the names of parameters whose
     `requires_grad` is not what it was.
     """
+
+    engine = Engine
 
     def __init__(
         self,
@@ -237,12 +242,12 @@ class Engines:
         engine = self._known.pop(key, None)
         if engine is None:
             with self._precision.autocast(wrapped.device), feed.hooks.log_scope(0):
-                layouts = (wrapped.layout_of(functools.partial(feed.step, i)) for i in range(len(feed.parts)))
+                layouts = (wrapped.layout_of(functools.partial(feed.step, i)) for i in feed.known)
                 layout = next(filter(None, layouts), None)
             if layout is None:
                 return None
             fitting = self._schedule.fitting(self._num_stage_ranks, len(feed.parts))
-            engine = Engine(wrapped, layout, fitting, len(feed.parts), self._precision)
+            engine = self.engine(wrapped, layout, fitting, len(feed.parts), self._precision)
         self._known[key] = engine
         while len(self._known) > 2:  # each has buffers for what it receives
             self._known.pop(next(iter(self._known)))

@@ -32,6 +32,7 @@ class Tally:
     count: float = 0.0
     total: float = 0.0
     """Sum of the weighted losses; NaN on an accelerator, where it would cost a host synchronization."""
+    has_loss: bool = False
     outputs: list[tuple[Any, int]] = field(default_factory=list)
     """What the step returned for each part of the running micro-batch, and its number of samples."""
 
@@ -54,6 +55,18 @@ class Feed:
         """The user's step on a part, from random streams that begin alike on all stages."""
         seed_streams(mix(self.noise, index, 0))
         return self.step_fn(self.parts[index].batch, self.batch_idx)
+
+    def prepare(self, index: int) -> None:
+        """Called before a stage of this rank runs a part."""
+
+    def seed(self, index: int) -> int | None:
+        """Of what layers draw for a part; None if that continues what the step has drawn."""
+        return mix(self.noise, index)
+
+    @property
+    def known(self) -> Sequence[int]:
+        """Parts that may run for their shapes before the schedule does."""
+        return range(len(self.parts))
 
 
 def runs(micro_batch: MicroBatch, num_parts: int) -> list[list[Part]]:

@@ -136,7 +136,7 @@ def clip(
     return clip_by_norm(counted, value, wrapped.device, others)
 
 
-def sum_over_pipelines(wrapped: Staged, group: dist.ProcessGroup) -> None:
+def sum_ranks(wrapped: Staged, group: dist.ProcessGroup) -> None:
     """Sum the gradients of the pipelines, and give the statistics of the first to the others. What none of them has
     stays None."""
     trained = [p for p in wrapped.parameters() if p.requires_grad]

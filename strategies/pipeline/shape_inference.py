@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -107,6 +107,8 @@ class ShapeInference:
                 self._mode.from_tensor(p.detach()).to(device).requires_grad_(p.requires_grad) for p in own
             ]
         self._pass: _Pass | None = None
+        self.kept_streams: Callable[[], AbstractContextManager[None]] = kept_streams
+        """Gives random streams back what a run on fake tensors has drawn."""
         self.known: dict[Any, Layout] = {}
         """The layouts by what the inputs look like."""
 
@@ -150,7 +152,7 @@ class ShapeInference:
         self._pass = running
         state = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in self._free]
         try:
-            with torch.enable_grad(), kept_streams(), self.without_first_stage(), running.origins:
+            with torch.enable_grad(), self.kept_streams(), self.without_first_stage(), running.origins:
                 result = self._net.forward(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ValueError(

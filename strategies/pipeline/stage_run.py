@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,6 +46,8 @@ class Run:
     skips: dict[Source, Tensor] | None = None
     """What has arrived for later stages or as skip connections, and what layers of this stage add to it; None before
     `received` is there."""
+    links: Links | None = None
+    """Called where this stage begins and ends."""
 
     def arrived(self) -> dict[Source, Tensor]:
         """Wait until `received` is there, and return `skips`."""
@@ -61,7 +63,8 @@ class Run:
 
     def output(self, index: int) -> Any:
         """What stands for the output of a layer of an earlier stage: tensors without data, but for skip connections."""
-        assert self.layout is not None
+        assert self.layout is not None and self.links is not None
+        self.links.passing(self)
         call = index, self.calls[index]
         self.calls[index] += 1
         blank = self.layout.outputs[call]  # new objects a call: those of another micro-batch are others
@@ -92,7 +95,10 @@ class Run:
 
 
 class Links:
-    """Sends between the ranks of a pipeline, where no schedule does it: one batch ahead at most."""
+    """Sends between the ranks of a pipeline, where no schedule does it: one batch ahead at most.
+
+    What is to travel beside the tensors overrides `passing`, `starting` and `leaving`, which each run of a stage calls.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -108,6 +114,22 @@ class Links:
         for tensor in tensors:
             dist.recv(tensor, group=self._group, group_src=rank)
         return tensors
+
+    def outside(self) -> None:
+        """The pipelined module is called outside of a step, by every rank."""
+
+    def finished(self, rank: int) -> None:
+        """It has run, and ended on `rank`."""
+
+    def passing(self, run: Run) -> None:
+        """A layer of an earlier stage is called, and computes nothing."""
+
+    def starting(self, run: Run) -> None:
+        """The first layer of this stage is called, and what it needs has arrived."""
+
+    def leaving(self, run: Run, tensors: Sequence[Tensor], sent: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The first layer of the next stage is called with `tensors`; returns what to send in place of `sent`."""
+        return sent
 
 
 class Stage(nn.Module):

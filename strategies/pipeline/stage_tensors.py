@@ -228,7 +228,7 @@ class Tied:
 
     def __init__(self, tensors: StageTensors, ranks: PipelineRanks, topology: Topology) -> None:
         backend = "cpu:gloo,cuda:nccl" if topology.device.type == "cuda" else "gloo"
-        self._by_group: list[tuple[dist.ProcessGroup | None, list[nn.Parameter]]] = []
+        self.by_group: list[tuple[dist.ProcessGroup | None, list[nn.Parameter]]] = []
         """Those of this rank."""
         self.copies: list[nn.Parameter] = []
         """Those of which an earlier rank of the pipeline holds a copy too, which counts and saves it."""
@@ -238,12 +238,12 @@ class Tied:
                 size = ranks.data_size
                 group = own_group([[holder * size + i for holder in holders] for i in range(size)], backend)
             if ranks.stage_rank in holders:
-                self._by_group.append((group, [*named.values()]))
+                self.by_group.append((group, [*named.values()]))
                 self.copies += () if ranks.stage_rank == holders[0] else named.values()
 
     def sum_gradients(self) -> None:
         """Add up what the stages have computed of their gradients. Every rank calls it, once in a window."""
-        for group, parameters in self._by_group:
+        for group, parameters in self.by_group:
             sum_gradients(parameters, [group])
 
 

@@ -134,8 +134,8 @@ class Staged(nn.Module):
         stage: int,
         received: tuple[Tensor, ...],
         arrive: Callable[[], None],
-        layout: Layout,
-        noise: int,
+        layout: Layout | None,
+        noise: int | None,
         step: Callable[[], Any],
     ) -> tuple[Any, tuple[Tensor, ...] | None]:
         """Run `step()` as far as this stage goes; `arrive()` waits until `received` is there.
@@ -143,7 +143,7 @@ class Staged(nn.Module):
         Returns what it returned on the last stage, and on other stages what is to be sent; None where the step
         returned None before it called the pipelined module.
         """
-        run = Run(stage=stage, received=received, arrive=arrive, layout=layout, noise=noise)
+        run = Run(stage=stage, received=received, arrive=arrive, layout=layout, noise=noise, links=self.links)
         try:
             output = self._pass(run, step)
         except Leave as left:
@@ -152,7 +152,7 @@ class Staged(nn.Module):
             self._refuse_uncalled(output)
         return output, None
 
-    def run_evaluation(self, noise: int, step: Callable[[], Any]) -> Any:
+    def run_evaluation(self, noise: int | None, step: Callable[[], Any]) -> Any:
         """Run `step()` once over all stages; its value on the rank of the last stage, None on the others."""
         try:
             return self._pass(Run(wants="evaluation", noise=noise), step)
@@ -227,8 +227,7 @@ class Staged(nn.Module):
             self._learned = self._layout(args, kwargs)
             raise Leave
         if run.wants == "evaluation":
-            layout = self._layout(args, kwargs)
-            is_last, result = self._through(layout, args, kwargs, run.noise)
+            is_last, result = self._through(self._layout(args, kwargs), args, kwargs, run.noise)
             if not is_last:
                 raise Leave
             return result
@@ -249,9 +248,8 @@ class Staged(nn.Module):
         finally:
             self._run, run.inside = outer, False
         if run.stage < self.num_stages - 1:
-            raise RuntimeError(
-                f"{self.name} returned on stage {run.stage} before a layer of stage {run.stage + 1} was called"
-            )
+            early = f"{self.name} returned on stage {run.stage} before a layer of stage {run.stage + 1} was called"
+            raise RuntimeError(early)
         if tree_any(lambda leaf: isinstance(leaf, FakeTensor), result):
             result = tree_map_only(FakeTensor, _received, result)
         if tree_any(lambda leaf: isinstance(leaf, FakeTensor), result):
@@ -269,9 +267,8 @@ class Staged(nn.Module):
             if stage and self.rank_of[stage - 1] != self.rank:
                 carried = self.links.receive(layout.messages[stage - 1], self.rank_of[stage - 1])
             try:
-                return True, self._enter(
-                    Run(stage=stage, received=carried, layout=layout, noise=noise, entered=True), args, kwargs
-                )
+                run = Run(stage, carried, layout=layout, noise=noise, entered=True, links=self.links)
+                return True, self._enter(run, args, kwargs)
             except Leave as left:
                 carried = left.tensors
                 if self.rank_of[stage + 1] != self.rank:
@@ -280,17 +277,18 @@ class Staged(nn.Module):
 
     def _everywhere(self, args: Any, kwargs: Any) -> Any:
         """Outside of a step: every rank calls it alike and gets the result, without gradient."""
+        self.links.outside()
         layout = self._layout(args, kwargs)
         with self.gathered():
             is_last, result = self._through(layout, args, kwargs, None)
+        self.links.finished(self.rank_of[-1])
         leaves, spec = tree_flatten(result if is_last else layout.result)
         source = self.rank_of[-1]
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                leaves[i] = (
-                    leaf.contiguous() if is_last else torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
-                )
-                dist.broadcast(leaves[i], group=self.group, group_src=source)
+                here = leaf.contiguous() if is_last else torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
+                dist.broadcast(here, group=self.group, group_src=source)
+                leaves[i] = here
         return tree_unflatten(leaves, spec)
 
     def _layout(self, args: Any, kwargs: Any) -> Layout:
@@ -332,6 +330,7 @@ class Staged(nn.Module):
         if not run.started:
             run.started = True
             run.arrived()
+            self.links.starting(run)
             leaves = tree_leaves((args, kwargs))
             copies = self._edits_input[index] and torch.is_grad_enabled()  # what is received is a leaf of the graph
             message = run.layout.messages[run.stage - 1]  # type: ignore[union-attr]
@@ -372,7 +371,7 @@ class Staged(nn.Module):
             copied = i >= len(message.leaves) or isinstance(tensor, nn.Parameter)
             copied = copied or (self.splits_backward and tensor._base is not None)
             tensors.append(tensor.clone(memory_format=torch.contiguous_format) if copied else tensor.contiguous())
-        return tuple(tensors)
+        return self.links.leaving(run, sent, tuple(tensors))
 
     # ---- taking the model apart ----------------------------------------------------------------------
 

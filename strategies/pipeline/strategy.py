@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -32,7 +33,7 @@ from lockstep.strategies.pipeline.optimizers import (
     own_parameters,
     show,
     shown,
-    sum_over_pipelines,
+    sum_ranks,
 )
 from lockstep.strategies.pipeline.schedules import check_options
 from lockstep.strategies.pipeline.schedules import schedule as find_schedule
@@ -45,48 +46,16 @@ from lockstep.strategies.sync.collectives import local
 if TYPE_CHECKING:
     from lockstep.strategies.pipeline.engine import Engines
 
-
 BY_SCHEDULE = (
     "a pipeline runs backward by its schedule, so it needs automatic optimization; "
     "remove automatic_optimization = False, or use another strategy"
 )
 
 
-class Pipeline(SPMDStrategy):
-    """Pipeline parallelism: each rank holds some layers, and parts of a micro-batch follow each other through them.
-
-    One module holds every trainable parameter and is called once a step. `training_step` stays as it is: it runs
-    on every rank, for each part of the batch, as far as the layers of that rank go; on the rank of the last stage
-    it runs to its end, and what it logs and returns there counts. Tensors of a batch whose first dimension is the
-    number of samples are cut into parts, as are lists of that length; the rest is given to each part whole.
-    `on_before_backward` is called there for each part; `on_train_batch_end` and the like get outputs there and
-    None on other ranks.
-
-    `schedule`: "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv" or "dualpipev".
-    `num_micro_batches`: parts of a micro-batch; None takes as many as there are stages.
-    `stages_per_rank`: for the interleaved and looped schedules; None takes 2. "gpipe" and "1f1b" have 1, "zbv" and
-    "dualpipev" 2.
-    `module`: name of the pipelined module; None finds it.
-    `split`: names of the layers with which stages 1, 2, ... begin; None balances the stages.
-    `sample`: an input of the pipelined module (a tensor or a tuple of arguments): stages are balanced by the seconds
-        that layers take on it instead of by their numbers of parameters.
-    `mesh`: `"ddp=2,pipeline=2"` runs two pipelines of two ranks on different samples and sums their gradients after
-        the schedule; `"fsdp=2,pipeline=2"` shards parameters, gradients and optimizer state of each stage over two
-        ranks as well.
-    `activation_checkpointing`: recompute blocks in the backward; True, or which blocks.
-    `timeout_s`: seconds that a collective waits for the other ranks.
-    """
+class StagedStrategy(SPMDStrategy):
+    """Base of the strategies that cut a model into stages; `Pipeline` says what the arguments are."""
 
     cuts_gradients = True
-    one_rank = SingleDevice
-    capabilities = Capabilities(
-        runs_step_once=False,
-        refuses={
-            "manual_optimization": BY_SCHEDULE,
-            "16-mixed": "precision='16-mixed' scales losses, which stages of a pipeline cannot agree on; "
-            "use 'bf16-mixed'",
-        },
-    )
 
     def __init__(
         self,
@@ -109,12 +78,10 @@ class Pipeline(SPMDStrategy):
         self.num_micro_batches = num_micro_batches
         self.module, self.split, self.sample = module, split, sample
         self.timeout_s = timeout_s
-        self._axes = {"pipeline": None} if mesh is None else parse(mesh)
-        if "pipeline" not in self._axes or set(self._axes) - {"pipeline", "ddp", "fsdp"}:
-            raise ValueError(
-                f"the mesh of a pipeline has the axes pipeline, ddp and fsdp, but mesh={mesh!r}; name pipeline, and "
-                "leave tensor out"
-            )
+        self.axes = {"pipeline": None} if mesh is None else parse(mesh)
+        if "pipeline" not in self.axes or set(self.axes) - {"pipeline", "ddp", "fsdp"}:
+            known = "the mesh of a pipeline has the axes pipeline, ddp and fsdp"
+            raise ValueError(f"{known}, but mesh={mesh!r}; name pipeline, and remove tensor")
         self.num_stage_ranks = 1
         """Ranks of one pipeline, valid after `configure`."""
         self._ranks = PipelineRanks()
@@ -134,23 +101,23 @@ class Pipeline(SPMDStrategy):
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
     ) -> Strategy:
         chosen = super().configure(
-            devices=devices_of(self._axes, devices, num_nodes),
+            devices=devices_of(self.axes, devices, num_nodes),
             accelerator=accelerator,
             num_nodes=num_nodes,
             precision=precision,
         )
         world = environment.detect()
         num_ranks = world.world_size if world is not None else self.num_devices
-        self.num_stage_ranks = resolve(self._axes, num_ranks)["pipeline"]
+        self.num_stage_ranks = resolve(self.axes, num_ranks)["pipeline"]
         if chosen is self:
             self.schedule.check(self.num_stage_ranks, self.num_parts)
-            self.capabilities = replace(self.capabilities, preserves_memory_format="fsdp" not in self._axes)
+            self.capabilities = replace(self.capabilities, preserves_memory_format="fsdp" not in self.axes)
         return chosen
 
     def setup(self) -> Topology:
         super().setup()
         self._seed = None
-        self._ranks = pipeline_ranks(self._axes, self.topology)
+        self._ranks = pipeline_ranks(self.axes, self.topology)
         self.num_stage_ranks = self._ranks.num_stage_ranks
         self.topology = replace(
             self.topology,
@@ -175,9 +142,8 @@ class Pipeline(SPMDStrategy):
         partition.refuse_recomputed_groups(model, parts)
         costs = None
         if self.sample is not None:  # one rank's times for all
-            costs = self.broadcast(
-                partition.measure(parts, self.sample, self.topology.device) if self.topology.rank == 0 else None
-            )
+            mine = None if self.topology.rank else partition.measure(parts, self.sample, self.topology.device)
+            costs = self.broadcast(mine)
         rank_of = self.schedule.rank_of(self.num_stage_ranks)
         stage_of = partition.stages(parts, len(rank_of), self.split, costs)
         ranks = rank_of, self._ranks.stage_rank
@@ -217,81 +183,19 @@ class Pipeline(SPMDStrategy):
 
     # ---- 2. gradient sync ------------------------------------------------------------------------
 
-    def forward_backward(
-        self,
-        wrapped: nn.Module,
-        step_fn: Callable[[Any, int], Any],
-        window: Window,
-        hooks: StepHooks = NO_HOOKS,
-    ) -> StepResult:
-        assert isinstance(wrapped, Staged) and wrapped.state is not None
-        if not hooks.automatic:
-            self._refuse("manual_optimization")
-        if wrapped.shards is not None:
-            wrapped.shards.gather()
-        engines = self._engines = self._engines or self._make_engines()
-        self._steps_seen += 1
-        tally = Tally()
-        noise = self._seed or 0, self.topology.data_rank, self._steps_seen
-        send = partial(self._send_vote, window, hooks, tally)
-        engines.run_window(wrapped, step_fn, window, hooks, noise, tally, send)
-        return self._reduce_gradients(wrapped, window, hooks)
+    @property
+    @abstractmethod
+    def engines(self) -> type[Engines]:
+        """What runs the schedules. torch.distributed.pipelining takes a second to import, so not before a step."""
 
     def _make_engines(self) -> Engines:
-        from lockstep.strategies.pipeline.engine import Engines  # torch.distributed.pipelining takes a second to import
-
-        return Engines(
+        return self.engines(
             self.schedule,
             (self.num_stage_ranks, self.num_parts),
             self.topology,
             self.precision,
             lambda: [] if self._changes is None else self._changes.trainability(),
         )
-
-    def _send_vote(self, window: Window, hooks: StepHooks, tally: Tally) -> None:
-        """Send this rank's part of the step agreement, before the last backward of a window."""
-        vote = hooks.vote()
-        finite = self.topology.device.type != "cpu" or math.isfinite(tally.total)
-        vote = vote if self.topology.is_reporting_rank else vote._replace(keys=0)
-        total = tally.total * window.num_samples
-        self._agreement.send(vote, window.num_samples, tally.count, finite, total)  # type: ignore[union-attr]
-
-    def _reduce_gradients(self, wrapped: Staged, window: Window, hooks: StepHooks) -> StepResult:
-        result = self._agreement.receive()  # type: ignore[union-attr]
-        if result.count and self._ranks.data_group is not None:
-            sum_over_pipelines(wrapped, self._ranks.data_group)
-        elif wrapped.shards is not None:
-            wrapped.shards.scatter()
-        if result.count:
-            wrapped.tied.sum_gradients()
-            return self._conclude(wrapped, result, hooks, window.num_samples)
-        self._drop_gradients(wrapped)  # zeros that went through the stages
-        return result
-
-    def evaluate(
-        self,
-        wrapped: nn.Module,
-        step_fn: Callable[..., Any],
-        micro_batch: MicroBatch,
-        *args: Any,
-        hooks: StepHooks = NO_HOOKS,
-    ) -> Any:
-        assert isinstance(wrapped, Staged)
-        if not micro_batch.num_samples:
-            with wrapped.gathered():  # with the ranks that run the step
-                return None
-        noise = mix(self._seed or 0, self.topology.data_rank, *(arg for arg in args if isinstance(arg, int)))
-        counts = nullcontext() if self.topology.is_reporting_rank else hooks.log_scope(0)
-        with kept_streams(), counts, self.precision.autocast(self.topology.device), wrapped.gathered():
-            seed_streams(noise)  # the step begins alike on all ranks
-            return wrapped.run_evaluation(noise, lambda: step_fn(micro_batch.batch, *args))
-
-    def clip_gradients(
-        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
-    ) -> Tensor | None:
-        assert isinstance(wrapped, Staged)
-        shard_group = None if self._ranks.mesh is None else self._ranks.mesh.get_group("fsdp")
-        return clip(wrapped, optimizer, value, algorithm, (self._ranks.group, shard_group))
 
     def optimizer_step(
         self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
@@ -308,9 +212,8 @@ class Pipeline(SPMDStrategy):
     @contextmanager
     def whole(self, wrapped: nn.Module) -> Iterator[None]:
         assert isinstance(wrapped, Staged)
-        if (self._engines is not None and self._engines.is_running) or (
-            wrapped.shards is not None and wrapped.shards.gathered
-        ):
+        is_running = self._engines is not None and self._engines.is_running
+        if is_running or (wrapped.shards is not None and wrapped.shards.gathered):
             raise RuntimeError(
                 "whole() was called within a step, which a pipeline's ranks do not run alike; call it in a hook"
             )
@@ -333,8 +236,7 @@ class Pipeline(SPMDStrategy):
         with shown(*optimizers.values()):
             state = gather_state(wrapped.model, optimizers, self.local_shard)
         own = wrapped.tensors.keep_own(state, self._ranks.stage_rank == 0)
-        firsts = range(0, self.topology.world_size, self.topology.data_size)
-        merge_meta(state, [self.broadcast(own, rank) for rank in firsts])
+        merge_meta(state, [self.broadcast(own, i) for i in range(0, self.topology.world_size, self.topology.data_size)])
         state.meta["extra"] = {type(self).__name__: self.extra_state(wrapped)}
         return state
 
@@ -388,5 +290,111 @@ class Pipeline(SPMDStrategy):
             self._engines.clear()
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
+        return wrapped.model  # type: ignore[return-value]
+
+
+class Pipeline(StagedStrategy):
+    """Pipeline parallelism: each rank holds some layers, and parts of a micro-batch follow each other through them.
+
+    One module holds every trainable parameter and is called once a step. `training_step` stays as it is: it runs
+    on every rank, for each part of the batch, as far as the layers of that rank go; on the rank of the last stage
+    it runs to its end, and what it logs and returns there counts. Tensors of a batch whose first dimension is the
+    number of samples are cut into parts, as are lists of that length; the rest is given to each part whole.
+    `on_before_backward` is called there for each part; `on_train_batch_end` and the like get outputs there and
+    None on other ranks.
+
+    `schedule`: "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv" or "dualpipev".
+    `num_micro_batches`: parts of a micro-batch; None takes as many as there are stages.
+    `stages_per_rank`: for the interleaved and looped schedules; None takes 2. "gpipe" and "1f1b" have 1, "zbv" and
+    "dualpipev" 2.
+    `module`: name of the pipelined module; None finds it.
+    `split`: names of the layers with which stages 1, 2, ... begin; None balances the stages.
+    `sample`: an input of the pipelined module (a tensor or a tuple of arguments): stages are balanced by the seconds
+        that layers take on it instead of by their numbers of parameters.
+    `mesh`: `"ddp=2,pipeline=2"` runs two pipelines of two ranks on different samples and sums their gradients after
+        the schedule; `"fsdp=2,pipeline=2"` shards parameters, gradients and optimizer state of each stage over two
+        ranks as well.
+    `activation_checkpointing`: recompute blocks in the backward; True, or which blocks.
+    `timeout_s`: seconds that a collective waits for the other ranks.
+    """
+
+    one_rank = SingleDevice
+    capabilities = Capabilities(
+        bitwise=True,
+        runs_step_once=False,
+        refuses={
+            "manual_optimization": BY_SCHEDULE,
+            "16-mixed": "precision='16-mixed' scales losses, which stages of a pipeline cannot agree on; "
+            "use 'bf16-mixed'",
+        },
+    )
+
+    @property
+    def engines(self) -> type[Engines]:
+        from lockstep.strategies.pipeline.engine import Engines
+
+        return Engines
+
+    def forward_backward(
+        self,
+        wrapped: nn.Module,
+        step_fn: Callable[[Any, int], Any],
+        window: Window,
+        hooks: StepHooks = NO_HOOKS,
+    ) -> StepResult:
+        assert isinstance(wrapped, Staged) and wrapped.state is not None
+        if not hooks.automatic:
+            self._refuse("manual_optimization")
+        if wrapped.shards is not None:
+            wrapped.shards.gather()
+        engines = self._engines = self._engines or self._make_engines()
+        self._steps_seen += 1
+        tally, noise = Tally(), (self._seed or 0, self.topology.data_rank, self._steps_seen)
+        engines.run_window(
+            wrapped, step_fn, window, hooks, noise, tally, partial(self._send_vote, window, hooks, tally)
+        )
+        return self._reduce_gradients(wrapped, window, hooks)
+
+    def _send_vote(self, window: Window, hooks: StepHooks, tally: Tally) -> None:
+        """Send this rank's part of the step agreement, before the last backward of a window."""
+        finite = self.topology.device.type != "cpu" or math.isfinite(tally.total)
+        vote = hooks.vote() if self.topology.is_reporting_rank else hooks.vote()._replace(keys=0)
+        total = tally.total * window.num_samples
+        self._agreement.send(vote, window.num_samples, tally.count, finite, total)  # type: ignore[union-attr]
+
+    def _reduce_gradients(self, wrapped: Staged, window: Window, hooks: StepHooks) -> StepResult:
+        result = self._agreement.receive()  # type: ignore[union-attr]
+        if result.count and self._ranks.data_group is not None:
+            sum_ranks(wrapped, self._ranks.data_group)
+        elif wrapped.shards is not None:
+            wrapped.shards.scatter()
+        if result.count:
+            wrapped.tied.sum_gradients()
+            return self._conclude(wrapped, result, hooks, window.num_samples)
+        self._drop_gradients(wrapped)  # zeros that went through the stages
+        return result
+
+    def evaluate(
+        self,
+        wrapped: nn.Module,
+        step_fn: Callable[..., Any],
+        micro_batch: MicroBatch,
+        *args: Any,
+        hooks: StepHooks = NO_HOOKS,
+    ) -> Any:
         assert isinstance(wrapped, Staged)
-        return wrapped.model
+        if not micro_batch.num_samples:
+            with wrapped.gathered():  # with the ranks that run the step
+                return None
+        noise = mix(self._seed or 0, self.topology.data_rank, *(arg for arg in args if isinstance(arg, int)))
+        counts = nullcontext() if self.topology.is_reporting_rank else hooks.log_scope(0)
+        with kept_streams(), counts, self.precision.autocast(self.topology.device), wrapped.gathered():
+            seed_streams(noise)  # the step begins alike on all ranks
+            return wrapped.run_evaluation(noise, lambda: step_fn(micro_batch.batch, *args))
+
+    def clip_gradients(
+        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+    ) -> Tensor | None:
+        assert isinstance(wrapped, Staged)
+        shard_group = None if self._ranks.mesh is None else self._ranks.mesh.get_group("fsdp")
+        return clip(wrapped, optimizer, value, algorithm, (self._ranks.group, shard_group))

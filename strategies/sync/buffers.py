@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from lockstep.strategies.sync.collectives import local
 
 
-def share_buffers(modules: Iterable[nn.Module]) -> None:
-    """Rank 0's buffers of each module itself overwrite the others', as in DDP; one broadcast a dtype. Every rank calls
-    it."""
+def share_buffers(modules: Iterable[nn.Module], group: dist.ProcessGroup | None = None) -> None:
+    """Rank 0's buffers of each module itself overwrite the others', as in DDP; one broadcast a dtype. Every rank of the
+    group calls it."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for buffer in {
         id(buffer): buffer for module in modules for buffer in module._buffers.values() if buffer is not None
@@ -21,6 +21,6 @@ def share_buffers(modules: Iterable[nn.Module]) -> None:
         by_dtype.setdefault(buffer.dtype, []).append(local(buffer))  # that of a tensor-parallel layer is a DTensor
     for buffers in by_dtype.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        dist.broadcast(flat, 0)
+        dist.broadcast(flat, group=group, group_src=0)
         for buffer, piece in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(piece.view_as(buffer))

@@ -45,9 +45,10 @@ class PartialSums(Generic[T]):
 
 
 def total_of(numbers: Sequence[float]) -> float:
-    """The sum of a power of two of numbers in the tree's order."""
+    """The sum of numbers in the tree's order; those that lack to a power of two count as zeros."""
     sums = PartialSums[float](lambda one, other: one + other)
-    for number in numbers:
+    missing = (1 << (len(numbers) - 1).bit_length()) - len(numbers)
+    for number in (*numbers, *[0.0] * missing):
         sums.append(number)
     return sums.total()
 

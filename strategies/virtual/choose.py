@@ -5,7 +5,9 @@ from __future__ import annotations
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.mesh.sharded import ShardedStrategy
+from lockstep.strategies.pipeline.strategy import Pipeline
 from lockstep.strategies.single import SingleDevice
+from lockstep.strategies.virtual.pipeline import VirtualPipeline
 from lockstep.strategies.virtual.replicas import VirtualReplicas
 from lockstep.strategies.virtual.sharded import VirtualSharded
 from lockstep.strategies.virtual.step import VirtualStep
@@ -19,7 +21,8 @@ def virtual(strategy: Strategy, number: int) -> Strategy:
     if not strategy.capabilities.bitwise:
         raise ValueError(
             f"virtual_ranks={number} needs a strategy that can add gradients in one order on any number of ranks, "
-            f"which {type(strategy).__name__} cannot; use single, ddp, fsdp, or a mesh of ddp and fsdp"
+            f"which {type(strategy).__name__} cannot; use single, ddp, fsdp or pipeline, or a mesh of ddp and one of "
+            "the others"
         )
     if isinstance(strategy, VirtualStep):
         strategy.virtual_ranks = number
@@ -33,7 +36,7 @@ def virtual(strategy: Strategy, number: int) -> Strategy:
         if "tensor" in strategy.axes:
             raise ValueError(
                 f"virtual_ranks={number} cannot be used with the axis tensor, which cuts the sums within a layer by "
-                "its size; use single, ddp, fsdp, or a mesh of ddp and fsdp"
+                "its size; use single, ddp, fsdp or pipeline, or a mesh of ddp and one of the others"
             )
         options = strategy.options
         _refuse("find_unused_parameters", options.find_unused_parameters)
@@ -41,6 +44,8 @@ def virtual(strategy: Strategy, number: int) -> Strategy:
         _refuse("broadcast_buffers", options.broadcast_buffers, refused=False)
         if "fsdp" in strategy.axes:
             return VirtualSharded(strategy, number)
+    elif isinstance(strategy, Pipeline):
+        return VirtualPipeline(strategy, number)
     else:
         raise TypeError(f"{type(strategy).__name__} says that it takes virtual_ranks; derive it from VirtualStep")
     return VirtualReplicas(

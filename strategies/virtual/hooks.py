@@ -16,6 +16,10 @@ class ShareHooks:
 
     _watched: list[nn.Parameter]
 
+    def data_size_of(self, num_ranks: int) -> int:
+        """Of so many ranks the number of those that see different samples."""
+        return num_ranks
+
     def sum_numbers(self, result: StepResult, of_shares: list[tuple[float, float]]) -> StepResult:
         """`result` with its count and loss in the tree over all shares; of each own share (count, sum of losses).
 
@@ -49,6 +53,14 @@ class ShareHooks:
     def counted_part(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
         """What of it this rank adds to the norm."""
         return part
+
+    def counted_rows(self, parameter: nn.Parameter) -> int:
+        """How many rows of the whole gradient are counted, by all ranks that hold a part."""
+        return parameter.shape[0] if parameter.dim() else 1
+
+    def norm_facts(self, rows: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """Rows and dtype of the norm of the whole model, from those of what this rank knows of."""
+        return rows, dtype
 
     def norm_groups(self) -> Sequence[dist.ProcessGroup | None]:
         """The ranks that hold other parts of the gradient."""

@@ -14,19 +14,21 @@ _BINS = 3
 
 @torch.no_grad()
 def total_norm(
-    pieces: Sequence[tuple[Tensor, int]], device: torch.device, groups: Sequence[dist.ProcessGroup | None] = ()
+    pieces: Sequence[Tensor], rows: int, device: torch.device, groups: Sequence[dist.ProcessGroup | None] = ()
 ) -> Tensor:
     """The 2-norm (0-dim, float64) of tensors of which this rank holds some rows.
 
-    `pieces`: (rows that this rank holds, rows of the whole tensor); a row is whole on one rank. `groups`: the ranks
-    that hold other rows. Every rank of them calls it, with the same tensors.
+    `pieces`: what this rank holds of them; a row is whole on one rank. `rows`: how many all tensors have together.
+    `groups`: the ranks that hold other rows. Every rank of them calls it, with the same number of rows.
 
     A row's norm is taken by torch. The sum of their squares is that of Demmel and Nguyen, "Parallel Reproducible
     Summation" (2015): each is cut into pieces that are multiples of one unit, so that sums of pieces are exact, in
     any order.
     """
-    rows = [_row_norms(tensor) for tensor, _ in pieces if tensor.numel()]
-    norms = torch.cat([row.to(device) for row in rows]) if rows else torch.zeros(0, dtype=torch.float64, device=device)
+    found = [_row_norms(tensor) for tensor in pieces if tensor.numel()]
+    norms = (
+        torch.cat([row.to(device) for row in found]) if found else torch.zeros(0, dtype=torch.float64, device=device)
+    )
     largest = norms.max() if norms.numel() else torch.zeros((), dtype=torch.float64, device=device)
     for group in groups:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
@@ -34,7 +36,7 @@ def total_norm(
         largest > 0, torch.exp2(-torch.frexp(largest)[1].double().clamp(-1000, 1000)), torch.ones_like(largest)
     )
     rest = (norms * scale).square_()  # at most 1: the scale is a power of two
-    bits = math.ceil(math.log2(max(2, sum(number for _, number in pieces))))
+    bits = math.ceil(math.log2(max(2, rows)))
     sums = []
     for i in range(_BINS):
         unit = 1.5 * 2.0 ** ((i + 1) * bits - 53 * i)

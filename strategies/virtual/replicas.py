@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,7 +15,7 @@ from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.collectives import sum_gradients
 from lockstep.strategies.sync.tree import all_reduce
-from lockstep.strategies.virtual.step import VirtualStep
+from lockstep.strategies.virtual.step import VirtualStep, alone
 
 
 class VirtualReplicas(VirtualStep):
@@ -65,22 +63,7 @@ class VirtualReplicas(VirtualStep):
         return result
 
     def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
-        if self._agreement is None:
-            return step_fn
-        num_calls = self._agreement.num_calls
-
-        def alone(batch: Any, batch_idx: int) -> Any:
-            before = num_calls()
-            output = step_fn(batch, batch_idx)
-            if num_calls() != before:
-                raise RuntimeError(
-                    "training_step called a collective of torch.distributed, whose result depends on the number of "
-                    f"ranks, within a share of virtual_ranks={self.virtual_ranks}; call it in a hook, or train without "
-                    "virtual_ranks"
-                )
-            return output
-
-        return alone
+        return alone(step_fn, self._agreement, self.virtual_ranks)
 
     def run_padding(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
         return no_output  # nothing within a share waits for other ranks

@@ -20,6 +20,7 @@ from lockstep.strategies.modules.model_changes import gradient_marks, own_backwa
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.step import weighted_losses
 from lockstep.strategies.sync.collectives import holders
+from lockstep.strategies.sync.step_agreement import StepAgreement
 from lockstep.strategies.sync.tree import PartialSums, add_gradients
 from lockstep.strategies.virtual.hooks import ShareHooks
 from lockstep.strategies.virtual.norm import total_norm
@@ -50,14 +51,12 @@ class VirtualStep(ShareHooks, SPMDStrategy):
         chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
         world = environment.detect()
         num_ranks = self.num_devices * num_nodes if world is None else world.world_size
-        if self.virtual_ranks % num_ranks:
+        data_size = self.data_size_of(num_ranks)
+        if self.virtual_ranks % data_size:
             fitting = [str(2**i) for i in range(self.virtual_ranks.bit_length())]
-            raise ValueError(
-                f"virtual_ranks={self.virtual_ranks} does not spread over {num_ranks} ranks; use "
-                f"{', '.join(fitting[:-1])} or {fitting[-1]}"
-                if len(fitting) > 1
-                else f"virtual_ranks={self.virtual_ranks} does not spread over {num_ranks} ranks; use 1"
-            )
+            some = f"{', '.join(fitting[:-1])} or {fitting[-1]}" if len(fitting) > 1 else "1"
+            what = "ranks" if data_size == num_ranks else "pipelines"
+            raise ValueError(f"virtual_ranks={self.virtual_ranks} does not spread over {data_size} {what}; use {some}")
         return chosen
 
     def setup(self) -> Topology:
@@ -99,7 +98,9 @@ class VirtualStep(ShareHooks, SPMDStrategy):
             shuffle=shuffle,
             accumulate=accumulate,
             split=split,
-            sum_over_ranks=lambda number: int(self.all_reduce(torch.tensor(number))),
+            sum_over_ranks=lambda number: (
+                int(self.all_reduce(torch.tensor(number))) * self.topology.data_size // self.topology.world_size
+            ),
             virtual=self.shares,
         )
 
@@ -111,7 +112,7 @@ class VirtualStep(ShareHooks, SPMDStrategy):
         self._step_hooks = hooks
         run = self.run_step(wrapped, step_fn)
         last, of_a_share = len(window.micro_batches) - 1, len(window.micro_batches) // window.num_shares
-        gradients, numbers = PartialSums(add_gradients), PartialSums(_add_numbers)
+        gradients, numbers = PartialSums(add_gradients), PartialSums(add_numbers)
         counted, total, of_shares, before = 0.0, 0.0, [], None
         with self._share():
             for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
@@ -176,12 +177,12 @@ class VirtualStep(ShareHooks, SPMDStrategy):
         if algorithm != "norm":
             torch.nn.utils.clip_grad_value_(holders(parts), value)
             return None
-        pieces = [
-            (self.counted_part(p, part), p.shape[0] if p.dim() else 1)
-            for p, part in zip(parameters, parts, strict=True)
-        ]
-        norm = total_norm(pieces, self.topology.device, self.norm_groups())
-        norm = norm.to(torch.promote_types(torch.float32, max((p.dtype for p in parts), key=lambda d: d.itemsize)))
+        rows, dtype = self.norm_facts(
+            sum(map(self.counted_rows, parameters)),
+            torch.promote_types(torch.float32, max((p.dtype for p in parts), key=_size, default=torch.float32)),
+        )
+        counted = [self.counted_part(p, part) for p, part in zip(parameters, parts, strict=True)]
+        norm = total_norm(counted, rows, self.topology.device, self.norm_groups()).to(dtype)
         torch.nn.utils.clip_grads_with_norm_(holders(parts), value, norm)
         return norm
 
@@ -232,5 +233,29 @@ class VirtualStep(ShareHooks, SPMDStrategy):
             )
 
 
-def _add_numbers(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+def add_numbers(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
     return one[0] + other[0], one[1] + other[1]
+
+
+def alone(step_fn: StepFn, agreement: StepAgreement | None, virtual_ranks: int) -> StepFn:
+    """A step that raises RuntimeError if user code within it calls a collective of torch.distributed."""
+    if agreement is None:
+        return step_fn
+
+    def run(batch: Any, batch_idx: int) -> Any:
+        before = agreement.num_calls()
+        try:
+            return step_fn(batch, batch_idx)
+        finally:
+            if agreement.num_calls() != before:
+                raise RuntimeError(
+                    "training_step called a collective of torch.distributed, whose result depends on the number of "
+                    f"ranks, within a share of virtual_ranks={virtual_ranks}; call it in a hook, or train without "
+                    "virtual_ranks"
+                )
+
+    return run
+
+
+def _size(dtype: torch.dtype) -> int:
+    return dtype.itemsize

@@ -61,9 +61,12 @@ def _exact_rows(shared: list[Entry], strategy: Strategy) -> list[list[Any]]:
     """The same with sums that are not rounded: as many floats for each value as the longest needs."""
     if strategy.topology.world_size == 1 or not shared:
         return [_values_of(shared)]
-    parts = [e.number.floats() if isinstance(e.number, ExactSum) else [e.number] for e in shared]
+    held = [(e.number, e.count, e.seen) for e in shared]
+    if not strategy.topology.is_reporting_rank:  # another rank reports the same samples
+        held = [(e.start, 0.0, 0.0) for e in shared]
+    parts = [number.floats() if isinstance(number, ExactSum) else [number] for number, _, _ in held]
     width = int(strategy.all_reduce(torch.tensor(max(1, *map(len, parts))), "max"))
-    mine = [x for e, part in zip(shared, parts, strict=True) for x in (e.count, e.seen, *part, *_padding(width, part))]
+    mine = [x for (_, *counts), part in zip(held, parts, strict=True) for x in (*counts, *part, *_padding(width, part))]
     rows = []
     for row in strategy.all_gather(torch.tensor(mine, dtype=torch.float64)).tolist():
         values: list[Any] = []

@@ -201,7 +201,7 @@ def _evaluate_loader(
     own_transfer = transfer_of(module, run.datamodule, strategy.to_device, strategy.topology.device)
     keeps = what.name == "predict" and run.keeps_predictions
     outputs: list[Any] = []
-    step_hooks = StepHooks(log_scope=metrics.part)
+    step_hooks = StepHooks(log_scope=metrics.part, streams=run.streams)
     shares, places = run.shares, (what.name, run.progress.total_batches, index)
     for batch_idx, window in enumerate(loader.windows(0, limit=limit)):
         set_phase(run.progress.global_step, f"{what.name} batch {batch_idx}")
@@ -219,6 +219,8 @@ def _evaluate_loader(
                 hook(batch, batch_idx, index)
             numbers = (batch_idx, index) if several else (batch_idx,)
             output = strategy.evaluate(run.wrapped, step, micro_batch, *numbers, hooks=step_hooks)
+            if shares is not None:
+                shares.ran()
             for hook in what.batch_end if real else ():
                 hook(output, batch, batch_idx, index)
             metrics.in_batch = False

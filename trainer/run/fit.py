@@ -89,6 +89,7 @@ def _step_hooks(run: RunState, loop: FitLoop, automatic: bool) -> StepHooks:
         after_backward=loop.after_backward,
         parameters=loop.parameters,
         prepare=partial(_prepared, run, loop),
+        streams=run.streams,
         automatic=automatic,
     )
 
@@ -280,6 +281,8 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
         for hook in hooks.on_train_batch_start:
             hook(micro_batch.batch, micro_batch.batch_idx)
         yield micro_batch
+        if shares is not None:
+            shares.ran()
         if micro_batch.is_ambiguous:
             check_weight(run, window, micro_batch)
         if i < last:

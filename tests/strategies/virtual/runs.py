@@ -87,9 +87,12 @@ class Writer(Module):
         self.head = nn.Linear(12, 17, bias=False)
         self.head.weight = self.token.weight
 
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.token(tokens)))
+
     def training_step(self, batch: Any, batch_idx: int) -> Loss:
         tokens, counted = batch
-        logits = self.head(self.blocks(self.token(tokens[:, :-1])))
+        logits = self(tokens[:, :-1])
         losses = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none") * counted
         self.log("loss", losses.sum() / counted.sum(), batch_size=float(counted.sum()))
         return Loss(losses.sum(), counted.sum())

@@ -71,12 +71,18 @@ def run(seed: int, strategy: str, devices: int) -> tuple[dict[str, Tensor], floa
     return weights, float(trainer.callback_metrics["loss"])
 
 
+def num_layers(seed: int) -> int:
+    """How many stages the model of this seed can have."""
+    return sum(any(True for _ in layer.parameters()) for layer in Drawn(random.Random(seed)).net)
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("seed", range(10))
 def test_every_layout_has_the_bits_of_one_rank(seed: int) -> None:
     weights, loss = run(seed, "single", 1)
-    for strategy, devices in (("ddp", 2), ("fsdp", 2), ("ddp", 4), ("ddp=2,fsdp=2", 4)):
+    layouts = [("ddp", 2), ("fsdp", 2), ("ddp", 4), ("ddp=2,fsdp=2", 4), ("pipeline", 2), ("ddp=2,pipeline=2", 4)]
+    for strategy, devices in layouts + [("pipeline", 4)] * (num_layers(seed) > 3):
         found, also = run(seed, strategy, devices)
         assert also == loss, strategy
         assert [name for name in weights if not torch.equal(weights[name], found[name])] == [], strategy

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep import CheckpointError, Module, Trainer
-from lockstep.strategies import DDP, FSDP
+from lockstep.strategies import DDP, FSDP, Pipeline
 
 
 class Toy(Module):
@@ -48,7 +48,11 @@ def fit(module: Module, loader: Any = None, **options: Any) -> Trainer:
         ({"strategy": "ddp", "devices": 3, "virtual_ranks": 4}, "does not spread over 3 ranks; use 1, 2 or 4"),
         ({"strategy": "tensor", "devices": 2}, "cannot be used with the axis tensor"),
         ({"strategy": "fsdp=2,tensor=2", "devices": 4}, "cannot be used with the axis tensor"),
-        ({"strategy": "pipeline", "devices": 2}, "Pipeline cannot; use single, ddp, fsdp"),
+        ({"strategy": "ddp=4,pipeline=2", "devices": 8}, "does not spread over 4 pipelines; use 1 or 2"),
+        ({"strategy": Pipeline(schedule="looped_bfs"), "devices": 2}, "schedule='looped_bfs' is not; use '1f1b'"),
+        ({"strategy": Pipeline(num_micro_batches=2), "devices": 2}, "are the shares, but num_micro_batches=2"),
+        ({"strategy": "fsdp=2,pipeline=2", "devices": 4}, "the axis fsdp of a pipeline"),
+        ({"strategy": "pipeline", "devices": 2, "compile": True}, "compile=True builds a graph for each layer"),
         ({"strategy": "deepspeed", "devices": 2}, "DeepSpeed cannot"),
         ({"strategy": "dp", "devices": 2}, "DataParallel cannot"),
         ({"strategy": "model", "devices": 2}, "cannot"),

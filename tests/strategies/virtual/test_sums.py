@@ -26,6 +26,10 @@ def test_subtrees_of_any_size_add_to_the_same_bits(numbers: list[float]) -> None
         assert total_of(parts) == total_of(numbers)
 
 
+def test_numbers_that_lack_to_a_power_of_two_count_as_zeros() -> None:
+    assert total_of([0.0, 0.0, 0.0, 0.0, 0.1, 0.2]) == total_of([0.1, 0.2])
+
+
 def test_running_sums_would_not() -> None:
     made = torch.Generator().manual_seed(0)
     numbers = torch.randn(1000, 16, generator=made, dtype=torch.float64).tolist()
@@ -65,16 +69,17 @@ def test_exact_sums_of_what_is_not_finite() -> None:
 def test_a_norm_does_not_depend_on_who_holds_which_rows(dtype: torch.dtype, scale: float) -> None:
     made = torch.Generator().manual_seed(1)
     tensors = [(torch.randn(shape, generator=made) * scale).to(dtype) for shape in ((50, 7), (33,), (5, 3, 2), (1, 64))]
-    whole = total_norm([(tensor, len(tensor)) for tensor in tensors], torch.device("cpu"))
-    pieces = [(t[i : i + 4], len(t) if i == 0 else 0) for t in tensors for i in range(0, len(t), 4)]
-    assert torch.equal(total_norm(pieces[::-1], torch.device("cpu")), whole)
+    rows = sum(map(len, tensors))
+    whole = total_norm(tensors, rows, torch.device("cpu"))
+    pieces = [t[i : i + 4] for t in tensors for i in range(0, len(t), 4)]
+    assert torch.equal(total_norm(pieces[::-1], rows, torch.device("cpu")), whole)
     exact = math.sqrt(math.fsum(x * x for t in tensors for x in t.double().flatten().tolist()))
     assert float(whole) == pytest.approx(exact, rel=1e-14)
 
 
 def test_norms_at_the_edges() -> None:
     def norm(values: list[float]) -> float:
-        return float(total_norm([(torch.tensor(values, dtype=torch.float64), len(values))], torch.device("cpu")))
+        return float(total_norm([torch.tensor(values, dtype=torch.float64)], len(values), torch.device("cpu")))
 
     assert norm([0.0, 0.0]) == 0.0
     assert norm([1e300, 0.0]) == 1e300

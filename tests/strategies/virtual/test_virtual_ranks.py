@@ -12,6 +12,7 @@ import pytest
 from tests.strategies.virtual.runs import train
 
 LAYOUTS = [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("ddp=2,fsdp=2", 4)]
+LAYOUTS += [("pipeline", 2), ("pipeline", 4), ("ddp=2,pipeline=2", 4)]
 KINDS: dict[str, dict[str, Any]] = {
     "classifier": {},
     "float64 accumulated": {"precision": "64-true", "accumulate": 3, "max_steps": 5},
@@ -19,7 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "writer": {"net": "writer"},
 }
 DAILY = [("classifier", "ddp", 2), ("classifier", "ddp=2,fsdp=2", 4), ("bf16 accumulated", "fsdp", 2)]
-DAILY += [("writer", "fsdp", 4)]
+DAILY += [("writer", "fsdp", 4), ("classifier", "pipeline", 2)]
 ALL = [(kind, *layout) for kind in KINDS for layout in LAYOUTS]
 
 
