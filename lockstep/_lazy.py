@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -33,13 +34,19 @@ def exports(package: str, modules: Mapping[str, Sequence[str]]) -> tuple[Callabl
     return __getattr__, __dir__
 
 
-def _imported(module: str) -> Any:
-    """Import it with the garbage collector off: an import makes hundreds of thousands of objects that stay, and the
-    collector, which runs by their number, would scan all of them several times."""
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """For imports: an import makes hundreds of thousands of objects that stay, and the garbage collector, which runs by
+    their number, would scan all of them several times."""
     collects = gc.isenabled()
     gc.disable()
     try:
-        return importlib.import_module(module)
+        yield
     finally:
         if collects:
             gc.enable()
+
+
+def _imported(module: str) -> Any:
+    with without_collector():
+        return importlib.import_module(module)

@@ -47,7 +47,7 @@ def sane(rows: dict[str, Any], unit: str, output: str, rounds: int, least: float
 
 
 def test_step_overhead(run: Run, tmp_path: Path) -> None:
-    output, numbers = run("step_overhead", "--rounds", "2", "--steps", "20", file=tmp_path / "numbers.json")
+    output, numbers = run("step_overhead", "--rounds", "1", "--steps", "20", file=tmp_path / "numbers.json")
     results = numbers["results"]
     expected = {"hand-written loop", "hand-written loop, 5 values to TensorBoard"}
     assert expected | {
@@ -57,14 +57,15 @@ def test_step_overhead(run: Run, tmp_path: Path) -> None:
         "lockstep, 5 logged values",
         "lockstep, everything on",
     } <= set(results)
-    sane(results, "us", output, 2, least=1, most=1e6)
+    sane(results, "us", output, 1, least=1, most=1e6)
     assert results["hand-written loop"]["ratio"] == results["hand-written loop"]["cpu_ratio"] == 1
     assert all(1 < row["cpu_us"] < 1e6 for row in results.values())
     assert results["hand-written loop, 5 values to TensorBoard"]["ratio_to_logging"] == 1
     assert list(tmp_path.iterdir()) == [tmp_path / "numbers.json"], "runs of the benchmark leave nothing behind"
 
 
-@pytest.mark.parametrize("match", ["fsdp", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.slow  # fresh processes; step_overhead and additions measure ranks and steps every day
+@pytest.mark.parametrize("match", ["fsdp", ""])
 def test_engines(match: str, run: Run, tmp_path: Path) -> None:
     size = ("--width", "64", "--depth", "2", "--batch", "2")
     output, numbers = run(
@@ -172,9 +173,8 @@ def test_gpu_on_a_gpu(run: Run, tmp_path: Path) -> None:
     assert len(numbers["results"]) == 5
 
 
-@pytest.mark.parametrize(
-    "match", ["import", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lockstep, 1", "by hand"))]
-)
+@pytest.mark.slow  # fresh processes; tests/test_architecture.py holds the cost of the import every day
+@pytest.mark.parametrize("match", ["import", "lockstep, 1", "by hand"])
 def test_start(match: str, run: Run, tmp_path: Path) -> None:
     output, numbers = run("start", "--rounds", "1", "--match", match, file=tmp_path / "numbers.json")
     assert numbers["results"] and all(match in name for name in numbers["results"])

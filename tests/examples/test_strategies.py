@@ -80,8 +80,10 @@ def root(isolate: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("example", "strategies"),
-    [(DIGITS, FLOAT64), (GPT, ["single", "ddp", "fsdp", "tensor", "pipeline", "deepspeed_stage_3"])],
-    ids=["digits", "gpt"],
+    [
+        pytest.param(DIGITS, FLOAT64, id="digits", marks=pytest.mark.slow),
+        pytest.param(GPT, ["single", "ddp", "fsdp", "tensor", "pipeline", "deepspeed_stage_3"], id="gpt"),
+    ],
 )
 def test_strategies_on_two_devices(example: list[str], strategies: list[str], tmp_path: Path) -> None:
     """Some of them here; the slow run has all of them in both examples."""

@@ -26,7 +26,7 @@ from tests.faults.outcome import outcome
 pytestmark = pytest.mark.faults
 
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "pipeline": 2, "tensor": 2}
-DAILY = ("ddp", "fsdp")
+DAILY = ("ddp",)
 POINTS = ("next_batch", "forward", "backward", "before_step", "after_step", "callback", "teardown")
 SAVE_POINTS = ("save.snapshot", "save.open", "save.write", "save.fsync", "save.manifest", "save.rename")
 

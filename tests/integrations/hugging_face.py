@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 import warnings
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import peft
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -19,6 +20,8 @@ from lockstep import Module, Trainer
 from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.launcher import launch
 
+NEEDS_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="it is in the extra transformers")
+"""To import it takes 3 s, in each worker of the tests and in each rank: only the tests that use it do."""
 transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -54,6 +57,8 @@ def vit() -> nn.Module:
 
 
 def lora(model: nn.Module | None = None, **options: Any) -> nn.Module:
+    import peft
+
     options = {"r": 2, "target_modules": ["q_proj", "v_proj", "o_proj"], "init_lora_weights": False} | options
     with warnings.catch_warnings():  # PEFT uses names that transformers has deprecated
         warnings.simplefilter("ignore")

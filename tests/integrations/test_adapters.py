@@ -9,17 +9,15 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
 
-import peft
 from safetensors.torch import load_file
 
 from lockstep import CheckpointError
 from lockstep.callbacks import Callback, ModelCheckpoint
 from lockstep.trainer.checkpoint.store import Checkpoint
-from tests.integrations.hugging_face import FineTuning, llama, loader, trainer
+from tests.integrations.hugging_face import NEEDS_PEFT, FineTuning, llama, loader, trainer
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [NEEDS_PEFT, pytest.mark.ranks, pytest.mark.timeout(300)]
 
 KIND = "Llama with LoRA"
 STRATEGIES = ("single", "ddp", "fsdp", "tensor", "pipeline", "deepspeed_stage_2", "deepspeed_stage_3")
@@ -117,6 +115,8 @@ def test_callbacks_must_agree_on_what_is_omitted(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_peft_writes_and_reads_the_adapters_of_a_run(tmp_path: Path) -> None:
+    import peft
+
     module, _ = fit(tmp_path, "fsdp", 3)
     module.float().model.save_pretrained(tmp_path / "adapters")
     assert all("lora_" in name for name in load_file(tmp_path / "adapters" / "adapter_model.safetensors"))

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
 
 from lockstep.callbacks import ModelCheckpoint
-from tests.integrations.hugging_face import FineTuning, loader, trainer
+from tests.integrations.hugging_face import NEEDS_PEFT, FineTuning, loader, trainer
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [NEEDS_PEFT, pytest.mark.ranks, pytest.mark.timeout(300)]
 
 STRATEGIES = ("ddp", "fsdp", "tensor", "deepspeed_stage_2", "deepspeed_stage_3", "pipeline")
 DAILY = ("fsdp",)

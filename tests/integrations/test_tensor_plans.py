@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
 
 import transformers
-from transformers.pytorch_utils import Conv1D
 
 from lockstep.strategies.mesh.tensor_plan import declared
 from lockstep.strategies.mesh.tensor_plan.declared import declared_styles
 from lockstep.strategies.mesh.tensor_plan.make import make_plan
-from tests.integrations.hugging_face import SIZE, TEXT, bert, gpt2, llama, lora, qwen3
+from tests.integrations.hugging_face import NEEDS_PEFT, SIZE, TEXT, bert, gpt2, llama, lora, qwen3
+
+pytestmark = NEEDS_PEFT
 
 
 def last(styles: dict[str, Any], layer: str) -> str:
@@ -94,6 +94,8 @@ def test_gpt2_is_sharded_although_its_weights_are_transposed() -> None:
 
 
 def test_a_subclass_of_a_transposed_layer_stays_whole() -> None:
+    from transformers.pytorch_utils import Conv1D
+
     class Scaled(Conv1D):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x).mean(-1, keepdim=True)

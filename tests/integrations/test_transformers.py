@@ -11,13 +11,12 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
 
 from lockstep.strategies.launch.launcher import launch
 from lockstep.strategies.launch.payload import pack, unpack
-from tests.integrations.hugging_face import MODELS, FineTuning, Result, on_ranks, train
+from tests.integrations.hugging_face import MODELS, NEEDS_PEFT, FineTuning, Result, on_ranks, train
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+pytestmark = [NEEDS_PEFT, pytest.mark.ranks, pytest.mark.timeout(400)]
 
 STRATEGIES = ("ddp", "fsdp", "tensor", "deepspeed_stage_2", "pipeline")
 DAILY: dict[str, Sequence[str]] = {

@@ -103,9 +103,8 @@ def test_two_hosts(
         check(tmp_path / name, nodes=2, devices=devices, one_process=one_process)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "strategies"), [pytest.param("torchrun", "ddp,fsdp", marks=pytest.mark.slow), ("variables", "ddp")]
-)
+@pytest.mark.slow  # the two hosts do the same with more to go wrong
+@pytest.mark.parametrize(("launcher", "strategies"), [("torchrun", "ddp,fsdp"), ("variables", "ddp")])
 def test_two_processes_on_one_host(launcher: str, strategies: str, one_process: Expected, tmp_path: Path) -> None:
     arguments = [SCRIPT, strategies, "1", "2", str(tmp_path)]
     if launcher == "torchrun":

@@ -424,6 +424,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_with_parameters_untouch
     assert [Path(f"rank{i}").read_text() for i in range(devices)] == ["True 2 FloatingPointError"] * devices
 
 
+@pytest.mark.slow  # tests/trainer/test_exactness.py has a program that fails so
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("script", "message"),
@@ -432,7 +433,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_with_parameters_untouch
             "quiet(devices=2).fit(Diverges(float('nan'), 1), loader(40, 4))",
             "FloatingPointError: the loss of rank 1 is NaN or infinite in step 2",
         ),
-        pytest.param("quiet(strategy='fdsp')", "ValueError: strategy must be one of", marks=pytest.mark.slow),
+        ("quiet(strategy='fdsp')", "ValueError: strategy must be one of"),
     ],
 )
 def test_the_exit_code_tells(script: str, message: str) -> None:

@@ -74,6 +74,7 @@ def run(*command: str, **environ: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow  # tests/strategies/launch/test_user_program.py has such a script too
 def test_a_script_without_a_main_guard() -> None:
     Path("train.py").write_text(SCRIPT.replace("OPTIONS", "devices=2"))
     output = run("train.py").splitlines()
@@ -99,6 +100,7 @@ def test_torchs_debug_mode() -> None:
     assert RESULT in run("train.py", TORCH_DISTRIBUTED_DEBUG="DETAIL")
 
 
+@pytest.mark.slow  # tests/strategies/launch/test_watchdog.py trains so too
 def test_torchrun_with_auto() -> None:
     Path("train.py").write_text(SCRIPT.replace("OPTIONS", "strategy='auto'"))
     output = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py").splitlines()

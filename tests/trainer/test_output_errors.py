@@ -155,7 +155,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("kind", "when", "strategy", "devices", "steps"),
     [
-        ("pipe", "later", "single", 1, 8),
+        pytest.param("pipe", "later", "single", 1, 8, marks=pytest.mark.slow),
         pytest.param("full", "before", "single", 1, 8, marks=pytest.mark.slow),
         pytest.param("closed", "later", "single", 1, 8, marks=pytest.mark.slow),
         ("pipe", "before", "ddp", 2, 4),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lockstep._lazy import without_collector
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.modules.closures import needs_closure
 from lockstep.trainer.checkpoint import snapshot
@@ -256,7 +257,8 @@ def _val_loaders(run: RunState, module: Module, sources: Sources, training: Any)
 def _set_up_optimizers(run: RunState, module: Module) -> tuple[set[str], list[str]]:
     """Build, check and set up optimizers and schedulers; return the names of those that need a closure, and of the
     trainable parameters that none of them steps."""
-    named, schedulers = optimizers.parse(module.configure_optimizers())
+    with without_collector():  # the first optimizer of a process imports torch's compiler
+        named, schedulers = optimizers.parse(module.configure_optimizers())
     if module.automatic_optimization and not named:
         raise ValueError(
             f"{type(module).__name__}.configure_optimizers returned no optimizer; return one, or set "

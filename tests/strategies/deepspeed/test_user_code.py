@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +19,11 @@ from lockstep.strategies import DeepSpeed, Strategy
 from lockstep.strategies.launch.launcher import launch
 from tests.trainer.toy import data, distance, quiet, weights
 
-pytestmark = pytest.mark.ranks
+NEEDS_DEEPSPEED = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="it is in the extra deepspeed"
+)
+pytestmark = [NEEDS_DEEPSPEED, pytest.mark.ranks]
 
-pytest.importorskip("deepspeed")
 CUT_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 STAGES: dict[str, Callable[[], Strategy]] = {
     "1": lambda: DeepSpeed(stage=1),

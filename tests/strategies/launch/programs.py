@@ -6,12 +6,13 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from lockstep.strategies.launch import environment, process_group
+from lockstep.strategies.launch import environment, forkserver, process_group
 
 
 class Program:
@@ -60,6 +61,20 @@ class Program:
                 pytest.fail(f"after {within_s} s: {self.left()}")
             time.sleep(0.05)
         return time.monotonic() - start
+
+
+@contextmanager
+def another_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within it ranks are forked by a server of its own; the one before, whose imports take seconds, is kept."""
+    before = forkserver._swap(None)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(forkserver, "PRELOAD", ("torch",))
+            yield
+    finally:
+        own = forkserver._swap(before)
+        if own is not None:
+            own.close()
 
 
 def own_rank() -> int:

@@ -22,7 +22,7 @@ from torch import nn
 from lockstep.strategies.launch import environment, process_group
 from lockstep.strategies.launch.launcher import launch
 from lockstep.strategies.launch.phase import set_phase
-from tests.strategies.launch.programs import Program, gone, join, own_rank
+from tests.strategies.launch.programs import Program, another_server, gone, join, own_rank
 
 pytestmark = pytest.mark.ranks
 
@@ -87,7 +87,8 @@ def test_a_second_launch_uses_the_same_server() -> None:
 def test_threads_follow_the_cores_unless_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch(torch.get_num_threads, (), 1) == 1  # tests run with OMP_NUM_THREADS=1
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert launch(torch.get_num_threads, (), 1) == len(os.sched_getaffinity(0))
+    with another_server(monkeypatch):
+        assert launch(torch.get_num_threads, (), 1) == len(os.sched_getaffinity(0))
 
 
 def train(module: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.strategies.launch import forkserver
 from lockstep.strategies.launch.launcher import launch
 from tests.strategies.launch.programs import Program, wait_until
 
@@ -59,8 +60,9 @@ def test_nothing_is_left_of_a_killed_launcher(program: Callable[[str], Program],
     assert set(os.listdir("/dev/shm")) <= shared
 
 
-def test_a_forked_copy_of_the_launcher_leaves_its_server_alone() -> None:
+def test_a_forked_copy_of_the_launcher_leaves_its_server_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     server = launch(os.getppid, (), 1)
+    monkeypatch.setattr(forkserver, "PRELOAD", ("torch",))  # of the copy's own server
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", DeprecationWarning

@@ -214,7 +214,7 @@ def cost_of_a_sign() -> float:
 
 SCRIPT = """
 from tests.trainer.toy import loader, net, quiet
-quiet(strategy="ddp").fit(net(), loader(64))
+quiet(strategy="auto").fit(net(), loader(64))
 """
 
 

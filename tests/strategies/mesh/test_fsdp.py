@@ -100,7 +100,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+SLOW = ("one unit", "by class", "by function")
+"""The rules of `wrap` are tested alone in tests/strategies/modules, and by name here."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=pytest.mark.slow if name in SLOW else ())
+        for name, options in OPTIONS.items()
+    ],
+)
 def test_options_change_no_number(options: dict[str, Any], tmp_path: Path) -> None:
     plan = Plan(accumulate=2, clip=0.1, num_samples=13, global_batch=5)
     found = contract.run(FSDP(**options), 2, plan, tmp_path / "end")

@@ -116,12 +116,24 @@ SPLITS: dict[str, tuple[Any, int]] = {
     "zbv": (lambda: Pipeline(schedule="zbv", split=["net.body.0", "net.body.2", "net.body.4"]), 2),
     "fsdp": ("fsdp=2,pipeline=2", 4),
 }
+DAILY = {("three", Dense), ("zbv", TwoOutputs), ("fsdp", Beside), ("fsdp", InPlace)}
+"""Of each net under "two" a sibling under another split; the slow run has all."""
+NETS = (Residual, InPlace, Dense, Beside, TwoOutputs)
+CASES = [
+    pytest.param(
+        split,
+        net,
+        id=f"{split}-{net.__name__}",
+        marks=() if split == "two" or (split, net) in DAILY else pytest.mark.slow,
+    )
+    for split in SPLITS
+    for net in NETS
+]
 
 
 @pytest.mark.filterwarnings("default:The .grad attribute of a Tensor that is not a leaf")  # torch hides it otherwise
-@pytest.mark.parametrize("net", [Residual, InPlace, Dense, Beside, TwoOutputs], ids=lambda net: net.__name__)
-@pytest.mark.parametrize("split", SPLITS)
-def test_values_of_earlier_stages_are_exact(net: type[Net], split: str) -> None:
+@pytest.mark.parametrize(("split", "net"), CASES)
+def test_values_of_earlier_stages_are_exact(split: str, net: type[Net]) -> None:
     strategy, devices = SPLITS[split]
     exact(lambda: Trained(net), {strategy: devices}, gradient_clip_val=0.5)
 

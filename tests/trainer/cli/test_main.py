@@ -228,7 +228,9 @@ def test_a_mistake_is_one_line_on_several_ranks(capfd: pytest.CaptureFixture[str
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_signals_end_with_a_checkpoint_and_their_own_code(number: signal.Signals, code: int) -> None:
     arguments = [sys.executable, "-m", "lockstep", "fit", "run.yaml", "module.sleep_s=0.05", "max_epochs=1000"]
     process = subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -120,10 +120,11 @@ def test_from_the_last_step_of_an_epoch_without_an_end(tmp_path: Path) -> None:
     assert equal(weights(whole), weights(resumed))
 
 
+@pytest.mark.slow  # tests/faults/test_crashes.py kills and resumes runs every day
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("devices", "kill", "every"),
-    [(1, 13, 4), pytest.param(1, 2, 1, marks=pytest.mark.slow), pytest.param(2, 7, 3, marks=pytest.mark.slow)],
+    [(1, 13, 4), (1, 2, 1), (2, 7, 3)],
 )
 def test_killed_in_the_middle_of_an_epoch_and_resumed(tmp_path: Path, devices: int, kill: int, every: int) -> None:
     code = f"from tests.trainer.run.test_resume import run; run({str(tmp_path)!r}, {devices}, {every})"
