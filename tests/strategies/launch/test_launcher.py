@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,16 @@ def test_ranks_collect_garbage_as_the_program_does_but_skip_modules() -> None:
     finally:
         gc.set_threshold(*before)
         gc.enable()
+
+
+def finalizers(path: Path) -> int:
+    weakref.finalize(finalizers, path.touch)
+    return sum(finalizer.atexit for finalizer in list(weakref.finalize._registry))  # type: ignore[attr-defined]
+
+
+def test_a_rank_runs_its_own_finalizers_and_not_those_of_libraries(tmp_path: Path) -> None:
+    assert launch(finalizers, (tmp_path / "ended",), 1) == 1
+    assert (tmp_path / "ended").exists()
 
 
 def test_unpicklable_work_is_refused_before_anything_starts(private_tmp: Path) -> None:
