@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.strategies.base import Topology
 from lockstep.strategies.devices import move
-from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.modules.blocks import Rule, balance, closed_layers
 from lockstep.strategies.spmd import SPMDStrategy
 
 
@@ -126,49 +126,17 @@ def balanced(model: nn.Module, count: int) -> dict[str, int]:
 
     Raises ValueError for a model with fewer layers than devices.
     """
-    layers = _layers(model, count)
+    loose = [name for name, _ in model.named_parameters(recurse=False)]
+    if loose:
+        raise ValueError(f"strategy 'model' places layers, but {loose[0]!r} belongs to none; put it into a submodule")
+    layers = closed_layers(model, at_least=count)
     if len(layers) < count:
         raise ValueError(
             f"strategy 'model' cuts between layers, but {type(model).__name__} has {len(layers)} for devices={count}; "
             "lower devices or give a device_map"
         )
-    sizes = [sum(p.numel() * p.element_size() for p in layer.parameters()) for _, layer in layers]
-    total, before, placed = sum(sizes), 0, {}
-    index = 0
-    for i, ((name, _), size) in enumerate(zip(layers, sizes, strict=True)):
-        middle = before + size / 2
-        wanted = min(count - 1, int(middle * count / total)) if total else 0
-        # contiguous, no device skipped: at least enough layers must remain for the devices to come
-        index = min(max(index, wanted, count - (len(layers) - i)), index + 1 if i else 0)
-        placed[name] = index
-        before += size
-    return placed
-
-
-def _layers(model: nn.Module, count: int) -> list[tuple[str, nn.Module]]:
-    """Submodules that hold all parameters, in order: containers are opened until there are enough to cut well."""
-    layers = [(name, child) for name, child in model.named_children() if next(child.parameters(), None) is not None]
-    loose = [name for name, _ in model.named_parameters(recurse=False)]
-    if loose:
-        raise ValueError(f"strategy 'model' places layers, but {loose[0]!r} belongs to none; put it into a submodule")
-    while len(layers) < 4 * count:
-        openable = [
-            (sum(p.numel() for p in layer.parameters()), i)
-            for i, (_, layer) in enumerate(layers)
-            if isinstance(layer, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or len(layers) < count
-            if next(layer.parameters(recurse=False), None) is None
-            and any(next(child.parameters(), None) is not None for child in layer.children())
-        ]
-        if not openable:
-            break
-        _, i = max(openable)
-        name, layer = layers[i]
-        layers[i : i + 1] = [
-            (f"{name}.{inner}", child)
-            for inner, child in layer.named_children()
-            if next(child.parameters(), None) is not None
-        ]
-    return layers
+    first = balance([sum(p.numel() * p.element_size() for p in layer.module.parameters()) for layer in layers], count)
+    return {layer.name: sum(start <= i for start in first) - 1 for i, layer in enumerate(layers)}
 
 
 class _Mover:

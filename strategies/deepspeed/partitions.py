@@ -150,7 +150,7 @@ class Partitions:
         if self.stage == 3:
             optimizer = self._engine.optimizer
             return self.flats()[optimizer.grad_position[optimizer.get_param_id(parameter)][0]]
-        return self.flats()[self._engine.optimizer._get_param_group_idx(parameter)]
+        return self.flats()[group_of(self._engine.optimizer, parameter)]
 
     def cuts(self, value: Any) -> bool:
         """Whether ranks hold pieces of a parameter, or of what the optimizer steps in its place."""
@@ -220,6 +220,12 @@ class _Piece(NamedTuple):
     """A flat view of what this rank holds."""
     offset: int
     """Where it begins in the flattened tensor."""
+
+
+def group_of(optimizer: Any, parameter: nn.Parameter) -> int:
+    """The index of the group that DeepSpeed's optimizer of stage 1 or 2 has a parameter in."""
+    groups = enumerate(optimizer.bit16_groups)
+    return next(index for index, group in groups if any(parameter is other for other in group))
 
 
 def _take_changes(high: Tensor, low: Tensor) -> None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import NO_HOOKS, Loss, StepHooks, split_loss
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.deepspeed.access import Access
-from lockstep.strategies.deepspeed.partitions import Partitions
+from lockstep.strategies.deepspeed.partitions import Partitions, group_of
 from lockstep.strategies.modules.model_changes import own_backward
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
 from lockstep.strategies.sync.call_order import END_FORWARD, GATHER, GATHER_FOR_BACKWARD, REDUCE, CallOrder
@@ -312,7 +312,7 @@ class ZeroStep(nn.Module):
             ):
                 continue
             parameter.grad = torch.zeros_like(parameter)
-            optimizer.process_gradients(parameter, optimizer._get_param_group_idx(parameter))
+            optimizer.process_gradients(parameter, group_of(optimizer, parameter))
         return reduce(*args, **options)
 
     def order(self) -> int:

@@ -1,16 +1,19 @@
-"""Which submodules are the blocks of a model: what is gathered, freed and recomputed as one."""
+"""What a model is made of: blocks, which are gathered, freed and recomputed as one, and layers, of which each may be on
+a device or a stage of its own."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
 Rule: TypeAlias = "str | type[nn.Module] | Callable[[str, nn.Module], bool] | Iterable[str | type[nn.Module]] | None"
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+LISTS_OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 
 
 def find_blocks(model: nn.Module, rule: Rule) -> dict[str, nn.Module]:
@@ -113,3 +116,109 @@ def _crosses(block: nn.Module, ways: list[set[nn.Module]]) -> bool:
     """Whether a parameter is reached through `block` and past it."""
     inside = [block in way for way in ways]
     return any(inside) and not all(inside)
+
+
+# ---- layers --------------------------------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    """A module that is in one place as a whole and is run by calling it."""
+
+    name: str
+    """Its name in the model."""
+    module: nn.Module
+
+
+def find_layers(name: str, net: nn.Module) -> tuple[list[Layer], list[tuple[str, nn.Module]]]:
+    """Take apart `net`, which is `name` in its model: its layers in the order of their definition, and the modules
+    around them by name, which may have parameters of their own.
+
+    A layer has parameters, or buffers that a forward may change. Containers are taken apart, and modules with most of
+    the parameters in a list.
+    """
+    layers: list[Layer] = []
+    shells: list[tuple[str, nn.Module]] = []
+    _take_apart(name, net, _size(net), True, layers, shells)
+    return layers, shells
+
+
+def closed_layers(net: nn.Module, at_least: int) -> list[Layer]:
+    """As `find_layers`, but a module with parameters of its own is one layer; `net` itself must have none. Further
+    modules are taken apart, the largest first, while there are fewer than `at_least` layers."""
+    layers: list[Layer] = []
+    _take_apart("", net, _size(net), False, layers, [])
+    while len(layers) < at_least:
+        divisible = [
+            (_size(layer.module), i)
+            for i, layer in enumerate(layers)
+            if not _has_own(layer.module) and any(map(_size, layer.module.children()))
+        ]
+        if not divisible:
+            break
+        _, i = max(divisible)
+        inner: list[Layer] = []
+        _take_apart(*layers[i], _size(net), False, inner, [])
+        layers[i : i + 1] = inner
+    return layers
+
+
+def balance(costs: Sequence[float], num_parts: int) -> list[int]:
+    """Where each of `num_parts` contiguous, non-empty parts of `costs` begins, so that the largest sum is least."""
+    total = [0.0, *accumulate(costs)]
+    best = [(cost, [0]) for cost in total]  # of the first i layers in one part
+    for part in range(1, num_parts):
+        grown = [(float("inf"), [0])] * len(best)
+        for i in range(part + 1, len(total)):
+            grown[i] = min(
+                ((max(best[k][0], total[i] - total[k]), [*best[k][1], k]) for k in range(part, i)),
+                key=lambda found: found[0],
+            )
+        best = grown
+    return best[-1][1]
+
+
+def measures(module: nn.Module) -> bool:
+    """Whether its tensors may change in a forward.
+
+    BatchNorm's are statistics of batches, which each rank and part measures by itself; `max_norm` of embeddings leaves
+    the rows that the parts look up as it leaves those of the whole.
+    """
+    return isinstance(module, nn.modules.batchnorm._NormBase | nn.Embedding | nn.EmbeddingBag) or is_metric(module)
+
+
+def is_metric(module: nn.Module) -> bool:
+    return any(cls.__module__.partition(".")[0] == "torchmetrics" for cls in type(module).__mro__)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _has_own(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def _take_apart(
+    name: str, module: nn.Module, total: int, opens: bool, layers: list[Layer], shells: list[tuple[str, nn.Module]]
+) -> None:
+    """`opens`: also modules with parameters of their own."""
+    shells.append((name, module))
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if not any(True for _ in child.parameters()) and not any(measures(m) and m._buffers for m in child.modules()):
+            continue  # it runs wherever it is called
+        if not opens and _has_own(child):
+            layers.append(Layer(path, child))
+        elif isinstance(child, LISTS_OF_PARAMETERS):
+            shells.append((path, child))
+        elif isinstance(child, CONTAINERS) or (2 * _size(child) > total and _has_list(child)):
+            _take_apart(path, child, total, opens, layers, shells)
+        else:
+            layers.append(Layer(path, child))
+
+
+def _has_list(module: nn.Module) -> bool:
+    return any(
+        isinstance(child, CONTAINERS) and sum(any(True for _ in item.parameters()) for item in child.children()) > 1
+        for child in module.modules()
+    )

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.strategies.modules.blocks import is_metric
+
 
 @contextmanager
 def side_effect_free(model: nn.Module) -> Iterator[None]:
@@ -97,7 +99,7 @@ def refuse_changed_numbers(model: nn.Module, before: Numbers) -> None:
 
 
 def _numbers_of(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    if any(cls.__module__.partition(".")[0] == "torchmetrics" for cls in type(module).__mro__):
+    if is_metric(module):
         return
     for name, value in vars(module).items():
         if name.startswith(_OF_ZERO):

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.strategies.modules.absent import is_here
-from lockstep.strategies.pipeline.partition import Cut, Layer, is_metric, measures
+from lockstep.strategies.modules.blocks import Layer, is_metric, measures
+from lockstep.strategies.pipeline.partition import Cut
 
 _NUMBERS = (int, float, complex, np.number)
 _PLAIN = frozenset((bool, int, float, complex))

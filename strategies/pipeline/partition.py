@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -13,17 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lockstep.strategies.modules.activation_checkpointing import is_recomputed
-
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-LISTS_OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
-
-
-class Layer(NamedTuple):
-    """A module that is on one stage as a whole and is run by calling it."""
-
-    name: str
-    """Its name in the model."""
-    module: nn.Module
+from lockstep.strategies.modules.blocks import Layer, balance, find_layers, measures
 
 
 class Cut(NamedTuple):
@@ -58,10 +47,7 @@ def cut(model: nn.Module, module: str | None = None) -> Cut:
             f"every trainable parameter must be in the pipelined module, but {outside} is outside of {name!r}; "
             "move it inside, freeze it, or name a module that holds both"
         )
-    layers: list[Layer] = []
-    shells: list[tuple[str, nn.Module]] = []
-    _take_apart(name, net, sum(p.numel() for p in net.parameters()), layers, shells)
-    return Cut(name, net, layers, shells)
+    return Cut(name, net, *find_layers(name, net))
 
 
 def refuse_recomputed_groups(model: nn.Module, parts: Cut) -> None:
@@ -108,21 +94,6 @@ def stages(
     stage_of = [sum(start <= i for start in first) - 1 for i in range(len(names))]
     _refuse_shared(parts, stage_of)
     return stage_of
-
-
-def balance(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Where each of `num_stages` contiguous, non-empty parts of `costs` begins, so that the largest sum is least."""
-    total = [0.0, *accumulate(costs)]
-    best = [(cost, [0]) for cost in total]  # of the first i layers on one stage
-    for stage in range(1, num_stages):
-        grown = [(float("inf"), [0])] * len(best)
-        for i in range(stage + 1, len(total)):
-            grown[i] = min(
-                ((max(best[k][0], total[i] - total[k]), [*best[k][1], k]) for k in range(stage, i)),
-                key=lambda found: found[0],
-            )
-        best = grown
-    return best[-1][1]
 
 
 def measure(parts: Cut, sample: Any, device: torch.device, repeats: int = 3) -> list[float]:
@@ -195,31 +166,6 @@ def _is_callable(module: nn.Module) -> bool:
     return not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is not nn.Module.forward
 
 
-def _take_apart(
-    name: str, module: nn.Module, total: int, layers: list[Layer], shells: list[tuple[str, nn.Module]]
-) -> None:
-    shells.append((name, module))
-    for child_name, child in module.named_children():
-        path = f"{name}.{child_name}" if name else child_name
-        if not any(True for _ in child.parameters()) and not any(measures(m) and m._buffers for m in child.modules()):
-            continue  # it runs wherever it is called
-        if isinstance(child, LISTS_OF_PARAMETERS):
-            shells.append((path, child))
-        elif isinstance(child, CONTAINERS) or (
-            2 * sum(p.numel() for p in child.parameters()) > total and _has_list(child)
-        ):
-            _take_apart(path, child, total, layers, shells)
-        else:
-            layers.append(Layer(path, child))
-
-
-def _has_list(module: nn.Module) -> bool:
-    return any(
-        isinstance(child, CONTAINERS) and sum(any(True for _ in item.parameters()) for item in child.children()) > 1
-        for child in module.modules()
-    )
-
-
 def _index(names: list[str], net: str, wanted: str) -> int:
     for candidate in (wanted, f"{net}.{wanted}"):
         if candidate in names:
@@ -228,19 +174,6 @@ def _index(names: list[str], net: str, wanted: str) -> int:
         f"split must name layers that have parameters, but {wanted!r} is not among them; the layers are "
         f"{', '.join(names)}"
     )
-
-
-def measures(module: nn.Module) -> bool:
-    """Whether its tensors may change in a forward.
-
-    BatchNorm's are statistics of batches, which each rank and part measures by itself; `max_norm` of embeddings leaves
-    the rows that the parts look up as it leaves those of the whole.
-    """
-    return isinstance(module, nn.modules.batchnorm._NormBase | nn.Embedding | nn.EmbeddingBag) or is_metric(module)
-
-
-def is_metric(module: nn.Module) -> bool:
-    return any(cls.__module__.partition(".")[0] == "torchmetrics" for cls in type(module).__mro__)
 
 
 def _refuse_shared(parts: Cut, stage_of: list[int]) -> None:

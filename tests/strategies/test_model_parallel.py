@@ -80,3 +80,25 @@ def test_a_wrong_map_is_one_sentence(device_map: dict[str, int], message: str) -
 def test_too_few_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="cuts between layers, but Sequential has 1 for devices=3"):
         balanced(nn.Sequential(nn.Linear(2, 2)), 3)
+
+
+class Positions(nn.Module):
+    """Most of a model, in a list, beside a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(4))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+
+def test_a_module_with_parameters_of_its_own_is_one_layer() -> None:
+    model = nn.ModuleDict({"encoder": Positions(), "head": nn.Linear(4, 2)})
+    assert balanced(model, 2) == {"encoder": 0, "head": 1}
+    with pytest.raises(ValueError, match="'position' belongs to none"):
+        balanced(model["encoder"], 2)  # type: ignore[arg-type]
+
+
+def test_modules_without_a_list_are_taken_apart_if_there_are_too_few_layers() -> None:
+    pair = nn.Module()
+    pair.first, pair.second = nn.Linear(4, 4), nn.Linear(4, 4)
+    assert balanced(nn.Sequential(pair), 2) == {"0.first": 0, "0.second": 1}

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lockstep.strategies import Pipeline
-from lockstep.strategies.pipeline.partition import balance, cut, measure, stages
+from lockstep.strategies.modules.blocks import balance
+from lockstep.strategies.pipeline.partition import cut, measure, stages
 from tests.strategies.pipeline.models import Model
 from tests.trainer.toy import net
 
