@@ -65,7 +65,7 @@ class ModelCheckpoint(Callback):
         every_n_train_steps: Save every that many optimizer steps instead.
         every_n_epochs: Save only in every that-many-th epoch.
         train_time_interval: Save whenever so much time has passed instead, checked every `log_every_n_steps` steps.
-        save_on_train_epoch_end: True saves only at the end of training epochs, False only after validations.
+        save_on_train_epoch_end: False saves after validations only, True only at the ends of training epochs.
         auto_insert_metric_name: Write "val_loss=0.123" where False writes "0.123".
         verbose: Rank 0 prints what it saves.
     """
@@ -112,8 +112,7 @@ class ModelCheckpoint(Callback):
         self.save_top_k, self.save_last = save_top_k, save_last
         self.save_weights_only, self.save_trainable_only = save_weights_only, save_trainable_only
         self.async_save = async_save
-        self.every_n_train_steps = every_n_train_steps
-        self.every_n_epochs = every_n_epochs
+        self.every_n_train_steps, self.every_n_epochs = every_n_train_steps, every_n_epochs
         self.train_time_interval = train_time_interval
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.auto_insert_metric_name = auto_insert_metric_name
@@ -122,13 +121,12 @@ class ModelCheckpoint(Callback):
         self._metric: MonitoredMetric | None = None
         if monitor not in (None, "step", "epoch"):
             self._metric = MonitoredMetric(monitor, "ModelCheckpoint", save_on_train_epoch_end)
-        self._fitting = False
+        self._fitting = self._ended = False
         self._saving: tuple[str, dict[str, Tensor]] | None = None  # the path saved last, and what was kept before
         self._warnings: set[str] = set()  # given already
         self._moved_from: str | None = None  # dirpath of the run that was resumed, until paths are found again
         self._considered_step = 0  # the last step that was checked, saved or not
-        self._ended = False
-        self._waits_at = -1  # the step whose save waits for its validation
+        self._waits_at = self._ends_at = -1  # the step whose save waits for its validation, or its epoch's end
         self._seen_step = 0  # global_step at the last batch end
         self._saved_at = 0.0  # this process's clock, in seconds, at the last save by time
 
@@ -261,9 +259,13 @@ class ModelCheckpoint(Callback):
             self._complain(trainer)
         else:
             due = self.save_on_train_epoch_end in (None, epoch_end)
+        due = due or (epoch_end and self._ends_at == trainer.global_step)
         by_epochs = self.every_n_train_steps is None and self.train_time_interval is None
         if due and by_epochs and (trainer.current_epoch + 1) % (self.every_n_epochs or 1) == 0:
-            self._consider(trainer)
+            if not epoch_end and self.save_on_train_epoch_end is None and trainer._run.progress.epoch_validated:
+                self._ends_at = trainer.global_step  # its hooks come first: a resumed run lacks what they sum up
+            else:
+                self._consider(trainer)
 
     def _consider(self, trainer: Trainer, rank: bool = True) -> None:
         """Save the state after the last step where it belongs among those to keep; with `rank` False only as `last`."""

@@ -28,7 +28,7 @@ class Run:
         self._run = self
         self.measured_at: dict[str, int] = {}
         self.validation_follows = False
-        self.progress = SimpleNamespace(batches_seen=0)
+        self.progress = SimpleNamespace(batches_seen=0, epoch_validated=False)
         self.global_step = self.current_epoch = 0
         self.is_global_zero = True
         self.sanity_checking = False
@@ -108,11 +108,12 @@ class Run:
         self.measure(metrics)
         self("on_train_epoch_end")
         self.current_epoch += 1
-        self.progress.batches_seen = 0
+        self.progress.batches_seen, self.progress.epoch_validated = 0, False
         return self
 
     def epoch(self, **metrics: float) -> Run:
-        return self.train(10).validate(**metrics).end_epoch()
+        self.train(10).progress.epoch_validated = True
+        return self.validate(**metrics).end_epoch()
 
     def found(self) -> dict[str, int]:
         """Every checkpoint on the disk, and the step that its tensors are of; asserts that nothing else is there."""

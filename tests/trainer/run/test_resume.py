@@ -205,6 +205,25 @@ def test_checkpoints_of_epoch_end_hooks_do_not_repeat_the_epoch_end(tmp_path: Pa
         assert equal(resumed["weights"], expected["weights"]), folder.name
 
 
+def test_lists_that_an_epoch_end_sums_up_are_not_missing_after_a_resume(tmp_path: Path) -> None:
+    """The checkpoint of an epoch is saved after the hooks of its end, which are not called again."""
+
+    class Collecting(Net):
+        def on_train_epoch_start(self) -> None:
+            self.losses: list[torch.Tensor] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.losses.append(super().training_step(batch, batch_idx))
+            return self.losses[-1]
+
+        def on_train_epoch_end(self) -> None:
+            self.log("mean", torch.stack(self.losses).mean())
+
+    saver = ModelCheckpoint(tmp_path, monitor="val/loss")
+    quiet(max_epochs=1, enable_checkpointing=True, callbacks=[saver]).fit(Collecting(), loader(16), loader(8))
+    quiet(max_epochs=2).fit(Collecting(), loader(16), loader(8), ckpt_path=saver.best_model_path)
+
+
 def test_longer_run_continues_where_max_steps_ended(tmp_path: Path) -> None:
     def fit(steps: int, ckpt: str | None) -> Net:
         torch.manual_seed(0)
