@@ -235,13 +235,13 @@ class SPMDStep(ManualOptimization):
         accelerator the answer is left on the device, where a step can be skipped without the host waiting for it.
         """
         scale = 1.0 if weighed_by is None else weighed_by / result.count
-        if scale != 1.0 and not self.virtual_ranks:
-            torch._foreach_mul_(self.local_gradients(wrapped), scale)
+        if scale != 1.0 and not self.virtual_ranks and (mine := self.local_gradients(wrapped)):
+            torch._foreach_mul_(mine, scale)
         if self._in_group:
             self.finish_gradients(wrapped)
-        if self.virtual_ranks:  # a sum of scaled numbers would be rounded in another way; zero loses its sign
-            torch._foreach_mul_(self.local_gradients(wrapped), scale)
-            torch._foreach_add_(self.local_gradients(wrapped), 0.0)
+        if self.virtual_ranks and (mine := self.local_gradients(wrapped)):  # after the sum, which would round otherwise
+            torch._foreach_mul_(mine, scale)
+            torch._foreach_add_(mine, 0.0)  # zero loses its sign
         if self._changes is not None and self._changes.pending:
             self._refuse_added(self._changes.added())
         if self._parameter_hooks.taken:

@@ -148,6 +148,9 @@ class ShapeInference:
         return self.known[key]
 
     def _infer(self, key: Any, args: Any, kwargs: Any) -> Layout:
+        for layer, fake in zip(self._layers, self._fake_layers, strict=True):
+            for mine, theirs in zip(layer.module.modules(), fake.modules(), strict=True):
+                theirs.training = mine.training  # BatchNorm takes a batch of one in evaluation only
         outer, running = self._pass, _Pass(Origins(self._stage_of, self._fake_beside))
         self._pass = running
         state = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in self._free]

@@ -23,14 +23,26 @@ X, Y = torch.randn(61, 6, generator=_made), torch.randint(3, (61,), generator=_m
 VAL = TensorDataset(torch.randn(29, 6, generator=_made), torch.randint(3, (29,), generator=_made))
 
 
+class Scale(nn.Module):
+    """A scalar parameter, and a layer that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.unused = nn.Parameter(torch.tensor(0.5)), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
 class Net(Module):
     """`habit`: what it does that others do not."""
 
     def __init__(self, habit: str = "") -> None:
         super().__init__()
         self.habit = habit
-        self.net = nn.Sequential(nn.Linear(6, 11), nn.BatchNorm1d(11), nn.Dropout(0.2), nn.ReLU(), nn.Linear(11, 3))
-        self.scale, self.unused = nn.Parameter(torch.tensor(0.5)), nn.Linear(2, 2)
+        self.net = nn.Sequential(
+            nn.Linear(6, 11), nn.BatchNorm1d(11), nn.Dropout(0.2), nn.ReLU(), nn.Linear(11, 3), Scale()
+        )
         self.register_buffer("center", torch.zeros(3))
         self.f1 = torchmetrics.F1Score(task="multiclass", num_classes=3, average="macro")
         self.ranking = torchmetrics.AUROC(task="multiclass", num_classes=3)
@@ -39,14 +51,14 @@ class Net(Module):
         x, y = batch
         if self.habit == "random and numpy":
             x = x * (1 + 0.1 * random.random()) + 0.01 * float(np.random.randn())
-        logits = self.net(x) * self.scale
+        logits = self.net(x)
         loss = F.cross_entropy(logits, y)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("largest", loss, reduce_fx="max", on_epoch=True)
         self.log("samples", float(len(y)), reduce_fx="sum", on_epoch=True)
         self.f1(logits, y)
         self.log("f1", self.f1, on_step=False, on_epoch=True)
-        if self.habit == "hooks":
+        if self.habit == "buffers":
             self.center = 0.9 * self.center + 0.1 * logits.mean(0).detach()
         if self.habit == "no loss" and batch_idx % 3 == 1:
             return None
@@ -71,8 +83,8 @@ class Net(Module):
 
     def configure_optimizers(self) -> Any:
         if self.habit == "two optimizers":
-            rest = [self.scale, *self.unused.parameters()]
-            return [torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.Adam(rest, lr=1e-2)]
+            optimizers = [torch.optim.SGD(self.net[:-1].parameters(), lr=0.1)]
+            return [*optimizers, torch.optim.Adam(self.net[-1].parameters(), lr=1e-2)]
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         if self.habit == "plateau":
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
@@ -124,12 +136,13 @@ CASES: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     "overfit": ("", shuffled, {"overfit_batches": 2}),
     "two optimizers": ("two optimizers", shuffled, {}),
     "hooks": ("hooks", shuffled, {"gradient_clip_val": 0.3}),
+    "buffers": ("buffers", shuffled, {}),
     "averaged": ("", shuffled, {"callbacks": WeightAveraging}),
     "norms": ("", shuffled, {"callbacks": GradientNorm}),
     "growing windows": ("", shuffled, {"callbacks": lambda: GradientAccumulationScheduler({0: 1, 1: 2})}),
     "stopped early": ("", shuffled, {"callbacks": lambda: EarlyStopping(monitor="val_loss", patience=0)}),
 }
-DAILY = [("split", "ddp"), ("hooks", "fsdp")]
+DAILY = [("split", "ddp"), ("hooks", "fsdp"), ("augmented", "pipeline")]
 
 
 def run(case: str, strategy: str, devices: int, folder: Path) -> tuple[dict[str, Tensor], str]:
@@ -164,7 +177,8 @@ def run(case: str, strategy: str, devices: int, folder: Path) -> tuple[dict[str,
     [
         pytest.param(case, strategy, marks=[] if (case, strategy) in DAILY else pytest.mark.slow)
         for case in CASES
-        for strategy in ("ddp", "fsdp")
+        for strategy in ("ddp", "fsdp", "pipeline")
+        if (case, strategy) != ("buffers", "pipeline")  # each stage holds its own
     ],
 )
 def test_two_ranks_have_the_bits_of_one(case: str, strategy: str, tmp_path: Path) -> None:
