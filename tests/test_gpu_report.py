@@ -1,4 +1,4 @@
-"""`make test-gpu` says what it covered, and is no success where it covered nothing."""
+"""`make test-gpu` says what it covered, and fails if it covered nothing."""
 
 from __future__ import annotations
 

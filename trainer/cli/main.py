@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep._lazy import without_collector
 from lockstep.callbacks._support.printing import safe_print
 from lockstep.trainer.cli.errors import ConfigError
 from lockstep.trainer.cli.parser import Parser, parse
@@ -43,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return commands.compare_strategies(words[1:])
         command, files, overrides = parse(words)
-        from lockstep.trainer.cli import commands, config  # and with them torch, which a page of help does not need
+        with without_collector():
+            from lockstep.trainer.cli import commands, config  # and torch, which a page of help does not need
 
         resolved = config.resolve(files, overrides)
         if command == "config":

@@ -225,6 +225,6 @@ class Reversed(Net):
         (Reversed, "net.head", "stages can begin with net.body.0$"),
     ],
 )
-def test_what_cannot_be_computed_again_is_named(net: type[Net], split: str, message: str) -> None:
+def test_what_cannot_be_recomputed_is_named(net: type[Net], split: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit(Trained(net), Pipeline(split=[split]), 2)

@@ -106,7 +106,7 @@ class Stream(IterableDataset):
 
 
 def some(samples: list[Any]) -> Any:
-    """A collate function that leaves out some samples."""
+    """A collate function that skips some samples."""
     return torch.utils.data.default_collate([s for s in samples if s[1] != 2 or random.random() < 0.5] or samples[:2])
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep._lazy import without_collector
 from lockstep.strategies.base import Strategy
 from lockstep.trainer.cli.config.signatures import BASES, arguments_of, describe, is_slot, trainer_arguments
 from lockstep.trainer.cli.errors import ConfigError, Key, Resolved, bounded, first_line
@@ -96,7 +97,8 @@ def _import(resolved: Resolved, key: Key, path: Any, base: type) -> type:
     if not module_name:
         raise resolved.error(key, f"'{path}' is not an import path; write package.file.{path}")
     try:
-        module = importlib.import_module(module_name)
+        with without_collector():
+            module = importlib.import_module(module_name)
     except Exception as error:
         raise resolved.error(
             key, f"cannot import {module_name}: {type(error).__name__}: {first_line(error)}{_raised_at(error)}"
