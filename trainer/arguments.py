@@ -128,6 +128,10 @@ class TrainerArguments:
         for name in ("max_epochs", "max_steps"):
             if getattr(self, name) == -1:
                 object.__setattr__(self, name, None)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, str) and str(field.type).startswith("bool") and field.name != "logger":
+                raise TypeError(f"{field.name} must be True or False, but {field.name}={value!r}")
         for name, least in _LEAST.items():
             _check_at_least(name, getattr(self, name), least)
         for name in _BATCHES:
@@ -147,12 +151,10 @@ class TrainerArguments:
             )
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be in [0, 2**63), but seed={self.seed}")
-        given = [self.callbacks] if isinstance(self.callbacks, Callback) else list(self.callbacks or [])
+        given = [self.callbacks] if isinstance(self.callbacks, (Callback, str)) else list(self.callbacks or [])
         wrong = next((item for item in given if not isinstance(item, Callback)), None)
         if wrong is not None:
-            raise TypeError(
-                f"callbacks must be Callback objects, but one is {wrong!r}; subclass lockstep.callbacks.Callback"
-            )
+            raise TypeError(f"callbacks must be Callback objects, but one is {wrong!r}; {_instead(wrong, 'Callback')}")
         object.__setattr__(self, "callbacks", given)
         object.__setattr__(self, "default_root_dir", os.path.expanduser(self.default_root_dir))
 
@@ -248,11 +250,20 @@ class TrainerArguments:
         elif isinstance(self.logger, Logger):
             loggers.append(self.logger)
         elif self.logger:
-            loggers.extend(self.logger)
+            given_loggers: Any = self.logger
+            loggers.extend(given_loggers if isinstance(given_loggers, (list, tuple)) else [given_loggers])
         wrong = next((item for item in loggers if not isinstance(item, Logger)), None)
         if wrong is not None:
-            raise TypeError(f"logger must be True, False, a Logger or a list of them, but one is {wrong!r}")
+            raise TypeError(
+                f"logger must be True, False, a Logger or a list of them, but one is {wrong!r}; "
+                f"{_instead(wrong, 'Logger')}"
+            )
         return loggers
+
+
+def _instead(given: Any, base: str) -> str:
+    is_class = isinstance(given, type) and issubclass(given, Callback)
+    return f"write {given.__name__}(…)" if is_class else f"subclass lockstep.callbacks.{base}"
 
 
 _LEAST = {
@@ -289,9 +300,13 @@ def takes_arguments(
         parameters = inspect.signature(record).parameters
 
         def __init__(self: S, *args: P.args, **kwargs: P.kwargs) -> None:
+            owner = init.__qualname__.split(".")[0]
+            if args:
+                raise TypeError(
+                    f"{owner} takes its arguments by name, but got {args[0]!r}; write {owner}(max_epochs=…)"
+                )
             for name in kwargs:
                 if name not in parameters:
-                    owner = init.__qualname__.split(".")[0]
                     known = lightning_names.ARGUMENTS
                     raise TypeError(lightning_names.missing(f"{owner} has no argument", name, known, parameters))
             init(self, record(*args, **kwargs))

@@ -93,12 +93,15 @@ TRAINER: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "callback": (
         {"callbacks": [EarlyStopping]},
-        "callbacks must be Callback objects, but one is <class .*EarlyStopping'>; subclass lockstep.callbacks.Callback",
+        "callbacks must be Callback objects, but one is <class .*EarlyStopping'>; write EarlyStopping\\(…\\)",
     ),
+    "callback by name": ({"callbacks": "early"}, "one is 'early'; subclass lockstep.callbacks.Callback"),
     "logger": (
         {"logger": ["tensorboard"]},
         "logger must be True, False, a Logger or a list of them, but one is 'tensorboard'",
     ),
+    "logger by name": ({"logger": "csv"}, "but one is 'csv'; subclass lockstep.callbacks.Logger"),
+    "flag": ({"enable_progress_bar": "no"}, "enable_progress_bar must be True or False, but enable_progress_bar='no'"),
     "savers": (
         {"callbacks": ModelCheckpoint()},
         "enable_checkpointing=False contradicts a ModelCheckpoint among the callbacks; drop one of them",
@@ -116,6 +119,32 @@ def test_arguments_of_the_trainer(options: dict[str, Any], message: str, starts_
     with pytest.raises((ValueError, TypeError), match=message) as caught:
         quiet(**options)
     sentence(caught)
+
+
+def test_arguments_by_place() -> None:
+    with pytest.raises(
+        TypeError, match=r"Trainer takes its arguments by name, but got 5; write Trainer\(max_epochs=…\)"
+    ):
+        Trainer(5)
+
+
+def test_a_backward_within_the_step() -> None:
+    class Twice(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            loss.backward()
+            return loss
+
+    with pytest.raises(RuntimeError, match="let training_step return its loss without calling backward"):
+        quiet(max_epochs=1).fit(Twice(), loader(8))
+
+
+def test_predictions_without_a_forward() -> None:
+    class Headless(Module):
+        pass
+
+    with pytest.raises(ValueError, match="predict needs Headless.predict_step or forward; define one"):
+        quiet().predict(Headless(), loader(8))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

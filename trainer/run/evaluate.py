@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.callbacks._support.printing import safe_print
 from lockstep.strategies.base import StepHooks
@@ -101,6 +101,10 @@ def run_stage(run: RunState, module: Module, sources: Sources, stage: str) -> An
     steps = {"validate": "validation_step", "test": "test_step"}
     if stage in steps and not overrides(module, steps[stage], Module):
         raise ValueError(f"{stage} needs {type(module).__name__}.{steps[stage]}; define it")
+    if stage == "predict" and not (
+        overrides(module, "predict_step", Module) or overrides(module, "forward", nn.Module)
+    ):
+        raise ValueError(f"predict needs {type(module).__name__}.predict_step or forward; define one")
     source = sources.get(module, kind)
     if not loaders_of(source):
         raise ValueError(f"{stage} needs data: give dataloaders, or a DataModule or Module with {kind}_dataloader")

@@ -267,10 +267,17 @@ def _of_the_user(error: BaseException) -> BaseException:
 
 
 def _name_what_to_write(error: BaseException) -> None:
-    """Say in an AttributeError of a name that Lightning's modules have what to write instead.
+    """Say what to write instead in an AttributeError of a name that Lightning's modules have, and in torch's error of a
+    second backward.
 
     Here and not in `Module.__getattr__`, which would be called for each submodule that a step uses.
     """
+    if isinstance(error, RuntimeError) and str(error).startswith("Trying to backward through the graph a second time"):
+        error.args = (
+            "a loss was computed from what an earlier backward has freed: let training_step return its loss without "
+            "calling backward (or set automatic_optimization = False and call self.manual_backward), and detach what "
+            "it keeps of the batch before, such as a hidden state",
+        )
     name = error.name if isinstance(error, AttributeError) and isinstance(error.obj, Module) else None
     if name is not None and name in MODULE:
         owner = type(error.obj).__name__  # type: ignore[attr-defined]
