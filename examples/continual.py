@@ -20,6 +20,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from lockstep import DataModule, Module
+from lockstep.callbacks import TensorBoardLogger
 
 TASKS = 5
 
@@ -105,7 +106,7 @@ class Learner(Module):
         head = [f"| | {' | '.join(f'task {i}' for i in range(task + 1))} |", "|---" * (task + 2) + "|"]
         if task == TASKS - 1:
             self.print("\n".join([*head, *rows]))
-        if self.logger is not None:
+        if isinstance(self.logger, TensorBoardLogger):
             self.logger.log_text("accuracy of each task", "\n".join([*head, *rows]))
             image = self.matrix.repeat_interleave(32, 0).repeat_interleave(32, 1)[None]
             self.logger.experiment.add_image("accuracy of each task", image, self.trainer.global_step)
@@ -136,7 +137,6 @@ class Stream(DataModule):
         return min(self.trainer.current_epoch // self.hparams.epochs, TASKS - 1)
 
     def train_dataloader(self):
-        """Called again for each epoch."""
         earlier = [Subset(dataset, range(self.hparams.replay)) for dataset in self.train[: self.task]]
         return DataLoader(ConcatDataset([self.train[self.task], *earlier]), self.hparams.batch_size, shuffle=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks import _page
+from tests.conftest import REPO_ROOT
 
 pytestmark = pytest.mark.ranks
 
@@ -275,3 +277,14 @@ def test_control_tree(run: Run, tmp_path: Path) -> None:
     if "packets" in now:  # where the kernel gives it a network of its own
         assert 2 * 9 <= now["packets"] < 100 < before["packets"]
     assert all(0 < row[key] < 1e5 for row in (before, now) for key in ("setup_s", "ms", "cpu_ms"))
+
+
+@pytest.mark.slow  # fresh processes
+def test_methods(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.methods", "multitask", "max_epochs=1", "trainer.limit_train_batches=4"]
+    options = ["--seeds", "1", "--figure", str(tmp_path / "figure.svg")]
+    done = subprocess.run([*command, *options], cwd=REPO_ROOT, capture_output=True, text=True, timeout=110, check=True)
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines()[2:]]
+    assert [row[0].strip() for row in rows] == ["equal", "uncertainty"]
+    assert all(0 < float(row[2]) < 1 and float(row[-1]) > 0 for row in rows), "an accuracy, and CPU seconds"
+    assert (tmp_path / "figure.svg").read_text().count("<polyline") == 2

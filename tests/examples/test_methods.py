@@ -142,8 +142,6 @@ def test_continual_as_it_comes(options: list[str], accuracy: Any, forgetting: An
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_multitask_as_it_comes(tmp_path: Path) -> None:
-    command = ["-m", "lockstep", "fit", "examples/multitask.yaml"]
-    learned = run(*command, root=tmp_path / "learned")
-    equal = run(*command, "module.weighting=equal", root=tmp_path / "equal")
-    assert metric(learned, "val/acc") > 0.95
-    assert metric(learned, "val/ink") < 0.9 * metric(equal, "val/ink")
+    output = run("-m", "lockstep", "fit", "examples/multitask.yaml", root=tmp_path)
+    assert metric(output, "val/acc") > 0.93
+    assert metric(output, "weight/ink") > 2
