@@ -70,7 +70,8 @@ class Page:
         return self._command("POST", "/execute/sync", script=PAGE_TEXT, args=[])
 
     def wait_for(self, *words: str, timeout_s: float = 60) -> str:
-        """Return the page's text as soon as it contains all `words`. Raises TimeoutError with the text that is there."""
+        """Return the page's text as soon as it contains all `words`. Raises TimeoutError with the text that is
+        there."""
         deadline = time.monotonic() + timeout_s
         while True:
             text = self.text()

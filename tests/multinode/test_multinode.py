@@ -140,7 +140,8 @@ def test_two_processes_on_one_host(launcher: str, strategies: str, one_process: 
 def test_nodes_without_a_launcher(strategy: str) -> None:
     with pytest.raises(
         ValueError,
-        match=r"^num_nodes=2 needs a launcher that starts the ranks on every node, such as torchrun --nnodes=2; none was found$",
+        match=r"^num_nodes=2 needs a launcher that starts the ranks on every node, such as torchrun --nnodes=2; none "
+        r"was found$",
     ):
         Trainer(strategy=strategy, num_nodes=2, devices=1, accelerator="cpu")
 

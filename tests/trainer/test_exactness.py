@@ -24,7 +24,8 @@ pytestmark = pytest.mark.ranks
 
 
 def by_hand(divisor: Any, batch_size: int = 4, accumulate: int = 4, n: int = 37) -> list[torch.Tensor]:
-    """Plain torch: each micro-batch's mean loss times its size over `divisor(samples of the window, batches of the window)`."""
+    """Plain torch: each micro-batch's mean loss times its size over `divisor(samples of the window, batches of the
+    window)`."""
     model = net().double()
     optimizer = model.configure_optimizers()
     x, y = data(n).tensors
@@ -112,7 +113,8 @@ def test_in_evaluation_no_sample_counts_twice(devices: int, n: int) -> None:
 
 
 def naive_reduction(devices: int) -> dict[str, float]:
-    """The values of a rank's dict summed over ranks in its own order: what a collective a key, or a stack of all, does."""
+    """The values of a rank's dict summed over ranks in its own order: what a collective a key, or a stack of all,
+    does."""
     process_group.init_process_group(environment.detect(), "gloo")
     try:
         mine = {
@@ -194,7 +196,8 @@ def test_where_one_rank_diverges_the_run_fails_and_no_weight_is_nan(
 
 
 class Tokens(Net):
-    """A loss per token; the samples of the second half of a global batch of 8 have a hundred times as many as the first."""
+    """A loss per token; the samples of the second half of a global batch of 8 have a hundred times as many as the
+    first."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y, number = batch
@@ -276,7 +279,8 @@ class Moves(Callback):
 
 @pytest.mark.parametrize(("devices", "accumulate"), [(1, 3), (2, 2)])
 def test_scaled_half_precision_steps_and_clips_by_the_true_gradient(devices: int, accumulate: int) -> None:
-    """Uneven micro-batches and ranks under loss scaling (65536 at first): the step is that of plain float32, and no longer than allowed."""
+    """Uneven micro-batches and ranks under loss scaling (65536 at first): the step is that of plain float32, and no
+    longer than allowed."""
     reference = net(optimizer="SGD", lr=1.0)
     x, y = data(11).tensors
     F.cross_entropy(reference(x), y).backward()

@@ -82,7 +82,7 @@ def test_a_script_without_a_main_guard() -> None:
     assert Path("rank0").exists() and Path("rank1").exists()
 
 
-@pytest.mark.slow  # tests/strategies/launch/test_user_program.py has such a class too
+@pytest.mark.slow  # the notebook of two devices, in tests/examples, has such a class too
 def test_a_class_that_lives_in_no_file() -> None:
     """As in a notebook: the source is compiled from a string, in pieces."""
     cells = SCRIPT.replace("OPTIONS", "devices=2, strategy='ddp'").split("\ntorch.manual_seed(0)\n")
@@ -159,7 +159,8 @@ def test_a_second_fit_counts_on(devices: int) -> None:
     assert trainer.global_step == 8 // devices
     with pytest.raises(
         ValueError,
-        match="this Trainer has trained its max_epochs=2 already; to train on, set trainer.max_epochs = 4 or the like and call fit again",
+        match="this Trainer has trained its max_epochs=2 already; to train on, set trainer.max_epochs = 4 or the "
+        "like and call fit again",
     ):
         trainer.fit(model, loader(16, 4))
     after = weights(model)
@@ -313,7 +314,8 @@ def test_a_skipped_first_step_is_not_a_step(strategy: str, fused: bool, monkeypa
 
 
 def test_what_belongs_to_a_running_fit_does_not_travel_to_the_ranks() -> None:
-    """Every name that is emptied for the journey is one that the Trainer has, and nothing of a finished fit is on it."""
+    """Every name that is emptied for the journey is one that the Trainer has, and nothing of a finished fit is on
+    it."""
     run = quiet(enable_checkpointing=True)
     run.fit(net(), loader(8))
     run._run.saving = threading.Lock()  # type: ignore[assignment]  # as unfit for a journey as the thread of a save

@@ -1,4 +1,5 @@
-"""What is written for people to see may fail in any way: loggers, the terminal, a disk. Training and checkpoints do not."""
+"""What is written for people to see may fail in any way: loggers, the terminal, a disk. Training and checkpoints do
+not."""
 
 from __future__ import annotations
 

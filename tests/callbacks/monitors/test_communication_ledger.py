@@ -109,7 +109,8 @@ def test_fsdp_gathers_blocks_twice_and_the_rest_once_a_micro_batch() -> None:
 
 
 def test_tensor_exchanges_activations_for_each_pair_of_layers() -> None:
-    """A perceptron that is sharded by columns, then rows: one all-reduce forward and one backward, in every micro-batch."""
+    """A perceptron that is sharded by columns, then rows: one all-reduce forward and one backward, in every
+    micro-batch."""
     plan = {"net.*.up": "column", "net.*.down": "row"}
     assert counted(TensorParallel(plan=plan)) == {"all-reduce float32": (2 * 3 * 2, 2 * 3 * 2 * ACTIVATIONS)}
 

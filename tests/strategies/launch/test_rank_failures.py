@@ -20,7 +20,7 @@ from lockstep.strategies.launch import process_group
 from lockstep.strategies.launch.failure import RankFailure, RankTraceback
 from lockstep.strategies.launch.launcher import launch
 from lockstep.strategies.launch.phase import set_phase
-from tests.strategies.launch.programs import gone, join, own_rank, wait_until
+from tests.strategies.launch.programs import another_server, gone, join, own_rank, wait_until
 
 pytestmark = pytest.mark.ranks
 
@@ -189,12 +189,13 @@ def die_with_server() -> None:
     time.sleep(100)
 
 
-def test_ranks_do_not_outlive_the_server() -> None:
-    with pytest.raises(
-        RankFailure, match="The process that starts the ranks was killed by SIGKILL, and its ranks ended with it"
-    ):
-        launch(die_with_server, (), 2)
-    assert launch(own_rank, (), 2) == 0  # a new server
+def test_ranks_do_not_outlive_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with another_server(monkeypatch):
+        with pytest.raises(
+            RankFailure, match="The process that starts the ranks was killed by SIGKILL, and its ranks ended with it"
+        ):
+            launch(die_with_server, (), 2)
+        assert launch(own_rank, (), 2) == 0  # a new server
 
 
 def missing() -> None:

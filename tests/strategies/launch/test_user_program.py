@@ -68,6 +68,7 @@ def test_script_without_a_guard(program: Callable[[str], Program], tmp_path: Pat
     assert list((tmp_path / "tmp").glob("lockstep*")) == []  # torch keeps a cache there
 
 
+@pytest.mark.slow  # the notebook of two devices, in tests/examples, has such a class too
 def test_class_without_a_file(repo_root: Path) -> None:
     code = textwrap.dedent("""
         from torch import nn

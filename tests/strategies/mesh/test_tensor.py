@@ -71,8 +71,8 @@ def same(
     "options",
     [
         {},
-        {"sequence_parallel": True},
-        {"loss_parallel": True},
+        pytest.param({"sequence_parallel": True}, marks=pytest.mark.slow),  # the last has both
+        pytest.param({"loss_parallel": True}, marks=pytest.mark.slow),
         {"sequence_parallel": True, "loss_parallel": True, "activation_checkpointing": True},
     ],
     ids=["plain", "sequence", "loss", "all"],

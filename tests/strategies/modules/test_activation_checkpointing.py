@@ -319,7 +319,8 @@ def place(strategy: Strategy, model: nn.Module) -> None:
         ),
         (
             lambda: DDP(activation_checkpointing="blocks.*"),
-            "activation_checkpointing must name classes or submodules that have parameters, but 'blocks.*' is not one of",
+            "activation_checkpointing must name classes or submodules that have parameters, but 'blocks.*' is not "
+            "one of",
         ),
         (lambda: DDP(activation_checkpointing=lambda name, module: False), "but the rule finds none in Linear"),
         (

@@ -106,7 +106,7 @@ OPTIONS: dict[str, Any] = {"gradient_clip_val": 0.2, "accumulate_grad_batches": 
         (lambda: Pipeline(schedule="zbv"), 2),
         (lambda: Pipeline(schedule="interleaved_zero_bubble", num_micro_batches=4), 2),
         ("ddp=2,pipeline=2", 4),
-        ("fsdp=2,pipeline=2", 4),
+        pytest.param("fsdp=2,pipeline=2", 4, marks=pytest.mark.slow),  # as in test_skips.py
     ],
     ids=["1f1b", "gpipe", "zbv", "zero_bubble", "ddp", "fsdp"],
 )

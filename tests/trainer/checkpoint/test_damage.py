@@ -158,7 +158,8 @@ class Begins(Callback):
 
 @pytest.mark.parametrize("number", [60, pytest.param(2000, marks=pytest.mark.slow)])
 def test_forged_state_is_refused_or_taken_before_a_step(tmp_path: Path, fitted: Path, number: int) -> None:
-    """The same for a whole run: until training begins nothing but CheckpointError comes out of any JSON with right checksums."""
+    """The same for a whole run: until training begins nothing but CheckpointError comes out of any JSON with right
+    checksums."""
     draw = random.Random(number)
     outcomes = Counter()
     for i in range(number):
@@ -225,7 +226,8 @@ def leaves(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("number", [1, pytest.param(len(ABSURD), marks=pytest.mark.slow)])
 def test_an_absurd_value_at_any_leaf_is_refused_or_harmless(tmp_path: Path, fitted: Path, number: int) -> None:
-    """Each in turn, signed again: CheckpointError, or a run to its end; a NaN that a rate brings is a FloatingPointError."""
+    """Each in turn, signed again: CheckpointError, or a run to its end; a NaN that a rate brings is a
+    FloatingPointError."""
     trees = {
         name: json.loads((fitted / name).read_text()) for name in ("state.json", "rank-00000.json", "manifest.json")
     }

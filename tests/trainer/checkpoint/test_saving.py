@@ -140,7 +140,8 @@ def test_a_failed_write_ends_all_ranks_within_a_step(
     saver = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=2, save_top_k=1, async_save=not waits)
     with pytest.raises(
         CheckpointError,
-        match=rf"/kept/step=4: No space left on device \(ENOSPC\) at /.*, after rank {rank} had written \d+ of its \d+ bytes",
+        match=rf"/kept/step=4: No space left on device \(ENOSPC\) at /.*, after rank {rank} had written \d+ of its "
+        rf"\d+ bytes",
     ):
         fit(tmp_path, Steps(tmp_path, 0.3, slow_from=2), saver, strategy="ddp", devices=2, max_steps=9)
     for each in range(2):

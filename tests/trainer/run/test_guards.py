@@ -271,7 +271,8 @@ class Stale(Net):
 def test_a_parameter_that_no_optimizer_steps() -> None:
     with pytest.raises(
         ValueError,
-        match=r"no optimizer steps net.3.weight, net.3.bias, so training would leave them as they are, though they get gradients; give them to one, or freeze",
+        match=r"no optimizer steps net.3.weight, net.3.bias, so training would leave them as they are, though they "
+        r"get gradients; give them to one, or freeze",
     ):
         quiet().fit(Forgetful(), loader())
     frozen = Forgetful()
@@ -328,7 +329,8 @@ def test_a_target_network_is_the_same_on_several_ranks(strategy: Any) -> None:
 def test_an_optimizer_of_other_parameters() -> None:
     with pytest.raises(
         ValueError,
-        match=r"optimizer '0' \(SGD\) steps a tensor that is not a parameter of Stale \(number 0 of group 0, shape \[16, 8\]\)",
+        match=r"optimizer '0' \(SGD\) steps a tensor that is not a parameter of Stale \(number 0 of group 0, shape "
+        r"\[16, 8\]\)",
     ):
         quiet().fit(Stale(), loader())
 

@@ -16,6 +16,7 @@ from lockstep import RankFailure, Trainer
 from lockstep.callbacks import CSVLogger, ModelCheckpoint
 from lockstep.strategies.launch import fault_injection
 from lockstep.trainer.cli.main import main
+from tests.strategies.launch.programs import another_server
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
 pytestmark = pytest.mark.ranks
@@ -172,9 +173,12 @@ class LosesItsServer(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_the_process_that_starts_the_ranks_dies(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_process_that_starts_the_ranks_dies(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     trainer = quiet(max_restarts=1)
-    trainer.fit(LosesItsServer(), loader(32))
+    with another_server(monkeypatch):
+        trainer.fit(LosesItsServer(), loader(32))
     assert trainer.global_step == 4
     assert (
         "The process that starts the ranks was killed by SIGKILL, and its ranks ended with it: see what it printed"

@@ -74,7 +74,12 @@ CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+DAILY = ("ddp on 3", "ddp on 4, accumulating", "fsdp on 3")
+
+
+@pytest.mark.parametrize(
+    "case", [name if name in DAILY else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_from_any_step_a_resumed_run_is_the_undisturbed_one_to_the_bit(tmp_path: Path, case: str) -> None:
     make, devices, options = CASES[case]
     steps = {"ddp on 3": (0, 3), "ddp on 4, accumulating": (1, 3)}.get(case, (2,))
