@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.precision import Precision
+from lockstep.strategies.precision import Precision as Precision
 
 if TYPE_CHECKING:
     from lockstep.strategies.checkpoint_state import Reader, State
@@ -165,7 +165,7 @@ NO_HOOKS = StepHooks()
 
 
 class Strategy(ABC):
-    """Four duties behind twenty-two verbs: processes and devices, gradient sync, sampler seeding, checkpointing.
+    """Four duties behind twenty-three verbs: processes and devices, gradient sync, sampler seeding, checkpointing.
 
     Unless a verb says otherwise every rank calls it, in the same order.
     """
@@ -262,6 +262,14 @@ class Strategy(ABC):
         `state_dict()` is complete too. What was changed within, alike on all ranks, holds afterwards. Every rank calls
         it, between steps; it needs the memory of the whole model. Raises RuntimeError where it is called within a step.
         """
+        yield
+
+    @contextmanager
+    def evaluation_weights(
+        self, wrapped: nn.Module, optimizers: Iterable[Optimizer], restore: bool = True
+    ) -> Iterator[None]:
+        """While it lasts the model holds the weights to evaluate, where `optimizers` train other ones; afterwards, with
+        `restore`, those to train again, bit for bit. Every rank calls it, between steps."""
         yield
 
     @abstractmethod
@@ -383,18 +391,3 @@ def split_loss(output: Any, num_samples: int) -> tuple[Tensor | None, float, int
         "training_step must return a scalar tensor, a dict with 'loss', Loss(total, count) or None, but it returned "
         f"{type(output).__name__}" + (f" with keys {sorted(map(str, output))}" if isinstance(output, Mapping) else "")
     )
-
-
-__all__ = [
-    "NO_HOOKS",
-    "Capabilities",
-    "Loss",
-    "Precision",
-    "StepFn",
-    "StepHooks",
-    "StepResult",
-    "StepVote",
-    "Strategy",
-    "Topology",
-    "split_loss",
-]

@@ -8,10 +8,9 @@ other has written.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +21,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.optimizers.saved_groups import (
+    add_saved_groups,
+    check_optimizers,
+    check_saved_groups,
+    taken,
+)
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
@@ -136,18 +141,29 @@ def unpack(value: Any, read: Callable[[str], Tensor]) -> Any:
     return {key: unpack(item, read) for key, item in value.items()}
 
 
-def gather_state(model: nn.Module, optimizers: dict[str, Optimizer], shard: LocalShard = TensorShard.whole) -> State:
-    """The state of a model and its optimizers; `shard` is what this rank writes of a tensor, None if another does."""
+def gather_state(
+    model: nn.Module,
+    optimizers: dict[str, Optimizer],
+    shard: LocalShard = TensorShard.whole,
+    owned: Mapping[int, str] | None = None,
+) -> State:
+    """The state of a model and its optimizers; `shard` is what this rank writes of a tensor, None if another does.
+
+    `owned`: names by `id` of parameters that optimizers hold beside those of the model; this rank writes their state.
+    """
     state = State()
     values = {name: pack(value, f"model/{name}", state.tensors, shard) for name, value in model.state_dict().items()}
     state.meta["model"] = {
         name: None if value == {"$tensor": f"model/{name}"} else value for name, value in values.items()
     }
-    names = parameter_names(model)
+    owned = owned or {}
+    names = {**parameter_names(model), **owned}
     state.meta["optimizers"] = {}
     for key, optimizer in optimizers.items():
         saved = optimizer.state_dict()
-        order = [names_of(parameter, names, key) for group in optimizer.param_groups for parameter in group["params"]]
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        order = [names_of(parameter, names, key) for parameter in held]
+        shards = [TensorShard.whole if id(parameter) in owned else shard for parameter in held]
         state.meta["optimizers"][key] = {
             "param_groups": [
                 pack(
@@ -160,7 +176,7 @@ def gather_state(model: nn.Module, optimizers: dict[str, Optimizer], shard: Loca
             ],
             "state": {
                 order[i]: {
-                    k: pack(v, f"optimizer/{key}/{order[i]}/{k}", state.tensors, shard) for k, v in entry.items()
+                    k: pack(v, f"optimizer/{key}/{order[i]}/{k}", state.tensors, shards[i]) for k, v in entry.items()
                 }
                 for i, entry in saved["state"].items()
             },
@@ -179,19 +195,25 @@ def read_whole(reader: Reader, name: str, like: Tensor | None) -> Tensor:
     return reader.read(name)
 
 
-def restore_state(model: nn.Module, optimizers: dict[str, Optimizer], reader: Reader, take: Take = read_whole) -> None:
+def restore_state(
+    model: nn.Module,
+    optimizers: dict[str, Optimizer],
+    reader: Reader,
+    take: Take = read_whole,
+    owned: Mapping[int, str] | None = None,
+) -> None:
     """Load what any strategy saved, in place; without `optimizers` the weights alone.
 
-    Raises KeyError or ValueError by name.
+    `owned` is as in `gather_state`. Raises KeyError or ValueError by name.
     """
     restore_model(model, reader, take=take)
     if not optimizers:
         return
-    names = parameter_names(model)
+    names = {**parameter_names(model), **(owned or {})}
     check_optimizers(optimizers, reader)
     for key, optimizer in optimizers.items():
         saved = reader.meta["optimizers"][key]
-        _add_saved_groups(model, key, optimizer, saved["param_groups"])
+        add_saved_groups(model, optimizer, saved["param_groups"])
         current = optimizer.state_dict()
         order = [names_of(parameter, names, key) for group in optimizer.param_groups for parameter in group["params"]]
         groups = saved_groups(reader, key, [[order[i] for i in group["params"]] for group in current["param_groups"]])
@@ -207,11 +229,18 @@ def restore_state(model: nn.Module, optimizers: dict[str, Optimizer], reader: Re
                     if name not in parameters or is_here(parameters[name])
                 },
                 "param_groups": [
-                    _taken(optimizer, key, group, now)
+                    taken(optimizer, key, group, now)
                     for group, now in zip(groups, current["param_groups"], strict=True)
                 ],
             }
         )
+
+
+def saved_groups(reader: Reader, key: str, have: list[list[str]]) -> list[dict[str, Any]]:
+    """The saved parameter groups of optimizer `key`; `have` are the names in each group now, which must be the same."""
+    groups = [unpack(group, reader.read) for group in reader.meta["optimizers"][key]["param_groups"]]
+    check_saved_groups(key, groups, have)
+    return groups
 
 
 def restore_model(model: nn.Module, reader: Reader, strict: bool = True, take: Take = read_whole) -> None:
@@ -251,73 +280,6 @@ def check_shape(name: str, shape: Iterable[int], reader: Reader) -> None:
     saved = list(reader.shape(f"model/{name}"))
     if saved != list(shape):
         raise ValueError(f"the checkpoint's {name} has shape {saved}, but the module's has {list(shape)}")
-
-
-def check_optimizers(names: Iterable[str], reader: Reader) -> None:
-    """Raise KeyError where the optimizers have other names than those saved."""
-    have, saved = sorted(names), sorted(reader.meta["optimizers"])
-    if have != saved:
-        raise KeyError(f"the checkpoint holds optimizers {saved}, but this run has {have}")
-
-
-def saved_groups(reader: Reader, key: str, have: list[list[str]]) -> list[dict[str, Any]]:
-    """The saved parameter groups of optimizer `key`; `have` are the names in each group now, which must be the same."""
-    groups = [unpack(group, reader.read) for group in reader.meta["optimizers"][key]["param_groups"]]
-    saved = [group["params"] for group in groups]
-    if saved != have:
-        raise ValueError(
-            f"optimizer {key!r} holds other parameters or groups than were saved: {_first_difference(saved, have)}"
-        )
-    return groups
-
-
-def _add_saved_groups(model: nn.Module, key: str, optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
-    """Add the parameter groups that the saved run added to its optimizer. Their options come with the state."""
-    parameters = dict(model.named_parameters())
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for group in saved[len(optimizer.param_groups) :]:
-        added = [parameters.get(name) for name in group["params"]]
-        if any(parameter is None or id(parameter) in held for parameter in added):
-            return  # another order of groups: `saved_groups` says so
-        held |= {id(parameter) for parameter in added}
-        optimizer.add_param_group({"params": added})
-
-
-HOW = ("capturable", "differentiable", "foreach", "fused")
-"""Options of torch's optimizers that choose the kernels of a step: those of this run hold, not those saved."""
-
-
-def _taken(optimizer: Optimizer, key: str, saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """A saved parameter group, with what it lacks as it is now: another version of torch may have had fewer options."""
-    own = type(optimizer).__module__.startswith("torch.optim")
-    for name, value in now.items():
-        if name in ("params", *HOW) or name not in saved or isinstance(saved[name], Tensor):
-            continue
-        # Nothing but the code changes a flag of torch's optimizers, and their state depends on it.
-        if not is_alike(saved[name], value) or (own and isinstance(value, bool) and saved[name] != value):
-            raise ValueError(f"optimizer {key!r} has {name}={value!r}, but {saved[name]!r:.60} was saved")
-    if own:  # its own constructor knows what its options may be; the rate is a scheduler's business
-        takes = inspect.signature(type(optimizer)).parameters.keys() - {"params", "lr", *HOW}
-        options = {name: saved[name] for name in takes if name in saved}
-        type(optimizer)([torch.zeros(1, 1, requires_grad=True)], **options)
-    return {**now, **saved, **{name: now[name] for name in ("params", *HOW) if name in now}}
-
-
-def is_alike(saved: Any, now: Any) -> bool:
-    """Whether a saved value may stand for one of this run: of the same kind, and in lists of the same length."""
-    if isinstance(now, bool):
-        return isinstance(saved, bool)
-    if isinstance(now, int | float):
-        return isinstance(saved, int | float) and not isinstance(saved, bool)
-    if isinstance(now, str):
-        return isinstance(saved, str)
-    if isinstance(now, list | tuple):
-        return isinstance(saved, list | tuple) and (
-            len(saved) != len(now) or all(is_alike(a, b) for a, b in zip(saved, now, strict=True))
-        )
-    if isinstance(now, dict):
-        return isinstance(saved, dict) and all(is_alike(saved[key], now[key]) for key in saved.keys() & now.keys())
-    return True
 
 
 @dataclass
@@ -389,12 +351,3 @@ def names_of(parameter: Tensor, names: dict[int, str], optimizer: str) -> str:
             f"optimizer {optimizer!r} holds a parameter of shape {list(parameter.shape)} that is not in the module; "
             "add it, or it would not be saved"
         ) from None
-
-
-def _first_difference(saved: list[list[str]], have: list[list[str]]) -> str:
-    if len(saved) != len(have):
-        return f"{len(saved)} groups saved, {len(have)} now"
-    for i, (a, b) in enumerate(zip(saved, have, strict=True)):
-        if a != b:
-            return f"group {i} had {sorted(set(a) - set(b))[:3] or a[:3]}, now {sorted(set(b) - set(a))[:3] or b[:3]}"
-    return "none"

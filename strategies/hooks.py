@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, Loss, StepFn, Strategy, split_loss
 from lockstep.strategies.checkpoint_state import Reader, TensorShard
@@ -113,6 +115,13 @@ class SPMDHooks(Strategy):
     def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
         """Called if user code has changed `requires_grad` of these parameters since they were wrapped or since the last
         call."""
+
+    def open_optimizer(self, wrapped: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        """Return the context in which `optimizer` holds what this rank steps.
+
+        It gives the optimizer, or what stands for it on a rank that steps nothing.
+        """
+        return nullcontext(optimizer)
 
     def local_shard(self, tensor: Tensor) -> TensorShard | None:
         """Return what this rank writes of a tensor of the state, None if another rank writes it."""

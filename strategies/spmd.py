@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,10 +24,11 @@ from lockstep.strategies.devices import check_launcher, device_index, resolve_ac
 from lockstep.strategies.launch import environment, fault_injection, launcher, process_group, sidecar, watchdog
 from lockstep.strategies.modules.activation_checkpointing import keep, recompute
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.modules.fused import fuse
 from lockstep.strategies.modules.meta import materialize
 from lockstep.strategies.modules.model_changes import ModelChanges, refuse_max_norm
 from lockstep.strategies.modules.parameter_hooks import ParameterHooks
+from lockstep.strategies.optimizers import modes
+from lockstep.strategies.optimizers.fused import fuse
 from lockstep.strategies.precision import Precision
 from lockstep.strategies.step import SPMDStep
 from lockstep.strategies.sync import collectives
@@ -67,6 +71,9 @@ class SPMDStrategy(SPMDStep):
         self._accelerator = "cpu"
         self._ready = False
         self._trained: set[str] = set()
+        self._evaluation: modes.Evaluation | None = None
+        self._owned: dict[int, str] = {}
+        """Names by `id` of parameters that optimizers hold beside the model's, while a state is saved or loaded."""
         self._end_watchdog: Callable[[], None] = _nothing
 
     # ---- 1. processes and devices ----------------------------------------------------------------------
@@ -189,6 +196,8 @@ class SPMDStrategy(SPMDStep):
         # Walking through the modules in each step would cost more than the check of the gradients.
         self._watched = list(wrapped.parameters())
         self._watch_changes(wrapped)
+        self._evaluation = None
+        modes.train(optimizers.values(), partial(self.open_optimizer, wrapped))
         return optimizers
 
     def _watch_changes(self, wrapped: nn.Module) -> None:
@@ -206,6 +215,38 @@ class SPMDStrategy(SPMDStep):
         changed = self._changes.trainability()
         if changed:
             self.trainability_changed(wrapped, changed)
+
+    @contextmanager
+    def evaluation_weights(
+        self, wrapped: nn.Module, optimizers: Iterable[Optimizer], restore: bool = True
+    ) -> Iterator[None]:
+        if self._evaluation is not None:
+            yield
+            return
+        self._evaluation = modes.Evaluation(optimizers, partial(self.open_optimizer, wrapped), restore)
+        self._evaluation.begin()
+        try:
+            yield
+        finally:
+            if restore:
+                self._evaluation.end()
+                self._evaluation = None
+
+    @contextmanager
+    def _training_weights(self) -> Iterator[bool]:
+        """While it lasts the model holds the weights to train, within `evaluation_weights` too; yields whether it had
+        others."""
+        evaluation = self._evaluation
+        if evaluation is None or not evaluation.returns:
+            yield False
+            return
+        evaluation.end()
+        self._evaluation = None
+        try:
+            yield True
+        finally:
+            self._evaluation = evaluation
+            evaluation.begin()
 
     # ---- 2. collectives --------------------------------------------------------------------------------
 
@@ -243,7 +284,9 @@ class SPMDStrategy(SPMDStep):
     # ---- 4. checkpointing ------------------------------------------------------------------------------
 
     def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
-        state = gather_state(self.unwrap(wrapped), optimizers, self.local_shard)
+        with self._training_weights() as for_now:
+            state = self._gather_state(wrapped, optimizers)
+            self._save_both(wrapped, optimizers, state, for_now)
         if self.precision.scaler is not None:
             if self._scaler_used:
                 self._update_scaler()
@@ -253,8 +296,24 @@ class SPMDStrategy(SPMDStep):
             state.meta["extra"] = {type(self).__name__: extra}
         return state
 
+    def _gather_state(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
+        """What this rank has of the state of the model and its optimizers."""
+        return gather_state(self.unwrap(wrapped), optimizers, self.local_shard, self._owned)
+
+    def _save_both(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: State, for_now: bool) -> None:
+        if for_now and any(map(modes.has_modes, optimizers.values())):  # what it refers to is about to change
+            state.tensors = {name: replace(shard, tensor=shard.tensor.clone()) for name, shard in state.tensors.items()}
+        evaluated = self.evaluation_weights(wrapped, optimizers.values())
+        modes.save_both(self.unwrap(wrapped), optimizers, state, evaluated, self.local_shard)
+
+    def _restore_state(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+        """Load the state of the model and its optimizers."""
+        restore_state(self.unwrap(wrapped), optimizers, state, self.read_shard, self._owned)
+
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        restore_state(self.unwrap(wrapped), optimizers, state, self.read_shard)
+        self._restore_state(wrapped, optimizers, state)
+        modes.load_training(self.unwrap(wrapped), optimizers, state, self.read_shard)
+        modes.train(optimizers.values(), partial(self.open_optimizer, wrapped))
         if self.precision.scaler is not None and "scaler" in state.meta:
             self.precision.scaler.load_state_dict(state.meta["scaler"])
         if optimizers:

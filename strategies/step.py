@@ -20,8 +20,8 @@ from lockstep.strategies.launch import fault_injection
 from lockstep.strategies.losses import detach
 from lockstep.strategies.manual import ManualOptimization
 from lockstep.strategies.modules import finite
-from lockstep.strategies.modules.fused import allow_sparse, skips_on_device
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
+from lockstep.strategies.optimizers.fused import allow_sparse, skips_on_device
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
 NO_VOTE = StepVote()

@@ -12,18 +12,17 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.base import Topology
 from lockstep.strategies.checkpoint_state import (
-    HOW,
     Reader,
     State,
     TensorShard,
     check_names,
-    check_optimizers,
     check_shape,
     pack,
     saved_groups,
     unpack,
 )
 from lockstep.strategies.deepspeed.zero_step import ZeroStep
+from lockstep.strategies.optimizers.saved_groups import HOW, check_optimizers
 
 
 def save(wrapped: ZeroStep, optimizers: dict[str, Optimizer], topology: Topology) -> State:

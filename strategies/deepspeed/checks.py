@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.deepspeed.zero_step import ZeroStep
 from lockstep.strategies.modules.model_changes import shortened
-from lockstep.strategies.modules.optimizer_probe import probe
+from lockstep.strategies.optimizers.modes import has_modes
+from lockstep.strategies.optimizers.probe import probe
 from lockstep.strategies.precision import Precision
 
 
@@ -23,6 +24,11 @@ def check_optimizer(optimizer: Optimizer) -> None:
             f"each element by itself, and it does not, because "
             f"{found.reason or 'it moves flattened tensors differently'}; use AdamW, SGD or another such optimizer, "
             "strategy='ddp', or set zero_allow_untested_optimizer to true in DeepSpeed's config"
+        )
+    if has_modes(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} switches the weights between train() and eval(), but ZeRO steps copies of "
+            "them that are not switched; use strategy='fsdp' or 'ddp'"
         )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ValueError(

@@ -63,6 +63,18 @@ def cut_like(whole: Tensor, like: Tensor) -> Tensor:
     return take(Whole({"": whole}, {}), "", like) if isinstance(like, DTensor) else whole.to(like.device)
 
 
+def shard_as(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of `whole`, a tensor of any shape, sharded as `like` is; a copy where `like` is
+    plain."""
+    if not isinstance(like, DTensor):
+        return whole.clone()
+    shape, offsets = compute_local_shape_and_global_offset(whole.shape, like.device_mesh, like.placements)
+    mine = whole[tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))].clone()
+    return DTensor.from_local(
+        mine, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
 def settle(parameters: Iterable[Tensor]) -> None:
     """Sum gradients that are still spread over the ranks of a tensor group, as those of layers on shares of the
     sequence are."""

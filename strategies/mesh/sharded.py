@@ -25,11 +25,11 @@ from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.sharded_errors import explained
 from lockstep.strategies.modules.side_effect_free import side_effect_free
+from lockstep.strategies.optimizers.sharded import ShardedOptimizers
 from lockstep.strategies.single import SingleDevice
-from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
-from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value, local, sum_gradients
+from lockstep.strategies.sync.collectives import local, sum_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # (strategies/mesh/axes.py, tensor_plan, dtensors.py) are imported where ranks are set up.
 
 
-class ShardedStrategy(SPMDStrategy):
+class ShardedStrategy(ShardedOptimizers):
     """Base of FSDP, TensorParallel and Mesh: ranks in a mesh with some of the axes ddp, fsdp and tensor.
 
     Each forward is a collective, so ranks without samples run the step too, on a batch of padding with weight
@@ -147,12 +147,6 @@ class ShardedStrategy(SPMDStrategy):
         super().teardown_module(wrapped)
 
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
-        for optimizer in optimizers.values():
-            if isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Rprop)):
-                raise ValueError(
-                    f"{type(optimizer).__name__} does not step parameters that are sharded; use another "
-                    "optimizer, or strategy='ddp'"
-                )
         attached = super().setup_optimizers(wrapped, optimizers)
         self._named = self._sharded_by_name(wrapped)
         self._buffered = [module for module in wrapped.modules() if module._buffers]
@@ -232,34 +226,6 @@ class ShardedStrategy(SPMDStrategy):
         self._check_used(wrapped)
         if wrapped.depth:
             wrapped.gather()  # type: ignore[operator]
-
-    def clip_gradients(
-        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
-    ) -> Tensor | None:
-        from lockstep.strategies.mesh import dtensors
-
-        self._complete_local_gradients(wrapped, optimizer)
-        if self.precision.scaler is not None:
-            self._unscale(optimizer)
-        gradients = dtensors.by_groups([p for group in optimizer.param_groups for p in group["params"]])
-        if algorithm == "norm":
-            return clip_by_norm(gradients, value, self.topology.device)
-        clip_by_value(gradients, value)
-        return None
-
-    def optimizer_step(
-        self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
-    ) -> bool:
-        from lockstep.strategies.mesh import dtensors
-
-        wrapped.close()  # type: ignore[operator]
-        if not self._compared:
-            self._compared = steps.compare_whole_gradients(self.unwrap(wrapped), self._mesh)
-        with explained(type(optimizer).__name__), dtensors.groups_by_mesh(optimizer):
-            stepped = super().optimizer_step(wrapped, optimizer, closure)
-        if wrapped.depth:
-            wrapped.gather()  # type: ignore[operator]
-        return stepped
 
     # ---- 4. checkpointing ------------------------------------------------------------------------
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,38 +12,18 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.checkpoint_state import names_of, parameter_names
 from lockstep.strategies.modules.absent import is_here
-from lockstep.strategies.modules.optimizer_probe import probe
+from lockstep.strategies.optimizers.hidden_state import HiddenState
+from lockstep.strategies.optimizers.probe import probe
 from lockstep.strategies.pipeline.staged_module import Staged
 from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value, local, sum_gradients
 
-
-class HiddenState(defaultdict[Tensor, Any]):
-    """Stands for `optimizer.state` where user code runs. It may be cleared, as on every rank; all else raises
-    RuntimeError."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(dict)
-        self.held: Any = optimizer.state
-        self._name = type(optimizer).__name__
-
-    def clear(self) -> None:
-        self.held.clear()
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(
-            f"in a pipeline the state of {self._name} is spread over the ranks, and each has only that of its own "
-            "stages; read it "
-            "from a checkpoint (trainer.save_checkpoint), which holds all of it, or use strategy='ddp' or 'fsdp'"
-        )
-
-    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = __bool__ = __eq__ = __or__ = _refuse
-    __missing__ = __repr__ = __reduce__ = __copy__ = __deepcopy__ = __reversed__ = __ior__ = _refuse
-    get = keys = values = items = pop = popitem = setdefault = update = copy = _refuse
+_SPREAD = "in a pipeline the state of {} is spread over the ranks, and each has only that of its own stages"
 
 
 def hide(optimizer: Optimizer) -> None:
     """Put a `HiddenState` in the place of the optimizer's state."""
-    optimizer.state = HiddenState(optimizer)
+    if not isinstance(optimizer.state, HiddenState):
+        optimizer.state = HiddenState(optimizer, _SPREAD)
 
 
 def show(optimizer: Optimizer) -> None:

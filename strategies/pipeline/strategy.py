@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -201,13 +201,17 @@ class StagedStrategy(SPMDStrategy):
         self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
     ) -> bool:
         assert isinstance(wrapped, Staged)
-        with shown(optimizer), own_parameters(optimizer):
-            if self._ranks.mesh is None:
-                return super().optimizer_step(wrapped, optimizer, closure)
-            from lockstep.strategies.mesh import dtensors
+        with self.open_optimizer(wrapped, optimizer):
+            return super().optimizer_step(wrapped, optimizer, closure)
 
-            with dtensors.groups_by_mesh(optimizer):
-                return super().optimizer_step(wrapped, optimizer, closure)
+    @contextmanager
+    def open_optimizer(self, wrapped: nn.Module, optimizer: Optimizer) -> Iterator[Optimizer]:
+        with shown(optimizer), own_parameters(optimizer), ExitStack() as parts:
+            if self._ranks.mesh is not None:
+                from lockstep.strategies.mesh import dtensors
+
+                parts.enter_context(dtensors.groups_by_mesh(optimizer))
+            yield optimizer
 
     @contextmanager
     def whole(self, wrapped: nn.Module) -> Iterator[None]:
@@ -233,8 +237,10 @@ class StagedStrategy(SPMDStrategy):
 
     def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
         assert isinstance(wrapped, Staged)
-        with shown(*optimizers.values()):
-            state = gather_state(wrapped.model, optimizers, self.local_shard)
+        with self._training_weights() as for_now:
+            with shown(*optimizers.values()):
+                state = gather_state(wrapped.model, optimizers, self.local_shard)
+            self._save_both(wrapped, optimizers, state, for_now)
         own = wrapped.tensors.keep_own(state, self._ranks.stage_rank == 0)
         merge_meta(state, [self.broadcast(own, i) for i in range(0, self.topology.world_size, self.topology.data_size)])
         state.meta["extra"] = {type(self).__name__: self.extra_state(wrapped)}

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult
 from lockstep.strategies.data.sharded_loader import Window
 from lockstep.strategies.mesh.sharded import ShardedStrategy
-from lockstep.strategies.modules.optimizer_probe import probe
+from lockstep.strategies.optimizers.probe import probe
 from lockstep.strategies.sync.collectives import local, sum_gradients
 from lockstep.strategies.sync.tree import all_reduce, total_of
 from lockstep.strategies.virtual.replicas import VirtualReplicas

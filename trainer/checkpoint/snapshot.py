@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from lockstep.strategies.checkpoint_state import TensorShard, is_alike, pack, restore_model, unpack
+from lockstep.strategies.checkpoint_state import TensorShard, pack, restore_model, unpack
+from lockstep.strategies.optimizers.saved_groups import is_alike
 from lockstep.trainer.checkpoint import convert, rank_state, schema, store
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from lockstep.trainer.hparams import restored

@@ -133,7 +133,8 @@ def validate_in_fit(run: RunState, module: Module, loaders: list[ShardedLoader])
     """Validate asynchronously: its random streams, metrics and modes stay as they are."""
     random_streams, training_metrics = rng_state(run.streams), run.metrics
     try:
-        evaluate(run, module, loaders, "validate")
+        with run.strategy.evaluation_weights(run.wrapped, run.optimizers.values()):
+            evaluate(run, module, loaders, "validate")
     finally:
         run.metrics = training_metrics
         set_rng_state(random_streams, run.streams)

@@ -43,6 +43,9 @@ class Guards:
         """The trainable parameters that no optimizer steps, until a step has shown whether a gradient reaches them."""
         self._logged: list[Any] = []
         self._before: list[int] | None = None
+        self._still: str = ""
+        """The error of a first step that moved nothing, unless the next one does: some optimizers only measure in
+        their first."""
         self._warned = self._skipped = False
         self._later: Callable[[], str | None] | None = None
 
@@ -98,8 +101,10 @@ class Guards:
 
     def finish(self) -> None:
         """After the last step: raise FloatingPointError if it was skipped on the device, RuntimeError if replicas
-        differ."""
+        differ or no step has moved a parameter."""
         self.compare_replicas()
+        if self._still:
+            raise RuntimeError(self._still)
         if self._later is not None and (bad := self._later()) is not None:
             raise self._error(bad, self.run.progress.global_step - 1)
 
@@ -166,14 +171,16 @@ class Guards:
         return any(bool(getattr(gradient, "_local_tensor", gradient).any()) for gradient in gradients)
 
     def after_step(self, optimizers: Sequence[Optimizer], moving: bool) -> None:
-        """Raise RuntimeError where a step with a gradient and a learning rate has moved nothing on this rank."""
+        """Raise RuntimeError where two steps with a gradient and a learning rate have moved nothing on this rank."""
         if self._before is None:
             return
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         if not self._before or self._before != fingerprints(optimizers):
-            self.watches = False
+            self.watches, self._still = False, ""
         elif moving and all(float(group.get("lr", 1)) > 0 for group in groups):
-            raise RuntimeError(
+            if self._still:
+                raise RuntimeError(self._still)
+            self._still = (
                 f"optimizer.step moved no parameter in step {self.run.progress.global_step}, though there is a "
                 "gradient and the learning rate is "
                 f"{float(groups[0].get('lr', 1)):g}; is the rate too small for the parameters' dtype, "

@@ -166,7 +166,8 @@ def _close(run: RunState, module: Module, stage: str) -> None:
         owner.teardown(stage)
     for callback in run.callbacks:
         _call(run, callback, callback.teardown, module, stage)
-    run.strategy.teardown_module(run.wrapped)
+    with run.strategy.evaluation_weights(run.wrapped, run.optimizers.values(), restore=False):
+        run.strategy.teardown_module(run.wrapped)
     if run.signals.number:
         raise run.signals.error()
     _end(run, "success")

@@ -67,6 +67,7 @@ def save(
         for state in run.parameter_states.values():
             while_saving.enter_context(state.saving())
         if weights_only:
+            while_saving.enter_context(run.strategy.evaluation_weights(run.wrapped, run.optimizers.values()))
             _save_weights(run, run.module, path, run.strategy.state_dict(run.wrapped, {}), **options)
         else:
             run.saving = snapshot.save(run, run.module, path, wait=wait, **options)

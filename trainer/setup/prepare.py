@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lockstep._lazy import without_collector
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
-from lockstep.strategies.modules.closures import needs_closure
+from lockstep.strategies.optimizers.closures import needs_closure
 from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.checkpoint_state import HOW
+from lockstep.strategies.optimizers.saved_groups import HOW
 from lockstep.trainer.checkpoint.store import CheckpointError
 from lockstep.trainer.setup.optimizers import SchedulerConfig
 

@@ -511,11 +511,6 @@ def test_blocks_are_found_by_rule() -> None:
     assert list(find_blocks(shared, "auto")) == ["3"], "one block that is called twice"
 
 
-def test_optimizers_that_cannot_step_shards_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Rprop does not step parameters that are sharded"):
-        contract.run(FSDP(), 2, Plan(optimizer="Rprop"), tmp_path)
-
-
 def test_a_side_effect_free_step_leaves_nothing() -> None:
     class Leaves(nn.Module):
         def __init__(self) -> None:

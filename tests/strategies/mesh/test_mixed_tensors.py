@@ -63,26 +63,6 @@ class PenalizedWeights(Perceptron):
         return super().training_step(batch, batch_idx) + sum(p.square().sum() for p in self.parameters())
 
 
-class OneNorm(torch.optim.SGD):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        gradients = [p.grad for group in self.param_groups for p in group["params"]]
-        total = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        for gradient in gradients:
-            gradient.div_(total)
-        return super().step(closure)
-
-
-class Normed(Perceptron):
-    def configure_optimizers(self) -> Any:
-        return OneNorm(self.parameters(), lr=0.1)
-
-
-class Flat(Perceptron):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
 class ToNumpy(Perceptron):
     def on_train_epoch_end(self) -> None:
         self.net[0].weight.detach().numpy()
@@ -110,8 +90,6 @@ class MovesWeightsInHook(Perceptron):
         ),
         (MovesWeightsInHook, "fsdp", r"assigned to `data` of a parameter of shape \[16, 8\] .*trainer.whole"),
         (PenalizedWeights, "tensor", "training_step computes .* weights or gradients that are sharded .*trainer.whole"),
-        (Normed, "tensor", "OneNorm computes .* use strategy='ddp'"),
-        (Flat, "tensor", "LBFGS computes .* use strategy='ddp'"),
         (ToNumpy, "fsdp", r"numpy.. was called on a tensor of shape \[16, 8\] of which .*trainer.whole"),
     ],
 )

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from lockstep.strategies import Pipeline
-from tests.strategies.modules.test_optimizer_probe import (
+from tests.strategies.optimizers.test_probe import (
     CASES,
     Rule,
     at_once,

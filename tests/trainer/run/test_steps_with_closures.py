@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lockstep.strategies.modules.closures import needs_closure
+from lockstep.strategies.optimizers.closures import needs_closure
 from tests.trainer.toy import Net, distance, loader, net, quiet, weights
 
 pytestmark = pytest.mark.ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.strategies.modules.fused import FUSED, allow_sparse, fuse, skips_on_device
+from lockstep.strategies.optimizers.fused import FUSED, allow_sparse, fuse, skips_on_device
 from tests.trainer.toy import Net, distance, equal, loader, net, quiet, weights
 
 

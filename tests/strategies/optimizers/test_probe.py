@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer, RMSprop, SparseAdam
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep.strategies.modules.optimizer_probe import probe
+from lockstep.strategies.optimizers.probe import probe
 
 
 def model() -> nn.Module:

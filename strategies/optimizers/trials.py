@@ -1,72 +1,27 @@
-"""What an optimizer needs to see at once, found by stepping copies of it on small random tensors.
-
-A strategy that keeps parameters, or pieces of them, on other ranks may step an optimizer on what a rank holds only if
-the step is the same there. That depends on the optimizer's code, not on its name, so it is tried: a copy of the
-optimizer steps random tensors, then again with some gradients changed, with tensors missing, and with tensors in
-pieces. What moves that should not have moved says what the optimizer checks.
-"""
+"""Trials of an optimizer: copies of it step small random tensors."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.launch.rng import has_drawn, kept_streams, seed_streams, stream_states
-from lockstep.strategies.modules.optimizer_copy import (
-    Contents,
-    UnknownOptimizer,
-    closure_step,
-    duplicate,
-    make_it_move,
-    plain_step,
-)
+from lockstep.strategies.launch.rng import has_drawn, seed_streams, stream_states
+from lockstep.strategies.optimizers.copies import Contents, closure_step, duplicate, make_it_move, plain_step
 
 MAX_DIM = 136
 """Dimensions of the small tensors: above 128, up to which some optimizers take a matrix for a vector."""
 KEPT_PER_GROUP = 3
-MAX_CHANGED = 4
-"""Tensors whose gradients are changed, one at a time."""
 SCALES = (1.0, 100.0, 0.01, 1.0, 10.0, 1.0)
 """Factors of the gradient in each step: thresholds (clipping, trust regions) are crossed in both directions."""
 
 
-class Finding(NamedTuple):
-    """What an optimizer needs to see at once."""
-
-    kind: Literal["elementwise", "whole_tensor", "coupled", "unknown"]
-    """"elementwise": an element moves by its own gradients alone. "whole_tensor": by those of its tensor (norms, matrix
-    products, row statistics). "coupled": by those of other tensors (a global norm, a line search), or by random numbers
-    whose order depends on which tensors there are. "unknown": it could not be tried."""
-    reason: str
-    """Why, as a clause that may follow "because" (empty for "elementwise")."""
-    flattens: bool = False
-    """Whether tensors flattened to vectors would move alike. Only an elementwise optimizer can."""
-    needs_all_groups: str = ""
-    """The error that it raises where a parameter group has no parameter; empty if it raises none."""
-
-
-def probe(optimizer: Optimizer) -> Finding:
-    """Find out what `optimizer` needs to see at once.
-
-    Steps copies: parameters, gradients, state and hooks of `optimizer` and all random streams stay as they are. Takes
-    some milliseconds to tenths of a second. Raises nothing: an optimizer whose copy cannot be stepped is "unknown".
-    """
-    with kept_streams(), torch.enable_grad():
-        try:
-            return _Probe(optimizer).finding()
-        except Exception as error:
-            return Finding(
-                "unknown", f"a copy of it could not be stepped ({type(error).__name__}: {_first_line(error)})"
-            )
-
-
-class _Trial(NamedTuple):
+class Trial(NamedTuple):
     """Where tensors were after the steps."""
 
     moved: list[Tensor]
@@ -75,13 +30,18 @@ class _Trial(NamedTuple):
     """What the groups remember besides."""
     drew: bool
     """Whether random numbers were drawn."""
+    counted: bool
+    """Whether numbers in the groups changed."""
 
 
-class _Probe:
+class Trials:
+    """Steps copies of `optimizer`, in ways that the first call of `trial` shows to work."""
+
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._call: Callable[[Optimizer, Callable[[], Any]], Any] = plain_step
         self._sparse = False
+        self.keeps_numbers = False
         walk = Contents(optimizer)
         self._parameters = walk.parameters
         self._trimmed = self._trims(walk)
@@ -89,116 +49,14 @@ class _Probe:
         self._kept = [self._chosen(group) for group in optimizer.param_groups]
         self._draw(MAX_DIM)
 
-    # ---- what is tried ---------------------------------------------------------------------------------
-
-    def finding(self) -> Finding:
-        if not any(self._kept):
-            return Finding("elementwise", "", flattens=True)
-        whole = self._first()
-        if whole.drew:
-            return Finding("coupled", "it draws random numbers, whose order depends on which parameters it holds")
-        if not all(bool(t.isfinite().all()) for t in map(_real, whole.moved)):
-            return Finding("unknown", "a copy of it went to NaN or infinity on random gradients")
-        if not any(bool(t.any()) for t in whole.moved):
-            return Finding("unknown", "a copy of it moved no parameter")
-        if not _same(whole, self._trial()):
-            return Finding("unknown", "two copies of it moved differently")
-        empty = self._fails_on_empty_groups()
-        found = self._coupled(whole)
-        if found:
-            return Finding("coupled", found, needs_all_groups=empty)
-        found = self._whole_tensor(whole)
-        if found:
-            return Finding("whole_tensor", found, needs_all_groups=empty)
-        return Finding("elementwise", "", self._like_pieces(whole, _flat) is True, empty)
-
-    def _first(self) -> _Trial:
-        """The reference, by the first way of calling `step` that works."""
-        errors = []
-        for call, sparse in ((plain_step, False), (closure_step, False), (plain_step, True)):
-            self._call, self._sparse = call, sparse
-            if sparse:  # slow, and no optimizer asks how large a sparse gradient is
-                self._draw(8)
-            try:
-                return self._trial()
-            except UnknownOptimizer:
-                raise
-            except Exception as error:
-                errors.append(error)
-        raise errors[0]
-
-    def _coupled(self, whole: _Trial) -> str:
-        count = len(whole.moved)
-        for chosen in dict.fromkeys(round(i * (count - 1) / (MAX_CHANGED - 1)) for i in range(MAX_CHANGED)):
-
-            def all_of_one(i: int, tensor: Tensor, chosen: int = chosen) -> Tensor | None:
-                return torch.ones_like(tensor, dtype=torch.bool) if i == chosen else None
-
-            other = self._trial(changed=all_of_one)
-            rest = [i for i in range(count) if i != chosen]
-            if not all(_close(whole.moved[i], other.moved[i]) for i in rest):
-                return "what it does to a parameter depends on the gradients of others"
-            if not _equal(whole.numbers, other.numbers):
-                return "its parameter groups remember a number that depends on all gradients"
-        most = max(len(kept) for kept in self._kept)
-        for turn in range(min(most, MAX_CHANGED)) if count > 1 else ():
-            alone = [[turn % len(kept)] if kept else [] for kept in self._kept]
-            try:
-                part = self._trial(alone=alone)
-            except Exception as error:
-                return (
-                    f"it fails on some of its parameters without the others ({type(error).__name__}: "
-                    f"{_first_line(error)})"
-                )
-            starts = [sum(map(len, self._kept[:g])) for g in range(len(self._kept))]
-            held = [start + i for start, group in zip(starts, alone, strict=True) for i in group]
-            if not all(_close(whole.moved[i], t) for i, t in zip(held, part.moved, strict=True)):
-                return "what it does to a parameter depends on which others it holds"
-        return ""
-
-    def _whole_tensor(self, whole: _Trial) -> str:
-        masks: dict[int, Tensor] = {}
-
-        def some(i: int, tensor: Tensor) -> Tensor:
-            masks[i] = (torch.arange(tensor.numel()) % 3 == 1).to(tensor.device).view_as(tensor)
-            return masks[i]
-
-        other = self._trial(changed=some)
-        for i, (a, b) in enumerate(zip(whole.moved, other.moved, strict=True)):
-            rest = ~masks[i].flatten()
-            if not _close(a[rest], b[rest]):
-                return "what it does to an element depends on the gradients of other elements of its tensor"
-        if self._like_pieces(whole, _halves) is False:
-            return "what it does to a tensor is not what it does to its halves"
-        return ""
-
-    def _like_pieces(self, whole: _Trial, pieces: Callable[[Tensor], list[Tensor]]) -> bool | None:
-        """Whether tensors in pieces move as they do whole; None where that cannot be tried."""
-        if not self._trimmed:  # attributes hold the whole tensors
-            return None
-        try:
-            found = self._trial(pieces=pieces)
-        except Exception:
-            return None
-        return _close(torch.cat(whole.moved).cpu(), torch.cat(found.moved).cpu())
-
-    def _fails_on_empty_groups(self) -> str:
-        full = [i for i, kept in enumerate(self._kept) if kept]
-        for emptied in full:
-            try:
-                self._trial(alone=[[] if i == emptied else list(range(len(kept))) for i, kept in enumerate(self._kept)])
-            except Exception as error:
-                return f"{type(error).__name__}: {_first_line(error)}"
-        return ""
-
     # ---- one trial -------------------------------------------------------------------------------------
 
-    def _trial(
+    def trial(
         self,
         changed: Callable[[int, Tensor], Tensor | None] | None = None,
         alone: list[list[int]] | None = None,
         pieces: Callable[[Tensor], list[Tensor]] | None = None,
-    ) -> _Trial:
+    ) -> Trial:
         """Step a copy.
 
         `changed` gives, by the index of a tensor, the elements whose gradients are others. `alone` says which of the
@@ -232,8 +90,9 @@ class _Probe:
             train()  # schedule-free optimizers
         return self._steps(trial, tensors, gradients)
 
-    def _steps(self, duplicate: Optimizer, tensors: list[Tensor], gradients: dict[int, list[Tensor]]) -> _Trial:
+    def _steps(self, duplicate: Optimizer, tensors: list[Tensor], gradients: dict[int, list[Tensor]]) -> Trial:
         before = [t.detach().clone() for t in tensors]
+        at_first = copy.deepcopy(group_numbers(duplicate))
         seed_streams(7)
         states = stream_states()
         for k, scale in enumerate(SCALES):
@@ -243,7 +102,7 @@ class _Probe:
                 for t in tensors:
                     with torch.no_grad():
                         gradient = scale * (gradients[id(t)][k] + 0.1 * t.tanh())
-                        loss += _real(gradient * t).sum().cpu()
+                        loss += real(gradient * t).sum().cpu()
                         t.grad = gradient.to_sparse(1) if self._sparse else gradient
                 return loss.requires_grad_()
 
@@ -251,9 +110,41 @@ class _Probe:
             self._call(duplicate, closure)
         drew = has_drawn(states) or any(not torch.equal(g.get_state(), s) for g, s in self._generators)
         moved = [(t.detach() - b).flatten() for t, b in zip(tensors, before, strict=True)]
-        skipped = ("params", "param_names")
-        numbers = [{k: v for k, v in group.items() if k not in skipped} for group in duplicate.param_groups]
-        return _Trial(moved, numbers, drew)
+        numbers = group_numbers(duplicate)
+        return Trial(moved, numbers, drew, not equal(at_first, numbers))
+
+    def fails_on(self, cut: Callable[[Tensor, Tensor], Tensor], around: Callable[[Optimizer], Any]) -> bool:
+        for call in (plain_step, closure_step):
+            try:
+                self._step_shards(call, cut, around)
+            except Exception:
+                continue
+            return False
+        return True
+
+    def _step_shards(self, call: Any, cut: Callable[[Tensor, Tensor], Tensor], around: Any) -> None:
+        memo = self._memo()
+        for parameter in self._parameters:
+            memo[id(parameter)] = nn.Parameter(cut(memo[id(parameter)].detach(), parameter))
+        for tensor in Contents(self._optimizer).tensors:
+            if hasattr(tensor, "device_mesh") and id(tensor) in memo:
+                memo[id(tensor)] = cut(memo[id(tensor)], tensor)
+        trial = duplicate(self._optimizer, memo)
+        for group, kept, real in zip(trial.param_groups, self._kept, self._optimizer.param_groups, strict=True):
+            layouts: dict[Any, int] = {}  # kernels that take many tensors at once may not take all of them together
+            for i, parameter in enumerate(real["params"]):
+                layouts.setdefault((type(parameter.data), getattr(parameter, "placements", None)), i)
+            chosen = sorted({*kept, *layouts.values()}) if self._trimmed else kept
+            group["params"][:] = [group["params"][i] for i in chosen]
+            group.pop("param_names", None)
+            make_it_move(group)
+        if callable(train := getattr(trial, "train", None)):
+            train()
+        for _ in range(2):
+            for parameter in (p for group in trial.param_groups for p in group["params"]):
+                parameter.grad = (parameter.detach() + 0.1).requires_grad_(False)
+            with around(trial):
+                call(trial, lambda: torch.zeros(()))
 
     def _cut(self, duplicate: Optimizer, tensor: Tensor, pieces: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
         """The pieces of a tensor as parameters, with their pieces of its state."""
@@ -340,46 +231,27 @@ class _Probe:
                 continue
             if any(size > largest for size in tensor.shape) or tuple(tensor.shape) in shapes:
                 small = tensor.detach()[tuple(slice(0, largest) for _ in tensor.shape)]
-                small = small.full_tensor() if hasattr(small, "full_tensor") else small.clone()
+                small = (small.full_tensor() if hasattr(small, "full_tensor") else small).clone()
                 memo[id(tensor)] = small.double() if small.is_floating_point() else small
         return memo
 
 
-def _halves(tensor: Tensor) -> list[Tensor]:
-    return list(tensor.tensor_split(2)) if tensor.dim() and len(tensor) > 1 else [tensor]
+def group_numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What the groups hold besides parameters."""
+    return [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
 
 
-def _flat(tensor: Tensor) -> list[Tensor]:
-    return [tensor.reshape(-1)]
-
-
-def _real(tensor: Tensor) -> Tensor:
+def real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    """Whether two movements are the same up to the order of operations."""
-    if a.numel() == 0:
-        return True
-    a, b = _real(a), _real(b)
-    return float((a - b).abs().max()) <= 1e-9 * float(a.abs().max()) + 1e-14
-
-
-def _same(a: _Trial, b: _Trial) -> bool:
-    return all(map(_close, a.moved, b.moved))
-
-
-def _equal(a: Any, b: Any) -> bool:
+def equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and bool(torch.allclose(a.double(), b.double(), rtol=1e-9, equal_nan=True))
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=1e-9) or (math.isnan(a) and math.isnan(b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_equal, a, b))
+        return len(a) == len(b) and all(map(equal, a, b))
     return not isinstance(a, bool | int | str) or a == b
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")[:200]

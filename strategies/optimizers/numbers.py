@@ -1,0 +1,46 @@
+"""What an optimizer's parameter groups hold besides parameters."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def numbers_of(group: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a group's options and of what its steps count."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else copy.copy(value)
+        for key, value in group.items()
+        if key not in ("params", "param_names") and isinstance(value, bool | int | float | str | list | tuple | Tensor)
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two of them, or two values of them, are equal."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    return type(one) is type(other) and bool(one == other)
+
+
+def changes(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """As JSON data, which keeps every bit of a number, what is other in `now`."""
+    return {
+        key: {"tensor": value.tolist(), "dtype": str(value.dtype)[6:]} if isinstance(value, Tensor) else value
+        for key, value in now.items()
+        if not same(value, before.get(key))
+    }
+
+
+def put(group: dict[str, Any], changed: dict[str, Any]) -> None:
+    """Take over what `changes` of another rank returned."""
+    for key, value in changed.items():
+        now = group.get(key)
+        if isinstance(value, dict):
+            given = torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+            value = now.copy_(given) if isinstance(now, Tensor) and now.shape == given.shape else given
+        group[key] = tuple(value) if isinstance(now, tuple) else value

@@ -1,0 +1,386 @@
+"""Optimizers that need whole parameters, where ranks hold shards of them: each parameter has an owner that steps it.
+
+For a step the owner gets value and gradient of its parameters from the ranks that hold them, the user's optimizer steps
+these as on one process, and new values go back. The owner alone keeps their optimizer state.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.checkpoint_state import State, names_of, parameter_names
+from lockstep.strategies.modules.absent import Absent
+from lockstep.strategies.optimizers.copies import Contents
+from lockstep.strategies.optimizers.hidden_state import HiddenState
+from lockstep.strategies.optimizers.numbers import changes, numbers_of, put
+from lockstep.strategies.optimizers.probe import Finding, fails_on, probe
+from lockstep.strategies.sync.collectives import local
+
+_SPREAD = "the state of {} is spread over the ranks, and each has only that of the parameters that it steps"
+
+
+class Piece(NamedTuple):
+    """The part of a parameter that a rank holds."""
+
+    rank: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        return whole[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.shape, strict=True))]
+
+
+@dataclass
+class Owned:
+    """A parameter, and where it is stepped."""
+
+    sharded: nn.Parameter
+    name: str
+    pieces: list[Piece]
+    """What each rank holds of it, without the ranks that hold no element."""
+    owner: int
+    stepped: Any
+    """The whole parameter on its owner, which holds memory within a step only; elsewhere what stands for it."""
+
+    def sources(self) -> list[Piece]:
+        """The pieces that make it whole, from the ranks nearest to the owner."""
+        nearest: dict[tuple[int, ...], Piece] = {}
+        for piece in sorted(self.pieces, key=lambda piece: abs(piece.rank - self.owner)):
+            nearest.setdefault(piece.offsets, piece)
+        return list(nearest.values())
+
+
+def needs_whole(
+    key: str,
+    optimizer: Optimizer,
+    ranks: Strategy,
+    cut: Callable[[Tensor, Tensor], Tensor],
+    around: Callable[[Optimizer], Any],
+) -> Finding | None:
+    """What `optimizer` needs if it cannot step shards; None if it can.
+
+    `cut` and `around` are those of `fails_on`. Raises ValueError for an optimizer that would step other numbers either
+    way.
+    """
+    found = probe(optimizer)
+    if found.kind == "elementwise" and not fails_on(optimizer, cut, around):
+        return None
+    why = ""
+    if found.kind == "unknown" or found.draws:
+        why = found.reason
+    elif Contents(optimizer).elsewhere:
+        why = "it keeps parameters, or tensors that go with them, outside of param_groups and state"
+    elif optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        why = "it has a step hook, which would see one rank's parameters only"
+    if why:
+        raise ValueError(
+            f"optimizer {key!r} ({type(optimizer).__name__}) cannot be stepped by {type(ranks).__name__}, where each "
+            f"rank holds shards of the parameters, because {why}; use strategy='ddp', or another optimizer"
+        )
+    return found
+
+
+class Owners:
+    """The owners of the parameters of one optimizer, among all ranks; every rank makes one, and calls each of its
+    methods.
+
+    `finding` is what the optimizer needs: one that couples parameters has one owner for all, rank 0. `model` has its
+    parameters under their canonical names.
+    """
+
+    def __init__(self, key: str, optimizer: Optimizer, finding: Finding, ranks: Strategy, model: nn.Module) -> None:
+        self.optimizer, self._key, self._finding, self._model = optimizer, key, finding, model
+        self._ranks, self._rank = ranks, ranks.topology.rank
+        self._load = [0] * (1 if finding.kind == "coupled" else ranks.topology.world_size)
+        self._owned: dict[int, Owned] = {}
+        self._held: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
+        """The optimizer's groups while it steps, with their parameters as user code sees them."""
+        self._before: list[dict[str, Any]] = []
+        self._show()
+        self._hide()
+
+    # ---- what a step sees ------------------------------------------------------------------------------
+
+    @contextmanager
+    def whole(self, closure: Callable[[], Any] | None = None) -> Iterator[tuple[Any, Callable[[], Any] | None]]:
+        """While it lasts the optimizer holds whole parameters, each on its owner; yields what to step, and with which
+        closure: all ranks call `closure` together, as often as the owner's optimizer calls what it gets.
+
+        Raises ValueError for a closure where there are several owners.
+        """
+        if closure is not None and len(self._load) > 1:
+            raise ValueError(
+                f"optimizer {self._key!r} ({type(self.optimizer).__name__}) steps each parameter on another rank, so "
+                "no rank knows when all are to call the closure; step without one, or use strategy='ddp'"
+            )
+        self._show()
+        self._open()
+        try:
+            if self._steps_here():
+                yield self.optimizer, closure and functools.partial(self._lead, closure)
+            else:
+                step = functools.partial(self._follow, closure)
+                yield SimpleNamespace(step=step, param_groups=[]), closure
+        except BaseException:
+            self._close()
+            self._hide()
+            raise
+        if closure is not None and self._steps_here():
+            self._ranks.broadcast(False)
+        self._close(scatters=True)
+        self._hide()
+        if self._finding.keeps_numbers or self._finding.kind == "coupled":
+            self._share_numbers()
+
+    def _steps_here(self) -> bool:
+        """Whether to call the optimizer on this rank: one that couples parameters does nothing good without them, and
+        some fail where a group has none."""
+        if self._finding.kind == "coupled":
+            return self._rank == 0
+        return not self._finding.needs_all_groups or bool(self.optimizer.param_groups)
+
+    def _lead(self, closure: Callable[[], Any]) -> Any:
+        self._ranks.broadcast(True)
+        return self._evaluate(closure)
+
+    def _follow(self, closure: Callable[[], Any] | None, _: Any = None) -> None:
+        """Stands for the step on a rank that has nothing to step."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn
+        while closure is not None and self._ranks.broadcast(None):
+            self._evaluate(closure)
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self._close(scatters=True)
+        self._hide()
+        loss = closure()
+        self._show()
+        self._open()
+        return loss
+
+    # ---- what a checkpoint sees ------------------------------------------------------------------------
+
+    @contextmanager
+    def described(self) -> Iterator[dict[int, str]]:
+        """While it lasts the optimizer has the state of what is stepped here, by parameters whose names are yielded by
+        `id`; those that others step are `Absent`."""
+        self._show()
+        for group in self.optimizer.param_groups:
+            group["params"][:] = [self._owned[id(p)].stepped for p in group["params"]]
+        try:
+            yield {id(each.stepped): each.name for each in self._owned.values()}
+        finally:
+            sharded = {id(each.stepped): each.sharded for each in self._owned.values()}
+            for group in self.optimizer.param_groups:
+                group["params"][:] = [sharded[id(p)] for p in group["params"]]
+            self._hide()
+
+    def merge(self, state: State) -> None:
+        """Put the JSON part of all ranks' optimizer states into that of `state`."""
+        saved = state.meta["optimizers"][self._key]
+        parts = [self._ranks.broadcast(saved["state"], rank) for rank in range(self._ranks.topology.world_size)]
+        saved["state"] = {name: entry for part in parts for name, entry in part.items()}
+
+    def close(self) -> None:
+        """Give the optimizer the state that this rank has of it."""
+        if isinstance(self.optimizer.state, HiddenState):
+            self.optimizer.state = self.optimizer.state.held
+
+    # ---- where state and parameters are ----------------------------------------------------------------
+
+    def _show(self) -> None:
+        self._take_new()
+        state = self.optimizer.state
+        if isinstance(state, HiddenState):
+            self.optimizer.state = state.held
+            return
+        adopted = defaultdict(dict, {key: value for key, value in state.items() if not isinstance(key, Tensor)})
+        for each in self._owned.values():  # what the constructor, or user code, has made for sharded parameters
+            if each.sharded in state:
+                entry = _whole_tensors(state[each.sharded])
+                if each.owner == self._rank:
+                    adopted[each.stepped] = entry
+        self.optimizer.state = adopted
+
+    def _hide(self) -> None:
+        self.optimizer.state = HiddenState(self.optimizer, _SPREAD)
+
+    def _take_new(self) -> None:
+        """Choose owners for parameters that have none: by the cost of a product of the matrix with itself, largest
+        first."""
+        new = {id(p): p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in self._owned}
+        if not new:
+            return
+        names, pieces = parameter_names(self._model), self._pieces(list(new.values()))
+        for i, parameter in sorted(new.items(), key=lambda item: -_cost(item[1])):
+            owner = min(range(len(self._load)), key=self._load.__getitem__)
+            self._load[owner] += _cost(parameter)
+            name = names_of(parameter, names, self._key)
+            if owner == self._rank:
+                stepped: Any = nn.Parameter(_without_memory(parameter), requires_grad=parameter.requires_grad)
+            else:
+                stepped = Absent(parameter, name, owner, self._ranks.topology.device, is_parameter=True)
+            self._owned[i] = Owned(parameter, name, pieces[i], owner, stepped)
+
+    def _pieces(self, parameters: Sequence[nn.Parameter]) -> dict[int, list[Piece]]:
+        """What each rank holds of each of them."""
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        mine: list[int] = []
+        for p in parameters:
+            shape, offsets = tuple(p.shape), (0,) * p.dim()
+            if isinstance(p, DTensor):
+                shape, offsets = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+            mine += [*offsets, *shape]
+        table = self._ranks.all_gather(torch.tensor(mine, dtype=torch.int64)).tolist()
+        found: dict[int, list[Piece]] = {}
+        start = 0
+        for p in parameters:
+            middle, end = start + p.dim(), start + 2 * p.dim()
+            held = [Piece(rank, tuple(row[start:middle]), tuple(row[middle:end])) for rank, row in enumerate(table)]
+            found[id(p)] = [piece for piece in held if 0 not in piece.shape]
+            start = end
+        return found
+
+    @torch.no_grad()
+    def _open(self) -> None:
+        """Bring values and gradients to the owners, and give the optimizer what this rank steps."""
+        groups = self.optimizer.param_groups
+        self._held = [(group, list(group["params"])) for group in groups]
+        all_held = [self._owned[id(p)] for _, params in self._held for p in params]
+        for each in all_held:
+            if not isinstance(each.stepped, Absent):
+                each.stepped.data = torch.empty(each.sharded.shape, dtype=each.sharded.dtype, device=self._device(each))
+                each.stepped.requires_grad_(each.sharded.requires_grad)
+        _gather(self._rank, all_held, lambda each: each.sharded, lambda each: each.stepped)
+        with_gradient = [each for each in all_held if each.sharded.grad is not None]
+        for each in with_gradient:
+            if not isinstance(each.stepped, Absent):
+                gradient: Any = each.sharded.grad
+                each.stepped.grad = torch.empty_like(each.stepped, dtype=gradient.dtype)
+        _gather(self._rank, with_gradient, lambda each: each.sharded.grad, lambda each: each.stepped.grad)
+        self._before = [numbers_of(group) for group in groups]
+        for group, params in self._held:
+            stepped = [self._owned[id(p)].stepped for p in params]
+            group["params"][:] = [p for p in stepped if not isinstance(p, Absent)]
+        if self._finding.needs_all_groups:
+            self.optimizer.param_groups = [group for group in groups if group["params"]]
+
+    @torch.no_grad()
+    def _close(self, scatters: bool = False) -> None:
+        """Give the optimizer its sharded parameters back; with `scatters` their new values too."""
+        self.optimizer.param_groups = [group for group, _ in self._held]
+        for group, params in self._held:
+            group["params"][:] = params
+        all_held = [self._owned[id(p)] for _, params in self._held for p in params]
+        if scatters:
+            _scatter(self._rank, all_held)
+        for each in all_held:
+            if not isinstance(each.stepped, Absent):
+                each.stepped.data, each.stepped.grad = _without_memory(each.sharded), None
+
+    def _device(self, owned: Owned) -> torch.device:
+        return local(owned.sharded).device
+
+    def _share_numbers(self) -> None:
+        """Give all ranks what the step has left in the groups besides parameters, from an owner that stepped some of
+        each."""
+        sources = [self._owned[id(params[0])].owner if params else 0 for _, params in self._held]
+        groups = self.optimizer.param_groups
+        for source in sorted(set(sources)):
+            changed = {
+                str(i): changes(numbers_of(groups[i]), self._before[i])
+                for i, from_rank in enumerate(sources)
+                if from_rank == source
+            }
+            for i, numbers in self._ranks.broadcast(changed, source).items():
+                if source != self._rank:
+                    put(groups[int(i)], numbers)
+
+
+def _cost(parameter: Tensor) -> int:
+    """Of a product of a matrix with itself, the most that optimizers compute; that of a vector is its length."""
+    rows = len(parameter) if parameter.dim() > 1 else 1
+    return parameter.numel() * max(1, min(rows, parameter.numel() // max(1, rows)))
+
+
+def _gather(rank: int, moved: Sequence[Owned], part: Callable[[Owned], Any], whole: Callable[[Owned], Any]) -> None:
+    """Fill `whole` of each on its owner from the ranks' parts."""
+    sends, receives = _Lists(moved, part), _Lists(moved, part)
+    for each in moved:
+        for piece in each.sources():
+            if piece.rank == rank:
+                sends.add(each, each.owner, local(part(each)))
+            if each.owner == rank:
+                receives.add(each, piece.rank, piece.of(whole(each)))
+    _exchange(sends, receives)
+
+
+def _scatter(rank: int, moved: Sequence[Owned]) -> None:
+    """Write what owners have to what each rank holds."""
+    sends, receives = _Lists(moved, lambda each: each.sharded), _Lists(moved, lambda each: each.sharded)
+    for each in moved:
+        for piece in each.pieces:
+            if each.owner == rank:
+                sends.add(each, piece.rank, piece.of(each.stepped))
+            if piece.rank == rank:
+                receives.add(each, each.owner, local(each.sharded))
+    _exchange(sends, receives)
+
+
+class _Lists:
+    """Tensors to send to each rank, or to receive from it, apart by dtype and device."""
+
+    def __init__(self, moved: Sequence[Owned], part: Callable[[Owned], Tensor]) -> None:
+        size = dist.get_world_size()
+        self.kinds: dict[Any, list[list[Tensor]]] = {
+            (part(each).dtype, local(part(each)).device): [[] for _ in range(size)] for each in moved
+        }
+        self._part = part
+
+    def add(self, owned: Owned, rank: int, tensor: Tensor) -> None:
+        part = self._part(owned)
+        self.kinds[part.dtype, local(part).device][rank].append(tensor.detach())
+
+
+def _exchange(sends: _Lists, receives: _Lists) -> None:
+    """Send and receive, by one call for each dtype. Every rank calls it, with the same dtypes."""
+    for (dtype, device), rows in sends.kinds.items():
+        to = receives.kinds[dtype, device]
+        flat = torch.cat([torch.empty(0, dtype=dtype, device=device), *(t.reshape(-1) for row in rows for t in row)])
+        double = 2 if dtype.is_complex else 1
+        theirs, mine = ([double * sum(t.numel() for t in row) for row in lists] for lists in (to, rows))
+        got = torch.empty(sum(theirs) // double, dtype=dtype, device=device)
+        into, out = (torch.view_as_real(t).view(-1) if dtype.is_complex else t for t in (got, flat))
+        dist.all_to_all_single(into, out, theirs, mine)
+        targets = [t for row in to for t in row]
+        for target, part in zip(targets, got.split([t.numel() for t in targets]), strict=True):
+            target.copy_(part.view(target.shape))
+
+
+def _whole_tensors(value: Any) -> Any:
+    """`value` with its sharded tensors made whole. Every rank calls it."""
+    if isinstance(value, Tensor):
+        return value.full_tensor() if hasattr(value, "full_tensor") else value
+    if isinstance(value, dict):
+        return {key: _whole_tensors(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_whole_tensors(item) for item in value)
+    return value
+
+
+def _without_memory(like: Tensor) -> Tensor:
+    """A tensor of the shape of `like` that holds one number."""
+    return torch.zeros((), dtype=like.dtype, device=local(like).device).expand(like.shape)

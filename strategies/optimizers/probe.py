@@ -1,0 +1,205 @@
+"""What an optimizer needs to see at once, found by stepping copies of it on small random tensors.
+
+A strategy that keeps parameters, or pieces of them, on other ranks may step an optimizer on what a rank holds only if
+the step is the same there. That depends on the optimizer's code, not on its name, so it is tried: a copy of the
+optimizer steps random tensors, then again with some gradients changed, with tensors missing, and with tensors in
+pieces. What moves that should not have moved says what the optimizer checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.strategies.launch.rng import kept_streams
+from lockstep.strategies.optimizers.copies import (
+    UnknownOptimizer,
+    closure_step,
+    plain_step,
+)
+from lockstep.strategies.optimizers.trials import Trial, Trials, equal, real
+
+MAX_CHANGED = 4
+"""Tensors whose gradients are changed, one at a time."""
+
+
+class Finding(NamedTuple):
+    """What an optimizer needs to see at once."""
+
+    kind: Literal["elementwise", "whole_tensor", "coupled", "unknown"]
+    """"elementwise": an element moves by its own gradients alone. "whole_tensor": by those of its tensor (norms, matrix
+    products, row statistics). "coupled": by those of other tensors (a global norm, a line search), or by random numbers
+    whose order depends on which tensors there are. "unknown": it could not be tried."""
+    reason: str
+    """Why, as a clause that may follow "because" (empty for "elementwise")."""
+    flattens: bool = False
+    """Whether tensors flattened to vectors would move alike. Only an elementwise optimizer can."""
+    needs_all_groups: str = ""
+    """The error that it raises where a parameter group has no parameter; empty if it raises none."""
+    keeps_numbers: bool = False
+    """Whether its steps change numbers in its parameter groups."""
+    draws: bool = False
+    """Whether its steps draw random numbers."""
+
+
+def probe(optimizer: Optimizer) -> Finding:
+    """Find out what `optimizer` needs to see at once.
+
+    Steps copies: parameters, gradients, state and hooks of `optimizer` and all random streams stay as they are. Takes
+    some milliseconds to tenths of a second. Raises nothing: an optimizer whose copy cannot be stepped is "unknown".
+    """
+    with kept_streams(), torch.enable_grad():
+        try:
+            tried = _Probe(optimizer)
+            return tried.finding()._replace(keeps_numbers=tried.keeps_numbers)
+        except Exception as error:
+            return Finding(
+                "unknown", f"a copy of it could not be stepped ({type(error).__name__}: {_first_line(error)})"
+            )
+
+
+def fails_on(
+    optimizer: Optimizer, cut: Callable[[Tensor, Tensor], Tensor], around: Callable[[Optimizer], Any] = nullcontext
+) -> bool:
+    """Whether a copy of an elementwise `optimizer` raises an error on shards.
+
+    `cut(whole, like)` makes a shard of a small tensor, laid out as the parameter `like` is; `around` is the context in
+    which an optimizer steps shards.
+    """
+    with kept_streams():
+        return _Probe(optimizer).fails_on(cut, around)
+
+
+class _Probe(Trials):
+    # ---- what is tried ---------------------------------------------------------------------------------
+
+    def finding(self) -> Finding:
+        if not any(self._kept):
+            return Finding("elementwise", "", flattens=True)
+        whole = self._first()
+        self.keeps_numbers = whole.counted
+        if whole.drew:
+            why = "it draws random numbers, whose order depends on which parameters it holds"
+            return Finding("coupled", why, draws=True)
+        if not all(bool(t.isfinite().all()) for t in map(real, whole.moved)):
+            return Finding("unknown", "a copy of it went to NaN or infinity on random gradients")
+        if not any(bool(t.any()) for t in whole.moved):
+            return Finding("unknown", "a copy of it moved no parameter")
+        if not _same(whole, self.trial()):
+            return Finding("unknown", "two copies of it moved differently")
+        empty = self._fails_on_empty_groups()
+        found = self._coupled(whole)
+        if found:
+            return Finding("coupled", found, needs_all_groups=empty)
+        found = self._whole_tensor(whole)
+        if found:
+            return Finding("whole_tensor", found, needs_all_groups=empty)
+        return Finding("elementwise", "", self._like_pieces(whole, _flat) is True, empty)
+
+    def _first(self) -> Trial:
+        """The reference, by the first way of calling `step` that works."""
+        errors = []
+        for call, sparse in ((plain_step, False), (closure_step, False), (plain_step, True)):
+            self._call, self._sparse = call, sparse
+            if sparse:  # slow, and no optimizer asks how large a sparse gradient is
+                self._draw(8)
+            try:
+                return self.trial()
+            except UnknownOptimizer:
+                raise
+            except Exception as error:
+                errors.append(error)
+        raise errors[0]
+
+    def _coupled(self, whole: Trial) -> str:
+        count = len(whole.moved)
+        for chosen in dict.fromkeys(round(i * (count - 1) / (MAX_CHANGED - 1)) for i in range(MAX_CHANGED)):
+
+            def all_of_one(i: int, tensor: Tensor, chosen: int = chosen) -> Tensor | None:
+                return torch.ones_like(tensor, dtype=torch.bool) if i == chosen else None
+
+            other = self.trial(changed=all_of_one)
+            rest = [i for i in range(count) if i != chosen]
+            if not all(_close(whole.moved[i], other.moved[i]) for i in rest):
+                return "what it does to a parameter depends on the gradients of others"
+            if not equal(whole.numbers, other.numbers):
+                return "its parameter groups remember a number that depends on all gradients"
+        most = max(len(kept) for kept in self._kept)
+        for turn in range(min(most, MAX_CHANGED)) if count > 1 else ():
+            alone = [[turn % len(kept)] if kept else [] for kept in self._kept]
+            try:
+                part = self.trial(alone=alone)
+            except Exception as error:
+                return (
+                    f"it fails on some of its parameters without the others ({type(error).__name__}: "
+                    f"{_first_line(error)})"
+                )
+            starts = [sum(map(len, self._kept[:g])) for g in range(len(self._kept))]
+            held = [start + i for start, group in zip(starts, alone, strict=True) for i in group]
+            if not all(_close(whole.moved[i], t) for i, t in zip(held, part.moved, strict=True)):
+                return "what it does to a parameter depends on which others it holds"
+        return ""
+
+    def _whole_tensor(self, whole: Trial) -> str:
+        masks: dict[int, Tensor] = {}
+
+        def some(i: int, tensor: Tensor) -> Tensor:
+            masks[i] = (torch.arange(tensor.numel()) % 3 == 1).to(tensor.device).view_as(tensor)
+            return masks[i]
+
+        other = self.trial(changed=some)
+        for i, (a, b) in enumerate(zip(whole.moved, other.moved, strict=True)):
+            rest = ~masks[i].flatten()
+            if not _close(a[rest], b[rest]):
+                return "what it does to an element depends on the gradients of other elements of its tensor"
+        if self._like_pieces(whole, _halves) is False:
+            return "what it does to a tensor is not what it does to its halves"
+        return ""
+
+    def _like_pieces(self, whole: Trial, pieces: Callable[[Tensor], list[Tensor]]) -> bool | None:
+        """Whether tensors in pieces move as they do whole; None where that cannot be tried."""
+        if not self._trimmed:  # attributes hold the whole tensors
+            return None
+        try:
+            found = self.trial(pieces=pieces)
+        except Exception:
+            return None
+        return _close(torch.cat(whole.moved).cpu(), torch.cat(found.moved).cpu())
+
+    def _fails_on_empty_groups(self) -> str:
+        full = [i for i, kept in enumerate(self._kept) if kept]
+        for emptied in full:
+            try:
+                self.trial(alone=[[] if i == emptied else list(range(len(kept))) for i, kept in enumerate(self._kept)])
+            except Exception as error:
+                return f"{type(error).__name__}: {_first_line(error)}"
+        return ""
+
+
+def _halves(tensor: Tensor) -> list[Tensor]:
+    return list(tensor.tensor_split(2)) if tensor.dim() and len(tensor) > 1 else [tensor]
+
+
+def _flat(tensor: Tensor) -> list[Tensor]:
+    return [tensor.reshape(-1)]
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Whether two movements are the same up to the order of operations."""
+    if a.numel() == 0:
+        return True
+    a, b = real(a), real(b)
+    return float((a - b).abs().max()) <= 1e-9 * float(a.abs().max()) + 1e-14
+
+
+def _same(a: Trial, b: Trial) -> bool:
+    return all(map(_close, a.moved, b.moved))
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")[:200]

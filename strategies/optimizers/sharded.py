@@ -1,0 +1,137 @@
+"""Optimizers of parameters that are sharded over ranks: they step shards where that is the same, else whole
+parameters, each on one rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.strategies.checkpoint_state import Reader, State
+from lockstep.strategies.mesh import steps
+from lockstep.strategies.modules.sharded_errors import explained
+from lockstep.strategies.optimizers.saved_groups import add_saved_groups
+from lockstep.strategies.spmd import SPMDStrategy
+from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from lockstep.strategies.optimizers.owners import Owners
+
+
+class ShardedOptimizers(SPMDStrategy):
+    """What `ShardedStrategy` does with optimizers."""
+
+    _mesh: DeviceMesh | None = None
+    _compared = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._owners: dict[int, Owners] = {}
+
+    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+        from lockstep.strategies.mesh import dtensors
+        from lockstep.strategies.optimizers.owners import Owners, needs_whole
+
+        needs = {
+            key: needs_whole(key, optimizer, self, dtensors.shard_as, dtensors.groups_by_mesh)
+            for key, optimizer in optimizers.items()
+        }
+        attached = super().setup_optimizers(wrapped, optimizers)
+        self._owners = {
+            id(attached[key]): Owners(key, attached[key], found, self, self.unwrap(wrapped))
+            for key, found in needs.items()
+            if found is not None
+        }
+        return attached
+
+    def teardown(self) -> None:
+        super().teardown()
+        for owners in self._owners.values():
+            owners.close()
+        self._owners = {}
+
+    def clip_gradients(
+        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+    ) -> Tensor | None:
+        from lockstep.strategies.mesh import dtensors
+
+        self._complete_local_gradients(wrapped, optimizer)
+        if self.precision.scaler is not None:
+            self._unscale(optimizer)
+        gradients = dtensors.by_groups([p for group in optimizer.param_groups for p in group["params"]])
+        if algorithm == "norm":
+            return clip_by_norm(gradients, value, self.topology.device)
+        clip_by_value(gradients, value)
+        return None
+
+    def optimizer_step(
+        self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+    ) -> bool:
+        from lockstep.strategies.mesh import dtensors
+
+        wrapped.close()  # type: ignore[operator]
+        if not self._compared:
+            self._compared = steps.compare_whole_gradients(self.unwrap(wrapped), self._mesh)
+        with explained(type(optimizer).__name__):
+            owners = self._owners.get(id(optimizer))
+            if owners is None:
+                with dtensors.groups_by_mesh(optimizer):
+                    stepped = super().optimizer_step(wrapped, optimizer, closure)
+            else:
+                self._complete_local_gradients(wrapped, optimizer)
+                again = None if closure is None else functools.partial(self._completed, wrapped, optimizer, closure)
+                with owners.whole(again) as (held, called):
+                    stepped = super().optimizer_step(wrapped, held, called)
+        if wrapped.depth:
+            wrapped.gather()  # type: ignore[operator]
+        return stepped
+
+    @contextmanager
+    def open_optimizer(self, wrapped: nn.Module, optimizer: Optimizer) -> Iterator[Any]:
+        from lockstep.strategies.mesh import dtensors
+
+        owners = self._owners.get(id(optimizer))
+        wrapped.close()  # type: ignore[operator]
+        if owners is None:
+            with dtensors.groups_by_mesh(optimizer):
+                yield optimizer
+        else:
+            with owners.whole() as (held, _):
+                yield held
+
+    # ---- checkpointing ---------------------------------------------------------------------------
+
+    def _gather_state(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
+        with self._described(optimizers) as owners:
+            state = super()._gather_state(wrapped, optimizers)
+        for each in owners:
+            each.merge(state)
+        return state
+
+    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+        for key, optimizer in optimizers.items():
+            if id(optimizer) in self._owners and key in state.meta["optimizers"]:
+                add_saved_groups(self.unwrap(wrapped), optimizer, state.meta["optimizers"][key]["param_groups"])
+        super().load_state_dict(wrapped, optimizers, state)
+
+    def _restore_state(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+        with self._described(optimizers):
+            super()._restore_state(wrapped, optimizers, state)
+
+    @contextmanager
+    def _described(self, optimizers: Mapping[str, Optimizer]) -> Iterator[list[Owners]]:
+        """While it lasts the optimizers whose parameters have owners hold what checkpoints have of them."""
+        found = [self._owners[id(optimizer)] for optimizer in optimizers.values() if id(optimizer) in self._owners]
+        with ExitStack() as stack:
+            for each in found:
+                self._owned.update(stack.enter_context(each.described()))
+            try:
+                yield found
+            finally:
+                self._owned.clear()
