@@ -29,6 +29,7 @@ from lockstep.strategies.modules.model_changes import ModelChanges, refuse_max_n
 from lockstep.strategies.modules.parameter_hooks import ParameterHooks
 from lockstep.strategies.optimizers import modes
 from lockstep.strategies.optimizers.fused import fuse
+from lockstep.strategies.optimizers.owners import Owners, described
 from lockstep.strategies.precision import Precision
 from lockstep.strategies.step import SPMDStep
 from lockstep.strategies.sync import collectives
@@ -72,8 +73,8 @@ class SPMDStrategy(SPMDStep):
         self._ready = False
         self._trained: set[str] = set()
         self._evaluation: modes.Evaluation | None = None
-        self._owned: dict[int, str] = {}
-        """Names by `id` of parameters that optimizers hold beside the model's, while a state is saved or loaded."""
+        self._owners: dict[int, Owners] = {}
+        """By `id` of an optimizer where its parameters are stepped, if each is on one rank."""
         self._end_watchdog: Callable[[], None] = _nothing
 
     # ---- 1. processes and devices ----------------------------------------------------------------------
@@ -285,7 +286,11 @@ class SPMDStrategy(SPMDStep):
 
     def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
         with self._training_weights() as for_now:
-            state = self._gather_state(wrapped, optimizers)
+            with described(self._owners, optimizers) as owned:
+                state = gather_state(self.unwrap(wrapped), optimizers, self.local_shard, owned)
+            for optimizer in optimizers.values():
+                if id(optimizer) in self._owners:
+                    self._owners[id(optimizer)].merge(state)
             self._save_both(wrapped, optimizers, state, for_now)
         if self.precision.scaler is not None:
             if self._scaler_used:
@@ -296,22 +301,15 @@ class SPMDStrategy(SPMDStep):
             state.meta["extra"] = {type(self).__name__: extra}
         return state
 
-    def _gather_state(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
-        """What this rank has of the state of the model and its optimizers."""
-        return gather_state(self.unwrap(wrapped), optimizers, self.local_shard, self._owned)
-
     def _save_both(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: State, for_now: bool) -> None:
         if for_now and any(map(modes.has_modes, optimizers.values())):  # what it refers to is about to change
             state.tensors = {name: replace(shard, tensor=shard.tensor.clone()) for name, shard in state.tensors.items()}
         evaluated = self.evaluation_weights(wrapped, optimizers.values())
         modes.save_both(self.unwrap(wrapped), optimizers, state, evaluated, self.local_shard)
 
-    def _restore_state(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        """Load the state of the model and its optimizers."""
-        restore_state(self.unwrap(wrapped), optimizers, state, self.read_shard, self._owned)
-
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        self._restore_state(wrapped, optimizers, state)
+        with described(self._owners, optimizers) as owned:
+            restore_state(self.unwrap(wrapped), optimizers, state, self.read_shard, owned)
         modes.load_training(self.unwrap(wrapped), optimizers, state, self.read_shard)
         modes.train(optimizers.values(), partial(self.open_optimizer, wrapped))
         if self.precision.scaler is not None and "scaler" in state.meta:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -308,6 +308,14 @@ class Owners:
             for i, numbers in self._ranks.broadcast(changed, source).items():
                 if source != self._rank:
                     put(groups[int(i)], numbers)
+
+
+@contextmanager
+def described(owners: Mapping[int, Owners], optimizers: Mapping[str, Optimizer]) -> Iterator[dict[int, str]]:
+    """`Owners.described` of those optimizers that have owners, which are given by the `id` of the optimizer."""
+    with ExitStack() as stack:
+        found = [owners[id(optimizer)] for optimizer in optimizers.values() if id(optimizer) in owners]
+        yield {i: name for each in found for i, name in stack.enter_context(each.described()).items()}
 
 
 def _cost(parameter: Tensor) -> int:

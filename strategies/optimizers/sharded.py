@@ -4,14 +4,14 @@ parameters, each on one rank."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.checkpoint_state import Reader, State
+from lockstep.strategies.checkpoint_state import Reader
 from lockstep.strategies.mesh import steps
 from lockstep.strategies.modules.sharded_errors import explained
 from lockstep.strategies.optimizers.saved_groups import add_saved_groups
@@ -21,18 +21,12 @@ from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from lockstep.strategies.optimizers.owners import Owners
-
 
 class ShardedOptimizers(SPMDStrategy):
     """What `ShardedStrategy` does with optimizers."""
 
     _mesh: DeviceMesh | None = None
     _compared = True
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._owners: dict[int, Owners] = {}
 
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         from lockstep.strategies.mesh import dtensors
@@ -105,33 +99,8 @@ class ShardedOptimizers(SPMDStrategy):
             with owners.whole() as (held, _):
                 yield held
 
-    # ---- checkpointing ---------------------------------------------------------------------------
-
-    def _gather_state(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
-        with self._described(optimizers) as owners:
-            state = super()._gather_state(wrapped, optimizers)
-        for each in owners:
-            each.merge(state)
-        return state
-
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
         for key, optimizer in optimizers.items():
             if id(optimizer) in self._owners and key in state.meta["optimizers"]:
                 add_saved_groups(self.unwrap(wrapped), optimizer, state.meta["optimizers"][key]["param_groups"])
         super().load_state_dict(wrapped, optimizers, state)
-
-    def _restore_state(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        with self._described(optimizers):
-            super()._restore_state(wrapped, optimizers, state)
-
-    @contextmanager
-    def _described(self, optimizers: Mapping[str, Optimizer]) -> Iterator[list[Owners]]:
-        """While it lasts the optimizers whose parameters have owners hold what checkpoints have of them."""
-        found = [self._owners[id(optimizer)] for optimizer in optimizers.values() if id(optimizer) in self._owners]
-        with ExitStack() as stack:
-            for each in found:
-                self._owned.update(stack.enter_context(each.described()))
-            try:
-                yield found
-            finally:
-                self._owned.clear()

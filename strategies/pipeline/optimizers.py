@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -86,6 +86,17 @@ def own_parameters(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for group, parameters in groups:
             group["params"] = parameters
+
+
+@contextmanager
+def held_here(optimizer: Optimizer, sharded: bool) -> Iterator[Optimizer]:
+    """While it lasts `optimizer` has the parameters and the state of this rank; `sharded`: stages are."""
+    with shown(optimizer), own_parameters(optimizer), ExitStack() as kernels:
+        if sharded:
+            from lockstep.strategies.mesh import dtensors
+
+            kernels.enter_context(dtensors.groups_by_mesh(optimizer))
+        yield optimizer
 
 
 def clip(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,8 @@ from lockstep.strategies.pipeline.microbatches import Tally
 from lockstep.strategies.pipeline.optimizers import (
     check_optimizer,
     clip,
+    held_here,
     hide,
-    own_parameters,
     show,
     shown,
     sum_ranks,
@@ -204,14 +204,8 @@ class StagedStrategy(SPMDStrategy):
         with self.open_optimizer(wrapped, optimizer):
             return super().optimizer_step(wrapped, optimizer, closure)
 
-    @contextmanager
-    def open_optimizer(self, wrapped: nn.Module, optimizer: Optimizer) -> Iterator[Optimizer]:
-        with shown(optimizer), own_parameters(optimizer), ExitStack() as parts:
-            if self._ranks.mesh is not None:
-                from lockstep.strategies.mesh import dtensors
-
-                parts.enter_context(dtensors.groups_by_mesh(optimizer))
-            yield optimizer
+    def open_optimizer(self, wrapped: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Optimizer]:
+        return held_here(optimizer, sharded=self._ranks.mesh is not None)
 
     @contextmanager
     def whole(self, wrapped: nn.Module) -> Iterator[None]:
