@@ -1,7 +1,8 @@
-"""Take the picture of TensorBoard that the README shows, from a real run.
+"""Take the pictures of TensorBoard that the README and the page on strategies show, from real runs.
 
     make demo
     .venv/bin/python -m docs.make_screenshot runs docs/images/tensorboard.png
+    .venv/bin/python -m docs.make_screenshot FOLDER docs/images/same-numbers.png --tags 'train/loss|val/acc'
 
 Needs Chromium and its driver (Debian: apt-get install chromium chromium-driver).
 """
