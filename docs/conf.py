@@ -68,7 +68,7 @@ def _read(app: Sphinx, page: str, source: list[str]) -> None:
         name = str(file.relative_to(ROOT))
         own = {root: DOCS / f"{page}.md" for page, root in FROM_ROOT.items()} | {"README.md": DOCS / "index.md"}
         file = own.get(name, file)
-        if file.is_relative_to(DOCS) and file.suffix in (".md", ".png"):
+        if file.is_relative_to(DOCS) and file.suffix in (".md", ".png", ".svg"):
             return f"]({os.path.relpath(file, folder)}{found[2] or ''})"
         app.env.linked_files.add(name)  # type: ignore[attr-defined]
         return f"](source:{name}{found[2] or ''})"
