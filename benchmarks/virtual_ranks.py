@@ -1,26 +1,36 @@
 """What `virtual_ranks` costs: a step with it beside a step of the same strategy without.
 
     python -m benchmarks.virtual_ranks [--rounds 9] [--steps 40] [--width 128] [--depth 4] [--batch 4] [--clip]
-    [--json FILE]
+    [--traffic] [--json FILE]
 
 Trains the model of examples/gpt.py under AdamW in float32 on gloo ranks: two ranks with `virtual_ranks=2` beside plain
-ddp and fsdp, and one rank with `virtual_ranks=8` beside `accumulate_grad_batches=8`. A time is milliseconds a step on
+ddp and fsdp, one rank with `virtual_ranks=8` beside `accumulate_grad_batches=8`, and a pipeline of two stages with
+`virtual_ranks=8` beside one with 8 microbatches. A time is milliseconds a step on
 rank 0, the median over rounds, beside the CPU time of its process; a ratio is the median of the ratios to the variant
 without virtual ranks in the same round. Expect five minutes.
+
+`--traffic` counts what the ranks send each other as well: the bytes that the kernel sees on the loopback device of a
+network namespace of their own (Linux, `unshare`; needs no root where user namespaces are allowed).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from benchmarks._rounds import Clock, described, machine, summarize, table, take_turns, write_json
 from benchmarks.engines import WARMUP_STEPS, Job, Text
 from benchmarks.step_overhead import BARE
 from lockstep import Trainer
 from lockstep.callbacks import Callback
+from lockstep.strategies import Pipeline
 from lockstep.strategies.launch import launcher
 
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -30,11 +40,13 @@ VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp, virtual_ranks=2": (2, {"strategy": "fsdp", "virtual_ranks": 2}),
     "single, accumulation 8": (1, {"strategy": "single", "accumulate_grad_batches": 8}),
     "single, virtual_ranks=8": (1, {"strategy": "single", "virtual_ranks": 8}),
+    "pipeline, 8 microbatches": (2, {}),
+    "pipeline, virtual_ranks=8": (2, {"strategy": "pipeline", "virtual_ranks": 8}),
 }
 """By name the ranks and what the Trainer gets."""
 REFERENCES = {name: name if "virtual" not in name else names[0] for names in (
     ("ddp", "ddp, virtual_ranks=2"), ("fsdp", "fsdp, virtual_ranks=2"),
-    ("single, accumulation 8", "single, virtual_ranks=8"),
+    ("single, accumulation 8", "single, virtual_ranks=8"), ("pipeline, 8 microbatches", "pipeline, virtual_ranks=8"),
 ) for name in names}  # fmt: skip
 
 
@@ -43,20 +55,36 @@ class StepTicks(Callback):
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.last = clock, -1
+        self.bytes: list[int] = []
+        """What the loopback device had carried at the marks of the clock."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step != self.last:
             self.last = trainer.global_step
             self.clock.tick(self.last)
+            if self.last in self.clock.marks:
+                self.bytes.append(loopback_bytes())
+
+
+def loopback_bytes() -> int:
+    """What the loopback device has received so far, in this network namespace."""
+    found = re.search(r"^\s*lo:\s*(\d+)", Path("/proc/net/dev").read_text(), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def on_rank(name: str, job: Job, clip: bool) -> list[float]:
-    """Seconds a step on rank 0, and those of its CPU time."""
+    """Seconds a step on rank 0, those of its CPU time, and bytes a step on the loopback device."""
     ranks, options = VARIANTS[name]
     clips = {"gradient_clip_val": 1.0} if clip else {}
-    trainer = Trainer(devices=ranks, accelerator="cpu", callbacks=StepTicks(job.clock), **options, **clips, **BARE)
-    trainer.fit(Text(job.gpt()), job.loader(8 if ranks == 1 else ranks))
-    return [job.clock.s_per_step(), job.clock.cpu_s_per_step()]
+    ticks, loader = StepTicks(job.clock), job.loader(8 if ranks == 1 or "pipeline" in name else ranks)
+    if not options:
+        options = {"strategy": Pipeline(num_micro_batches=8)}
+        loader = DataLoader(loader.dataset, 8 * job.batch)
+    trainer = Trainer(devices=ranks, accelerator="cpu", callbacks=ticks, **options, **clips, **BARE)
+    trainer.fit(Text(job.gpt()), loader)
+    before, after = ticks.bytes
+    sent = (after - before) / (job.clock.marks[1] - job.clock.marks[0])
+    return [job.clock.s_per_step(), job.clock.cpu_s_per_step(), sent]
 
 
 def main() -> None:
@@ -69,8 +97,13 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=4, help="blocks of the model")
     parser.add_argument("--batch", type=int, default=4, help="sequences of each share")
     parser.add_argument("--clip", action="store_true", help="clip gradients by norm")
+    parser.add_argument("--traffic", action="store_true", help="count bytes, in a network namespace of their own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
+    if arguments.traffic and "LOCKSTEP_BENCHMARK_ALONE" not in os.environ:
+        inside = ["unshare", "-Urn", "sh", "-c", 'ip link set lo up && exec "$0" "$@"', sys.executable]
+        os.environ["LOCKSTEP_BENCHMARK_ALONE"] = "1"
+        os.execvp(inside[0], [*inside, "-m", "benchmarks.virtual_ranks", *sys.argv[1:]])
     facts = machine()
 
     def run(name: str) -> list[float]:
@@ -84,9 +117,16 @@ def main() -> None:
     )
     for name, row in results.items():
         row |= {"cpu_ms": cpu[name]["median_ms"], "cpu_ratio": cpu[name]["ratio"]}
+        if arguments.traffic and VARIANTS[name][0] > 1:
+            mine, plain = (
+                sum(turn[2] for turn in times[other]) / arguments.rounds for other in (name, REFERENCES[name])
+            )
+            row |= {"kilobytes": mine / 1e3, "traffic_ratio": mine / plain}
     print(f"{described(facts)}; {arguments.rounds} rounds of {arguments.steps} steps")
     columns = {"ms a step": ("median_ms", ".2f"), "min": ("min_ms", ".2f"), "max": ("max_ms", ".2f")}
     columns |= {"ratio": ("ratio", ".3f"), "CPU ms": ("cpu_ms", ".2f"), "CPU ratio": ("cpu_ratio", ".3f")}
+    if arguments.traffic:
+        columns |= {"kB a step": ("kilobytes", ".1f"), "ratio of traffic": ("traffic_ratio", ".3f")}
     print(table(results, columns))
     write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds, steps=arguments.steps)
 

@@ -63,7 +63,7 @@ class ShareWindow:
             i = len(self.pulled)
             self._note_output()
             micro_batch = next(self._coming)
-            self.crossings[i] = self.links.crossing = Crossing(self.links.streams.state())
+            self.crossings[i] = self.links.crossing = Crossing()
             self.pulled.append(micro_batch)
         return self.pulled[number]
 
@@ -165,14 +165,20 @@ class ShareFeed(Feed):
 
     def __init__(self, shares: ShareWindow, start: int, number: int) -> None:
         self.shares, self.start = shares, start
+        self._begin: Tensor | None = None
+        """The random streams with which the step of the first begins."""
         parts: Any = _Parts(shares, start, number)
         scale = 1 / shares.window.num_samples
         super().__init__(shares.step_fn, 0, parts, 0, scale, shares.hooks, None, Tally())
 
     def step(self, index: int) -> Any:
         shares, number = self.shares, self.start + index
+        if index == 0:  # it may run for its shapes before
+            if self._begin is None:
+                self._begin = shares.links.streams.state()
+            else:
+                shares.links.streams.restore(self._begin)
         shares.crossings[number].drawn = None
-        shares.links.streams.restore(shares.crossings[number].begin)
         self.tally = shares.tallies[number] = Tally()
         micro_batch = shares.pulled[number]
         return shares.step_fn(micro_batch.batch, micro_batch.batch_idx)

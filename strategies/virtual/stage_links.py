@@ -31,8 +31,6 @@ Strides = list[tuple[int, ...]]
 class Crossing:
     """Where one micro-batch comes into this stage and leaves it."""
 
-    begin: Tensor
-    """The random streams with which its step begins."""
     drawn: Tensor | None = None
     """The random streams at the first call of a layer of an earlier stage."""
     received: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -47,7 +45,7 @@ class StageLinks(Links):
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, streams: Streams) -> None:
         super().__init__(group, device)
         self.streams = streams
-        self.crossing = Crossing(torch.empty(0, dtype=torch.uint8))
+        self.crossing = Crossing()
         """That of the micro-batch whose forward runs."""
         self.tied: Sequence[nn.Parameter] = ()
         """Parameters that a later stage holds too."""
@@ -65,7 +63,7 @@ class StageLinks(Links):
     def begin(self) -> None:
         """Before a forward without a backward."""
         self.settle()
-        self.crossing = Crossing(self.crossing.begin)
+        self.crossing = Crossing()
 
     def outside(self) -> None:
         if self.in_step:

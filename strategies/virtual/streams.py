@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,7 +35,7 @@ class Streams:
         sizes = [{name: state.numel() for name, state in held.items()} for held in (tensors, named)]
         facts = json.dumps([version, words[-1], gauss, kind, numbers, *sizes]).encode()
         head = np.frombuffer(len(facts).to_bytes(8, "little") + facts, np.uint8)
-        arrays = [np.array(words[:-1], np.uint32).view(np.uint8), keys.view(np.uint8)]
+        arrays = [np.frombuffer(struct.pack("624I", *words[:-1]), np.uint8), keys.view(np.uint8)]
         arrays += [state.numpy() for state in (*tensors.values(), *named.values())]
         return torch.from_numpy(np.concatenate([head, *arrays]))
 

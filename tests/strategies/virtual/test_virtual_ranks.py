@@ -46,7 +46,10 @@ DAILY_PAIRS = [(LAYOUTS[4], ("single", 1)), (LAYOUTS[0], LAYOUTS[3])]
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("first", "then"),
-    [pytest.param(*pair, marks=[] if pair in DAILY_PAIRS else pytest.mark.slow) for pair in PAIRS],
+    [
+        pytest.param(*pair, marks=[] if pair in DAILY_PAIRS else pytest.mark.slow, id=f"{pair[0]} to {pair[1]}")
+        for pair in PAIRS
+    ],
 )
 def test_a_killed_run_is_resumed_on_other_ranks_to_the_bit(
     first: tuple[str, int], then: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
