@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import itertools
 from collections import deque
 from collections.abc import Callable
@@ -644,9 +645,99 @@ def datasets(pl: Any) -> Project:
     return Project(classifier(pl)(), {"datamodule": module}, stages=("validate", "test"))
 
 
+def own_logger(pl: Any) -> Project:
+    base = importlib.import_module(f"{pl.__name__}.loggers.logger")
+
+    class History(base.Logger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps: list[int] = []
+            self.ended = ""
+
+        @property
+        def name(self) -> str:
+            return "history"
+
+        @property
+        def version(self) -> str:
+            return "0"
+
+        @property
+        @base.rank_zero_experiment
+        def experiment(self) -> Any:
+            return self
+
+        def log_hyperparams(self, params: Any, *args: Any) -> None:
+            self.lr = dict(params)["lr"]
+
+        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+            self.steps += [step] if "train_loss_step" in metrics else []
+
+        def finalize(self, status: str) -> None:
+            self.ended = status
+
+    history = History()
+    return Project(
+        classifier(pl)(),
+        {"train_dataloaders": loader()},
+        {"logger": history},
+        seen=lambda: (len(history.steps), history.lr, history.ended),
+    )
+
+
+def closure_by_hand(pl: Any) -> Project:
+    class Closure(classifier(pl)):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+
+            def closure() -> Tensor:
+                loss = F.cross_entropy(self(batch[0]), batch[1])
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+                return loss
+
+            optimizer.step(closure=closure)
+            if self.trainer.is_last_batch:
+                scheduler.step()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    return Project(Closure(), {"train_dataloaders": loader()})
+
+
+def lists_and_warmup(pl: Any) -> Project:
+    class Lists(classifier(pl)):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[Tensor] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+            loss = super().training_step(batch, batch_idx)
+            self.losses.append(loss.detach())
+            return {"loss": loss}
+
+        def on_train_epoch_end(self) -> None:
+            self.log("epoch_mean", torch.stack(self.losses).mean())
+            self.losses.clear()
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 * min(1.0, (self.trainer.global_step + 1) / 4)
+            optimizer.step(closure=optimizer_closure)
+
+    return Project(Lists(), {"train_dataloaders": loader(), "val_dataloaders": loader(8)})
+
+
 ALL = [
     plain, gan, dqn, byol, ddpm, vqvae, two_validation_loaders, unfreezing, backbone, plateau, nested_metrics,
     star_arguments, trainer_subclass, schedule_in_a_callback, delegated_loaders, tbptt, maml, ppo, partials,
     accumulation, early_stop, writer, lambda_callback, toggled, several_training_loaders,
-    simclr, a_callback_that_collects, stopped_by_a_callback, datasets,
+    simclr, a_callback_that_collects, stopped_by_a_callback, datasets, own_logger, closure_by_hand, lists_and_warmup,
 ]  # fmt: skip
