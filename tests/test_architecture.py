@@ -438,7 +438,8 @@ from lockstep.strategies import *
 from lockstep.callbacks import *
 after = state()
 added = {name.split(".")[0] for name in set(sys.modules) - modules} - set(sys.stdlib_module_names)
-print(json.dumps({"before": before, "after": after, "added": sorted(added), "torch": sorted(n for n in set(sys.modules) - modules if n.startswith("torch."))}))
+print(json.dumps({"before": before, "after": after, "added": sorted(added),
+    "torch": sorted(n for n in set(sys.modules) - modules if n.startswith("torch."))}))
 """
 
 

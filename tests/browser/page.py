@@ -46,7 +46,8 @@ const walk = node => {
     if (["STYLE", "SCRIPT", "NOSCRIPT", "TEMPLATE"].includes(node.nodeName)) return;
     if (node instanceof Element && getComputedStyle(node).display === "none") return;
     if (node.shadowRoot) node.shadowRoot.childNodes.forEach(walk);
-    if (node.nodeName === "IFRAME" && node.contentDocument && node.contentDocument.body) walk(node.contentDocument.body);
+    const inner = node.nodeName === "IFRAME" && node.contentDocument;
+    if (inner && inner.body) walk(inner.body);
     node.childNodes.forEach(walk);
 };
 walk(document.body);

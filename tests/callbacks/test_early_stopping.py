@@ -149,7 +149,8 @@ def moments(callback: EarlyStopping, trainer: Any, epochs: str) -> list[int]:
         trainer.global_step += 1
         name = "val/loss" if moment == "v" else "train/loss"
         trainer.callback_metrics[name] = torch.tensor(float(position))
-        (callback.on_validation_end if moment == "v" else callback.on_train_epoch_end)(trainer, None)  # type: ignore[arg-type]
+        hook: Any = callback.on_validation_end if moment == "v" else callback.on_train_epoch_end
+        hook(trainer, None)
         counts.append(callback.wait_count)
     return counts
 

@@ -165,9 +165,11 @@ from tests.trainer.toy import *
 
 class Diverging(Net):
     def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * (float("inf") if self.global_rank == 1 and self.global_step == 2 else 1.0)
+        return super().training_step(batch, batch_idx) * (
+            float("inf") if self.global_rank == 1 and self.global_step == 2 else 1.0)
 
-trainer = quiet(devices=2, enable_checkpointing=True, callbacks=[ModelCheckpoint(every_n_train_steps=1, save_top_k=-1, dirpath="kept")])
+trainer = quiet(devices=2, enable_checkpointing=True,
+    callbacks=[ModelCheckpoint(every_n_train_steps=1, save_top_k=-1, dirpath="kept")])
 trainer.fit(Diverging(optimizer="SGD"), loader(32, 4))
 """
 
@@ -284,7 +286,8 @@ def test_scaled_half_precision_steps_and_clips_by_the_true_gradient(devices: int
     reference = net(optimizer="SGD", lr=1.0)
     x, y = data(11).tensors
     F.cross_entropy(reference(x), y).backward()
-    gradient = torch.cat([parameter.grad.flatten().double() for parameter in reference.parameters()])  # type: ignore[union-attr]
+    gradients = [parameter.grad for parameter in reference.parameters() if parameter.grad is not None]
+    gradient = torch.cat([gradient.flatten().double() for gradient in gradients])
     for clip in (None, 0.05):
         moves = Moves()
         trainer = quiet(

@@ -57,7 +57,8 @@ trainer = Trainer(OPTIONS, max_epochs=2, callbacks=[Mark()], enable_progress_bar
 trainer.fit(module, DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2))
 if trainer.is_global_zero:
     changed = not torch.equal(before, module.layer.weight)
-    print("result", trainer.global_step, changed, sorted(trainer.callback_metrics), os.path.relpath(trainer.checkpoint_callback.best_model_path))
+    print("result", trainer.global_step, changed, sorted(trainer.callback_metrics),
+        os.path.relpath(trainer.checkpoint_callback.best_model_path))
 """
 RESULT = "result 4 True ['loss'] runs/Mine/version_0/checkpoints/"
 

@@ -144,7 +144,8 @@ if __name__ == "__main__":
     if WHEN == "before":
         end()
     trainer = Trainer(strategy=sys.argv[4], devices=int(sys.argv[5]), accelerator="cpu", max_epochs=2, seed=0,
-        logger=False, default_root_dir=root, callbacks=[Breaks(), EarlyStopping("val/loss", verbose=True), Timer("00:01:00:00"),
+        logger=False, default_root_dir=root, callbacks=[Breaks(), EarlyStopping("val/loss", verbose=True),
+            Timer("00:01:00:00"),
         ModelCheckpoint(root + "/kept", "{step}", verbose=True)])
     trainer.fit(net(), loader(32), loader(8), ckpt_path="auto")
     trainer.validate(net(), loader(8))
@@ -184,7 +185,8 @@ def test_a_reader_that_goes_leaves_exit_code_0(tmp_path: Path, repo_root: Path) 
         'open(root + "/done"', 'print("mine"); open(root + "/done"'
     )
     (tmp_path / "train.py").write_text(script)
-    command = f"{sys.executable} {tmp_path / 'train.py'} never none {tmp_path / 'root'} single 1 | head -1; exit ${{PIPESTATUS[0]}}"
+    program = f"{sys.executable} {tmp_path / 'train.py'} never none {tmp_path / 'root'} single 1"
+    command = f"{program} | head -1; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(
         ["bash", "-c", command],
         env=os.environ | {"PYTHONPATH": str(repo_root)},

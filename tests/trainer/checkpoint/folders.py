@@ -121,8 +121,10 @@ from lockstep.trainer.checkpoint.store import Checkpoint
 root = Path(sys.argv[1])
 
 def write(path, step, size=64, **more):
-    tensors = {f"{group}/weight": TensorShard.whole(torch.full((size,), float(step))) for group in ("model", "optimizer")}
-    checkpoint.save(path, rank=0, world_size=1, tensors=tensors, state={"progress": {"global_step": step}}, rank_state={"step": step}, **more)
+    tensors = {f"{group}/weight": TensorShard.whole(torch.full((size,), float(step)))
+        for group in ("model", "optimizer")}
+    checkpoint.save(path, rank=0, world_size=1, tensors=tensors, state={"progress": {"global_step": step}},
+        rank_state={"step": step}, **more)
 
 def step_of(path):
     loaded = Checkpoint.open(path)

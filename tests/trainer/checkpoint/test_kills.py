@@ -14,13 +14,14 @@ AT_EVERY_CALL = (
     COMMON
     + """
 def killed_at(point, action):
-    'Fork, run the action, and kill it before its call number `point` that may change a disk. True where it ended first.'
+    # In a fork, which is killed before its call number `point` that may change a disk. True if it ended first.
     pid = os.fork()
     if pid == 0:
         left = point
         def count(frame, event, function):
             nonlocal left
-            if event == "c_call" and function.__name__ in ("open", "write", "flush", "fsync", "mkdir", "rename", "unlink", "rmdir", "link"):
+            if event == "c_call" and function.__name__ in ("open", "write", "flush", "fsync", "mkdir", "rename",
+                "unlink", "rmdir", "link"):
                 left -= 1
                 if left == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -45,7 +46,9 @@ def run(mode):
             checkpoint.clean(folder)
         else:
             write(path, 2 * point, also=twins)
-        ended = killed_at(point, (lambda: checkpoint.remove(path)) if mode == "remove" else (lambda: write(path, 2 * point + 1, also=twins)))
+        action = (lambda: checkpoint.remove(path)) if mode == "remove" else (
+            lambda: write(path, 2 * point + 1, also=twins))
+        ended = killed_at(point, action)
         try:
             step = step_of(path)
         except checkpoint.CheckpointError as error:
@@ -105,8 +108,10 @@ def train(step, writer):
         step += 1
         path = root / ("last" if step % 2 else f"step={step}")  # every second one replaces
         old = [name for name in root.glob("step=*") if int(name.name[5:]) < step - 2]
-        tensors = {f"{group}/weight": TensorShard.whole(torch.full((100_000,), float(step))) for group in ("model", "optimizer")}
-        options = dict(rank=0, world_size=1, tensors=tensors, state={"progress": {"global_step": step}}, rank_state={"step": step}, outdated=old)
+        tensors = {f"{group}/weight": TensorShard.whole(torch.full((100_000,), float(step)))
+            for group in ("model", "optimizer")}
+        options = dict(rank=0, world_size=1, tensors=tensors, state={"progress": {"global_step": step}},
+            rank_state={"step": step}, outdated=old)
         if not beside:
             checkpoint.save(path, **options)
             os.write(writer, step.to_bytes(4, "big"))
@@ -195,7 +200,8 @@ def train(strategy, folder, beside):
         options = dict(
             rank=strategy.topology.rank,
             world_size=strategy.topology.world_size,
-            tensors={name: shard for name, shard in state.tensors.items() if name.startswith("model/") or name.endswith("exp_avg")},
+            tensors={name: shard for name, shard in state.tensors.items()
+                if name.startswith("model/") or name.endswith("exp_avg")},
             state={"progress": {"global_step": step}},
             rank_state={"step": step},
             broadcast=strategy.broadcast,

@@ -39,7 +39,8 @@ watched = True
 everything()
 watched = False
 assert any(event == "open" and "manifest.json" in args for event, args in events), "the hook hears"
-executing = ("pickle.", "marshal.", "import", "exec", "compile", "os.system", "os.exec", "os.posix_spawn", "subprocess.", "ctypes.", "socket.", "code.")
+executing = ("pickle.", "marshal.", "import", "exec", "compile", "os.system", "os.exec", "os.posix_spawn",
+    "subprocess.", "ctypes.", "socket.", "code.")
 print([event for event in events if event[0].startswith(executing)])
 """
 

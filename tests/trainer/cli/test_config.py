@@ -38,10 +38,13 @@ class Augment:
     angle: float = 0.0
 
 class Net(Module):
-    def __init__(self, width: int, lr: float = 1e-3, act: Literal["relu", "gelu"] = "relu", sizes: list[int] | None = None, kernel: tuple[int, int] = (3, 3),
-                 cache: Optional[Path] = None, every: timedelta | None = None, extra: dict[str, float] | None = None, anything=None, unknown: Unknown = None,
+    def __init__(self, width: int, lr: float = 1e-3, act: Literal["relu", "gelu"] = "relu",
+                 sizes: list[int] | None = None, kernel: tuple[int, int] = (3, 3), cache: Optional[Path] = None,
+                 every: timedelta | None = None, extra: dict[str, float] | None = None, anything=None,
+                 unknown: Unknown = None,
                  augment: Augment | None = None, name: str = "net",
-                 optimizer: Callable[..., Optimizer] = torch.optim.SGD, lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None):
+                 optimizer: Callable[..., Optimizer] = torch.optim.SGD,
+                 lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None):
         super().__init__()
         self.given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         self.layer = torch.nn.Linear(width, width)

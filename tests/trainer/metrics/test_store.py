@@ -168,8 +168,9 @@ def test_epoch_values_are_exact_over_all_samples(devices: int, n: int, accumulat
     assert trainer.callback_metrics["numpy"].item() == pytest.approx(float(x.mean()), rel=1e-6)
 
 
-MOMENTS = "on_fit_start on_train_start on_train_epoch_start on_train_batch_start on_before_backward on_after_backward on_before_optimizer_step".split()
-MOMENTS += "on_before_zero_grad on_train_batch_end on_validation_start on_validation_epoch_start on_validation_batch_start".split()
+MOMENTS = "on_fit_start on_train_start on_train_epoch_start on_train_batch_start on_before_backward".split()
+MOMENTS += "on_after_backward on_before_optimizer_step on_before_zero_grad on_train_batch_end".split()
+MOMENTS += "on_validation_start on_validation_epoch_start on_validation_batch_start".split()
 MOMENTS += "on_validation_batch_end on_validation_epoch_end on_train_epoch_end".split()
 TOO_LATE = ["on_validation_end", "on_train_end", "on_fit_end"]
 

@@ -89,7 +89,8 @@ def writer(repo_root: Path) -> Any:
                     time.sleep(0.02)
                 return super().training_step(batch, batch_idx)
         Waits.__name__ = "Net"
-        quiet(logger=CSVLogger(), callbacks=ModelCheckpoint(every_n_train_steps=1), enable_checkpointing=True).fit(Waits(), loader(16, num_workers=1))
+        quiet(logger=CSVLogger(), callbacks=ModelCheckpoint(every_n_train_steps=1),
+            enable_checkpointing=True).fit(Waits(), loader(16, num_workers=1))
         """,
     )
     end = time.monotonic() + 60
@@ -248,7 +249,10 @@ def test_a_folder_that_is_deleted_during_the_run_comes_back_with_its_lock() -> N
 
 def other_process(folder: Path) -> None:
     """Raises what another process that wants to write in the folder gets."""
-    code = "import sys; from pathlib import Path; from lockstep.trainer.run.folder import RunFolder; RunFolder(Path(sys.argv[1]))"
+    code = (
+        "import sys; from pathlib import Path; from lockstep.trainer.run.folder import RunFolder; "
+        "RunFolder(Path(sys.argv[1]))"
+    )
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
         [sys.executable, "-c", code, folder], env=environ, capture_output=True, text=True, timeout=100

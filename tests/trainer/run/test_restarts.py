@@ -21,7 +21,10 @@ from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
 pytestmark = pytest.mark.ranks
 
-KILLS = "rank={rank},step=3,point=backward,action=sigkill,file=count;rank={rank},step=6,point=callback,action=sigkill,file=count"
+KILLS = (
+    "rank={rank},step=3,point=backward,action=sigkill,file=count;"
+    "rank={rank},step=6,point=callback,action=sigkill,file=count"
+)
 
 
 def fit(strategy: str, devices: int, **options: Any) -> tuple[Net, Trainer]:

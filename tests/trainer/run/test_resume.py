@@ -248,7 +248,8 @@ class Stop(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if trainer.global_step == 5 and trainer.global_rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-quiet(default_root_dir={str(tmp_path)!r}, devices=2, max_epochs=9, enable_checkpointing=True, callbacks=[Stop()]).fit(net(), loader(40, 4))
+quiet(default_root_dir={str(tmp_path)!r}, devices=2, max_epochs=9, enable_checkpointing=True,
+    callbacks=[Stop()]).fit(net(), loader(40, 4))
 """
     stopped = subprocess.run(
         [sys.executable, "-c", code],
