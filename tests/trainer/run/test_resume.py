@@ -238,6 +238,7 @@ def test_longer_run_continues_where_max_steps_ended(tmp_path: Path) -> None:
     assert equal(weights(fit(23, "last")), weights(fit(23, None)))
 
 
+@pytest.mark.ranks
 @pytest.mark.slow  # tests/trainer/run/test_signals.py, without a program of its own
 def test_sigterm_stops_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     code = f"""
