@@ -113,14 +113,15 @@ class VirtualStep(ShareHooks, SPMDStrategy):
         run = self.run_step(wrapped, step_fn)
         last, of_a_share = len(window.micro_batches) - 1, len(window.micro_batches) // window.num_shares
         gradients, numbers = PartialSums(add_gradients), PartialSums(add_numbers)
-        counted, total, of_shares, before = 0.0, 0.0, [], None
+        counted, total, of_shares, before = 0.0, 0.0, [], self._weights()
         with self._share():
             for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
                 ends = (i + 1) % of_a_share == 0
                 if self._in_group:
                     self.set_gradient_sync(wrapped, ends)
                 call = run if micro_batch.num_samples else self.run_padding(wrapped, step_fn)
-                before = self._weights() if before is None else before
+                if not i:  # hooks of the batch may freeze; weights that they change would be other ones on each rank
+                    before = [(version, now) for (version, _), (_, now) in zip(before, self._weights(), strict=True)]
                 marks = gradient_marks(self._watched)
                 with self.precision.autocast(self.topology.device):
                     output = call(micro_batch.batch, micro_batch.batch_idx)

@@ -206,8 +206,16 @@ def reduce(module: Any, x: torch.Tensor) -> None:
     torch.distributed.all_reduce(x.clone())
 
 
+class Moving(Toy):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.layer.weight.add_(0.1 * torch.randn(1, 3))
+
+
 @pytest.mark.ranks
 def test_what_only_several_ranks_can_do() -> None:
+    with pytest.raises(RuntimeError, match=r"changed the parameters layer\.weight"):
+        fit(Moving(), strategy="ddp", devices=2)
     with pytest.raises(ValueError, match="Normalized computes with more than single elements of sharded parameters"):
         fit(WithNorms(), strategy="fsdp", devices=2)
     fit(WithNorms(), strategy="ddp", devices=2)
