@@ -2,6 +2,7 @@
 
     lockstep fit examples/gpt.yaml
     lockstep fit examples/gpt.yaml strategy=ddp devices=2
+    lockstep fit examples/gpt.yaml module.optimizer=muon      # matrices by Muon, the rest by AdamW
     python examples/gpt.py --text shakespeare.txt
 
 Expect the loss to fall from 5.6 to about 2 nats a byte in one to two minutes on two cores, text that begins to
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep import DataModule, Module
+from lockstep import DataModule, Module, split_parameters
 
 VOCABULARY = 256  # bytes
 
@@ -83,6 +84,7 @@ class TextModel(Module):
         head_width: int = 32,
         context: int = 128,
         lr: float = 2e-3,
+        optimizer: str = "adamw",
         prompt: str = "def ",
         sample_bytes: int = 300,
     ):
@@ -105,8 +107,17 @@ class TextModel(Module):
     def loss(self, batch: Tensor) -> Tensor:
         return F.cross_entropy(self.gpt(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    def configure_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        options = {"lr": self.hparams.lr, "weight_decay": 0.1}
+        if self.hparams.optimizer == "adamw":
+            return {"adamw": torch.optim.AdamW(self.parameters(), betas=(0.9, 0.95), **options)}
+        if self.hparams.optimizer != "muon":
+            raise ValueError(f"optimizer must be adamw or muon, but is {self.hparams.optimizer!r}")
+        matrices, others = split_parameters(self.gpt, besides=["head"])
+        return {
+            "muon": torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options),
+            "adamw": torch.optim.AdamW(others, betas=(0.9, 0.95), **options),
+        }
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         self.started = time.perf_counter()

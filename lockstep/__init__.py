@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import Loss
     from lockstep.strategies.data.combined import CombinedLoader
     from lockstep.strategies.launch.failure import RankFailure
+    from lockstep.strategies.optimizers.split import split_parameters
     from lockstep.trainer.checkpoint.store import CheckpointError
     from lockstep.trainer.cli.errors import ConfigError
     from lockstep.trainer.datamodule import DataModule
@@ -22,6 +23,7 @@ else:
             "strategies.base": ["Loss"],
             "strategies.data.combined": ["CombinedLoader"],
             "strategies.launch.failure": ["RankFailure"],
+            "strategies.optimizers.split": ["split_parameters"],
             "trainer.checkpoint.store": ["CheckpointError"],
             "trainer.cli.errors": ["ConfigError"],
             "trainer.datamodule": ["DataModule"],
@@ -49,4 +51,5 @@ __all__ = [
     "Trainer",
     "__version__",
     "seed_everything",
+    "split_parameters",
 ]

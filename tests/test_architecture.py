@@ -47,6 +47,7 @@ PUBLIC = {
         "CheckpointError",
         "ConfigError",
         "RankFailure",
+        "split_parameters",
     },
     "lockstep.callbacks": {
         "Callback",

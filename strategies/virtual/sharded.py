@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult
 from lockstep.strategies.data.sharded_loader import Window
 from lockstep.strategies.mesh.sharded import ShardedStrategy
-from lockstep.strategies.optimizers.probe import probe
 from lockstep.strategies.sync.collectives import local, sum_gradients
 from lockstep.strategies.sync.tree import all_reduce, total_of
 from lockstep.strategies.virtual.replicas import VirtualReplicas
@@ -58,16 +57,6 @@ class VirtualSharded(ShardedStrategy, VirtualStep):
         replica, place = divmod(self.topology.data_rank, along)
         of_replica = self.virtual_ranks * along // self.topology.data_size
         return tuple(range(replica * of_replica + place, (replica + 1) * of_replica, along))
-
-    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
-        for optimizer in optimizers.values():
-            if (found := probe(optimizer)).kind != "elementwise":
-                raise ValueError(
-                    f"{type(optimizer).__name__} computes with more than single elements of sharded parameters "
-                    f"({found.reason}), which rounds differently on another number of ranks; with virtual_ranks use "
-                    "strategy='ddp', or an optimizer that treats elements one by one"
-                )
-        return super().setup_optimizers(wrapped, optimizers)
 
     def forward_backward(
         self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS

@@ -15,8 +15,9 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from lockstep import Loss, Module, Trainer
+from lockstep import Loss, Module, Trainer, split_parameters
 from lockstep.callbacks import CSVLogger, EarlyStopping, GradientAccumulationScheduler, GradientNorm, WeightAveraging
+from tests.strategies.optimizers.test_probe import Rule, by_global_norm
 
 _made = torch.Generator().manual_seed(1)
 X, Y = torch.randn(61, 6, generator=_made), torch.randint(3, (61,), generator=_made)
@@ -85,11 +86,20 @@ class Net(Module):
         if self.habit == "two optimizers":
             optimizers = [torch.optim.SGD(self.net[:-1].parameters(), lr=0.1)]
             return [*optimizers, torch.optim.Adam(self.net[-1].parameters(), lr=1e-2)]
+        if self.habit == "muon":
+            matrices, others = split_parameters(self)
+            return {"muon": torch.optim.Muon(matrices, lr=0.05), "sgd": torch.optim.SGD(others, lr=0.1)}
+        if self.habit == "global norm":
+            return Rule(self.parameters(), normalized)
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         if self.habit == "plateau":
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
         return optimizer
+
+
+def normalized(params: list[Tensor], group: dict[str, Any]) -> None:
+    by_global_norm([p for p in params if p.grad is not None], group)
 
 
 class Augmented(Dataset):
@@ -135,6 +145,8 @@ CASES: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     "limits": ("", shuffled, {"limit_train_batches": 3, "limit_val_batches": 2}),
     "overfit": ("", shuffled, {"overfit_batches": 2}),
     "two optimizers": ("two optimizers", shuffled, {}),
+    "muon": ("muon", shuffled, {}),
+    "global norm": ("global norm", shuffled, {}),
     "hooks": ("hooks", shuffled, {"gradient_clip_val": 0.3}),
     "buffers": ("buffers", shuffled, {}),
     "averaged": ("", shuffled, {"callbacks": WeightAveraging}),
@@ -142,7 +154,7 @@ CASES: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     "growing windows": ("", shuffled, {"callbacks": lambda: GradientAccumulationScheduler({0: 1, 1: 2})}),
     "stopped early": ("", shuffled, {"callbacks": lambda: EarlyStopping(monitor="val_loss", patience=0)}),
 }
-DAILY = [("split", "ddp"), ("hooks", "fsdp"), ("augmented", "pipeline")]
+DAILY = [("split", "ddp"), ("hooks", "fsdp"), ("augmented", "pipeline"), ("muon", "fsdp")]
 
 
 def run(case: str, strategy: str, devices: int, folder: Path) -> tuple[dict[str, Tensor], str]:
@@ -178,7 +190,7 @@ def run(case: str, strategy: str, devices: int, folder: Path) -> tuple[dict[str,
         pytest.param(case, strategy, marks=[] if (case, strategy) in DAILY else pytest.mark.slow)
         for case in CASES
         for strategy in ("ddp", "fsdp", "pipeline")
-        if (case, strategy) != ("buffers", "pipeline")  # each stage holds its own
+        if (case, strategy) not in [("buffers", "pipeline"), ("global norm", "pipeline")]  # each stage holds its own
     ],
 )
 def test_two_ranks_have_the_bits_of_one(case: str, strategy: str, tmp_path: Path) -> None:
