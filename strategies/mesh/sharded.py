@@ -22,7 +22,7 @@ from lockstep.strategies.mesh import steps
 from lockstep.strategies.mesh.mesh import resolve
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.modules.model_changes import shortened
+from lockstep.strategies.modules.model_changes import refuse_sparse, shortened
 from lockstep.strategies.modules.sharded_errors import explained
 from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.optimizers.sharded import ShardedOptimizers
@@ -122,6 +122,7 @@ class ShardedStrategy(ShardedOptimizers):
         from lockstep.strategies.mesh.axes import apply_axes
 
         assert self._mesh is not None
+        refuse_sparse(model, type(self).__name__)
         wrapped = apply_axes(model, self._mesh, self.options, compute_dtype, in_tree=bool(self.virtual_ranks))
         self._compared = "tensor" not in self._sizes
         if wrapped.units:

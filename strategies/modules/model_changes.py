@@ -109,6 +109,16 @@ def refuse_max_norm(model: nn.Module, data_size: int, strategy: str) -> None:
             )
 
 
+def refuse_sparse(model: nn.Module, strategy: str) -> None:
+    """Raise ValueError for an embedding whose gradient is sparse, which cannot be sharded."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise ValueError(
+                f"{name or type(model).__name__} has sparse=True, and {strategy} cannot shard a sparse gradient; give "
+                "it sparse=False and an optimizer of dense gradients, or use strategy='ddp'"
+            )
+
+
 def shortened(names: Sequence[str], most: int = 10) -> str:
     """The first names of a list, and how many there are besides."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -12,7 +12,7 @@ def split_parameters(module: nn.Module, besides: Sequence[str] = ()) -> tuple[li
 
     A parameter of two dimensions is a matrix unless it is a table of an embedding, also where a layer shares it, or is
     in a module named in `besides`, as output layers usually are. The same on every rank of every strategy. Raises
-    ValueError for a name that is no module of `module`, and where there is no matrix.
+    ValueError for a name that `module` does not have, and for a model without a matrix.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     for name in besides:

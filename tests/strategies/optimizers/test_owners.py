@@ -213,6 +213,18 @@ def test_what_cannot_be_stepped_exactly_is_refused_by_name(run_ranks: Callable[.
     assert "outside of param_groups and state" in found["list by place"]
 
 
+class Sparse(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 8, sparse=True)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow)])
+def test_sparse_gradients_are_refused_by_name(strategy: str) -> None:
+    with pytest.raises(ValueError, match="table has sparse=True, and .* cannot shard a sparse gradient"):
+        fit(strategy, 2, Sparse(), labeled())
+
+
 def test_state_is_not_read_in_part() -> None:
     fit("fsdp", 2, ReadsState(), labeled(), max_epochs=1)
 
