@@ -11,7 +11,7 @@ from lockstep import split_parameters
 pytestmark = pytest.mark.unit
 
 
-def test_embeddings_heads_and_frozen_parameters_are_no_matrices() -> None:
+def test_embeddings_heads_and_frozen_parameters_stay_beside() -> None:
     model = nn.ModuleDict({"token": nn.Embedding(9, 4), "body": nn.Linear(4, 8), "conv": nn.Conv1d(2, 2, 1)})
     model["head"], model["tied"], model["frozen"] = nn.Linear(8, 9), nn.Linear(4, 9, bias=False), nn.Linear(4, 4)
     model["tied"].weight = model["token"].weight
