@@ -2,6 +2,7 @@
 
     python -m benchmarks.optimizers                  # all of them: the table of docs/optimizers.md
     python -m benchmarks.optimizers --match muon     # those whose name contains "muon"
+    python -m benchmarks.optimizers --price --traffic    # what Muon costs under fsdp, see _optimizer_price.py
 
 A cell is the largest difference of a weight, over the largest weight, after 20 steps in float64 on the same data.
 """
@@ -20,6 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks._optimizer_price import price
+from benchmarks._rounds import machine, write_json
+from benchmarks.virtual_ranks import enter_own_network
 from lockstep import Module, RankFailure, Trainer
 
 STRATEGIES = {"ddp": 2, "fsdp": 2, "tensor": 2, "pipeline": 2, "fsdp=2,tensor=2": 4}
@@ -138,26 +142,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--match", default="", help="only optimizers whose name contains it")
     parser.add_argument("--strategy", action="append", help="only this strategy; may be repeated")
-    parser.add_argument("--output", type=Path, help="write the table to this file too")
+    parser.add_argument("--price", action="store_true", help="measure what Muon costs under fsdp instead")
+    parser.add_argument("--traffic", action="store_true", help="with --price: count bytes, in an own network namespace")
+    parser.add_argument("--rounds", type=int, default=5, help="with --price: turns of each variant")
+    parser.add_argument("--steps", type=int, default=10, help="with --price: steps in a turn that count")
+    parser.add_argument("--width", type=int, default=256, help="with --price: of the model")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     options = parser.parse_args()
+    if options.price:
+        if options.traffic:
+            enter_own_network("benchmarks.optimizers")
+        price(options)
+        return
     strategies = {name: n for name, n in STRATEGIES.items() if not options.strategy or name in options.strategy}
     warnings.simplefilter("ignore")
+    facts, cells = machine(), dict[str, dict[str, float | str]]()
     lines, notes = ["| | " + " | ".join(strategies) + " |", "|---|" + "---|" * len(strategies)], []
     for name in OPTIMIZERS:
         if options.match.lower() not in name.lower():
             continue
         alone = trained(name)
-        row = []
+        row, cells[name] = [], {}
         for strategy, devices in strategies.items():
-            found = cell(name, strategy, devices, alone)
+            cells[name][strategy] = found = cell(name, strategy, devices, alone)
             row.append("refused" if isinstance(found, str) else f"{found:.0e}")
             if isinstance(found, str):
                 notes.append(f"{name}, {strategy}: {found}")
             print(name, strategy, found if isinstance(found, str) else row[-1], flush=True)
         lines.append(f"| {name} | " + " | ".join(row) + " |")
     print("\n".join([*lines, "", *notes]))
-    if options.output is not None:
-        options.output.write_text("\n".join(lines) + "\n")
+    write_json(options.json, facts, cells)
 
 
 if __name__ == "__main__":

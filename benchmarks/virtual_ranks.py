@@ -72,6 +72,14 @@ def loopback_bytes() -> int:
     return int(found[1]) if found else 0
 
 
+def enter_own_network(module: str) -> None:
+    """Run `module` again with the same arguments, in a network namespace of its own; returns if this is one."""
+    if "LOCKSTEP_BENCHMARK_ALONE" not in os.environ:
+        inside = ["unshare", "-Urn", "sh", "-c", 'ip link set lo up && exec "$0" "$@"', sys.executable]
+        os.environ["LOCKSTEP_BENCHMARK_ALONE"] = "1"
+        os.execvp(inside[0], [*inside, "-m", module, *sys.argv[1:]])
+
+
 def on_rank(name: str, job: Job, clip: bool) -> list[float]:
     """Seconds a step on rank 0, those of its CPU time, and bytes a step on the loopback device."""
     ranks, options = VARIANTS[name]
@@ -100,10 +108,8 @@ def main() -> None:
     parser.add_argument("--traffic", action="store_true", help="count bytes, in a network namespace of their own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
-    if arguments.traffic and "LOCKSTEP_BENCHMARK_ALONE" not in os.environ:
-        inside = ["unshare", "-Urn", "sh", "-c", 'ip link set lo up && exec "$0" "$@"', sys.executable]
-        os.environ["LOCKSTEP_BENCHMARK_ALONE"] = "1"
-        os.execvp(inside[0], [*inside, "-m", "benchmarks.virtual_ranks", *sys.argv[1:]])
+    if arguments.traffic:
+        enter_own_network("benchmarks.virtual_ranks")
     facts = machine()
 
     def run(name: str) -> list[float]:

@@ -279,6 +279,16 @@ def test_control_tree(run: Run, tmp_path: Path) -> None:
     assert all(0 < row[key] < 1e5 for row in (before, now) for key in ("setup_s", "ms", "cpu_ms"))
 
 
+@pytest.mark.slow  # starts 1, 2 and 4 ranks
+def test_price_of_owners(run: Run, tmp_path: Path) -> None:
+    size = ("--rounds", "1", "--steps", "2", "--width", "32")
+    output, numbers = run("optimizers", "--price", *size, file=tmp_path / "numbers.json")
+    results = numbers["results"]
+    assert set(results) == {"1 rank", "2 ranks", "4 ranks"} and "matrices" in output
+    assert all(row["calls"] == row["matrices"] == 8 * 6 and 0.99 < row["state"] < 1.15 for row in results.values())
+    assert results["1 rank"]["cpu"] == 1 and results["4 ranks"]["orthogonalizing"] > 0
+
+
 @pytest.mark.slow  # fresh processes
 def test_methods(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.methods", "multitask", "max_epochs=1", "trainer.limit_train_batches=4"]
