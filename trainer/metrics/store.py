@@ -107,7 +107,7 @@ class MetricStore:
                 return
         weight = 1.0
         if entry.reduce_fx == "mean":
-            weight = self.weight if batch_size is None else batch_size
+            weight = self.weight if batch_size is None else float(batch_size)  # a tensor cannot be saved
             if self.is_ambiguous and self.in_batch and batch_size is None:
                 raise ValueError(
                     f"self.log({name!r}) cannot weigh a mean over a batch that does not show how many samples its "

@@ -277,6 +277,17 @@ class Zero(Value):
         return super().training_step(batch, batch_idx)
 
 
+def test_a_batch_size_that_is_a_tensor_can_be_saved(tmp_path: Path) -> None:
+    class Counts(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("first", batch[0][:, 0].mean(), batch_size=torch.tensor(len(batch[0])), on_epoch=True)
+            self.trainer.save_checkpoint(tmp_path / str(batch_idx))
+
+    trainer = quiet()
+    trainer.fit(Counts(), loader(8))
+    assert float(trainer.callback_metrics["first"]) == pytest.approx(first_feature(8).mean().item())
+
+
 @pytest.mark.ranks
 def test_rank_zero_only() -> None:
     trainer = quiet(devices=2)
