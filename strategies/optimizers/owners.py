@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from lockstep.strategies.optimizers.hidden_state import HiddenState
 from lockstep.strategies.optimizers.numbers import changes, numbers_of, put
 from lockstep.strategies.optimizers.probe import Finding, fails_on, probe
 from lockstep.strategies.sync.collectives import local
+
+if TYPE_CHECKING:
+    from lockstep.strategies.spmd import SPMDStrategy
 
 _SPREAD = "the state of {} is spread over the ranks, and each has only that of the parameters that it steps"
 
@@ -65,7 +68,7 @@ class Owned:
 def needs_whole(
     key: str,
     optimizer: Optimizer,
-    ranks: Strategy,
+    ranks: SPMDStrategy,
     cut: Callable[[Tensor, Tensor], Tensor],
     around: Callable[[Optimizer], Any],
 ) -> Finding | None:
@@ -82,6 +85,8 @@ def needs_whole(
         why = found.reason
     elif Contents(optimizer).elsewhere:
         why = "it keeps parameters, or tensors that go with them, outside of param_groups and state"
+    elif ranks.precision.scaler is not None and (found.kind == "coupled" or found.needs_all_groups):
+        why = "precision='16-mixed' scales the gradients of each rank, and not every rank steps it ('bf16-mixed' can)"
     elif optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         why = "it has a step hook, which would see one rank's parameters only"
     if why:

@@ -18,7 +18,7 @@ from lockstep.strategies import FSDP
 from tests.strategies.mesh.perceptrons import Perceptron, labeled
 from tests.strategies.mesh.test_fsdp import fit
 from tests.strategies.optimizers.test_owners import Stepped, with_muon
-from tests.strategies.optimizers.test_probe import Rule, by_trust_ratio
+from tests.strategies.optimizers.test_probe import Rule, by_global_norm, by_trust_ratio
 from tests.trainer.toy import distance, weights
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -144,3 +144,19 @@ def test_a_mesh_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = trained("accumulated", "single", 1)
     monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
     assert distance(trained("accumulated", "fsdp", 1), alone) < 1e-12
+
+
+class GlobalNorm(Stepped):
+    make = staticmethod(lambda m: Rule(m.parameters(), by_global_norm))
+
+
+def test_loss_scaling() -> None:
+    """Muon amplifies what float16 rounds, so two ranks are compared with two."""
+    found = []
+    for strategy in ("ddp", "fsdp"):
+        module = Base()
+        fit(strategy, 2, module, labeled(21), precision="16-mixed", gradient_clip_val=0.5)
+        found.append(weights(module))
+    assert distance(*found) < 1e-6
+    with pytest.raises(ValueError, match="precision='16-mixed' scales the gradients of each rank, and not every rank"):
+        fit("fsdp", 2, GlobalNorm(), labeled(21), precision="16-mixed")
