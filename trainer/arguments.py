@@ -130,7 +130,7 @@ class TrainerArguments:
                 object.__setattr__(self, name, None)
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, str) and str(field.type).startswith("bool") and field.name != "logger":
+            if isinstance(value, str) and field.type in ("bool", "bool | None"):
                 raise TypeError(f"{field.name} must be True or False, but {field.name}={value!r}")
         for name, least in _LEAST.items():
             _check_at_least(name, getattr(self, name), least)
