@@ -112,6 +112,7 @@ def test_weights_and_means_are_those_of_one_process(strategy: str, devices: int,
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_deepspeed_trains_as_one_process() -> None:
     pytest.importorskip("deepspeed")
     want, _ = trained("single", 1)

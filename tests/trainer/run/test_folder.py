@@ -42,7 +42,7 @@ def summary(folder: str = "runs/Net/version_0") -> dict[str, Any]:
     return json.loads(Path(folder, "summary.json").read_text())
 
 
-@pytest.mark.parametrize("number", [8, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [4, pytest.param(32, marks=pytest.mark.slow)])
 def test_runs_that_start_at_once_have_folders_of_their_own(repo_root: Path, number: int) -> None:
     """Real processes, forked from one that has imported torch, as so many imports would take minutes."""
     process = start(
