@@ -119,7 +119,7 @@ class SPMDHooks(Strategy):
     def open_optimizer(self, wrapped: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
         """Return the context in which `optimizer` holds what this rank steps.
 
-        It gives the optimizer, or what stands for it on a rank that steps nothing.
+        It yields the optimizer, or a stand-in on a rank that has nothing to step.
         """
         return nullcontext(optimizer)
 

@@ -224,14 +224,13 @@ class SPMDStrategy(SPMDStep):
         if self._evaluation is not None:
             yield
             return
-        self._evaluation = modes.Evaluation(optimizers, partial(self.open_optimizer, wrapped), restore)
-        self._evaluation.begin()
-        try:
-            yield
-        finally:
-            if restore:
-                self._evaluation.end()
-                self._evaluation = None
+        evaluation = modes.Evaluation(optimizers, partial(self.open_optimizer, wrapped), restore)
+        self._evaluation = evaluation
+        evaluation.begin()
+        yield  # after an error no collective is called: a save that follows leaves the evaluation by itself
+        if restore:
+            evaluation.end()
+            self._evaluation = None
 
     @contextmanager
     def _training_weights(self) -> Iterator[bool]:
@@ -243,11 +242,9 @@ class SPMDStrategy(SPMDStep):
             return
         evaluation.end()
         self._evaluation = None
-        try:
-            yield True
-        finally:
-            self._evaluation = evaluation
-            evaluation.begin()
+        yield True
+        self._evaluation = evaluation
+        evaluation.begin()
 
     # ---- 2. collectives --------------------------------------------------------------------------------
 
@@ -311,6 +308,7 @@ class SPMDStrategy(SPMDStep):
         with described(self._owners, optimizers) as owned:
             restore_state(self.unwrap(wrapped), optimizers, state, self.read_shard, owned)
         modes.load_training(self.unwrap(wrapped), optimizers, state, self.read_shard)
+        self._evaluation = None if optimizers else self._evaluation
         modes.train(optimizers.values(), partial(self.open_optimizer, wrapped))
         if self.precision.scaler is not None and "scaler" in state.meta:
             self.precision.scaler.load_state_dict(state.meta["scaler"])

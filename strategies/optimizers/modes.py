@@ -15,7 +15,7 @@ from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.sync.collectives import local
 
 Open = Callable[[Optimizer], AbstractContextManager[Any]]
-"""The context in which an optimizer holds what this rank steps; it gives the optimizer, or what stands for it."""
+"""The context in which an optimizer holds what this rank steps; it yields the optimizer, or a stand-in."""
 
 
 def has_modes(optimizer: Any) -> bool:

@@ -24,6 +24,7 @@ from lockstep.strategies.checkpoint_state import State, names_of, parameter_name
 from lockstep.strategies.modules.absent import Absent
 from lockstep.strategies.optimizers.copies import Contents
 from lockstep.strategies.optimizers.hidden_state import HiddenState
+from lockstep.strategies.optimizers.modes import has_modes
 from lockstep.strategies.optimizers.numbers import changes, numbers_of, put
 from lockstep.strategies.optimizers.probe import Finding, fails_on, probe
 from lockstep.strategies.sync.collectives import local
@@ -55,7 +56,7 @@ class Owned:
     """What each rank holds of it, without the ranks that hold no element."""
     owner: int
     stepped: Any
-    """The whole parameter on its owner, which holds memory within a step only; elsewhere what stands for it."""
+    """The whole parameter on its owner, which holds memory within a step only; elsewhere a stand-in."""
 
     def sources(self) -> list[Piece]:
         """The pieces that make it whole, from the ranks nearest to the owner."""
@@ -146,7 +147,7 @@ class Owners:
             self._ranks.broadcast(False)
         self._close(scatters=True)
         self._hide()
-        if self._finding.keeps_numbers or self._finding.kind == "coupled":
+        if self._finding.keeps_numbers or self._finding.kind == "coupled" or has_modes(self.optimizer):
             self._share_numbers()
 
     def _steps_here(self) -> bool:

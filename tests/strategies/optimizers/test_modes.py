@@ -114,6 +114,19 @@ def test_an_optimizer_that_needs_whole_parameters_too(strategy: str) -> None:
     assert distance(found, expected) < 1e-12 and losses == pytest.approx(alone, abs=1e-12)
 
 
+class FailsInValidation(OfRows):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_rank == 1:
+            raise KeyError("on one rank")
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_fails_in_validation_waits_for_nobody() -> None:
+    """To switch the weights back would take a collective, which the others do not call."""
+    with pytest.raises(KeyError, match="on one rank"):
+        trained("fsdp", 2, FailsInValidation())
+
+
 def test_validation_and_saving_leave_every_bit_of_training(tmp_path: Path) -> None:
     quiet = ScheduleFree()
     fit("single", 1, quiet, labeled(), max_epochs=3)
