@@ -20,6 +20,7 @@ from lockstep.strategies.launch.process_group import plain_group
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
+from lockstep.strategies.modules.unused_parameters import drop_unused, refuse_unused
 from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync import batch_norm
@@ -329,11 +330,7 @@ class Replica(nn.Module):
         except RuntimeError as error:
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             unused = [list(self._trained)[int(i)] for i in found.group(1).split()] if found else unused
-        raise RuntimeError(
-            f"these parameters got no gradient in a step: {shortened(unused) or 'some parameters'}; use them in "
-            "training_step, "
-            "freeze them (requires_grad=False), or give strategy=DDP(find_unused_parameters=True)"
-        )
+        refuse_unused(unused, "DDP")
 
     @torch.no_grad()
     def drop_unused(self) -> None:
@@ -341,9 +338,7 @@ class Replica(nn.Module):
         assert self.used is not None
         used = torch.tensor([id(p) in self.used for p in self._trained.values()], dtype=torch.uint8)
         dist.all_reduce(used, dist.ReduceOp.MAX)
-        for parameter, found in zip(self._trained.values(), used.tolist(), strict=True):
-            if not found:
-                parameter.grad = None
+        drop_unused(self._trained.values(), used.tolist())
 
     def _sum(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP's communication hook: the sum over ranks, where DDP by itself takes the mean."""

@@ -25,6 +25,7 @@ from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import refuse_sparse, shortened
 from lockstep.strategies.modules.sharded_errors import explained
 from lockstep.strategies.modules.side_effect_free import side_effect_free
+from lockstep.strategies.modules.unused_parameters import drop_unused, refuse_unequal
 from lockstep.strategies.optimizers.sharded import ShardedOptimizers
 from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.sync.buffers import share_buffers
@@ -337,16 +338,16 @@ class ShardedStrategy(ShardedOptimizers):
             if changed:
                 self._compare_writes(cut, changed)
             if allowed:
-                steps.drop_unused(cut, mask)
+                drop_unused([p for _, p in cut], mask)
             return
         self._compare_writes(cut, changed)
         if not self._agreement.is_equal(zlib.crc32(mask)):  # type: ignore[union-attr]
             masks = self.all_gather(torch.tensor([*mask]))
             if not allowed:
-                steps.refuse_unused(cut, masks)
+                refuse_unequal([name for name, _ in cut], masks)
             mask = bytes(masks.amax(0).tolist())
         if allowed:
-            steps.drop_unused(cut, mask)
+            drop_unused([p for _, p in cut], mask)
         if self._order is not None:
             self._order.check(self._agreement.gather(order))  # type: ignore[union-attr]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,17 +71,6 @@ class Steps:
         self._losses.close()
 
 
-def refuse_unused(cut: list[tuple[str, nn.Parameter]], masks: Tensor) -> NoReturn:
-    names = [name for i, (name, _) in enumerate(cut) if len({int(mask[i]) for mask in masks}) > 1]
-    ranks = [rank for rank, mask in enumerate(masks) if not torch.equal(mask, masks.amax(0))]
-    raise RuntimeError(
-        f"on rank {', '.join(map(str, ranks))} these parameters got no gradient, but on others they did: "
-        f"{', '.join(names[:10])}"
-        + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-        + "; use them on every rank, or give find_unused_parameters=True"
-    )
-
-
 def compare_writes(named: list[tuple[str, nn.Parameter]], numbers: Tensor, tensor_size: int, strategy: str) -> None:
     """Raise RuntimeError for weights that a step has set to other values than on other ranks.
 
@@ -141,13 +130,6 @@ def _summary(gradient: Tensor | None, device: torch.device) -> Tensor:
     ramp = torch.arange(1, values.numel() + 1, dtype=torch.float64, device=values.device) / max(1, values.numel())
     flat = values.reshape(-1)
     return torch.stack([flat.abs().sum(), flat.square().sum().sqrt(), (flat * ramp).abs().sum()])
-
-
-def drop_unused(parameters: list[tuple[str, nn.Parameter]], used: bytes) -> None:
-    """Leave without a gradient what no rank has used, as on one process: torch has reduced zeros."""
-    for (_, parameter), is_used in zip(parameters, used, strict=True):
-        if not is_used:
-            parameter.grad = None
 
 
 def one_optimizer_each(

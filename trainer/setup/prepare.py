@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lockstep._lazy import without_collector
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
@@ -270,13 +270,6 @@ def _set_up_optimizers(run: RunState, module: Module) -> tuple[set[str], list[st
     if run.resumed is not None:
         snapshot.check_configured(run, run.resumed)
     closing = {name for name, optimizer in named.items() if module.automatic_optimization and needs_closure(optimizer)}
-    for name in sorted(closing):
-        if not isinstance(named[name], LBFGS) and any(hasattr(p, "device_mesh") for p in module.parameters()):
-            raise ValueError(
-                f"{type(named[name]).__name__} needs a closure and moves parameters within its step, and "
-                f"{type(run.strategy).__name__} cuts these over ranks, where its norms would be those of pieces; "
-                "use strategy='ddp', or another optimizer"
-            )
     run.optimizers, run.schedulers = run.strategy.setup_optimizers(run.wrapped, named), schedulers
     handle = AutomaticOptimizer if module.automatic_optimization else ManualOptimizer
     run.user_optimizers = [handle(optimizer, run) for optimizer in run.optimizers.values()]
