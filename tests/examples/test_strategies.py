@@ -36,7 +36,9 @@ GPT = [
     "data.text=trainer/run/fit.py",
 ]
 GPT += ["data.batch_size=6", "trainer.gradient_clip_val=0.5", "module.sample_bytes=0"]
-EXAMPLES = pytest.mark.parametrize("example", [DIGITS, GPT], ids=["digits", "gpt"])
+LLAMA = ["examples/llama.yaml", "module.depth=2", "module.context=32", "module.loss_chunks=2"]
+LLAMA += ["module.lr=5e-4", "data.text=trainer/run/fit.py", "data.batch_size=6", "trainer.gradient_clip_val=0.5"]
+EXAMPLES = pytest.mark.parametrize("example", [DIGITS, GPT, LLAMA], ids=["digits", "gpt", "llama"])
 
 
 def compare(example: list[str], strategies: list[str], folder: Path, steps: int, expected: int = 0) -> dict[str, Any]:
@@ -83,6 +85,7 @@ def root(isolate: None, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         pytest.param(DIGITS, FLOAT64, id="digits", marks=pytest.mark.slow),
         pytest.param(GPT, ["single", "fsdp", "tensor", "pipeline"], id="gpt"),
+        pytest.param(LLAMA, ["single", "tensor"], id="llama"),
     ],
 )
 def test_strategies_on_two_devices(example: list[str], strategies: list[str], tmp_path: Path) -> None:
