@@ -48,6 +48,7 @@ def sane(rows: dict[str, Any], unit: str, output: str, rounds: int, least: float
         assert row.get("ratio", 1) > 0
 
 
+@pytest.mark.slow
 def test_step_overhead(run: Run, tmp_path: Path) -> None:
     output, numbers = run("step_overhead", "--rounds", "1", "--steps", "20", file=tmp_path / "numbers.json")
     results = numbers["results"]

@@ -41,7 +41,12 @@ def test_files_hold_the_predictions(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("strategy", "devices", "size"), [("ddp", 2, 4), ("ddp", 3, 8), ("tensor", 2, 8), ("pipeline", 2, 8)]
+    ("strategy", "devices", "size"),
+    [
+        ("ddp", 3, 8),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", 2, 4), ("tensor", 2, 8))),
+        ("pipeline", 2, 8),
+    ],
 )
 def test_the_order_is_the_same_on_several_ranks(strategy: str, devices: int, size: int, tmp_path: Path) -> None:
     """Also with a batch that not every rank has a sample of: 50 samples on three ranks."""

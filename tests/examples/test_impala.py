@@ -86,6 +86,7 @@ def train(folder: Path, *callbacks: Callback, options: dict[str, Any] = NONE, **
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
+@pytest.mark.slow
 def test_a_run_is_a_function_of_its_seed_and_can_be_replayed(tmp_path: Path) -> None:
     lags = Lags()
     first = train(tmp_path, lags, actors=1, record=str(tmp_path / "first"))

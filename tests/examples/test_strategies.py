@@ -84,7 +84,7 @@ def root(isolate: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ("example", "strategies"),
     [
         pytest.param(DIGITS, FLOAT64, id="digits", marks=pytest.mark.slow),
-        pytest.param(GPT, ["single", "fsdp", "tensor", "pipeline"], id="gpt"),
+        pytest.param(GPT, ["single", "fsdp", "tensor", "pipeline"], id="gpt", marks=pytest.mark.slow),
         pytest.param(LLAMA, ["single", "tensor"], id="llama"),
     ],
 )

@@ -41,7 +41,7 @@ class Exporting(FineTuning):
 
 
 @EACH
-@pytest.mark.parametrize("kind", ["GPT-2", "Llama, tied"])
+@pytest.mark.parametrize("kind", ["GPT-2", pytest.param("Llama, tied", marks=pytest.mark.slow)])
 def test_transformers_loads_what_a_run_and_its_checkpoints_hold(tmp_path: Path, strategy: str, kind: str) -> None:
     module = Exporting(kind)
     module.folder = str(tmp_path / "in a hook")

@@ -76,7 +76,14 @@ def train(
     return model, trainer.callback_metrics["train/loss"].item()
 
 
-@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size", "sequential"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "max_size_cycle",
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("min_size", "max_size")),
+        "sequential",
+    ],
+)
 def test_ranks_give_the_numbers_of_one_process_and_continue_on_others(mode: str) -> None:
     reference, loss = train(mode, 1, 6)
     train(mode, 2, 3, stop=2 if mode == "min_size" else 3)

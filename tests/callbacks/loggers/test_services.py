@@ -113,7 +113,9 @@ KILL = "rank={rank},step=6,point=backward,action=sigkill,file=count"
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("strategy", "devices", "kill"), [("single", 1, True), ("ddp", 2, False)])
+@pytest.mark.parametrize(
+    ("strategy", "devices", "kill"), [pytest.param("single", 1, True, marks=pytest.mark.slow), ("ddp", 2, False)]
+)
 def test_every_logger_holds_the_same_numbers_and_each_step_once(
     monkeypatch: pytest.MonkeyPatch, strategy: str, devices: int, kill: bool
 ) -> None:

@@ -37,7 +37,14 @@ class Padded(Net):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("strategy", "data_size"), [("single", 1), ("dp", 1), ("ddp", 2), ("fsdp", 2), ("tensor", 1), ("pipeline", 1)]
+    ("strategy", "data_size"),
+    [
+        ("single", 1),
+        ("dp", 1),
+        ("ddp", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fsdp", 2), ("tensor", 1))),
+        ("pipeline", 1),
+    ],
 )
 def test_counts_what_all_ranks_do_once(strategy: str, data_size: int) -> None:
     """The run's numbers, free of the clock, as ratios: samples a step, FLOPs a sample."""

@@ -93,14 +93,14 @@ def test_one_process_is_the_loop_by_hand() -> None:
     ("strategy", "devices", "options"),
     [
         ("single", 1, {"accumulate_grad_batches": 2}),
-        ("ddp", 2, {}),
+        pytest.param("ddp", 2, {}, marks=pytest.mark.slow),
         ("ddp", 2, {"accumulate_grad_batches": 2, "num_workers": 1}),
         ("ddp", 2, {"dataset": Stream()}),
         ("dp", 2, {}),
-        ("fsdp", 2, {}),
-        ("ddp", 2, {"make": Manual}),
+        pytest.param("fsdp", 2, {}, marks=pytest.mark.slow),
+        pytest.param("ddp", 2, {"make": Manual}, marks=pytest.mark.slow),
         ("fsdp", 2, {"make": Manual}),
-        ("tensor", 2, {}),
+        pytest.param("tensor", 2, {}, marks=pytest.mark.slow),
         ("pipeline", 2, {}),
     ],
 )

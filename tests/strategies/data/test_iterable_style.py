@@ -69,7 +69,7 @@ class StatefulStream(Stream):
 @pytest.mark.ranks
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("dataset", [Stream, WorkerStream, ShuffledStream])
-@pytest.mark.parametrize("n", [24, 31])
+@pytest.mark.parametrize("n", [pytest.param(24, marks=pytest.mark.slow), 31])
 def test_a_streams_global_batches_are_those_of_one_process(dataset: type[Stream], num_workers: int, n: int) -> None:
     def make(batch_size: int) -> Any:
         return DataLoader(dataset(n), batch_size, num_workers=num_workers, collate_fn=first_column)

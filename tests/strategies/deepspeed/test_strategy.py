@@ -34,7 +34,7 @@ def single() -> tuple[list[float], Trainer, Scheduled]:
     return *train("single", module, devices=1), module
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_losses_and_weights_are_those_of_one_process_at_every_step(stage: int, single: Any) -> None:
     expected, trainer, reference_module = single
     module = scheduled()

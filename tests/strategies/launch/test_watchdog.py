@@ -218,6 +218,7 @@ quiet(strategy="auto").fit(net(), loader(64))
 """
 
 
+@pytest.mark.slow
 def test_beside_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch, repo_root: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]

@@ -148,8 +148,17 @@ def test_a_checkpoint_of_the_best_validation_resumes_bit_for_bit(tmp_path: Path)
     assert all(map(torch.equal, weights(resumed), weights(whole)))
 
 
-@pytest.mark.parametrize("kind", [ScheduleFree, OfRows])
-@pytest.mark.parametrize(("first", "then"), [("single", "single"), ("fsdp", "pipeline"), ("tensor", "fsdp")])
+@pytest.mark.parametrize(
+    ("first", "then", "kind"),
+    [
+        ("single", "single", ScheduleFree),
+        ("single", "single", OfRows),
+        ("fsdp", "pipeline", OfRows),
+        ("tensor", "fsdp", ScheduleFree),
+        pytest.param("fsdp", "pipeline", ScheduleFree, marks=pytest.mark.slow),
+        pytest.param("tensor", "fsdp", OfRows, marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_has_the_weights_to_evaluate_and_those_to_train(
     kind: type[ScheduleFree], first: str, then: str, tmp_path: Path
 ) -> None:

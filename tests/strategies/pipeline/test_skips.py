@@ -116,15 +116,15 @@ SPLITS: dict[str, tuple[Any, int]] = {
     "zbv": (lambda: Pipeline(schedule="zbv", split=["net.body.0", "net.body.2", "net.body.4"]), 2),
     "fsdp": ("fsdp=2,pipeline=2", 4),
 }
-DAILY = {("three", Dense), ("zbv", TwoOutputs), ("fsdp", Beside), ("fsdp", InPlace)}
-"""Of each net under "two" a sibling under another split; the slow run has all."""
+DAILY = {("two", Residual), ("two", InPlace), ("three", Dense), ("zbv", TwoOutputs), ("fsdp", Beside)}
+"""Each net under one split; the slow run has all."""
 NETS = (Residual, InPlace, Dense, Beside, TwoOutputs)
 CASES = [
     pytest.param(
         split,
         net,
         id=f"{split}-{net.__name__}",
-        marks=() if split == "two" or (split, net) in DAILY else pytest.mark.slow,
+        marks=() if (split, net) in DAILY else pytest.mark.slow,
     )
     for split in SPLITS
     for net in NETS

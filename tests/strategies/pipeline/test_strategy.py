@@ -31,7 +31,14 @@ def alone() -> tuple[Model, dict[str, float], torch.Tensor]:
     return module, metrics, torch.cat(trainer.predict(module, data()))
 
 
-@pytest.mark.parametrize("name", ["looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "dualpipev"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("looped_bfs", "interleaved_1f1b")),
+        "interleaved_zero_bubble",
+        "dualpipev",
+    ],
+)
 def test_every_schedule_gives_the_gradients_of_one_process(name: str, tmp_path: Path) -> None:
     """gpipe, 1f1b and zbv run in the contract suite; here batches of 5 and 3 samples make parts of two sizes, too few
     for some schedules."""
@@ -59,7 +66,7 @@ def test_steps_without_loss_have_no_weight(tmp_path: Path) -> None:
         pytest.param(
             lambda: Pipeline(schedule="gpipe", num_micro_batches=3, split=["blocks.1"]), 2, {}, marks=pytest.mark.slow
         ),
-        (lambda: Pipeline(schedule="zbv"), 2, {}),
+        pytest.param(lambda: Pipeline(schedule="zbv"), 2, {}, marks=pytest.mark.slow),
         (lambda: Pipeline(schedule="interleaved_1f1b", module="inner.net"), 2, {"checkpointed": True}),
     ],
     ids=["1f1b", "gpipe", "zbv", "interleaved"],

@@ -102,9 +102,11 @@ OPTIONS: dict[str, Any] = {"gradient_clip_val": 0.2, "accumulate_grad_batches": 
     ("strategy", "devices"),
     [
         ("pipeline", 2),
-        (lambda: Pipeline(schedule="gpipe", split=["net.blocks.1", "net.norm"]), 3),
+        pytest.param(lambda: Pipeline(schedule="gpipe", split=["net.blocks.1", "net.norm"]), 3, marks=pytest.mark.slow),
         (lambda: Pipeline(schedule="zbv"), 2),
-        (lambda: Pipeline(schedule="interleaved_zero_bubble", num_micro_batches=4), 2),
+        pytest.param(
+            lambda: Pipeline(schedule="interleaved_zero_bubble", num_micro_batches=4), 2, marks=pytest.mark.slow
+        ),
         ("ddp=2,pipeline=2", 4),
         pytest.param("fsdp=2,pipeline=2", 4, marks=pytest.mark.slow),  # as in test_skips.py
     ],

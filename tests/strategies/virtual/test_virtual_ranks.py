@@ -20,7 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "writer": {"net": "writer"},
 }
 DAILY = [("classifier", "ddp", 2), ("classifier", "ddp=2,fsdp=2", 4), ("bf16 accumulated", "fsdp", 2)]
-DAILY += [("writer", "fsdp", 4), ("classifier", "pipeline", 2)]
+DAILY += [("writer", "fsdp", 2), ("classifier", "pipeline", 2)]
 ALL = [(kind, *layout) for kind in KINDS for layout in LAYOUTS]
 
 

@@ -108,7 +108,7 @@ class Counted(Brittle):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("make", [FSDP, TensorParallel])
+@pytest.mark.parametrize("make", [FSDP, pytest.param(TensorParallel, marks=pytest.mark.slow)])
 def test_repeated_blocks_share_one_compilation_where_layers_are_cut(make: Callable[[], Strategy]) -> None:
     trainer = quiet(strategy=make(), devices=2, split_batches=True, compile={"backend": counting})
     trainer.fit(Counted(), marked_data())

@@ -86,11 +86,10 @@ def test_noise_is_taken_out(assert_same_run: Any) -> None:
     assert compare.without_noise(model) == 2 and model["attention"].dropout == model["rnn"].dropout == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "order",
-    [pytest.param(("single", "deepspeed_stage_2", "ddp"), marks=pytest.mark.slow), ("deepspeed_stage_2", "single")],
-    ids="-".join,
+    "order", [("single", "deepspeed_stage_2", "ddp"), ("deepspeed_stage_2", "single")], ids="-".join
 )
 def test_what_has_no_float64_is_compared_in_float32(order: tuple[str, ...], assert_same_run: Any) -> None:
     pytest.importorskip("deepspeed")
