@@ -211,7 +211,7 @@ class ModelCheckpoint(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         step, seen = trainer.global_step, self._seen_step
-        if step == seen:  # in the middle of an accumulation window
+        if step == seen or (self.train_time_interval is not None and not trainer.strategy.ranks_meet):
             return
         self._seen_step = step
         if not self._fitting:

@@ -118,6 +118,9 @@ class Capabilities:
 
     bitwise: bool = False
     """Takes `virtual_ranks`, with which the bits are the same on any number of ranks."""
+    synchronous: bool = True
+    """Ranks meet in every step. Else `Strategy.ranks_meet` says in which they do, collectives wait for these, and every
+    window counts as a step."""
     exact: bool = True
     """The numbers are those of one process, up to floating-point order. Only such a strategy is the reference of
     `lockstep compare`."""
@@ -165,7 +168,7 @@ NO_HOOKS = StepHooks()
 
 
 class Strategy(ABC):
-    """Four duties behind twenty-three verbs: processes and devices, gradient sync, sampler seeding, checkpointing.
+    """Four duties behind twenty-five verbs: processes and devices, gradient sync, sampler seeding, checkpointing.
 
     Unless a verb says otherwise every rank calls it, in the same order.
     """
@@ -178,6 +181,9 @@ class Strategy(ABC):
     """Devices of this node. Valid after `configure`."""
     virtual_ranks: int = 0
     """Shares into which each step is cut, as if there were so many ranks; 0 for none."""
+    ranks_meet: bool = True
+    """Whether all ranks meet in the step of now, so that a caller may call collectives after it; always, if the
+    strategy is synchronous."""
     starts_ranks: bool
     """True if this process is the launcher and the ranks are still to be started by `launch`; valid after
     `configure`."""
@@ -296,6 +302,20 @@ class Strategy(ABC):
         the names logged, naming the rank, before any parameter changes.
         """
 
+    def turns(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], window: Window) -> Iterable[Window]:
+        """Yield what of `window` belongs together: by default all of it.
+
+        A strategy whose learners have weights of their own yields a part for each that this rank runs. Until the next
+        is asked for, model and optimizers are that learner's: call `forward_backward` and `optimizer_step` within.
+        """
+        return (window,)
+
+    def synchronize(self, wrapped: nn.Module) -> None:  # noqa: B027 - ranks of an exact strategy do not drift apart
+        """Bring replicas together that drift apart by design: before validation, a save and the end of an epoch.
+
+        Every rank calls it, between steps. Afterwards the model is the same on all of them.
+        """
+
     @abstractmethod
     def evaluate(
         self,
@@ -371,23 +391,3 @@ class Strategy(ABC):
     @abstractmethod
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
         """Take over what any strategy saved on any number of ranks. Raises KeyError or ValueError by name."""
-
-
-def split_loss(output: Any, num_samples: int) -> tuple[Tensor | None, float, int | float | Tensor]:
-    """Normalize what a training step returned to (value, numerator, count).
-
-    The micro-batch contributes `value * numerator` to the sum and `count` to the denominator. A count that is a tensor
-    stays one: to read it, the host would wait for its device.
-    """
-    if isinstance(output, Tensor):
-        return output, num_samples, num_samples
-    if output is None:
-        return None, 0.0, 0.0
-    if isinstance(output, Loss):
-        return output.total, 1.0, output.count
-    if isinstance(output, Mapping) and "loss" in output:
-        return split_loss(output["loss"], num_samples)
-    raise TypeError(
-        "training_step must return a scalar tensor, a dict with 'loss', Loss(total, count) or None, but it returned "
-        f"{type(output).__name__}" + (f" with keys {sorted(map(str, output))}" if isinstance(output, Mapping) else "")
-    )

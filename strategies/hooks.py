@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Loss, StepFn, Strategy, split_loss
+from lockstep.strategies.base import NO_HOOKS, Loss, StepFn, Strategy
 from lockstep.strategies.checkpoint_state import Reader, TensorShard
+from lockstep.strategies.losses import split_loss
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
 from lockstep.strategies.sync.collectives import sum_gradients
 

@@ -1,4 +1,4 @@
-"""What is kept of what a training step returned."""
+"""What a training step returned: its weight in the mean, and what is kept of it."""
 
 from __future__ import annotations
 
@@ -19,3 +19,23 @@ def detach(output: Any) -> Any:
     if isinstance(output, Mapping):
         return {key: detach(value) for key, value in output.items()}
     return output
+
+
+def split_loss(output: Any, num_samples: int) -> tuple[Tensor | None, float, int | float | Tensor]:
+    """Normalize what a training step returned to (value, numerator, count).
+
+    The micro-batch contributes `value * numerator` to the sum and `count` to the denominator. A count that is a tensor
+    stays one: to read it, the host would wait for its device.
+    """
+    if isinstance(output, Tensor):
+        return output, num_samples, num_samples
+    if output is None:
+        return None, 0.0, 0.0
+    if isinstance(output, Loss):
+        return output.total, 1.0, output.count
+    if isinstance(output, Mapping) and "loss" in output:
+        return split_loss(output["loss"], num_samples)
+    raise TypeError(
+        "training_step must return a scalar tensor, a dict with 'loss', Loss(total, count) or None, but it returned "
+        f"{type(output).__name__}" + (f" with keys {sorted(map(str, output))}" if isinstance(output, Mapping) else "")
+    )

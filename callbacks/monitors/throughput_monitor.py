@@ -142,8 +142,11 @@ class ThroughputMonitor(Callback):
         if self._steps <= _NUM_MEASURED:
             self._measure(trainer)
             self._restart(trainer)
+        if self._counts and self._steps >= _NUM_MEASURED and trainer.strategy.ranks_meet:
+            self._add_up(trainer)
         stepped, self._last_step = trainer.global_step != self._last_step, trainer.global_step
-        if stepped and trainer.global_step % trainer.arguments.log_every_n_steps == 0:
+        every = trainer.arguments.log_every_n_steps
+        if stepped and trainer.strategy.ranks_meet and self._last_step // every > self._begun[0] // every:
             self._collect(trainer)
             if self._steps > _NUM_MEASURED:
                 self._show(trainer)
@@ -228,27 +231,26 @@ class ThroughputMonitor(Callback):
             self._uncollected = False
 
     def _measure(self, trainer: Trainer) -> None:
-        """The end of one of the first windows. After the last of them the ranks add up what they have counted, once."""
+        """The end of one of the first windows."""
         if self._watch is None:
             return
         samples = trainer._run.progress.total_samples - self._counts[-1][1]
         self._counts[-1] = float(self._watch[1].get_total_flops()), samples
         self._stop_counting()
-        if self._steps == _NUM_MEASURED:
-            totals = trainer.strategy.all_reduce(
-                torch.tensor([flops for flops, _ in self._counts], dtype=torch.float64)
-            ).tolist()
-            # The last one: in the first some engines compute shapes besides. Threads that exist from then on are not
-            # looked into.
-            known = [
-                total / samples for total, (_, samples) in zip(totals, self._counts, strict=True) if total and samples
-            ]
-            self.measured_flops_per_sample = known[-1] if known else None
-            if not known and trainer.is_global_zero:
-                warnings.warn(
-                    "ThroughputMonitor counted no FLOPs; set flops_per_sample (0 for none)",
-                    stacklevel=2,
-                )
+
+    def _add_up(self, trainer: Trainer) -> None:
+        """After the first windows the ranks add up what they have counted, once."""
+        counts, self._counts = self._counts, []
+        totals = trainer.strategy.all_reduce(torch.tensor([flops for flops, _ in counts], dtype=torch.float64)).tolist()
+        # The last one: in the first some engines compute shapes besides. Threads that exist from then on are not
+        # looked into.
+        known = [total / samples for total, (_, samples) in zip(totals, counts, strict=True) if total and samples]
+        self.measured_flops_per_sample = known[-1] if known else None
+        if not known and trainer.is_global_zero:
+            warnings.warn(
+                "ThroughputMonitor counted no FLOPs; set flops_per_sample (0 for none)",
+                stacklevel=2,
+            )
 
     def _stop_counting(self) -> None:
         watch, self._watch = self._watch, None

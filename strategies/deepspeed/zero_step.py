@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Loss, StepHooks, split_loss
+from lockstep.strategies.base import NO_HOOKS, Loss, StepHooks
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.deepspeed.access import Access
 from lockstep.strategies.deepspeed.partitions import Partitions, group_of
+from lockstep.strategies.losses import split_loss
 from lockstep.strategies.modules.model_changes import own_backward
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
 from lockstep.strategies.sync.call_order import END_FORWARD, GATHER, GATHER_FOR_BACKWARD, REDUCE, CallOrder

@@ -23,7 +23,6 @@ from lockstep.strategies.base import (
     StepResult,
     Strategy,
     Topology,
-    split_loss,
 )
 from lockstep.strategies.data.sample_axis import SampleCutter
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
@@ -38,7 +37,7 @@ from lockstep.strategies.dp.replicas import (
     replica,
 )
 from lockstep.strategies.launch.rng import kept_streams
-from lockstep.strategies.losses import detach
+from lockstep.strategies.losses import detach, split_loss
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, refuse_max_norm, remarked
 from lockstep.strategies.pipeline.microbatches import merged

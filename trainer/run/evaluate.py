@@ -132,6 +132,7 @@ def run_stage(run: RunState, module: Module, sources: Sources, stage: str) -> An
 def validate_in_fit(run: RunState, module: Module, loaders: list[ShardedLoader]) -> None:
     """Validate asynchronously: its random streams, metrics and modes stay as they are."""
     random_streams, training_metrics = rng_state(run.streams), run.metrics
+    run.strategy.synchronize(run.wrapped)
     try:
         with run.strategy.evaluation_weights(run.wrapped, run.optimizers.values()):
             evaluate(run, module, loaders, "validate")

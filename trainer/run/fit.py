@@ -20,6 +20,7 @@ from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.phase import set_phase
 from lockstep.trainer.run import evaluate, publish, saving
 from lockstep.trainer.run.guards import check_weight
+from lockstep.trainer.run.hooks import turns
 from lockstep.trainer.setup import prepare
 from lockstep.trainer.setup.prepare import FitLoop
 
@@ -38,6 +39,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
     strategy, wrapped, hooks, guards, progress = run.strategy, run.wrapped, run.hooks, loop.guards, run.progress
     optimizers, handles, automatic = list(run.optimizers.values()), run.user_optimizers, module.automatic_optimization
     step_hooks, clip = _step_hooks(run, loop, automatic), loop.clip
+    apart = not strategy.capabilities.synchronous
     _begin(run, module, loop)
     while not _is_finished(run):
         stop, windows = _begin_epoch(run, module, loop)
@@ -50,32 +52,33 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
             if not run.signals.deferred:
                 run.signals.defer()
             set_phase(progress.global_step, "training step")
-            if guards.remembers:
-                guards.remember()
-            result = strategy.forward_backward(wrapped, loop.training_step, window, step_hooks)
-            if window.micro_batches[-1].is_ambiguous:
-                check_weight(run, window, window.micro_batches[-1])
-            skipped = (result.non_finite is not None or result.later is not None) and guards.skips(result)
-            steps, stepped = automatic and result.count and not skipped, run.manually_stepped
-            if steps:
-                set_phase(progress.global_step, "optimizer step")
-                if guards.unowned:
-                    guards.check_unowned()
-                moving = guards.watches and guards.before_step(optimizers)
-                for optimizer, handle in zip(optimizers, handles, strict=True):
-                    for hook in hooks.on_before_optimizer_step:
-                        hook(optimizer)
-                    if clip is not None:
-                        clip(optimizer)
-                    if loop.own_step is None:
-                        refuse = handle.hooks.pop(id(handle))  # as `handle.take`, which would be one frame more
-                        stepped |= strategy.optimizer_step(wrapped, optimizer)
-                        handle.hooks[id(handle)] = refuse
-                    else:
-                        stepped |= loop.own_step(optimizer, window)
-                if guards.watches and stepped:
-                    guards.after_step(optimizers, moving)
-            stop = _finish_window(run, module, loop, window, result, optimizers if steps else [], stepped)
+            for part in turns(run, window) if apart else (window,):
+                if guards.remembers:
+                    guards.remember()
+                result = strategy.forward_backward(wrapped, loop.training_step, part, step_hooks)
+                if part.micro_batches[-1].is_ambiguous:
+                    check_weight(run, part, part.micro_batches[-1])
+                skipped = (result.non_finite is not None or result.later is not None) and guards.skips(result)
+                steps, stepped = automatic and result.count and not skipped, run.manually_stepped
+                if steps:
+                    set_phase(progress.global_step, "optimizer step")
+                    if guards.unowned:
+                        guards.check_unowned()
+                    moving = guards.watches and guards.before_step(optimizers)
+                    for optimizer, handle in zip(optimizers, handles, strict=True):
+                        for hook in hooks.on_before_optimizer_step:
+                            hook(optimizer)
+                        if clip is not None:
+                            clip(optimizer)
+                        if loop.own_step is None:
+                            refuse = handle.hooks.pop(id(handle))  # as `handle.take`, which would be one frame more
+                            stepped |= strategy.optimizer_step(wrapped, optimizer)
+                            handle.hooks[id(handle)] = refuse
+                        else:
+                            stepped |= loop.own_step(optimizer, part)
+                    if guards.watches and stepped:
+                        guards.after_step(optimizers, moving)
+            stop = _finish_window(run, module, loop, window, result, optimizers if steps else [], stepped or apart)
         if not _finish_epoch(run, module, loop, stop, steps_before, batches_before):
             break
     _finish(run, module, loop, optimizers)
@@ -159,8 +162,12 @@ def _finish_window(
     progress.total_samples += window.num_samples
     progress.batches_seen += window.num_batches
     progress.total_batches += window.num_batches
-    if stepped and progress.global_step % run.arguments.log_every_n_steps == 0:
+    loop.publishes |= stepped and progress.global_step % run.arguments.log_every_n_steps == 0
+    if not run.strategy.ranks_meet:
+        pass  # what is due waits until they do
+    elif loop.publishes:
         publish.publish(run, metrics.reduce(run.strategy))
+        loop.publishes = False
     elif loop.windows_seen == 1:
         publish.preview(run)
     last = window.micro_batches[-1]
@@ -187,6 +194,7 @@ def _finish_epoch(
 ) -> bool:
     """After an epoch's last window, or one after which training stops; whether training continues."""
     progress = run.progress
+    run.strategy.synchronize(run.wrapped)
     resumed_at_its_end = 0 < batches_before == progress.batches_seen
     if progress.global_step == steps_before and run.max_epochs is None and not stop and not resumed_at_its_end:
         raise ValueError(

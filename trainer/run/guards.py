@@ -33,7 +33,8 @@ class Guards:
         self.run = run
         self.module = module
         self.options = run.guard
-        self.compares_every = self.options.check_replicas_every_n_steps if run.world_size > 1 else None
+        synchronous = run.strategy.capabilities.synchronous
+        self.compares_every = self.options.check_replicas_every_n_steps if run.world_size > 1 and synchronous else None
         """Optimizer steps between comparisons of the ranks' parameters, None for none."""
         self.remembers = self.options.non_finite != "raise"
         """Whether what a window logs may have to be forgotten."""

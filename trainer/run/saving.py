@@ -60,6 +60,7 @@ def save(
     if run.folder is not None:
         run.folder.hold(run)
     began, path = time.perf_counter(), os.path.expanduser(path)
+    run.strategy.synchronize(run.wrapped)
     if run.world_size > 1 and run.guard.check_replicas_every_n_steps is not None:
         check_replicas(run.trainer, run.module)  # replicas that differ are not worth keeping
     options: dict[str, Any] = {"also": also, "outdated": [*outdated, *_superseded(run, path)]}

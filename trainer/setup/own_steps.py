@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lockstep.callbacks.guard import fingerprint
-from lockstep.strategies.base import split_loss
 from lockstep.strategies.data.sharded_loader import Window
+from lockstep.strategies.losses import split_loss
 from lockstep.strategies.modules.absent import is_here
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module

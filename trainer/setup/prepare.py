@@ -66,6 +66,8 @@ class FitLoop:
     """Makes the loaders again if that is due in this epoch."""
     validated_at: int = -1
     """`global_step` of the last validation."""
+    publishes: bool = False
+    """Whether values are due to be published, as soon as all ranks meet."""
     windows_seen: int = 0
     """Accumulation windows of this fit."""
     learned: bool = False
@@ -265,6 +267,8 @@ def _set_up_optimizers(run: RunState, module: Module) -> tuple[set[str], list[st
             "automatic_optimization = False"
         )
     _check_schedulers(module, named, schedulers)
+    if not run.strategy.capabilities.synchronous:
+        _refuse_monitor_in_step(run, schedulers)
     unowned = check_ownership(module, named) if module.automatic_optimization else []
     run.configured = resume.configured(named, schedulers)
     if run.resumed is not None:
@@ -306,6 +310,15 @@ def _check_schedulers(module: Module, named: dict[str, Optimizer], schedulers: l
                 f"{kind} drives a {type(driven).__name__} that {name}.configure_optimizers "
                 "did not return, so its rates would change nothing; build the scheduler on an optimizer that is "
                 "returned"
+            )
+
+
+def _refuse_monitor_in_step(run: RunState, schedulers: list[SchedulerConfig]) -> None:
+    for config in schedulers:
+        if config.reduce_on_plateau and config.interval == "step":
+            raise ValueError(
+                f"a scheduler monitors {config.monitor!r} in each step, which is a mean over ranks, but those of "
+                f'{type(run.strategy).__name__} do not meet in every step; give it interval="epoch"'
             )
 
 

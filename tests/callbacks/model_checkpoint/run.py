@@ -33,7 +33,9 @@ class Run:
         self.is_global_zero = True
         self.sanity_checking = False
         self.num_val_batches: list[int] = [1]
-        self.strategy: Any = SimpleNamespace(topology=Topology(), broadcast=lambda value: value, barrier=lambda: None)
+        self.strategy: Any = SimpleNamespace(
+            topology=Topology(), broadcast=lambda value: value, barrier=lambda: None, ranks_meet=True
+        )
         self.print = print
         self.events: list[str] = []
         self.removes = True
