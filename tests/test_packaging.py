@@ -181,6 +181,7 @@ def test_the_wheel_holds_lockstep_and_nothing_else_at_top_level(wheel: Path) -> 
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"lockstep", "lockstep_trainer-0.1.0.dist-info"}
     assert {"lockstep/py.typed", "lockstep/__main__.py", "lockstep/trainer/run/fit.py"} <= set(names)
+    assert "lockstep/strategies/planning/devices.json" in names
 
 
 SCRIPT = """
