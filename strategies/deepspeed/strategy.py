@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Strategy, Topology
+from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, Strategy, Topology
 from lockstep.strategies.checkpoint_state import Reader, State, names_of, parameter_names
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.deepspeed import checkpoint
@@ -186,7 +186,7 @@ class DeepSpeed(SPMDStrategy):
     def forward_backward(
         self,
         wrapped: nn.Module,
-        step_fn: Callable[[Any, int], Any],
+        step_fn: StepFn,
         window: Window,
         hooks: StepHooks = NO_HOOKS,
     ) -> StepResult:
@@ -286,11 +286,11 @@ class DeepSpeed(SPMDStrategy):
 
     # ---- what the base class asks ------------------------------------------------------------------
 
-    def run_step(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
         assert isinstance(wrapped, ZeroStep)
         return functools.partial(wrapped.step, step_fn)
 
-    def run_padding(self, wrapped: nn.Module, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    def run_padding(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
         assert isinstance(wrapped, ZeroStep)
         return functools.partial(wrapped.weightless_step, step_fn)
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Loss, StepHooks
+from lockstep.strategies.base import NO_HOOKS, Loss, StepFn, StepHooks
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.deepspeed.access import Access
 from lockstep.strategies.deepspeed.partitions import Partitions, group_of
@@ -179,7 +179,7 @@ class ZeroStep(nn.Module):
             self.engine.set_gradient_accumulation_boundary(i == last)
             yield micro_batch
 
-    def step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Any:
+    def step(self, step_fn: StepFn, batch: Any, batch_idx: int) -> Any:
         """What the step returns, through the engine. Where it returns None, gradients of zero."""
         self.call, self.counts = functools.partial(step_fn, batch, batch_idx), True
         return self._run_step()
@@ -190,7 +190,7 @@ class ZeroStep(nn.Module):
         self._end_forward()
         return _with_loss(self._taken(), value)
 
-    def weightless_step(self, step_fn: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Loss:
+    def weightless_step(self, step_fn: StepFn, batch: Any, batch_idx: int) -> Loss:
         """Padding: the other ranks exchange parameters and gradients in this micro-batch, in the order in which they
         are used."""
         self.call, self.counts = functools.partial(step_fn, batch, batch_idx), False

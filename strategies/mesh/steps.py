@@ -49,7 +49,7 @@ class Steps:
         self._rank = rank
         self._losses = open_exchange(rank, world_size, 1, timeout_s)
 
-    def announcing(self, run: Callable[..., Any], *first: Any) -> Callable[[Any, int], Any]:
+    def announcing(self, run: Callable[..., Any], *first: Any) -> StepFn:
         """`run(*first, batch, batch_idx)`, which then tells the other ranks whether it has a loss."""
 
         def call(batch: Any, batch_idx: int) -> Any:
@@ -134,9 +134,9 @@ def _summary(gradient: Tensor | None, device: torch.device) -> Tensor:
 
 def one_optimizer_each(
     wrapped: nn.Module,
-    step_fn: Callable[[Any, int], Any],
+    step_fn: StepFn,
     hooks: StepHooks,
-) -> tuple[Callable[[Any, int], Any], StepHooks]:
+) -> tuple[StepFn, StepHooks]:
     """Let each loss of a dict move only its optimizer's parameters: what the backward left elsewhere is taken back.
 
     Autograd takes the parameters to reach, but the graph holds the gathered ones.

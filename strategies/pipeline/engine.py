@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_leaves
 
-from lockstep.strategies.base import StepHooks, Topology
+from lockstep.strategies.base import StepFn, StepHooks, Topology
 from lockstep.strategies.data.batch_slices import signature
 from lockstep.strategies.data.sharded_loader import Window
 from lockstep.strategies.launch import fault_injection
@@ -196,7 +196,7 @@ class Engines:
     def run_window(
         self,
         wrapped: Staged,
-        step_fn: Callable[[Any, int], Any],
+        step_fn: StepFn,
         window: Window,
         hooks: StepHooks,
         noise: tuple[int, ...],

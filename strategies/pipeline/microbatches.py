@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.strategies.base import Loss, StepHooks
+from lockstep.strategies.base import Loss, StepFn, StepHooks
 from lockstep.strategies.data.batch_slices import cut, has_rows
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import MicroBatch
@@ -41,7 +41,7 @@ class Tally:
 class Feed:
     """One run of a schedule: parts of equal size, and what to do with them."""
 
-    step_fn: Callable[[Any, int], Any]
+    step_fn: StepFn
     batch_idx: int
     parts: list[Part]
     noise: int
@@ -106,7 +106,7 @@ def merged(outputs: list[tuple[Any, int]]) -> Any:
 def feeds_of(
     micro_batch: MicroBatch,
     num_parts: int,
-    step_fn: Callable[[Any, int], Any],
+    step_fn: StepFn,
     scale: float,
     noise: Sequence[int],
     hooks: StepHooks,

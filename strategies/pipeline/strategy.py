@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Capabilities, StepHooks, StepResult, Strategy, Topology
+from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, Strategy, Topology
 from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, gather_state, gather_whole
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
@@ -338,7 +338,7 @@ class Pipeline(StagedStrategy):
     def forward_backward(
         self,
         wrapped: nn.Module,
-        step_fn: Callable[[Any, int], Any],
+        step_fn: StepFn,
         window: Window,
         hooks: StepHooks = NO_HOOKS,
     ) -> StepResult:

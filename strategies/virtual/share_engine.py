@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.strategies.base import StepHooks
+from lockstep.strategies.base import StepFn, StepHooks
 from lockstep.strategies.data.batch_slices import signature
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.modules.absent import is_here
@@ -33,7 +33,7 @@ class ShareWindow:
     def __init__(
         self,
         wrapped: Staged,
-        step_fn: Callable[[Any, int], Any],
+        step_fn: StepFn,
         window: Window,
         hooks: StepHooks,
         held: Sequence[nn.Parameter],
