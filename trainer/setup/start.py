@@ -49,7 +49,9 @@ def last_module(run: RunState, stage: str, ckpt_path: str | Path | None) -> tupl
 def open_checkpoint(run: RunState, ckpt_path: str | None) -> Checkpoint | None:
     """Choose the run's folder and open the checkpoint that `ckpt_path` means. Every rank calls it."""
     choice = choose(run, ckpt_path) if run.is_global_zero else None
-    choice = checked_choice(run.strategy.broadcast(choice))
+    choice = run.strategy.broadcast(choice)
+    run.begun = "error" not in choice  # as where the launcher chooses, before it starts the ranks
+    choice = checked_choice(choice)
     run.log_dir = choice["log_dir"]
     for logger, folder in zip(run.loggers, choice["loggers"], strict=True):
         publish.guarded(run, logger, setattr, logger, "log_dir", folder)

@@ -164,6 +164,14 @@ def test_evaluation_without_a_checkpoint_must_be_asked_for(capsys: pytest.Captur
     assert float(block(capsys.readouterr().out, "validate: initial weights")["error"]) > 0
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_missing_checkpoint_is_invalid_input_on_any_number_of_ranks(
+    devices: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", "run.yaml", "ckpt_path=last", f"devices={devices}"]) == 2
+    assert "ckpt_path='last' finds no valid checkpoint below" in capsys.readouterr().err
+
+
 def test_config_prints_what_can_be_run_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "run.yaml", "module.lr=0.5", "devices=2"]) == 0
     Path("again.yaml").write_text(capsys.readouterr().out)
