@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.mesh.fsdp import FSDP
     from lockstep.strategies.mesh.mesh_parallel import MeshParallel
     from lockstep.strategies.mesh.tensor import TensorParallel
+    from lockstep.strategies.methods.parameter_server.strategy import ParameterServer
     from lockstep.strategies.model_parallel import ModelParallel
     from lockstep.strategies.pipeline.strategy import Pipeline
     from lockstep.strategies.registry import build
@@ -28,6 +29,7 @@ else:
             "mesh.fsdp": ["FSDP"],
             "mesh.mesh_parallel": ["MeshParallel"],
             "mesh.tensor": ["TensorParallel"],
+            "methods.parameter_server.strategy": ["ParameterServer"],
             "model_parallel": ["ModelParallel"],
             "pipeline.strategy": ["Pipeline"],
             "registry": ["build"],
@@ -44,6 +46,7 @@ __all__ = [
     "Loss",
     "MeshParallel",
     "ModelParallel",
+    "ParameterServer",
     "Pipeline",
     "SPMDStrategy",
     "SingleDevice",

@@ -160,6 +160,10 @@ class StepHooks(NamedTuple):
     """Yields the micro-batches of a window, prepared one at a time."""
     streams: dict[str, torch.Generator] | None = None
     """Named generators that a step may draw from, as from torch's own; it may add some."""
+    log: Callable[[str, float, str, float], None] | None = None
+    """Takes what a strategy measures of a batch: name, value, "mean" or "max", weight."""
+    folder: str | None = None
+    """The run's folder, in which a strategy may record what it did."""
     automatic: bool = True
     """False if the step itself runs backward and steps (manual optimization): it is called only, on padding too."""
 

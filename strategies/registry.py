@@ -31,6 +31,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "model": functools.partial(_make, "model_parallel", "ModelParallel"),
     "pipeline": functools.partial(_make, "pipeline.strategy", "Pipeline"),
     "tensor": functools.partial(_make, "mesh.tensor", "TensorParallel"),
+    "parameter_server": functools.partial(_make, "methods.parameter_server.strategy", "ParameterServer"),
     "deepspeed": functools.partial(_make, "deepspeed.strategy", "DeepSpeed"),
     "deepspeed_stage_1": functools.partial(_make, "deepspeed.strategy", "DeepSpeed", stage=1),
     "deepspeed_stage_2": functools.partial(_make, "deepspeed.strategy", "DeepSpeed", stage=2),

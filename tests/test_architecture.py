@@ -88,6 +88,7 @@ PUBLIC = {
         "Loss",
         "MeshParallel",
         "ModelParallel",
+        "ParameterServer",
         "Pipeline",
         "SPMDStrategy",
         "SingleDevice",

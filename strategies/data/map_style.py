@@ -91,6 +91,16 @@ class Indexed(Source):
         else:
             self._sampler, self._length = sampler, length_of(sampler)
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether batches are read before they are asked for."""
+        return self._workers.reads_ahead
+
+    def wrap_fetcher(self, kind: type[Any]) -> None:
+        """Read batches through what `kind` makes of the fetcher, once."""
+        if not isinstance(self._fetcher, kind):
+            self._fetcher = kind(self._fetcher)
+
     def _measure(self) -> None:
         if self._length is None:
             full = None

@@ -44,9 +44,13 @@ class Workers:
         self._kept: tuple[_Keys, DataLoader[Any]] | None = None
         self._busy = False
 
+    @property
+    def reads_ahead(self) -> bool:
+        return bool(self.num_workers or self._pins)
+
     def run(self, fetcher: Any, keys: Iterator[Any], epoch: int) -> Iterator[Any]:
         """What `fetcher[key]` gives, key by key. Persistent workers keep the first fetcher they were given."""
-        if not self.num_workers and not self._pins:
+        if not self.reads_ahead:
             yield from map(fetcher.__getitem__, keys)
             return
         if not self._persistent or self._busy:

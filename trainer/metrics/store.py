@@ -117,6 +117,10 @@ class MetricStore:
             weight = 0.0
         self._count(entry, value, weight)
 
+    def log_measured(self, name: str, value: float, reduce_fx: str, weight: float) -> None:
+        """What a strategy has measured of a batch."""
+        self.log(name, value, reduce_fx=reduce_fx, on_step=True, on_epoch=False, batch_size=weight)
+
     def _count(self, entry: Entry, value: Any, weight: float) -> None:
         """Add a number, or a tensor of one element, to the sum of `entry`."""
         if isinstance(value, Tensor):

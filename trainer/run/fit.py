@@ -93,6 +93,8 @@ def _step_hooks(run: RunState, loop: FitLoop, automatic: bool) -> StepHooks:
         parameters=loop.parameters,
         prepare=partial(_prepared, run, loop),
         streams=run.streams,
+        log=run.metrics.log_measured,
+        folder=run.log_dir,
         automatic=automatic,
     )
 
@@ -269,7 +271,7 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
     Returns to the strategy in between, which has run backward by then; the last batch's end comes after the step.
     """
     metrics, hooks, progress = run.metrics, run.hooks, run.progress
-    num, last = len(window.micro_batches), len(window.micro_batches) - 1
+    num = len(window.micro_batches)
     data_size, num_samples = run.strategy.topology.data_size, window.num_samples
     if loop.counts_manually:
         num_samples = _samples_of_all(run, window) or num_samples
@@ -293,7 +295,7 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
             shares.ran()
         if micro_batch.is_ambiguous:
             check_weight(run, window, micro_batch)
-        if i < last:
+        if i < len(window.micro_batches) - 1:  # a strategy may have added some
             for hook in hooks.on_train_batch_end:
                 hook(micro_batch.output, micro_batch.batch, micro_batch.batch_idx)
             if not loop.reevaluates:

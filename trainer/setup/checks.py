@@ -55,6 +55,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
         raise ValueError(
             f"{name} has no trainable parameter; give it layers, or set requires_grad on what is to be trained"
         )
+    _refused_by_strategy(run, module)
     if not module.automatic_optimization:
         _manual_optimization(run, name)
     if run.guard.non_finite != "raise" and not run.strategy.capabilities.synchronous:
@@ -84,6 +85,16 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
     roots = {str(start.place_of(run, item)[0].parent) for item in run.loggers}
     for folder in roots | {str(item.dirpath or root) for item in savers}:
         writable(folder)
+
+
+def _refused_by_strategy(run: RunState, module: Module) -> None:
+    """Raise ValueError for a method of the module or of a user's callback that the strategy refuses."""
+    refuses = run.strategy.capabilities.refuses
+    users = [item for item in run.callbacks if not type(item).__module__.startswith("lockstep.callbacks.")]
+    asked = [name for name in refuses if hasattr(Module, name) and overrides(module, name, Module)]
+    asked += [name for name in refuses for item in users if hasattr(Callback, name) and overrides(item, name, Callback)]
+    for name in asked:
+        raise ValueError(refuses[name])
 
 
 def _manual_optimization(run: RunState, name: str) -> None:

@@ -1,0 +1,1 @@
+"""A parameter server with bounded staleness."""

@@ -1,0 +1,188 @@
+"""The servers of a run and a rank's way to them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.strategies.base import Topology
+from lockstep.strategies.methods.parameter_server.layout import Layout, spread
+from lockstep.strategies.methods.parameter_server.links import FOREVER, Dealer, Links
+from lockstep.strategies.methods.parameter_server.schedule import Arrival, Record, Schedule
+from lockstep.strategies.methods.parameter_server.server import Host, Post, Server
+from lockstep.strategies.modules.model_changes import shortened
+from lockstep.strategies.optimizers.hidden_state import HiddenState
+from lockstep.strategies.optimizers.numbers import changes, numbers_of
+
+
+class Options(NamedTuple):
+    """What the numbers of a run depend on."""
+
+    workers: int
+    servers: int
+    staleness: int
+
+
+class Engine:
+    """From a step on until `close`; every rank makes one."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        wrapped: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        options: Options,
+        clock: int,
+        schedule: Schedule | None,
+        folder: str | None,
+    ) -> None:
+        self.first_clock, self._schedule, self._optimizers = clock, schedule, optimizers
+        self._staleness, self._workers, num_servers = options.staleness, options.workers, options.servers
+        self._rank, world_size = topology.rank, topology.world_size
+        stepped = {id(p) for o in optimizers.values() for group in o.param_groups for p in group["params"]}
+        tensors: dict[str, Tensor] = {n: p for n, p in wrapped.named_parameters() if id(p) in stepped}
+        self._parameters = {name: (p, p._version) for name, p in tensors.items()}
+        tensors |= dict(wrapped.named_buffers())
+        self._parts = spread(tensors, num_servers)
+        self._layouts = [Layout(part) for part in self._parts]
+        self._hosts = [i % world_size for i in range(num_servers)]
+        self._before = {key: [numbers_of(group) for group in o.param_groups] for key, o in optimizers.items()}
+        self._held = {key: [list(group["params"]) for group in o.param_groups] for key, o in optimizers.items()}
+        mine = {
+            i: Server(part, optimizers)
+            for i, (part, host) in enumerate(zip(self._parts, self._hosts, strict=True))
+            if host == self._rank
+        }
+        for optimizer in optimizers.values():
+            optimizer.state = HiddenState(optimizer, "the state of {} is on the servers, which step it")
+        holders = sorted(set(self._hosts))
+        self._norms = dist.new_group(holders, backend="gloo", timeout=FOREVER) if len(holders) > 1 else None
+        record = None
+        if self._rank == 0 and folder is not None:
+            record = Record(folder, options._asdict(), clock * self._workers)
+        self._num_servers = num_servers
+        self._host = Host(mine, self._workers, clock, self._sum_squares, self._readers(clock), record)
+        sizes = [
+            [layout.nbytes for layout, host in zip(self._layouts, self._hosts, strict=True) if host == rank]
+            for rank in range(world_size)
+        ]
+        self._links = Links(self._rank, self._hosts, sizes, num_servers)
+        dealer = Dealer(self._workers, world_size, clock) if self._rank == 0 else None
+        self._links.serve(self._host if mine or dealer else None, dealer)
+
+    def _readers(self, clock: int) -> dict[int, Counter[int]] | None:
+        if self._schedule is None:
+            return None
+        readers: dict[int, Counter[int]] = {i: Counter() for i in range(self._num_servers)}
+        for batch, read in self._schedule.reads.items():
+            if batch >= clock * self._workers:
+                for i, version in enumerate(read):
+                    readers[i][version] += 1
+        return readers
+
+    def take(self, clock: int, vote: int) -> tuple[int | None, int]:
+        return self._links.take(clock, vote)
+
+    def read(self, wrapped: nn.Module, batch: int) -> list[int]:
+        """Let the model hold parameters that `batch` may be computed on; their versions by server."""
+        self._refuse_changes()
+        if self._schedule is not None:
+            return self._put(self._links.read(self._schedule.of(batch), exactly=True))
+        need = max(self.first_clock, batch // self._workers - self._staleness)
+        return self._put(self._links.read([need] * self._num_servers, exactly=False))
+
+    def drain(self, wrapped: nn.Module, clock: int) -> None:
+        """Let the model hold what the steps of all clocks before `clock` made."""
+        self._refuse_changes()
+        self._links.settle()
+        self._put(self._links.read([clock] * self._num_servers, exactly=False))
+        self._host.flush()
+
+    @torch.no_grad()
+    def _put(self, found: list[tuple[int, Tensor]]) -> list[int]:
+        for part, layout, (_, flat) in zip(self._parts, self._layouts, found, strict=True):
+            for tensor, value in zip(part.values(), layout.read(flat), strict=True):
+                assert value is not None
+                tensor.data.copy_(value)
+        self._parameters = {name: (p, p._version) for name, (p, _) in self._parameters.items()}
+        return [version for version, _ in found]
+
+    def _refuse_changes(self) -> None:
+        changed = [name for name, (p, version) in self._parameters.items() if p._version != version]
+        if changed:
+            raise RuntimeError(
+                f"the parameters {shortened(changed)} were changed outside of the optimizer, on a worker, where a "
+                "parameter server would overwrite them; change them on every rank within `with trainer.whole(module):`"
+            )
+
+    def push(self, wrapped: nn.Module, batch: int, versions: list[int], count: float) -> None:
+        """Send the gradients that the model has; buffers too if the batch is the first of its clock."""
+        clock, share = divmod(batch, self._workers)
+        flats: dict[int, Tensor] = {}
+        if count:
+            pieces: dict[int, list[Tensor]] = defaultdict(list)
+            for part, layout, host in zip(self._parts, self._layouts, self._hosts, strict=True):
+                flat = torch.empty(layout.nbytes, dtype=torch.uint8)
+                layout.write(
+                    [t.grad if isinstance(t, nn.Parameter) else t if not share else None for t in part.values()], flat
+                )
+                pieces[host].append(flat)
+            flats = {host: parts[0] if len(parts) == 1 else torch.cat(parts) for host, parts in pieces.items()}
+        self._links.push(Arrival(batch, self._rank, versions, clock + 1), count, flats)
+
+    def changed_numbers(self, key: str, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+        """By group what is other in the numbers of `optimizer` than when this was asked last."""
+        held = [list(group["params"]) for group in optimizer.param_groups]
+        if [[id(p) for p in group] for group in held] != [[id(p) for p in group] for group in self._held[key]]:
+            raise RuntimeError(
+                f"the parameter groups of optimizer {key!r} hold other parameters than at its first step, which a "
+                "parameter server cannot take over; give it all parameters in configure_optimizers, some of them frozen"
+            )
+        now = [numbers_of(group) for group in optimizer.param_groups]
+        before, self._before[key] = self._before[key], now
+        return {i: found for i, (n, b) in enumerate(zip(now, before, strict=True)) if (found := changes(n, b))}
+
+    def post(self, clock: int, post: Post) -> None:
+        if self._host.servers:
+            self._host.post(clock, post)
+
+    @contextmanager
+    def shown(self) -> Iterator[dict[int, str]]:
+        """While it lasts the user's optimizers hold the state of what this rank's servers step; yields its names by
+        `id` of the parameters."""
+        owned: dict[int, str] = {}
+        hidden = {key: optimizer.state for key, optimizer in self._optimizers.items()}
+        for key, optimizer in self._optimizers.items():
+            state: defaultdict[Any, Any] = defaultdict(dict)
+            for i, server in self._host.servers.items():
+                users = {id(server.own[id(t)]): t for t in self._parts[i].values()}
+                if key in server.optimizers:
+                    for tensor, entry in server.optimizers[key].state.items():
+                        state[users.get(id(tensor), tensor)] = entry
+                owned |= {id(t): name for name, t in self._parts[i].items()}
+            optimizer.state = state
+        try:
+            yield owned
+        finally:
+            for key, optimizer in self._optimizers.items():
+                optimizer.state = hidden[key]
+
+    def close(self) -> None:
+        self._links.close()
+        self._host.close()
+
+    def _sum_squares(self, squares: dict[int, float]) -> float:
+        """Their sum over all servers, in one order; the threads of all ranks call it."""
+        row = torch.zeros(self._num_servers, dtype=torch.float64)
+        for i, square in squares.items():
+            row[i] = square
+        if self._norms is not None:
+            dist.all_reduce(row, group=self._norms)
+        return float(sum(row.tolist()))

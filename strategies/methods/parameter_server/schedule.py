@@ -1,0 +1,78 @@
+"""The record of an asynchronous run: which worker computed each batch on which version of the parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+NAME = "schedule.jsonl"
+"""The record's name in a run's folder."""
+
+
+class Arrival(NamedTuple):
+    """A gradient, as it arrived."""
+
+    batch: int
+    """Number in the run: batch `i` belongs to clock `i // workers`."""
+    worker: int
+    """The rank that computed it."""
+    read: list[int]
+    """Of each server the version of its parameters, in clocks applied, that the gradient was computed on."""
+    made: int
+    """The version that its clock made."""
+
+
+class Schedule:
+    """A recorded run, to be replayed."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises ValueError for a file that is not a schedule, FileNotFoundError if there is none."""
+        path = Path(path).expanduser()
+        if not path.is_file():
+            raise FileNotFoundError(f"replay must be the {NAME} of a run's folder, but there is no file {str(path)!r}")
+        lines = path.read_text().split("\n")[:-1]  # a kill may leave a part of a line
+        try:
+            head = json.loads(lines[0])
+            self.workers, self.servers, self.staleness = (int(head[k]) for k in ("workers", "servers", "staleness"))
+            self.reads: dict[int, list[int]] = {}
+            for line in lines[1:]:
+                arrival = Arrival(**json.loads(line))
+                self.reads[arrival.batch] = arrival.read
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"replay must be the {NAME} of a run's folder, but {str(path)!r} is not: {error}"
+            ) from None
+
+    def of(self, batch: int) -> list[int]:
+        """The versions to compute `batch` on. Raises RuntimeError past the end of the record."""
+        if batch not in self.reads:
+            raise RuntimeError(
+                f"the schedule that is replayed has no batch {batch}: it ends after {len(self.reads)} batches; train "
+                "as long as the run that was recorded, or without replay"
+            )
+        return self.reads[batch]
+
+
+class Record:
+    """Writes the schedule of this run; rank 0 has it."""
+
+    def __init__(self, folder: str | Path, head: dict[str, Any], first_batch: int) -> None:
+        """A run that resumes at `first_batch` keeps what is recorded before it."""
+        path = Path(folder) / NAME
+        before: list[str] = []
+        if first_batch and path.is_file():
+            before = [line for line in path.read_text().split("\n")[1:-1] if json.loads(line)["batch"] < first_batch]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "w")  # noqa: SIM115 - until `close`
+        self._file.write("\n".join([json.dumps(head), *before, ""]))
+        self._file.flush()
+
+    def add(self, arrival: Arrival) -> None:
+        self._file.write(json.dumps(arrival._asdict()) + "\n")
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,393 @@
+"""Stale-synchronous training: workers compute on parameters that may be old, servers step them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, Strategy
+from lockstep.strategies.checkpoint_state import Reader, State, gather_state
+from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
+from lockstep.strategies.launch import environment, fault_injection
+from lockstep.strategies.losses import detach
+from lockstep.strategies.methods.parameter_server.data import DealtLoader, Later
+from lockstep.strategies.methods.parameter_server.engine import Engine, Options
+from lockstep.strategies.methods.parameter_server.schedule import Schedule
+from lockstep.strategies.methods.parameter_server.server import Post
+from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
+from lockstep.strategies.optimizers.modes import has_modes
+from lockstep.strategies.optimizers.probe import probe
+from lockstep.strategies.spmd import SPMDStrategy
+from lockstep.strategies.step import weighted_losses
+from lockstep.strategies.sync.buffers import share_buffers
+
+_LATER = "the gradient of a step is on the servers, once all workers have sent theirs"
+_REFUSES = {
+    "manual_optimization": "a parameter server steps optimizers itself, so it needs automatic optimization",
+    "closures": "a parameter server steps optimizers on gradients that have arrived, so one that calls a closure is "
+    "refused; use strategy='ddp'",
+    "16-mixed": "precision='16-mixed' scales losses by what overflowed, which a parameter server learns too late; use "
+    "'bf16-mixed'",
+    "parameter_state": "a worker of a parameter server has parameters that are up to `staleness` steps old",
+    "on_after_backward": f"on_after_backward cannot be called: {_LATER}; use strategy='ddp'",
+    "on_before_optimizer_step": f"on_before_optimizer_step cannot be called with gradients: {_LATER}; use "
+    "strategy='ddp'",
+    "optimizer_step": "optimizer_step cannot be overridden: the servers step the optimizers; use strategy='ddp'",
+    "configure_gradient_clipping": f"configure_gradient_clipping cannot be overridden: {_LATER}; give "
+    "gradient_clip_val",
+}
+
+
+class ParameterServer(SPMDStrategy):
+    """Stale-synchronous parallel training with servers that hold the parameters.
+
+    Batches are handed out to whichever rank is free. `workers` batches that follow each other are a *clock*, whose
+    gradients make one optimizer step on the servers, weighted as everywhere; so `global_step` counts clocks. A batch of
+    clock c is computed on parameters of version c - `staleness` at least, where version v holds the steps of clocks
+    before v. With `staleness=0` the numbers are those of `ddp`.
+
+    `staleness`: how many steps the parameters that a batch is computed on may be old.
+    `workers`: batches a clock; a multiple of the number of ranks, which it is by default.
+    `servers`: how many ranks hold parameters, rank 0 first; all by default.
+    `replay`: the `schedule.jsonl` of a run, which then is repeated bit for bit on any number of ranks that divides its
+        workers. It brings `workers`, `servers` and `staleness`.
+    `meet_every`: clocks between those in which all ranks wait for each other, to publish what was logged and to see
+        whether callbacks ask for something.
+    `timeout_s`: how long a collective may wait for the other ranks, in seconds.
+    """
+
+    capabilities = Capabilities(exact=False, synchronous=False, refuses=_REFUSES)
+
+    def __init__(
+        self,
+        staleness: int = 4,
+        *,
+        workers: int | None = None,
+        servers: int | None = None,
+        replay: str | Path | None = None,
+        meet_every: int = 50,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        super().__init__()
+        self.timeout_s = timeout_s
+        self._schedule = None if replay is None else Schedule(replay)
+        if self._schedule is not None:
+            if workers is not None or servers is not None:
+                raise ValueError("replay brings workers and servers; leave them out")
+            workers, servers, staleness = (getattr(self._schedule, k) for k in ("workers", "servers", "staleness"))
+        for name, value in (("workers", workers), ("servers", servers), ("meet_every", meet_every)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, but {name}={value!r}")
+        if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
+            raise ValueError(f"staleness must be a whole number of steps, 0 for none, but staleness={staleness!r}")
+        self.staleness, self._workers, self._wanted_servers = staleness, workers, servers
+        self._meet_every = meet_every
+        self._clock = 0
+        """Clocks that this rank has passed."""
+        self._optimizers: dict[str, Optimizer] = {}
+        self._one_server = False
+        self._engine: Engine | None = None
+        self._post: Post | None = None
+        self._last_batch: Any = None
+        self._metrics: list[Any] = []
+
+    # ---- processes -------------------------------------------------------------------------------------
+
+    def configure(
+        self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
+    ) -> Strategy:
+        chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
+        world = environment.detect()
+        ranks = self.num_devices * num_nodes if world is None else world.world_size
+        self.virtual_ranks = self._workers or ranks
+        if self.virtual_ranks % ranks:
+            raise ValueError(
+                f"workers={self.virtual_ranks} must be a multiple of the number of ranks, but there are {ranks}"
+            )
+        if self._schedule is None and self._wanted_servers is not None and self._wanted_servers > ranks:
+            raise ValueError(f"servers={self._wanted_servers} are more than the {ranks} ranks")
+        return chosen
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The workers that this rank stands for in evaluation, and whose batches of the first clock it gets."""
+        number = self.virtual_ranks // self.topology.world_size
+        return tuple(range(self.topology.rank * number, (self.topology.rank + 1) * number))
+
+    @property
+    def ranks_meet(self) -> bool:  # type: ignore[override]
+        return self._clock % self._meet_every == 0
+
+    def teardown(self) -> None:
+        self._engine = None  # its threads end with their peers, or with the process
+        self._clock = 0
+        self._optimizers = {}
+        super().teardown()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        model = model.to(self.topology.device)
+        if self._parameter_hooks.taken:
+            raise ValueError(f"gradient hooks on parameters are refused: {_LATER}; use strategy='ddp'")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                dist.broadcast(parameter.data, 0)
+        share_buffers(model.modules())
+        self._metrics = [m for m in model.modules() if hasattr(m, "metric_state") and hasattr(m, "_update_count")]
+        return model
+
+    def teardown_module(self, wrapped: nn.Module) -> None:
+        if self._engine is not None:
+            self._dissolve(wrapped)
+        super().teardown_module(wrapped)
+
+    # ---- optimizers ------------------------------------------------------------------------------------
+
+    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+        self._one_server = False
+        for key, optimizer in optimizers.items():
+            found, why = probe(optimizer), ""
+            if found.kind == "unknown" or found.draws:
+                why = found.reason
+            elif optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+                why = "it has a step hook, which would run during a training step"
+            elif has_modes(optimizer):
+                why = "it has other weights to evaluate than to train"
+            if why:
+                raise ValueError(
+                    f"optimizer {key!r} ({type(optimizer).__name__}) cannot be stepped by a parameter server, because "
+                    f"{why}; use strategy='ddp', or another optimizer"
+                )
+            self._one_server |= found.kind == "coupled" or found.keeps_numbers
+        self._optimizers = super().setup_optimizers(wrapped, optimizers)
+        return self._optimizers
+
+    def clip_gradients(
+        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+    ) -> Tensor | None:
+        """Have the servers clip the gradient of the clock, when it is complete. Returns None: its norm is not known
+        yet."""
+        if value == float("inf"):
+            raise RuntimeError(f"the norm of the gradient is not known: {_LATER}; use strategy='ddp'")
+        assert self._post is not None
+        self._post.clips.append((self._key_of(optimizer), float(value), algorithm))
+        return None
+
+    def optimizer_step(
+        self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+    ) -> bool:
+        """Have the servers step `optimizer` when the gradient of the clock is complete, with the numbers that its
+        parameter groups have now."""
+        if closure is not None:
+            self._refuse("closures")
+        assert self._post is not None and self._engine is not None
+        key = self._key_of(optimizer)
+        self._post.numbers[key] = self._engine.changed_numbers(key, optimizer)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn
+        if self._post.numbers.keys() == self._optimizers.keys():
+            self._engine.post(self._clock - 1, self._post)
+            self._post = None
+            if self._clock - self._engine.first_clock <= 2:  # where it is checked that steps move parameters
+                self.synchronize(wrapped)
+        return True
+
+    def _key_of(self, optimizer: Optimizer) -> str:
+        return next(key for key, held in self._optimizers.items() if held is optimizer)
+
+    # ---- data ------------------------------------------------------------------------------------------
+
+    def shard_loader(
+        self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 0, split: bool = False
+    ) -> ShardedLoader:
+        """A loader to train on, whose windows are clocks, is given `accumulate`; without, it is one to evaluate."""
+        kind = DealtLoader if accumulate else ShardedLoader
+        own = tuple(range(self.virtual_ranks)) if accumulate else self.shares
+        return kind(
+            loader,
+            rank=own[0],
+            size=self.virtual_ranks,
+            seed=seed,
+            shuffle=shuffle,
+            accumulate=accumulate or 1,
+            split=split,
+            sum_over_ranks=None if accumulate else lambda n: int(self.all_reduce(torch.tensor(n))),
+            virtual=own,
+        )
+
+    # ---- one clock -------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
+    ) -> StepResult:
+        """Compute those batches of a clock that are this rank's, and send their gradients to the servers.
+
+        What it returns is known before the clock is complete: `count` is 1 for "some", and `loss` is None.
+        """
+        if not hooks.automatic:
+            self._refuse("manual_optimization")
+        if window.num_shares != self.virtual_ranks:
+            raise RuntimeError(
+                "a parameter server trains on windows of all workers; give shard_loader the argument accumulate"
+            )
+        engine, number = self._running(wrapped, hooks), len(window.micro_batches) // self.virtual_ranks
+        of_share = [window.micro_batches[i * number : (i + 1) * number] for i in range(self.virtual_ranks)]
+        window.micro_batches, window.num_shares = [], 1
+        prepared: Iterator[MicroBatch] | None = None
+        while True:
+            batch, stop = engine.take(self._clock, hooks.vote().stop)
+            if batch is None:
+                break
+            versions = engine.read(wrapped, batch)
+            mine = [part for part in of_share[batch % self.virtual_ranks] if part.num_samples]
+            count = 0.0
+            for micro_batch in mine:
+                if isinstance(micro_batch.batch, Later):
+                    micro_batch.batch = micro_batch.batch()
+            if mine:
+                self._last_batch = mine[-1].batch
+                window.micro_batches += mine
+                if prepared is None:
+                    prepared = iter(window.micro_batches if hooks.prepare is None else hooks.prepare(window))
+                count = self._compute(wrapped, step_fn, len(mine), prepared, window.num_samples, hooks)
+            engine.push(wrapped, batch, versions, count)
+            if hooks.log is not None:
+                for name, how in (("staleness", "mean"), ("staleness_max", "max")):
+                    hooks.log(name, float(self._clock - min(versions)), how, float(bool(mine)))
+        if prepared is None:
+            window.micro_batches.append(MicroBatch(self._last_batch, 0))
+            prepared = iter(window.micro_batches if hooks.prepare is None else hooks.prepare(window))
+        for _ in prepared:
+            pass
+        self._clock += 1
+        self._post = Post(window.num_samples, {})
+        return StepResult(1.0, stop, None)
+
+    def _compute(
+        self,
+        wrapped: nn.Module,
+        step_fn: StepFn,
+        number: int,
+        prepared: Iterator[MicroBatch],
+        num_samples: int,
+        hooks: StepHooks,
+    ) -> float:
+        """Leave the gradient of a batch, of `number` micro-batches, in `.grad`; return what its losses count."""
+        for parameter in self._watched:
+            parameter.grad = None
+        counted = 0.0
+        for _ in range(number):
+            micro_batch = next(prepared)
+            updates = [metric._update_count for metric in self._metrics]
+            marks = gradient_marks(self._watched)
+            with self.precision.autocast(self.topology.device):
+                output = step_fn(micro_batch.batch, micro_batch.batch_idx)
+            if marks != gradient_marks(self._watched):
+                raise own_backward(remarked(wrapped.named_parameters(), marks))
+            if updates != [metric._update_count for metric in self._metrics]:
+                raise RuntimeError(
+                    "training_step updates a torchmetrics object, whose state cannot be put together where batches are "
+                    "handed out to whoever is free; log values with self.log, or update it in validation"
+                )
+            losses, count = weighted_losses(output, micro_batch.num_samples, 1 / num_samples, hooks.parameters)
+            counted += count
+            micro_batch.output = detach(output)
+            if fault_injection.plan is not None:
+                fault_injection.fault("backward")
+            for j, (value, inputs, returned) in enumerate(losses):
+                if not bool(value.isfinite()):
+                    raise self._not_finite("the loss")
+                if hooks.before_backward is not None:
+                    hooks.before_backward(returned)
+                value.backward(retain_graph=j < len(losses) - 1, inputs=inputs)
+        for name, parameter in wrapped.named_parameters():
+            if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+                raise self._not_finite(f"the gradient of {name}")
+        return counted
+
+    def _not_finite(self, what: str) -> FloatingPointError:
+        return FloatingPointError(
+            f"{what} is NaN or infinite in a batch of step {self._clock} on rank {self.topology.rank}; no parameter "
+            "was changed by it"
+        )
+
+    # ---- servers ---------------------------------------------------------------------------------------
+
+    def _running(self, wrapped: nn.Module, hooks: StepHooks) -> Engine:
+        if self._engine is None:
+            servers = 1 if self._one_server else self._wanted_servers or self.topology.world_size
+            options = Options(self.virtual_ranks, servers, self.staleness)
+            self._engine = Engine(
+                self.topology, wrapped, self._optimizers, options, self._clock, self._schedule, hooks.folder
+            )
+        return self._engine
+
+    def synchronize(self, wrapped: nn.Module) -> None:
+        """Wait for the steps of all clocks so far, and let the model hold what they made. Every rank calls it, between
+        steps."""
+        if self._engine is not None:
+            self._engine.drain(wrapped, self._clock)
+            self.barrier()  # else a rank could compute on before another one has read
+
+    def _dissolve(self, wrapped: nn.Module) -> None:
+        """Let model and optimizers hold what the servers have, and end them; the next step starts others."""
+        self.synchronize(wrapped)
+        assert self._engine is not None
+        with self._engine.shown():
+            states = {key: optimizer.state for key, optimizer in self._optimizers.items()}
+        self._engine.close()
+        self._engine = None
+        for key, state in states.items():
+            self._optimizers[key].state = state
+
+    @contextmanager
+    def whole(self, wrapped: nn.Module) -> Iterator[None]:
+        self.synchronize(wrapped)
+        before = [p._version for p in wrapped.parameters()]
+        yield
+        if self._engine is not None and before != [p._version for p in wrapped.parameters()]:
+            values = [p.detach().clone() for p in wrapped.parameters()]
+            self._dissolve(wrapped)
+            with torch.no_grad():
+                for parameter, value in zip(wrapped.parameters(), values, strict=True):
+                    parameter.copy_(value)
+
+    @contextmanager
+    def evaluation_weights(
+        self, wrapped: nn.Module, optimizers: Iterable[Optimizer], restore: bool = True
+    ) -> Iterator[None]:
+        self.synchronize(wrapped)
+        with super().evaluation_weights(wrapped, optimizers, restore):
+            yield
+
+    def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
+        self.synchronize(wrapped)
+        if self._engine is None or not optimizers:
+            return super().state_dict(wrapped, optimizers)
+        with self._engine.shown() as owned:
+            state = gather_state(wrapped, optimizers, self.local_shard, owned)
+        for key in optimizers:
+            saved = state.meta["optimizers"][key]
+            parts = [self.broadcast(saved["state"], rank) for rank in range(self.topology.world_size)]
+            saved["state"] = {name: entry for part in parts for name, entry in part.items()}
+        state.meta["extra"] = {type(self).__name__: self.extra_state(wrapped)}
+        return state
+
+    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+        if self._engine is not None:
+            self._dissolve(wrapped)
+        super().load_state_dict(wrapped, optimizers, state)
+
+    def extra_state(self, wrapped: nn.Module) -> dict[str, Any]:
+        return {"clock": self._clock}
+
+    def load_extra_state(self, wrapped: nn.Module, saved: dict[str, Any]) -> None:
+        self._clock = int(saved.get("clock", 0))
+
+    def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
+        """Nothing to do: a frozen parameter gets no gradient, and then no server steps it."""
