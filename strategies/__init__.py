@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.registry import build
     from lockstep.strategies.single import SingleDevice
     from lockstep.strategies.spmd import SPMDStrategy
+    from lockstep.strategies.sync.compression.compressor import Compressor, Encoding
 else:
     __getattr__, __dir__ = exports(
         __name__,
@@ -35,14 +36,17 @@ else:
             "registry": ["build"],
             "single": ["SingleDevice"],
             "spmd": ["SPMDStrategy"],
+            "sync.compression.compressor": ["Compressor", "Encoding"],
         },
     )
 
 __all__ = [
     "DDP",
     "FSDP",
+    "Compressor",
     "DataParallel",
     "DeepSpeed",
+    "Encoding",
     "Loss",
     "MeshParallel",
     "ModelParallel",

@@ -150,6 +150,17 @@ def _choose(devices: int | str, accelerator: str, num_nodes: int, model: nn.Modu
     return "ddp", reason
 
 
+def as_class(name: str) -> dict[str, Any] | None:
+    """The class of this package that a strategy's name stands for, and the arguments that it gets, as in a config file:
+    `{"class": "DDP"}`. None for "auto" and the names of other distributions."""
+    if name in STRATEGIES:
+        made: Any = STRATEGIES[name]
+        return {"class": made.args[1], **made.keywords}
+    if "=" not in name and "," not in name:
+        return None
+    return {"class": "Pipeline", "mesh": name} if "pipeline" in name else {"class": "MeshParallel", "axes": name}
+
+
 def _find(name: str) -> Callable[[], Strategy]:
     if name in STRATEGIES:
         return STRATEGIES[name]

@@ -33,6 +33,8 @@ from lockstep.strategies.optimizers.owners import Owners, described
 from lockstep.strategies.precision import Precision
 from lockstep.strategies.step import SPMDStep
 from lockstep.strategies.sync import collectives
+from lockstep.strategies.sync.compression.compression import Compression, Layout
+from lockstep.strategies.sync.compression.compressor import Compressor
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
 T = TypeVar("T")
@@ -56,6 +58,8 @@ class SPMDStrategy(SPMDStep):
     """The most devices that the strategy can use on a node, or None for all."""
     timeout_s = 1800.0
     """How long a collective may wait for the other ranks, in seconds."""
+    compressor: Compressor | None = None
+    """What gradients are sent by, if they are compressed."""
 
     def __init__(self, *, activation_checkpointing: bool | Rule = False) -> None:
         super().__init__()
@@ -142,6 +146,9 @@ class SPMDStrategy(SPMDStep):
             backend = "cpu:gloo,cuda:nccl" if self.topology.device.type == "cuda" else "gloo"
             process_group.init_process_group(world, backend, self.timeout_s, self.topology.device)
             self._agreement = StepAgreement(self.topology.rank, self.topology.world_size, self.timeout_s)
+        if self.compressor is not None:
+            layout = Layout((self.topology.data_rank,), self.topology.data_size, writes_memory=self.topology.rank == 0)
+            self._compression = Compression(self.compressor, layout)
         return self.topology
 
     def teardown(self) -> None:
@@ -197,6 +204,8 @@ class SPMDStrategy(SPMDStep):
         # Walking through the modules in each step would cost more than the check of the gradients.
         self._watched = list(wrapped.parameters())
         self._watch_changes(wrapped)
+        if self._compression is not None:
+            self._compression.watch(self.unwrap(wrapped))
         self._evaluation = None
         modes.train(optimizers.values(), partial(self.open_optimizer, wrapped))
         return optimizers
@@ -266,6 +275,8 @@ class SPMDStrategy(SPMDStep):
     def shard_loader(
         self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False
     ) -> ShardedLoader:
+        if self._compression is not None:
+            self._compression.seed_once(seed)
         return ShardedLoader(
             loader,
             rank=self.topology.data_rank,
@@ -296,6 +307,8 @@ class SPMDStrategy(SPMDStep):
         extra = self.extra_state(wrapped)
         if extra:
             state.meta["extra"] = {type(self).__name__: extra}
+        if self._compression is not None and optimizers:
+            self._compression.save(state)
         return state
 
     def _save_both(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: State, for_now: bool) -> None:
@@ -312,6 +325,8 @@ class SPMDStrategy(SPMDStep):
         modes.train(optimizers.values(), partial(self.open_optimizer, wrapped))
         if self.precision.scaler is not None and "scaler" in state.meta:
             self.precision.scaler.load_state_dict(state.meta["scaler"])
+        if self._compression is not None and optimizers:
+            self._compression.load(state)
         if optimizers:
             self.load_extra_state(wrapped, state.meta.get("extra", {}).get(type(self).__name__, {}))
 

@@ -22,6 +22,7 @@ from lockstep.strategies.manual import ManualOptimization
 from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
 from lockstep.strategies.optimizers.fused import allow_sparse, skips_on_device
+from lockstep.strategies.sync.compression.compression import Compression
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
 NO_VOTE = StepVote()
@@ -47,6 +48,7 @@ class SPMDStep(ManualOptimization):
         self._steps_on_host = False
         self._looks = False
         self._non_finite: Tensor | None = None
+        self._compression: Compression | None = None
 
     def to_device(self, batch: Any) -> Any:
         dtype = self.precision.dtype
@@ -206,6 +208,8 @@ class SPMDStep(ManualOptimization):
             optimizer.step() if closure is None else optimizer.step(
                 functools.partial(self._completed, wrapped, optimizer, closure)
             )
+            if self._compression is not None:
+                self._compression.commit(optimizer, self._non_finite)
             return True
         if closure is not None:
             raise ValueError(

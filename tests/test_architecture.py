@@ -81,9 +81,11 @@ PUBLIC = {
         "WeightAveraging",
     },
     "lockstep.strategies": {
+        "Compressor",
         "DDP",
         "DataParallel",
         "DeepSpeed",
+        "Encoding",
         "FSDP",
         "Loss",
         "MeshParallel",

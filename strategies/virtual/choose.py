@@ -49,7 +49,10 @@ def virtual(strategy: Strategy, number: int) -> Strategy:
     else:
         raise TypeError(f"{type(strategy).__name__} says that it takes virtual_ranks; derive it from VirtualStep")
     return VirtualReplicas(
-        number, activation_checkpointing=strategy.activation_checkpointing, timeout_s=strategy.timeout_s
+        number,
+        activation_checkpointing=strategy.activation_checkpointing,
+        timeout_s=strategy.timeout_s,
+        compressor=strategy.compressor,
     )
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.strategies.base import StepResult
+from lockstep.strategies.sync.tree import PartialSums, add_gradients
 
 
 class ShareHooks:
@@ -26,6 +27,17 @@ class ShareHooks:
         It has the sums of ranks in the order of ranks, which is the tree's where a rank's shares follow each other.
         """
         return result
+
+    def keep_gradients(self) -> PartialSums[list[Tensor | None]]:
+        """What takes the gradients of one share after the other, and gives those of the window."""
+        return PartialSums(add_gradients)
+
+    def reduce_shares(self, num_samples: int, count: float) -> int | None:
+        """Called once it is known what the losses of all shares count, whose gradients are divided by `num_samples`.
+
+        Return what the gradients are still divided by; None if they are those of the mean.
+        """
+        return num_samples
 
     def take_gradients(self, wrapped: nn.Module) -> list[Tensor | None]:
         """The gradients of the share that has run, in the order of the parameters, which have none afterwards."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, Strategy
+from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, Strategy, Topology
 from lockstep.strategies.data.sharded_loader import Window
 from lockstep.strategies.devices import resolve_accelerator, resolve_devices
 from lockstep.strategies.hooks import no_output
@@ -14,7 +16,9 @@ from lockstep.strategies.launch import environment
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.collectives import sum_gradients
-from lockstep.strategies.sync.tree import all_reduce
+from lockstep.strategies.sync.compression.compression import Layout
+from lockstep.strategies.sync.compression.compressor import Compressor
+from lockstep.strategies.sync.tree import PartialSums, add_gradients, all_reduce
 from lockstep.strategies.virtual.step import VirtualStep, alone
 
 
@@ -28,10 +32,16 @@ class VirtualReplicas(VirtualStep):
         activation_checkpointing: bool | Rule = False,
         timeout_s: float = 1800.0,
         on_one_device: bool = False,
+        compressor: Compressor | None = None,
     ) -> None:
         super().__init__(activation_checkpointing=activation_checkpointing)
         self.virtual_ranks = virtual_ranks
         self.timeout_s = timeout_s
+        self.compressor = compressor
+        if compressor is not None:
+            self.capabilities = replace(self.capabilities, exact=False)
+        self._kept: list[list[Tensor | None]] = []
+        """The gradients of shares, if they are compressed: they stay apart until it is known what all count."""
         if on_one_device:
             self.single_process, self.max_devices = True, 1
 
@@ -44,6 +54,13 @@ class VirtualReplicas(VirtualStep):
         if num_ranks == 1 and not environment.forces_mesh():
             self.single_process, self.max_devices = True, 1
         return super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
+
+    def setup(self) -> Topology:
+        super().setup()
+        if self._compression is not None:
+            writes = self.topology.rank == 0
+            self._compression.layout = Layout(self.shares, self.virtual_ranks, writes_memory=writes)
+        return self.topology
 
     def wrap(self, model: nn.Module) -> nn.Module:
         model = model.to(self.topology.device)
@@ -68,6 +85,33 @@ class VirtualReplicas(VirtualStep):
     def run_padding(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
         return no_output  # nothing within a share waits for other ranks
 
+    def keep_gradients(self) -> PartialSums[list[Tensor | None]]:
+        self._kept = []
+        return super().keep_gradients() if self._compression is None else _Apart(self._kept)
+
+    def reduce_shares(self, num_samples: int, count: float) -> int | None:
+        if self._compression is None:
+            return super().reduce_shares(num_samples, count)
+        self._compression.reduce_into(self._watched, self._kept, num_samples / count)
+        self._kept = []
+        return None
+
     def finish_gradients(self, wrapped: nn.Module) -> None:
+        if self._compression is not None:
+            return
         trained = [p for p in self._watched if p.requires_grad]
         sum_gradients(trained, all_reduce=all_reduce, multiple=self.topology.world_size)
+
+
+class _Apart(PartialSums[list[Tensor | None]]):
+    """Keeps the gradients of shares apart; of the window there are none yet."""
+
+    def __init__(self, kept: list[list[Tensor | None]]) -> None:
+        super().__init__(add_gradients)
+        self._kept = kept
+
+    def append(self, value: list[Tensor | None]) -> None:
+        self._kept.append(value)
+
+    def total(self) -> list[Tensor | None]:
+        return [None] * len(self._kept[0])

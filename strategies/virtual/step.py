@@ -21,7 +21,7 @@ from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.step import weighted_losses
 from lockstep.strategies.sync.collectives import holders
 from lockstep.strategies.sync.step_agreement import StepAgreement
-from lockstep.strategies.sync.tree import PartialSums, add_gradients
+from lockstep.strategies.sync.tree import PartialSums
 from lockstep.strategies.virtual.hooks import ShareHooks
 from lockstep.strategies.virtual.norm import total_norm
 
@@ -90,6 +90,8 @@ class VirtualStep(ShareHooks, SPMDStrategy):
     def shard_loader(
         self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False
     ) -> ShardedLoader:
+        if self._compression is not None:
+            self._compression.seed_once(seed)
         return ShardedLoader(
             loader,
             rank=self.shares[0],
@@ -112,7 +114,7 @@ class VirtualStep(ShareHooks, SPMDStrategy):
         self._step_hooks = hooks
         run = self.run_step(wrapped, step_fn)
         last, of_a_share = len(window.micro_batches) - 1, len(window.micro_batches) // window.num_shares
-        gradients, numbers = PartialSums(add_gradients), PartialSums(add_numbers)
+        gradients, numbers = self.keep_gradients(), PartialSums(add_numbers)
         counted, total, of_shares, before = 0.0, 0.0, [], self._weights()
         with self._share():
             for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
@@ -157,7 +159,9 @@ class VirtualStep(ShareHooks, SPMDStrategy):
             result = StepResult(counted, vote.stop, bad, total / counted if counted else None)
         else:
             result = self.sum_numbers(self._receive(wrapped, self._agreement, in_tree=True), of_shares)
-        return self._conclude(wrapped, result, hooks, window.num_samples) if result.count else result
+        if not result.count:
+            return result
+        return self._conclude(wrapped, result, hooks, self.reduce_shares(window.num_samples, result.count))
 
     def evaluate(
         self,

@@ -19,6 +19,7 @@ from typing import Any
 
 from lockstep import Trainer
 from lockstep.callbacks import CSVLogger, ModelCheckpoint
+from lockstep.strategies import DDP
 from lockstep.strategies.launch import fault_injection
 from tests.trainer.toy import Net, loader, net
 
@@ -39,8 +40,9 @@ class Slow(Net):
 def train(strategy: str, devices: int, steps: int, restarts: int) -> None:
     model = net(dropout=0.3)
     model.__class__ = Slow
+    name, _, compress = strategy.partition(" ")
     trainer = Trainer(
-        strategy=strategy,
+        strategy=DDP(compress=compress) if compress else name,
         devices=devices,
         accelerator="cpu",
         max_epochs=2,

@@ -25,7 +25,7 @@ from tests.faults.outcome import outcome
 
 pytestmark = pytest.mark.faults
 
-STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "pipeline": 2, "tensor": 2}
+STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "pipeline": 2, "tensor": 2, "ddp topk=0.1": 2}
 DAILY = ("ddp",)
 POINTS = ("next_batch", "forward", "backward", "before_step", "after_step", "callback", "teardown")
 SAVE_POINTS = ("save.snapshot", "save.open", "save.write", "save.fsync", "save.manifest", "save.rename")

@@ -159,7 +159,7 @@ def test_one_rank_keeps_the_blocks_to_recompute() -> None:
 
 
 # Options by what they do on one rank: kept, refused, or without anything to act on.
-KEPT = {"activation_checkpointing": True, "cpu_offload": True}
+KEPT = {"compress": "sign", "activation_checkpointing": True, "cpu_offload": True}
 REFUSED = {"replicas": 2, "axes": "fsdp=2", "mesh": "ddp=2,pipeline=1"}
 EXCHANGES = {
     "find_unused_parameters": True,
@@ -195,7 +195,7 @@ def test_on_one_rank_an_option_is_kept_or_refused_or_has_nothing_to_act_on(make:
         else:
             strategy = make(**given | {name: (KEPT | EXCHANGES)[name]})
             chosen: Any = configured(strategy, 1)
-            assert (chosen is strategy) == (name == "cpu_offload"), name
+            assert (chosen is strategy) == (name in ("cpu_offload", "compress")), name
             assert bool(chosen.activation_checkpointing) == (name == "activation_checkpointing")
 
 

@@ -37,6 +37,8 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "ddp 3": (DDP, 3),
     "ddp static graph": (lambda: DDP(static_graph=True), 2),
     "ddp unused": (lambda: DDP(find_unused_parameters=True), 2),
+    "ddp compress topk 2": (lambda: DDP(compress="topk=1"), 2),
+    "ddp compress powersgd 3": (lambda: DDP(compress="powersgd=64"), 3),
     "fsdp 2": (FSDP, 2),
     "tensor 2": (TensorParallel, 2),
     "ddp tensor 4": (lambda: MeshParallel("ddp=2,tensor=2"), 4),
@@ -66,6 +68,8 @@ DAILY = ("single", "dp 2", "ddp 2", "fsdp 2", "tensor 2", "pipeline 2 1f1b", "de
 RARELY = (
     "dp 3",
     "ddp static graph",
+    "ddp compress topk 2",
+    "ddp compress powersgd 3",
     "ddp tensor 4",
     "ddp fsdp 4",
     "pipeline 2 gpipe",

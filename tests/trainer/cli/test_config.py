@@ -87,6 +87,17 @@ def write(text: str, name: str = "run.yaml") -> str:
     return name
 
 
+def test_options_of_a_strategy_that_is_given_by_its_name() -> None:
+    def strategy(*overrides: str) -> Any:
+        return resolve([], overrides).values["trainer"]["strategy"]
+
+    assert strategy("strategy=ddp", "strategy.compress=sign") == {"class": "DDP", "compress": "sign"}
+    assert strategy("strategy=deepspeed_stage_1", "strategy.timeout_s=9")["stage"] == 1
+    assert strategy("strategy='ddp=2,fsdp'", "strategy.wrap=null")["axes"] == "ddp=2,fsdp"
+    with pytest.raises(ConfigError, match=r"trainer.strategy is 'auto', which has no keys"):
+        resolve([], ["strategy=auto", "strategy.compress=sign"])
+
+
 def minimal(*overrides: str) -> Resolved:
     return resolve([write("module: {class: shop.Net, width: 8}\n")], overrides)
 

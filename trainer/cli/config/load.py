@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.strategies.registry import as_class
 from lockstep.trainer.cli.config.signatures import trainer_arguments
 from lockstep.trainer.cli.errors import ConfigError, Key, Resolved, bounded, error_at, first_line
 from lockstep.trainer.lightning_names import ARGUMENTS, nearest
@@ -17,6 +18,9 @@ SHORT_FOR_MODULE = ("optimizer", "lr_scheduler")
 
 SECTIONS = ("module", "data", "trainer", "ckpt_path", "output", "vars", *SHORT_FOR_MODULE)
 """What may be at the top level. `vars` holds the user's own values, which nothing but interpolations reads."""
+
+
+STRATEGY = ("trainer", "strategy")
 
 
 @bounded
@@ -146,6 +150,8 @@ def _assign(tree: dict[str, Any], key: Key, value: Any, origin: str) -> None:
                 node[index] = {}
         else:
             raise error_at(here, origin, f"{'.'.join(key[:depth])} is {node!r}, which has no keys")
+        if here == STRATEGY and not last and isinstance(node[index], str):  # options of a strategy given by its name
+            node[index] = as_class(node[index]) or node[index]
         if last:
             node[index] = _merge(node.get(index) if isinstance(node, dict) else node[index], value)
         node = node[index]

@@ -1,0 +1,179 @@
+"""A rank's replica of the model, with torch's DDP around its step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.strategies.base import Loss, StepFn
+from lockstep.strategies.launch.process_group import plain_group
+from lockstep.strategies.modules.unused_parameters import drop_unused, refuse_unused
+
+
+class Replica(nn.Module):
+    """The user's model with torch's DDP around its step, which is built again when other parameters are to be
+    trained."""
+
+    ddp: DistributedDataParallel | None = None
+    """None if it is not to reduce anything: no parameter is trained, which DDP refuses, or gradients are compressed."""
+
+    def __init__(self, model: nn.Module, options: Mapping[str, Any], reduces: bool = True) -> None:
+        super().__init__()
+        self.model = model
+        watches = options["find_unused_parameters"] or options["static_graph"]
+        self.used: set[int] | None = set() if watches and reduces else None
+        """Which parameters the backwards of this window reached on this rank, if a step may leave some out."""
+        self.stood_in = False
+        """Whether this rank ran a backward of zeros through every parameter in this window."""
+        self._ddp_options = options
+        self._reduces = reduces
+        self._trained: dict[str, nn.Parameter] = {}
+        self._watches: list[Any] = []
+        self._reduced = True
+        self._stands_in = False
+        self._order: list[int] = []
+        """Ids of the parameters as they are in DDP's buckets, as far as they have been seen."""
+        self._order_is_known = False
+        self.wrap()
+
+    def wrap(self, **options: Any) -> None:
+        """Build DDP for the parameters that are trained now. Every rank calls it."""
+        self.unwrap()
+        self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._order, self._order_is_known = [], False
+        if not self._trained or not self._reduces:
+            return
+        group = plain_group() if dist.get_debug_level() == dist.DebugLevel.DETAIL else None
+        ddp = DistributedDataParallel(_Step(self), process_group=group, **self._ddp_options, **options)
+        ddp.register_comm_hook(group, lambda state, bucket: self._sum(state, bucket))  # torch compares annotations
+        self.__dict__["ddp"] = ddp  # no submodule: its parameters are the model's
+        if self.used is not None:
+            self._watches = [p.register_post_accumulate_grad_hook(self._mark) for p in self._trained.values()]
+
+    def unwrap(self) -> None:
+        """Take DDP off the model."""
+        self.__dict__.pop("ddp", None)
+        for watch in self._watches:
+            watch.remove()
+        self._watches = []
+
+    def forward(self, step_fn: StepFn | None, batch: Any, batch_idx: int) -> Any:
+        """The user's step, through DDP; None stands for a step without a loss."""
+        if self.ddp is not None:
+            return self.ddp(step_fn, batch, batch_idx)
+        return None if step_fn is None else step_fn(batch, batch_idx)
+
+    def bucket_order(self) -> list[str] | None:
+        """The trained parameters in the order in which they are in DDP's buckets; None before a step has settled it.
+
+        DDP lays its buckets out again after the first step, by the order in which gradients came, and sums of more than
+        two ranks depend in their last bit on where in a bucket a gradient lies. Every rank calls it.
+        """
+        if self.ddp is None:
+            return None
+        if not self._order_is_known and self.ddp.reducer._rebuild_buckets():  # else the next forward would
+            self.ddp._has_rebuilt_buckets = True
+            self._order = [
+                id(p) for bucket in self.ddp.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()
+            ]
+            self._order_is_known = True
+        names = {id(p): name for name, p in self._trained.items()}
+        return [names[key] for key in self._order] if self._order_is_known else None
+
+    def lay_out(self, order: list[str]) -> None:
+        """Give DDP the buckets of a run that is resumed, by a backward of zeros in which gradients come in this order.
+
+        Every rank calls it, before the first step. Does nothing if other parameters are trained now, and with
+        find_unused_parameters (DDP keeps its buckets) or static_graph (the backward would be taken for the graph).
+        """
+        if self.ddp is None or self.used is not None or self._order_is_known or set(order) != set(self._trained):
+            return
+        sparse = {
+            id(layer.weight) for layer in self.model.modules() if isinstance(layer, nn.Embedding) and layer.sparse
+        }
+        sums = []
+        with torch.enable_grad():
+            for name in reversed(order):  # autograd works on what was computed last first
+                used: torch.Tensor = self._trained[name]
+                if id(used) in sparse:
+                    used = F.embedding(torch.zeros(1, dtype=torch.int64, device=used.device), used, sparse=True)
+                sums.append((torch.view_as_real(used) if used.is_complex() else used).sum().float())
+            zero = torch.stack(sums).sum() * 0
+            self.ddp.require_backward_grad_sync = True
+            self.ddp(lambda *_: zero, None, 0).backward()
+        for parameter in self._trained.values():
+            parameter.grad = None
+        self.bucket_order()
+
+    def begin_window(self) -> None:
+        self._reduced, self.stood_in = False, False
+        if self.used is not None:
+            self.used.clear()
+
+    def loss(self, output: Any) -> Any:
+        """What the step returned; in place of None zero through every parameter, as DDP reduces in the backward."""
+        self._stands_in = output is None
+        if output is not None:
+            return output
+        self.stood_in = True
+        sums = [torch.view_as_real(p).sum() if p.is_complex() else p.sum() for p in self._trained.values()]
+        return Loss(torch.stack(sums).sum() * 0, 0)
+
+    def stand_in(self) -> None:
+        """The backward that follows is of zeros."""
+        self.stood_in = self._stands_in = True
+
+    def check_reduced(self) -> None:
+        """Raise RuntimeError if the last backward left parameters without a gradient, for which the others may wait."""
+        if self._reduced or self.ddp is None:
+            return
+        unused = [name for name, p in self._trained.items() if p.grad is None]
+        try:
+            # says which parameters are missing, also if an earlier backward had them
+            self.ddp.reducer._rebuild_buckets()
+        except RuntimeError as error:
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            unused = [list(self._trained)[int(i)] for i in found.group(1).split()] if found else unused
+        refuse_unused(unused, "DDP")
+
+    @torch.no_grad()
+    def drop_unused(self) -> None:
+        """Leave no gradient, in place of zeros, to parameters that no rank has used. Every rank calls it."""
+        assert self.used is not None
+        used = torch.tensor([id(p) in self.used for p in self._trained.values()], dtype=torch.uint8)
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        drop_unused(self._trained.values(), used.tolist())
+
+    def _sum(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """DDP's communication hook: the sum over ranks, where DDP by itself takes the mean."""
+        self._reduced = self._reduced or bucket.is_last()
+        if not self._order_is_known and self.ddp is not None and self.ddp._has_rebuilt_buckets:
+            self._order += map(id, bucket.parameters())
+            self._order_is_known = bucket.is_last()
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def _mark(self, parameter: torch.Tensor) -> None:
+        if not self._stands_in:
+            self.used.add(id(parameter))  # type: ignore[union-attr]
+
+
+class _Step(nn.Module):
+    """What DDP wraps: a module whose forward is a training step, so that DDP brackets the step and nothing is
+    patched."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__()
+        self.model = replica.model
+        self._loss = replica.loss
+
+    def forward(self, step_fn: StepFn | None, batch: Any, batch_idx: int) -> Any:
+        output = None if step_fn is None else step_fn(batch, batch_idx)
+        return self._loss(output)

@@ -1,0 +1,320 @@
+"""The compressed reduction of gradients: what is sent, what is left for the next step, and what a checkpoint holds.
+
+A share's gradient, in units of the true mean gradient, and what was left of those before it (the residual) are encoded
+by parameter. What the optimizer gets is the mean over shares of what was decoded. Residuals change only with the
+optimizer's step: one that is skipped leaves them as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.strategies.checkpoint_state import Reader, State, TensorShard
+from lockstep.strategies.sync.collectives import local
+from lockstep.strategies.sync.compression.compressor import Compressor, Encoding
+from lockstep.strategies.sync.compression.exchange import Exchange, Payload
+
+PREFIX = "strategy/compression"
+"""Of names in a checkpoint: `/residual/<parameter>`, with the shares as first dimension, and
+`/memory/<shard>/<key>/<parameter>`."""
+
+Gradients = Sequence[Tensor | None]
+
+
+@dataclass
+class _Left:
+    """What a reduction leaves to the next, once the optimizer has stepped."""
+
+    residuals: dict[int, Tensor]
+    memory: dict[str, Tensor]
+
+
+def _whole(parameter: Tensor, writes: bool) -> TensorShard | None:
+    return TensorShard.whole(parameter)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where shares are: which are on this rank, of how many, and over which ranks they are spread."""
+
+    own: Sequence[int] = (0,)
+    """They follow each other, in the order of ranks."""
+    num_shares: int = 1
+    group: dist.ProcessGroup | None = None
+    writes_memory: bool = True
+    """Whether this rank writes what is equal on all ranks of `group`."""
+    shard: str = "whole"
+    """What this rank holds of parameters, if they are sharded."""
+    place: Callable[[Tensor, bool], TensorShard | None] = _whole
+    """What this rank holds of a parameter, and where; if asked for what it writes, None if another rank does."""
+
+
+@dataclass
+class Compression:
+    """One run's compressor and what it remembers."""
+
+    compressor: Compressor
+    layout: Layout = field(default_factory=Layout)
+    seed: int | None = None
+    """What random compressors draw from; the first loader's, or that of the run that is resumed."""
+    step: int = 0
+    residuals: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    """By parameter and own share."""
+    memory: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """By parameter and the compressor's key; the same on all ranks."""
+    _parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    _names: dict[int, str] = field(default_factory=dict)
+    _left: dict[str, _Left] = field(default_factory=dict)
+    _specs: dict[tuple[torch.Size, torch.dtype], list[tuple[torch.Size, torch.dtype]]] = field(default_factory=dict)
+
+    def seed_once(self, seed: int) -> None:
+        self.seed = seed if self.seed is None else self.seed
+
+    def watch(self, model: nn.Module) -> None:
+        """Take the names of the parameters, by which everything is kept."""
+        self._parameters = dict(model.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+
+    def reduce_into(self, parameters: Sequence[nn.Parameter], shares: Sequence[Gradients], scale: float) -> None:
+        """Let the mean over all shares of what is sent be the gradient of those of `parameters` that are trained.
+
+        `shares` and `scale` are those of `reduce`, but that of the sum over shares.
+        """
+        trained = [i for i, p in enumerate(parameters) if p.requires_grad and local(p).numel()]
+        own = {self._names[id(parameters[i])]: local(parameters[i]) for i in trained}
+        grads = [[gradients[i] for i in trained] for gradients in shares]
+        means = self.reduce(own, grads, scale * self.layout.num_shares)
+        for i, mean in zip(trained, means, strict=True):
+            parameter = parameters[i]
+            if mean is None or (local(parameter) is parameter and mean.stride() == parameter.stride()):
+                parameter.grad = mean
+                continue
+            if parameter.grad is None or local(parameter) is parameter:
+                parameter.grad = torch.empty_like(parameter)
+            local(parameter.grad).copy_(mean)
+
+    @torch.no_grad()
+    def reduce(
+        self, parameters: Mapping[str, Tensor], shares: Sequence[Gradients], scale: float
+    ) -> list[Tensor | None]:
+        """The mean over all shares of what is sent of their gradients; None for a parameter without any.
+
+        `shares`: for each own share a gradient or None for each of `parameters`, whose product with `scale` is in units
+        of the mean. Every rank calls it, with the same parameters. A gradient that is not finite on any share
+        comes back as NaN.
+        """
+        self._left = {}
+        if not parameters:
+            return []
+        names, likes = list(parameters), [_real(tensor) for tensor in parameters.values()]
+        encodings = [
+            Encoding(name, tuple(like.shape), _working_dtype(like), like.device, self.seed or 0, self.step)
+            for name, like in zip(names, likes, strict=True)
+        ]
+        self.step += 1
+        inputs: list[list[Tensor]] = []
+        flags: list[Tensor] = []
+        for share, gradients in zip(self.layout.own, shares, strict=True):
+            inputs.append([self._input(e, share, g, scale) for e, g in zip(encodings, gradients, strict=True)])
+            flags.append(_flags(inputs[-1], gradients))
+        exchange = Exchange(self.layout.own, self.layout.num_shares, self.layout.group)
+        run = self._averaged if self.compressor.linear else self._gathered
+        means, sent, found = run(exchange, encodings, inputs, flags)
+        if self.compressor.feedback:
+            self._note_left(encodings, inputs, sent)
+        else:
+            self._left = {e.name: _Left({}, e.memory) for e in encodings}
+        return self._completed(parameters, shares, means, found)
+
+    def commit(self, optimizer: Optimizer, skipped: Tensor | None = None) -> None:
+        """Take over what the last reduction has left of the parameters that an optimizer has stepped.
+
+        `skipped`: on a device, above zero if the optimizer has skipped its step there.
+        """
+        stepped = {self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"]} - {None}
+        for name in [name for name in self._left if not stepped or name in stepped]:  # none: it steps copies
+            left = self._left.pop(name)
+            for kept, new in ((self.residuals, left.residuals), (self.memory, left.memory)):
+                own: dict[Any, Tensor] = kept.setdefault(name, {})
+                for key, value in new.items():
+                    if skipped is not None:
+                        value = torch.where(skipped > 0, own.get(key, torch.zeros_like(value)), value)
+                    own[key] = value
+
+    # ---- one reduction -------------------------------------------------------------------------------
+
+    def _input(self, encoding: Encoding, share: int, gradient: Tensor | None, scale: float) -> Tensor:
+        """What is encoded of a share: its gradient in units of the mean, and its residual."""
+        residual = self.residuals.get(encoding.name, {}).get(share)
+        if gradient is None:
+            total = torch.zeros(encoding.shape, dtype=encoding.dtype, device=encoding.device)
+        else:
+            total = _real(gradient).to(encoding.dtype, copy=True).mul_(scale)
+        encoding.memory = dict(self.memory.get(encoding.name, {}))
+        return total if residual is None else total.add_(residual)
+
+    def _gathered(
+        self, exchange: Exchange, encodings: list[Encoding], inputs: list[list[Tensor]], flags: list[Tensor]
+    ) -> tuple[list[Tensor], list[list[Tensor]], Tensor]:
+        """Means over shares of what is decoded, what own shares have sent, and the flags of all shares."""
+        own = [
+            [(row,), *self._encoded(encodings, share, values)]
+            for share, values, row in zip(self.layout.own, inputs, flags, strict=True)
+        ]
+        everyone = exchange.gather(own)
+        found = torch.stack([payloads[0][0] for payloads in everyone])
+        means: list[Tensor] = []
+        sent: list[list[Tensor]] = [[] for _ in inputs]
+        first = self.layout.own[0]
+        for i, encoding in enumerate(encodings):
+            total = None
+            for share, payloads in enumerate(everyone):
+                decoded = self.compressor.decode(payloads[i + 1], replace(encoding, share=share))
+                if 0 <= share - first < len(inputs):
+                    sent[share - first].append(decoded)
+                total = decoded.clone() if total is None else total.add_(decoded)
+            assert total is not None
+            means.append(total.div_(len(everyone)))
+        return means, sent, found
+
+    def _averaged(
+        self, exchange: Exchange, encodings: list[Encoding], inputs: list[list[Tensor]], flags: list[Tensor]
+    ) -> tuple[list[Tensor], list[list[Tensor]], Tensor]:
+        """The same, where payloads are averaged before they are decoded."""
+        last: list[list[Payload]] = []
+        averages: list[Payload] = []
+        for _ in range(self.compressor.rounds):
+            for encoding, mean in zip(encodings, averages, strict=False):
+                encoding.means.append(mean)
+            last = [
+                self._encoded(encodings, share, values) for share, values in zip(self.layout.own, inputs, strict=True)
+            ]
+            averages = exchange.mean(last)
+        found = exchange.gather([[(row,)] for row in flags])
+        sent = []
+        for payloads in last:
+            sent.append([self.compressor.decode(p, e) for p, e in zip(payloads, encodings, strict=True)])
+        means = [self.compressor.decode(mean, e) for mean, e in zip(averages, encodings, strict=True)]
+        return means, sent, torch.stack([payloads[0][0] for payloads in found])
+
+    def _encoded(self, encodings: list[Encoding], share: int, values: list[Tensor]) -> list[Payload]:
+        return [self._checked(replace(e, share=share), value) for e, value in zip(encodings, values, strict=True)]
+
+    def _checked(self, encoding: Encoding, value: Tensor) -> Payload:
+        """The payload of a value; that of zeros for one that is not finite, so that only its flag says so."""
+        finite = torch.where(torch.linalg.vector_norm(value, torch.inf).isfinite(), value, 0.0)
+        payload = self.compressor.encode(finite, encoding)
+        spec = [(tensor.shape, tensor.dtype) for tensor in payload]
+        key = (torch.Size((len(encoding.means), *encoding.shape)), encoding.dtype)
+        if key not in self._specs:  # what the other ranks send too, whatever they encode
+            zeros = self.compressor.encode(torch.zeros_like(finite), replace(encoding))
+            self._specs[key] = [(tensor.shape, tensor.dtype) for tensor in zeros]
+        if spec != self._specs[key]:
+            raise ValueError(
+                f"{self.compressor!r} encodes a gradient of shape {list(encoding.shape)} as {_shown(spec)} and another "
+                f"of that shape as {_shown(self._specs[key])}; the shapes of a payload must follow from the gradient's"
+            )
+        return payload
+
+    def _note_left(self, encodings: list[Encoding], inputs: list[list[Tensor]], sent: list[list[Tensor]]) -> None:
+        for i, encoding in enumerate(encodings):
+            residuals = {
+                share: values[i].sub_(decoded[i])
+                for share, values, decoded in zip(self.layout.own, inputs, sent, strict=True)
+            }
+            self._left[encoding.name] = _Left(residuals, encoding.memory)
+
+    def _completed(
+        self, parameters: Mapping[str, Tensor], shares: Sequence[Gradients], means: list[Tensor], found: Tensor
+    ) -> list[Tensor | None]:
+        """The means as gradients of their parameters; NaN where a share's was not finite, None if no share had one."""
+        bad = (found == _NOT_FINITE).any(0)
+        complete = any(all(gradient is not None for gradient in gradients) for gradients in shares)
+        exists = None if complete else (found != _ABSENT).any(0).tolist()  # a host synchronization, if one is missing
+        poison = torch.where(bad, torch.nan, 0.0)
+        completed: list[Tensor | None] = []
+        for i, (name, parameter) in enumerate(parameters.items()):
+            if exists is not None and not exists[i]:
+                self._left.pop(name)
+                completed.append(None)
+                continue
+            mean = means[i].add_(poison[i])
+            if parameter.is_complex():
+                mean = torch.view_as_complex(mean.contiguous())
+            completed.append(mean.to(parameter.dtype))
+        return completed
+
+    # ---- optimizers and checkpoints ------------------------------------------------------------------
+
+    def save(self, state: State) -> None:
+        """Add what is remembered to what this rank writes. Every rank calls it."""
+        first, total = self.layout.own[0], self.layout.num_shares
+        for name, residuals in self.residuals.items():
+            piece = self.layout.place(self._parameters[name], True)
+            if residuals and piece is not None:
+                mine = torch.stack([residuals[share] for share in self.layout.own])
+                shape, offsets = piece.global_shape, piece.offsets
+                if mine.dim() > len(shape) + 1:  # a complex parameter's pairs
+                    shape, offsets = (*shape, 2), (*offsets, 0)
+                state.tensors[f"{PREFIX}/residual/{name}"] = TensorShard(mine, (total, *shape), (first, *offsets))
+        for name, memory in self.memory.items():
+            for key, value in memory.items():
+                if self.layout.writes_memory:
+                    state.tensors[f"{PREFIX}/memory/{self.layout.shard}/{key}/{name}"] = TensorShard.whole(value)
+        state.meta["compression"] = {"seed": self.seed, "step": self.step}
+
+    def load(self, state: Reader) -> None:
+        """Take over what any number of shares has saved: of as many each its own, else each the mean of all."""
+        saved = state.meta.get("compression", {})
+        self.seed, self.step = saved.get("seed", self.seed), saved.get("step", 0)
+        self.residuals, self.memory, self._left = {}, {}, {}
+        prefix = f"{PREFIX}/residual/"
+        for name in (found.removeprefix(prefix) for found in state.names(prefix)):
+            piece = self.layout.place(self._parameters[name], False) if name in self._parameters else None
+            if piece is None:
+                continue
+            shape, offsets = piece.tensor.shape, piece.offsets
+            number, *whole = state.shape(prefix + name)
+            if len(whole) > len(shape):
+                shape, offsets = torch.Size((*shape, 2)), (*offsets, 0)
+            of_share = {}
+            for share in self.layout.own:
+                begin, count = (share, 1) if number == self.layout.num_shares else (0, number)
+                rows = state.read(prefix + name, (begin, *offsets), (count, *shape))
+                of_share[share] = rows.mean(0).to(piece.tensor.device)
+            self.residuals[name] = of_share
+        prefix = f"{PREFIX}/memory/{self.layout.shard}/"
+        for found in state.names(prefix):
+            key, _, name = found.removeprefix(prefix).partition("/")
+            if name in self._parameters:
+                self.memory.setdefault(name, {})[key] = state.read(found).to(local(self._parameters[name]).device)
+
+
+_ABSENT, _NOT_FINITE = 0, 2
+
+
+def _flags(values: list[Tensor], gradients: Gradients) -> Tensor:
+    """Of each parameter whether the share has a gradient, and whether what it encodes is finite: uint8."""
+    exists = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
+    finite = torch.stack([torch.linalg.vector_norm(value, torch.inf).isfinite() for value in values])
+    return torch.where(finite, exists.to(finite.device), _NOT_FINITE)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _working_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _shown(spec: list[tuple[torch.Size, torch.dtype]]) -> str:
+    return " + ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in spec) or "nothing"

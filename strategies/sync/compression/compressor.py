@@ -1,0 +1,72 @@
+"""What turns a gradient into fewer bytes and back: the base class of compressors."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Encoding:
+    """What a compressor knows of the gradient that it encodes or decodes: one for each parameter and step."""
+
+    name: str
+    """Of the parameter, as in `named_parameters`."""
+    shape: tuple[int, ...]
+    """Of the tensor that is encoded; complex numbers have become pairs in a last dimension of 2."""
+    dtype: torch.dtype
+    """Of that tensor: float32, or float64 where the parameter is."""
+    device: torch.device
+    seed: int = 0
+    step: int = 0
+    """Gradients that were reduced before this one."""
+    share: int = 0
+    """Whose gradient is encoded: of a rank, or with `virtual_ranks` of a share."""
+    means: list[Sequence[Tensor]] = field(default_factory=list)
+    """With several `rounds`: what was encoded in those before this one, as means over shares."""
+    memory: dict[str, Tensor] = field(default_factory=dict)
+    """What the compressor keeps of this parameter from step to step, equal on all ranks; in checkpoints. What `decode`
+    puts here is dropped if the step is skipped."""
+
+    def generator(self, *, common: bool = False) -> torch.Generator:
+        """A generator on the CPU that follows from seed, step, name and share; with `common` the same for all shares.
+
+        Draw from nothing else: what torch's own streams give depends on the number of ranks.
+        """
+        key = f"{self.seed} {self.step} {'' if common else self.share} {self.name}"
+        number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
+        return torch.Generator().manual_seed(number >> 1)
+
+
+class Compressor(ABC):
+    """Encodes the gradient of one parameter into tensors that ranks exchange, and decodes it from them.
+
+    Derive from it and give an instance to `DDP(compress=…)`. It runs under `no_grad`, with the same result for the
+    same tensor on every rank, and keeps nothing but options: what it remembers belongs into `Encoding.memory`.
+    """
+
+    linear = False
+    """True if the payloads of shares may be averaged before they are decoded, which costs an all-reduce in place of an
+    all-gather. Payloads are then floating-point tensors."""
+    rounds = 1
+    """How often `encode` is called in a step, if it is linear: from the second time on with the means of before."""
+    feedback = True
+    """Whether what was not sent of a gradient is added to the next one (error feedback), without which a biased
+    compressor diverges. False only if what is decoded is on average what was encoded."""
+
+    @abstractmethod
+    def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
+        """The payload of a finite tensor: tensors whose shapes and dtypes follow from the tensor's shape and dtype."""
+
+    @abstractmethod
+    def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
+        """The tensor of `encoding.shape` and `encoding.dtype` that a payload stands for."""
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({options})"

@@ -1,0 +1,66 @@
+"""Compressors that send some of the elements as they are, and no others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.strategies.sync.compression.compressor import Compressor, Encoding
+
+
+class TopK(Compressor):
+    """Sends the elements of the largest magnitude, and where they are; of equal ones the first."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
+        flat = tensor.reshape(-1)
+        count = kept(flat.numel(), self.share)
+        magnitude = flat.abs()
+        least = magnitude.topk(count, sorted=False).values.amin()
+        above, equal = magnitude > least, (magnitude == least).nonzero().squeeze(1)
+        above[equal[: count - int(above.sum())]] = True
+        places = above.nonzero().squeeze(1)
+        return flat[places], places.to(torch.int32 if flat.numel() < 2**31 else torch.int64)
+
+    def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
+        values, places = payload
+        return scattered(values, places.long(), encoding)
+
+
+class RandomK(Compressor):
+    """Sends elements drawn in each step, the same of every share, so that where they are need not be sent."""
+
+    linear = True
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
+        return (tensor.reshape(-1)[self._places(encoding)],)
+
+    def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
+        return scattered(payload[0], self._places(encoding), encoding)
+
+    def _places(self, encoding: Encoding) -> Tensor:
+        """A window of elements, around the end, of a fixed shuffle of all of them would repeat; so draw without
+        replacement."""
+        numel = math.prod(encoding.shape)
+        drawn = torch.randperm(numel, generator=encoding.generator(common=True))
+        return drawn[: kept(numel, self.share)].to(encoding.device)
+
+
+def kept(numel: int, share: float) -> int:
+    """How many of so many elements are sent: at least one."""
+    return max(1, math.ceil(share * numel))
+
+
+def scattered(values: Tensor, places: Tensor, encoding: Encoding) -> Tensor:
+    """Zeros but for these values at these places of the flat tensor."""
+    flat = torch.zeros(math.prod(encoding.shape), dtype=encoding.dtype, device=values.device)
+    flat[places] = values
+    return flat.view(encoding.shape)

@@ -1,0 +1,269 @@
+"""Compressors against the papers, and what holds for each of them in every step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lockstep.strategies import DDP, Compressor, Encoding
+from lockstep.strategies.checkpoint_state import State, Whole
+from lockstep.strategies.sync.compression.compression import Compression, Layout
+from lockstep.strategies.sync.compression.names import compressor
+from tests.strategies.compression import papers
+
+SHAPES = {"wide": (5, 12), "tall": (9, 4), "kernel": (3, 2, 3, 3), "vector": (7,), "long": (700,), "number": ()}
+SPECIFIED: dict[str, Callable[..., Tensor]] = {
+    "topk=0.3": functools.partial(papers.top_k, share=0.3),
+    "randomk=0.3": functools.partial(papers.random_k, share=0.3),
+    "sign": papers.sign,
+    "int8": papers.int8,
+    "fp16": functools.partial(papers.half, dtype=torch.float16),
+    "bf16": functools.partial(papers.half, dtype=torch.bfloat16),
+    "qsgd=4": functools.partial(papers.qsgd, bits=4),
+    "qsgd=7": functools.partial(papers.qsgd, bits=7),
+    "terngrad": papers.terngrad,
+    "powersgd=2": functools.partial(papers.power_sgd, rank=2),
+}
+UNBIASED = ("qsgd=4", "qsgd=7", "terngrad")
+
+
+class Stepper:
+    """Steps every parameter, as the optimizer that residuals wait for."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+
+
+class Run:
+    """`shares` shares of a model with these parameters, all in this process."""
+
+    def __init__(self, name: str | Compressor, shapes: dict[str, tuple[int, ...]], shares: int) -> None:
+        self.model = nn.Module()
+        for n, shape in shapes.items():
+            self.model.register_parameter(n, nn.Parameter(torch.zeros(shape, dtype=torch.float64)))
+        self.compression = Compression(compressor(name), Layout(tuple(range(shares)), shares), seed=11)
+        self.compression.watch(self.model)
+        self.parameters = list(self.model.parameters())
+
+    def step(self, grads: list[list[Tensor | None]], commit: bool = True) -> list[Tensor | None]:
+        self.compression.reduce_into(self.parameters, grads, 1 / len(grads))
+        if commit:
+            self.compression.commit(Stepper(self.parameters))  # type: ignore[arg-type]
+        return [p.grad for p in self.parameters]
+
+    def mean_residual(self, name: str) -> Tensor | float:
+        left = self.compression.residuals.get(name, {})
+        return sum(left.values()) / len(left) if left else 0.0
+
+
+def gradients(shapes: dict[str, tuple[int, ...]], shares: int, seed: int) -> list[list[Tensor]]:
+    made = torch.Generator().manual_seed(seed)
+    return [[torch.randn(s, generator=made, dtype=torch.float64) for s in shapes.values()] for _ in range(shares)]
+
+
+def draws(name: str, step: int) -> papers.Draw:
+    def draw(kind: str, size: Any, worker: int | None) -> Tensor:
+        encoding = Encoding(name, (), torch.float64, torch.device("cpu"), 11, step, worker or 0)
+        generator = encoding.generator(common=worker is None)
+        if kind == "permutation":
+            return torch.randperm(size, generator=generator)
+        made = torch.rand if kind == "uniform" else torch.randn
+        return made(size, generator=generator, dtype=torch.float64)
+
+    return draw
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("shares", [1, 3, 4])
+@pytest.mark.parametrize("name", SPECIFIED)
+def test_it_computes_what_the_paper_says(name: str, shares: int) -> None:
+    run, states = Run(name, SHAPES, shares), {shape: {} for shape in SHAPES}
+    for step in range(4):
+        grads = gradients(SHAPES, shares, step)
+        found = run.step([*grads])
+        for i, shape in enumerate(SHAPES):
+            stacked = torch.stack([of_share[i] for of_share in grads])
+            expected = SPECIFIED[name](states[shape], stacked, draws(shape, step))
+            torch.testing.assert_close(found[i], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", [name for name in SPECIFIED if name not in UNBIASED])
+@given(seed=st.integers(0, 10**6), shares=st.integers(1, 5), scale=st.sampled_from([1e-6, 1.0, 1e5]))
+@settings(max_examples=8, deadline=None)
+def test_nothing_is_lost(name: str, seed: int, shares: int, scale: float) -> None:
+    """What is sent and what is kept for later are together the gradient."""
+    run = Run(name, SHAPES, shares)
+    for step in range(3):
+        before = [run.mean_residual(shape) for shape in SHAPES]
+        grads = [[g * scale for g in of_share] for of_share in gradients(SHAPES, shares, seed + step)]
+        sent = run.step([*grads])
+        for i, shape in enumerate(SHAPES):
+            mean = sum(of_share[i] for of_share in grads) / shares
+            kept = run.mean_residual(shape) - before[i]
+            assert float((sent[i] + kept - mean).abs().max()) <= 1e-12 * max(scale, 1.0)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", UNBIASED)
+def test_what_is_rounded_at_random_is_right_on_average(name: str) -> None:
+    run, grads = Run(name, {"w": (64,)}, 1), gradients({"w": (64,)}, 1, 0)
+    found = torch.stack([run.step([*grads])[0] for _ in range(600)])  # type: ignore[arg-type]
+    assert not run.compression.residuals["w"]
+    (exact,) = grads[0]
+    step = exact.abs().max() / run.compression.compressor.levels  # type: ignore[attr-defined]
+    assert 0 < float((found - exact).abs().max()) <= step
+    assert ((found.mean(0) - exact).abs() <= 5 * (step / 2) / 600**0.5).all()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", ["topk=1", "randomk=1", "powersgd=12", "qsgd=48"])
+def test_what_sends_all_is_the_mean(name: str) -> None:
+    run = Run(name, SHAPES, 4)
+    for step in range(3):
+        grads = gradients(SHAPES, 4, step)
+        for found, *own in zip(run.step([*grads]), *grads, strict=True):
+            torch.testing.assert_close(found, sum(own) / 4, rtol=0, atol=1e-13)
+
+
+@pytest.mark.unit
+def test_ties_are_broken_by_position() -> None:
+    run = Run("topk=0.5", {"w": (6,)}, 1)
+    (found,) = run.step([[torch.tensor([1.0, -1.0, 1.0, 2.0, 1.0, -1.0], dtype=torch.float64)]])
+    assert found is not None and found.tolist() == [1.0, -1.0, 0.0, 2.0, 0.0, 0.0]
+
+
+@pytest.mark.unit
+def test_what_float16_cannot_hold_is_sent_later() -> None:
+    run, big = Run("fp16", {"w": (1,)}, 1), torch.tensor([100000.0], dtype=torch.float64)
+    assert run.step([[big]])[0].item() == 65504.0  # type: ignore[union-attr]
+    assert run.step([[big * 0]])[0].item() == pytest.approx(100000.0 - 65504.0, rel=1e-3)  # type: ignore[union-attr]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["topk=0.3", "randomk=0.01", "sign", "int8", "fp16", "qsgd=4", "powersgd=2"])
+def test_a_gradient_that_is_not_finite_is_seen_and_leaves_nothing(name: str, bad: float) -> None:
+    shapes = {"wide": (5, 12), "vector": (7,)}
+    run = Run(name, shapes, 2)
+    run.step([*gradients(shapes, 2, 0)])
+    before = {n: {s: r.clone() for s, r in left.items()} for n, left in run.compression.residuals.items()}
+    grads = gradients(shapes, 2, 1)
+    grads[1][0][3, 2] = bad
+    wide, vector = run.step([*grads], commit=False)
+    assert wide is not None and wide.isnan().all() and vector is not None and vector.isfinite().all()
+    run.step([*gradients(shapes, 2, 2)], commit=False)  # what was not taken over is forgotten
+    run.step([[None, None], [None, None]])
+    after = run.compression.residuals
+    assert all(torch.equal(before[n][s], after[n][s]) for n in before for s in before[n])
+
+
+@pytest.mark.unit
+def test_parameters_without_gradient() -> None:
+    shapes = {"a": (4,), "b": (4,)}
+    run, ones = Run("topk=0.25", shapes, 2), torch.arange(1.0, 5.0, dtype=torch.float64)
+    a, b = run.step([[ones, None], [None, None]])
+    assert b is None and a is not None and a.tolist() == [0.0, 0.0, 0.0, 2.0]
+    run.parameters[1].requires_grad_(False)
+    a, b = run.step([[None, None], [ones * 0, None]])
+    assert b is None and a is not None and a.tolist() == [0.0, 0.0, 1.5, 0.0]
+    assert "b" not in run.compression.residuals
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex128])
+def test_dtypes(dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.zeros(4, 6, dtype=dtype))
+    for name in SPECIFIED:
+        compression = Compression(compressor(name), Layout((0, 1), 2), seed=1)
+        compression.watch(nn.ParameterDict({"w": parameter}))
+        total = torch.zeros(4, 6, dtype=torch.complex128 if dtype.is_complex else torch.float64)
+        grads = [torch.randn(4, 6).to(dtype) for _ in range(2)]
+        for _ in range(2):
+            compression.reduce_into([parameter], [[g] for g in grads], 0.5)
+            compression.commit(Stepper([parameter]))  # type: ignore[arg-type]
+            assert parameter.grad is not None and parameter.grad.dtype == dtype
+            total += parameter.grad
+        left = compression.residuals["w"]
+        if left and dtype.is_complex:
+            kept = torch.view_as_complex(sum(left.values()) / 2)
+            torch.testing.assert_close(total + kept, sum(grads), rtol=0, atol=1e-12)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", ["topk=0.3", "powersgd=2", "qsgd=4"])
+def test_a_saved_state_continues_to_the_bit_and_keeps_the_mean_on_other_shares(name: str) -> None:
+    run, again = Run(name, SHAPES, 4), Run(name, SHAPES, 4)
+    for step in range(2):
+        run.step([*gradients(SHAPES, 4, step)])
+    state = State()
+    run.compression.save(state)
+    saved = Whole({n: shard.tensor.clone() for n, shard in state.tensors.items()}, state.meta)
+    assert all(n.startswith("strategy/") for n in saved.tensors)
+    again.compression.load(saved)
+    for found, expected in zip(
+        again.step([*gradients(SHAPES, 4, 5)]), run.step([*gradients(SHAPES, 4, 5)]), strict=True
+    ):
+        assert found is not None and expected is not None and torch.equal(found, expected)
+    fewer = Run(name, SHAPES, 2)
+    fewer.compression.load(saved)
+    for shape in SHAPES:
+        whole = saved.tensors.get(f"strategy/compression/residual/{shape}")
+        if whole is not None:
+            torch.testing.assert_close(fewer.mean_residual(shape), whole.mean(0), rtol=0, atol=1e-12)
+
+
+class Halving(Compressor):
+    """One of a user's own: half of each element."""
+
+    def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
+        return (tensor / 2,)
+
+    def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
+        return payload[0]
+
+
+class Growing(Halving):
+    def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
+        return (tensor[tensor != 0],)
+
+
+@pytest.mark.unit
+def test_a_compressor_of_ones_own() -> None:
+    run = Run(Halving(), {"w": (2,)}, 1)
+    ones = torch.ones(2, dtype=torch.float64)
+    found = [run.step([[ones]])[0] for _ in range(3)]
+    assert torch.stack(found).tolist() == [[0.5] * 2, [0.75] * 2, [0.875] * 2]  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Growing\(\) encodes a gradient of shape \[2\] as \[2\] float64"):
+        Run(Growing(), {"w": (2,)}, 1).step([[ones]])
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("topk", "needs the share of elements to send, such as 'topk=0.01', up to 1"),
+        ("topk=2", "needs the share of elements"),
+        ("powersgd=0", "needs the rank, a whole number of at least 1, such as 'powersgd=4'"),
+        ("qsgd=1", "needs the bits of a number, a whole number from 2 to 48"),
+        ("fp16=3", "takes none; give compress='fp16'"),
+        ("topkk=0.1", "did you mean 'topk=0.01'"),
+        ("zip", "must be one of fp16, bf16"),
+    ],
+)
+def test_a_wrong_name_is_refused(given: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DDP(compress=given)
+
+
+@pytest.mark.unit
+def test_a_number_is_refused() -> None:
+    with pytest.raises(TypeError, match="must be a name such as 'topk=0.01' or a Compressor, but compress=0.01"):
+        DDP(compress=0.01)  # type: ignore[arg-type]
