@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from lockstep.strategies.mesh.fsdp import FSDP
     from lockstep.strategies.mesh.mesh_parallel import MeshParallel
     from lockstep.strategies.mesh.tensor import TensorParallel
+    from lockstep.strategies.methods.federated.clients import dirichlet
+    from lockstep.strategies.methods.federated.strategy import Federated
     from lockstep.strategies.methods.parameter_server.strategy import ParameterServer
     from lockstep.strategies.model_parallel import ModelParallel
     from lockstep.strategies.pipeline.strategy import Pipeline
@@ -30,6 +32,8 @@ else:
             "mesh.fsdp": ["FSDP"],
             "mesh.mesh_parallel": ["MeshParallel"],
             "mesh.tensor": ["TensorParallel"],
+            "methods.federated.strategy": ["Federated"],
+            "methods.federated.clients": ["dirichlet"],
             "methods.parameter_server.strategy": ["ParameterServer"],
             "model_parallel": ["ModelParallel"],
             "pipeline.strategy": ["Pipeline"],
@@ -47,6 +51,7 @@ __all__ = [
     "DataParallel",
     "DeepSpeed",
     "Encoding",
+    "Federated",
     "Loss",
     "MeshParallel",
     "ModelParallel",
@@ -57,4 +62,5 @@ __all__ = [
     "Strategy",
     "TensorParallel",
     "build",
+    "dirichlet",
 ]

@@ -122,12 +122,13 @@ class Capabilities:
     """Ranks meet in every step. Else `Strategy.ranks_meet` says in which they do, collectives wait for these, and every
     window counts as a step."""
     exact: bool = True
-    """The numbers are those of one process, up to floating-point order. Only such a strategy is the reference of
-    `lockstep compare`."""
+    """The numbers are those of one process, up to floating-point order, as `lockstep compare` needs of a reference."""
     dynamic_shapes: bool = True
     """False if torch.compile needs a graph for each shape, as one for all of them fails on the wrapped model."""
     preserves_memory_format: bool = True
     """False if `setup_module` lays parameters out in memory again, so that a layout of the user's is lost."""
+    local_steps: bool = False
+    """Optimizers step within `forward_backward` too: the caller clips in `StepHooks.step`, not before its own step."""
     runs_step_once: bool = True
     """Each rank runs the user's step once for a micro-batch; else in parts, some more than once or at the same time."""
     builds_on_meta: bool = False
@@ -158,6 +159,8 @@ class StepHooks(NamedTuple):
     """By the name of an optimizer the parameters that its loss moves, if there is a loss for each."""
     prepare: Callable[[Window], Iterable[MicroBatch]] | None = None
     """Yields the micro-batches of a window, prepared one at a time."""
+    step: Callable[[Optimizer], Any] | None = None
+    """Clips and steps an optimizer, for a strategy with `Capabilities.local_steps`."""
     streams: dict[str, torch.Generator] | None = None
     """Named generators that a step may draw from, as from torch's own; it may add some."""
     log: Callable[[str, float, str, float], None] | None = None

@@ -36,6 +36,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "deepspeed_stage_1": functools.partial(_make, "deepspeed.strategy", "DeepSpeed", stage=1),
     "deepspeed_stage_2": functools.partial(_make, "deepspeed.strategy", "DeepSpeed", stage=2),
     "deepspeed_stage_3": functools.partial(_make, "deepspeed.strategy", "DeepSpeed", stage=3),
+    "federated": functools.partial(_make, "methods.federated.strategy", "Federated"),
 }
 """What makes each strategy, by name."""
 ELSEWHERE = {

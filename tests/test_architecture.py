@@ -86,6 +86,7 @@ PUBLIC = {
         "DataParallel",
         "DeepSpeed",
         "Encoding",
+        "Federated",
         "FSDP",
         "Loss",
         "MeshParallel",
@@ -97,6 +98,7 @@ PUBLIC = {
         "Strategy",
         "TensorParallel",
         "build",
+        "dirichlet",
     },
 }
 

@@ -49,6 +49,8 @@ class Window:
     num_batches: int = 0
     """What it adds to the loader's count of batches: its micro-batches; after `resume_windows` those of the run that
     began."""
+    more: bool = False
+    """Whether this is a part of a window that another part follows on this rank: its last batch ends like any."""
 
 
 class ShardedLoader:

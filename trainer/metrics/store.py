@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from numbers import Number
 from typing import TYPE_CHECKING, Any
 
@@ -203,6 +204,17 @@ class MetricStore:
         fresh = [(e, e.start, None, 0.0, 0.0, float(e.start), 0.0) for e in self.entries.values()]
         for entry, *values in [*fresh, *mark]:
             entry.number, entry.total, entry.count, entry.seen, entry.epoch_value, entry.epoch_count = values
+
+    @contextmanager
+    def undone_after_errors(self) -> Iterator[None]:
+        """Forget what is logged within, if it ends with an error or is closed."""
+        mark, samples = self.mark(), self.samples
+        try:
+            yield
+        except BaseException:
+            self.back_to(mark)
+            self.samples = samples
+            raise
 
     def names(self) -> list[str]:
         """The names that this rank has logged for all ranks."""

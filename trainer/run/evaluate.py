@@ -171,7 +171,8 @@ def evaluate(run: RunState, module: Module, loaders: list[ShardedLoader], stage:
     """Run the step of `stage` over this rank's share of each loader; return the outputs if they are predictions."""
     what, strategy = stage_of(stage, module, run.hooks), run.strategy
     several = len(loaders) > 1
-    metrics = run.metrics = MetricStore(module, training=False, exact=run.shares is not None)
+    exact = run.shares is not None or strategy.capabilities.local_steps
+    metrics = run.metrics = MetricStore(module, training=False, exact=exact)
     metrics.noticed = run.noticed_names
     outputs: list[list[Any]] = []
     with _evaluation_mode(run, module, what, stage):

@@ -22,6 +22,7 @@ from lockstep.trainer.run import evaluate, publish, saving
 from lockstep.trainer.run.guards import check_weight
 from lockstep.trainer.run.hooks import turns
 from lockstep.trainer.setup import prepare
+from lockstep.trainer.setup.own_steps import with_local_steps
 from lockstep.trainer.setup.prepare import FitLoop
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
     loop = prepare.fit(run, module, sources)
     strategy, wrapped, hooks, guards, progress = run.strategy, run.wrapped, run.hooks, loop.guards, run.progress
     optimizers, handles, automatic = list(run.optimizers.values()), run.user_optimizers, module.automatic_optimization
-    step_hooks, clip = _step_hooks(run, loop, automatic), loop.clip
+    step_hooks, clip = _step_hooks(run, loop, automatic), None if strategy.capabilities.local_steps else loop.clip
     apart = not strategy.capabilities.synchronous
     _begin(run, module, loop)
     while not _is_finished(run):
@@ -85,7 +86,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
 
 
 def _step_hooks(run: RunState, loop: FitLoop, automatic: bool) -> StepHooks:
-    return StepHooks(
+    hooks = StepHooks(
         vote=partial(vote, run),
         log_scope=run.metrics.part,
         before_backward=loop.before_backward,
@@ -97,6 +98,7 @@ def _step_hooks(run: RunState, loop: FitLoop, automatic: bool) -> StepHooks:
         folder=run.log_dir,
         automatic=automatic,
     )
+    return with_local_steps(run, hooks, loop.clip) if run.strategy.capabilities.local_steps else hooks
 
 
 def _begin(run: RunState, module: Module, loop: FitLoop) -> None:
@@ -295,7 +297,7 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
             shares.ran()
         if micro_batch.is_ambiguous:
             check_weight(run, window, micro_batch)
-        if i < len(window.micro_batches) - 1:  # a strategy may have added some
+        if i < len(window.micro_batches) - 1 or window.more:  # a strategy may have added some
             for hook in hooks.on_train_batch_end:
                 hook(micro_batch.output, micro_batch.batch, micro_batch.batch_idx)
             if not loop.reevaluates:

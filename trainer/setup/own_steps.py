@@ -1,16 +1,18 @@
-"""How optimizers step if the strategy alone does not know: by the module's `optimizer_step`, or with a closure."""
+"""How optimizers step if the strategy alone does not know: by the module's `optimizer_step`, with a closure, or within
+a window."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lockstep.callbacks.guard import fingerprint
-from lockstep.strategies.data.sharded_loader import Window
+from lockstep.strategies.base import StepHooks
+from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.losses import split_loss
 from lockstep.strategies.modules.absent import is_here
 from lockstep.trainer.metrics.store import MetricStore
@@ -63,6 +65,22 @@ def own_step(
         return handles[id(optimizer)].take(closure if name in closing else None)
 
     return step
+
+
+def with_local_steps(run: RunState, hooks: StepHooks, clip: Callable[[Optimizer], Any] | None) -> StepHooks:
+    """`hooks` for a strategy whose `forward_backward` steps optimizers itself, on parts of a window."""
+
+    def prepare(window: Window) -> Iterator[MicroBatch]:
+        assert hooks.prepare is not None
+        with run.metrics.undone_after_errors():  # of a part that fails, or is closed, nothing that was logged stays
+            yield from hooks.prepare(window)
+
+    def step(optimizer: Optimizer) -> None:
+        if clip is not None:
+            clip(optimizer)
+        next(handle for handle in run.user_optimizers if handle.optimizer is optimizer).take()
+
+    return hooks._replace(prepare=prepare, step=step)
 
 
 def _state_of(optimizer: Optimizer) -> list[int]:

@@ -104,7 +104,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     closing, unowned = _set_up_optimizers(run, module)
     run.parameter_states = _parameter_states(run, module)
     run.had_parameter_states = bool(run.parameter_states)
-    run.metrics = MetricStore(module, exact=run.shares is not None)
+    run.metrics = MetricStore(module, exact=run.shares is not None or strategy.capabilities.local_steps)
     run.metrics.noticed = run.noticed_names
     if run.shares is not None:
         run.shares.outside("start")

@@ -1,0 +1,1 @@
+"""Federated averaging: rounds, clients, and the server."""
