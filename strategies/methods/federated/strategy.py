@@ -232,8 +232,7 @@ class Federated(ClientSteps):
         vote = hooks.vote()
         result = StepResult(0, vote.stop, None)
         if self._agreement is not None:
-            # Clients of a round may be on some ranks only, and so may what they log: names are compared where it is shown.
-            vote = vote._replace(keys=0)
+            vote = vote._replace(keys=0)  # some ranks may have no client yet: names are compared where they are shown
             self._agreement.send(vote, window.num_samples, run.counted, True)
             result = self._receive(wrapped, self._agreement)
         return self._average(run, result, began)
@@ -258,10 +257,9 @@ class Federated(ClientSteps):
             size * clients,
             time.perf_counter() - began,
         )
-        for name in (
-            ("participants", "dropped", "samples", "bytes_down", "bytes_up") if run.hooks.log is not None else ()
-        ):
-            run.hooks.log(f"federated/{name}", getattr(self.last_round, name), "mean", 1.0)
+        if run.hooks.log is not None:
+            for name in ("participants", "dropped", "samples", "bytes_down", "bytes_up"):
+                run.hooks.log(f"federated/{name}", getattr(self.last_round, name), "mean", 1.0)
         if bad is not None:
             return result._replace(count=1.0, non_finite=f"{bad['bad']} of client {bad['name']!r}")
         return result._replace(count=weight / run.scale, loss=loss / weight if weight else None)
