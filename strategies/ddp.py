@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from lockstep.strategies.replica import Replica
 from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync import batch_norm
+from lockstep.strategies.sync.all_reduce import ALGORITHMS, AllReduce
 from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.compression.compressor import Compressor
 from lockstep.strategies.sync.compression.names import compressor
@@ -51,6 +52,8 @@ class DDP(SPMDStrategy):
     `compress`: send gradients in fewer bytes, which changes the method: "fp16", "bf16", "int8", "powersgd=4" (its
         rank), "topk=0.01" and "randomk=0.01" (the share of elements), "qsgd=4" (bits), "terngrad", "sign", or a
         Compressor. What is not sent is added to the next gradient. See docs/methods/compression.md.
+    `all_reduce`: how gradients are summed: "auto", by the engine (gloo, NCCL); or by messages between two ranks,
+        "ring", "halving_doubling", "tree" or "hierarchical" (within nodes first). See docs/methods/all-reduce.md.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
 
@@ -68,6 +71,7 @@ class DDP(SPMDStrategy):
         bucket_cap_mb: float | None = None,
         activation_checkpointing: bool | Rule = False,
         compress: str | Compressor | None = None,
+        all_reduce: Literal["auto", "ring", "halving_doubling", "tree", "hierarchical"] = "auto",
         timeout_s: float = 1800.0,
     ) -> None:
         super().__init__(activation_checkpointing=activation_checkpointing)
@@ -87,6 +91,14 @@ class DDP(SPMDStrategy):
         self._first_window = True
         self.shares_buffers, self._stale_buffers = broadcast_buffers, False
         self._synced: list[nn.Module] = []
+        if all_reduce != "auto" and (all_reduce not in ALGORITHMS or compress is not None):
+            raise ValueError(
+                f"all_reduce={all_reduce!r} contradicts compress, which exchanges gradients itself; give one of them"
+                if all_reduce in ALGORITHMS
+                else f"all_reduce must be one of auto, {', '.join(ALGORITHMS)}, but all_reduce={all_reduce!r}"
+            )
+        self.all_reduce_by: str = all_reduce
+        self._all_reduce: AllReduce | None = None
         if compress is not None:
             self.compressor = compressor(compress)
             if static_graph:
@@ -103,7 +115,9 @@ class DDP(SPMDStrategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         model = model.to(self.topology.device)
         if self.compressor is None:
-            return Replica(model, self._options)
+            if self.all_reduce_by != "auto":
+                self._all_reduce = AllReduce(self.all_reduce_by, self.topology.node_rank, self.topology.device)
+            return Replica(model, self._options, all_reduce=self._all_reduce)
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
                 raise ValueError(
@@ -115,6 +129,12 @@ class DDP(SPMDStrategy):
                 dist.broadcast(parameter.data, 0)
         share_buffers(model.modules())
         return Replica(model, self._options, reduces=False)
+
+    def teardown(self) -> None:
+        if self._all_reduce is not None:
+            self._all_reduce.close()
+            self._all_reduce = None
+        super().teardown()
 
     def teardown_module(self, wrapped: nn.Module) -> None:
         super().teardown_module(wrapped)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.strategies.base import Loss, StepFn
 from lockstep.strategies.launch.process_group import plain_group
 from lockstep.strategies.modules.unused_parameters import drop_unused, refuse_unused
+from lockstep.strategies.sync.all_reduce import AllReduce
 
 
 class Replica(nn.Module):
@@ -24,7 +25,9 @@ class Replica(nn.Module):
     ddp: DistributedDataParallel | None = None
     """None if it is not to reduce anything: no parameter is trained, which DDP refuses, or gradients are compressed."""
 
-    def __init__(self, model: nn.Module, options: Mapping[str, Any], reduces: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, options: Mapping[str, Any], reduces: bool = True, all_reduce: AllReduce | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         watches = options["find_unused_parameters"] or options["static_graph"]
@@ -34,6 +37,7 @@ class Replica(nn.Module):
         """Whether this rank ran a backward of zeros through every parameter in this window."""
         self._ddp_options = options
         self._reduces = reduces
+        self._all_reduce = all_reduce
         self._trained: dict[str, nn.Parameter] = {}
         self._watches: list[Any] = []
         self._reduced = True
@@ -157,6 +161,8 @@ class Replica(nn.Module):
         if not self._order_is_known and self.ddp is not None and self.ddp._has_rebuilt_buckets:
             self._order += map(id, bucket.parameters())
             self._order_is_known = bucket.is_last()
+        if self._all_reduce is not None:
+            return self._all_reduce(bucket.buffer())
         work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 

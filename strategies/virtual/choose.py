@@ -32,6 +32,11 @@ def virtual(strategy: Strategy, number: int) -> Strategy:
     if isinstance(strategy, DDP):
         _refuse("sync_batchnorm", strategy.sync_batchnorm)
         _refuse("broadcast_buffers", strategy.shares_buffers, refused=False)
+        if strategy.all_reduce_by != "auto":
+            raise ValueError(
+                f"virtual_ranks cannot be used with all_reduce={strategy.all_reduce_by!r}, as it adds gradients in an "
+                "order of its own; remove all_reduce"
+            )
     elif isinstance(strategy, ShardedStrategy):
         if "tensor" in strategy.axes:
             raise ValueError(

@@ -169,6 +169,7 @@ EXCHANGES = {
     "broadcast_buffers": False,
     "sync_batchnorm": True,
     "timeout_s": 60.0,
+    "all_reduce": "ring",
     "wrap": None,
     "reshard_after_forward": False,
     "sync_every_micro_batch": True,
