@@ -26,7 +26,7 @@ class Streamed(Source):
         if share.virtual and getattr(iterable, "shards_itself", False):
             raise ValueError(
                 f"virtual_ranks cannot be used with {name}, which shards itself, so that its samples depend on the "
-                "number of ranks; remove shards_itself"
+                "number of ranks; remove shards_itself. The workers of a parameter server are virtual ranks"
             )
         self.share = share
         self.window_micro_batches = share.accumulate

@@ -72,7 +72,8 @@ class Combined(Source):
             )
         if share.virtual:
             raise ValueError(
-                "virtual_ranks cannot be used with several loaders, whose batches cannot be split: use one"
+                "virtual_ranks cannot be used with several loaders, whose batches cannot be split: use one; the "
+                "workers of a parameter server are virtual ranks"
             )
         self.share = share
         self.window_micro_batches = share.accumulate

@@ -288,7 +288,7 @@ def turns(run: RunState, window: Window) -> Iterator[Window]:
     for part in run.strategy.turns(run.wrapped, run.optimizers, window):
         yield part
         mine = part.micro_batches[-1]
-        if mine is last:
+        if part is window or mine is last:
             continue
         for optimizer in run.optimizers.values():
             if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):

@@ -90,7 +90,11 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
 def _refused_by_strategy(run: RunState, module: Module) -> None:
     """Raise ValueError for a method of the module or of a user's callback that the strategy refuses."""
     refuses = run.strategy.capabilities.refuses
-    users = [item for item in run.callbacks if not type(item).__module__.startswith("lockstep.callbacks.")]
+    users = [
+        item
+        for item in run.callbacks
+        if isinstance(item, callbacks.GradientNorm) or not type(item).__module__.startswith("lockstep.callbacks.")
+    ]
     asked = [name for name in refuses if hasattr(Module, name) and overrides(module, name, Module)]
     asked += [name for name in refuses for item in users if hasattr(Callback, name) and overrides(item, name, Callback)]
     for name in asked:

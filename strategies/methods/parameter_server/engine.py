@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.base import Topology
 from lockstep.strategies.methods.parameter_server.layout import Layout, spread
-from lockstep.strategies.methods.parameter_server.links import FOREVER, Dealer, Links
+from lockstep.strategies.methods.parameter_server.links import Dealer, Links
 from lockstep.strategies.methods.parameter_server.schedule import Arrival, Record, Schedule
 from lockstep.strategies.methods.parameter_server.server import Host, Post, Server
 from lockstep.strategies.modules.model_changes import shortened
@@ -30,6 +31,25 @@ class Options(NamedTuple):
     staleness: int
 
 
+FOREVER = timedelta(days=365)
+"""For a thread that waits until a worker asks."""
+
+
+class Groups(NamedTuple):
+    """Process groups for messages, and for the threads of the ranks with servers; every rank makes them once a run."""
+
+    links: dist.ProcessGroup | None
+    norms: dist.ProcessGroup | None
+
+    @classmethod
+    def make(cls, num_servers: int, world_size: int) -> Groups:
+        holders = [*range(min(num_servers, world_size))]
+        return cls(
+            dist.new_group(backend="gloo", timeout=FOREVER) if world_size > 1 else None,
+            dist.new_group(holders, backend="gloo", timeout=FOREVER) if len(holders) > 1 else None,
+        )
+
+
 class Engine:
     """From a step on until `close`; every rank makes one."""
 
@@ -42,16 +62,18 @@ class Engine:
         clock: int,
         schedule: Schedule | None,
         folder: str | None,
+        groups: Groups,
     ) -> None:
         self.first_clock, self._schedule, self._optimizers = clock, schedule, optimizers
         self._staleness, self._workers, num_servers = options.staleness, options.workers, options.servers
         self._rank, world_size = topology.rank, topology.world_size
         stepped = {id(p) for o in optimizers.values() for group in o.param_groups for p in group["params"]}
         tensors: dict[str, Tensor] = {n: p for n, p in wrapped.named_parameters() if id(p) in stepped}
-        self._parameters = {name: (p, p._version) for name, p in tensors.items()}
         tensors |= dict(wrapped.named_buffers())
         self._parts = spread(tensors, num_servers)
         self._layouts = [Layout(part) for part in self._parts]
+        self._last: list[Tensor] = []
+        """By server the values that this rank has read last."""
         self._hosts = [i % world_size for i in range(num_servers)]
         self._before = {key: [numbers_of(group) for group in o.param_groups] for key, o in optimizers.items()}
         self._held = {key: [list(group["params"]) for group in o.param_groups] for key, o in optimizers.items()}
@@ -62,8 +84,7 @@ class Engine:
         }
         for optimizer in optimizers.values():
             optimizer.state = HiddenState(optimizer, "the state of {} is on the servers, which step it")
-        holders = sorted(set(self._hosts))
-        self._norms = dist.new_group(holders, backend="gloo", timeout=FOREVER) if len(holders) > 1 else None
+        self._norms = groups.norms
         record = None
         if self._rank == 0 and folder is not None:
             record = Record(folder, options._asdict(), clock * self._workers)
@@ -73,7 +94,7 @@ class Engine:
             [layout.nbytes for layout, host in zip(self._layouts, self._hosts, strict=True) if host == rank]
             for rank in range(world_size)
         ]
-        self._links = Links(self._rank, self._hosts, sizes, num_servers)
+        self._links = Links(self._rank, self._hosts, sizes, num_servers, groups.links)
         dealer = Dealer(self._workers, world_size, clock) if self._rank == 0 else None
         self._links.serve(self._host if mine or dealer else None, dealer)
 
@@ -111,11 +132,20 @@ class Engine:
             for tensor, value in zip(part.values(), layout.read(flat), strict=True):
                 assert value is not None
                 tensor.data.copy_(value)
-        self._parameters = {name: (p, p._version) for name, (p, _) in self._parameters.items()}
+        self._last = [flat for _, flat in found]
         return [version for version, _ in found]
 
+    def changed(self) -> list[str]:
+        """The parameters that are not what this rank has read last."""
+        names = []
+        for part, layout, flat in zip(self._parts, self._layouts, self._last, strict=True):
+            for (name, tensor), value in zip(part.items(), layout.read(flat), strict=True):
+                if isinstance(tensor, nn.Parameter) and value is not None and not _same_bytes(tensor, value):
+                    names.append(name)
+        return names
+
     def _refuse_changes(self) -> None:
-        changed = [name for name, (p, version) in self._parameters.items() if p._version != version]
+        changed = self.changed() if self._last else []
         if changed:
             raise RuntimeError(
                 f"the parameters {shortened(changed)} were changed outside of the optimizer, on a worker, where a "
@@ -186,3 +216,8 @@ class Engine:
         if self._norms is not None:
             dist.all_reduce(row, group=self._norms)
         return float(sum(row.tolist()))
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    one = one.detach().to("cpu").contiguous()
+    return torch.equal(one.view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))

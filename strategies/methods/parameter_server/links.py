@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,6 @@ _ASKS, _ANSWERS = 1, 2
 _TAKE, _READ, _PUSH, _BYE = range(4)
 _WAIT_S = 0.2
 """After which a server answers that it has no new version yet, so that a worker can see what has failed."""
-FOREVER = timedelta(days=365)
-"""For a thread that waits until a worker asks."""
 
 
 class Dealer:
@@ -60,11 +57,18 @@ class Dealer:
 class Links:
     """One rank's end: what it asks, and the threads that answer."""
 
-    def __init__(self, rank: int, hosts: Sequence[int], sizes: Sequence[Sequence[int]], num_servers: int) -> None:
-        """`hosts`: the rank of each server; `sizes`: of each rank the bytes of the values of its servers."""
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[int],
+        sizes: Sequence[Sequence[int]],
+        num_servers: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """`hosts`: the rank of each server; `sizes`: of each rank the bytes of the values of its servers; `group`: all
+        ranks, if there are several."""
         self._rank, self._hosts, self._sizes = rank, hosts, sizes
-        self._num_servers = num_servers
-        self._group = dist.new_group(backend="gloo", timeout=FOREVER) if len(sizes) > 1 else None
+        self._num_servers, self._group = num_servers, group
         self._threads: list[threading.Thread] = []
         self.host: Host | None = None
         self.dealer: Dealer | None = None

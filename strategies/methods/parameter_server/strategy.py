@@ -18,31 +18,14 @@ from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, W
 from lockstep.strategies.launch import environment, fault_injection
 from lockstep.strategies.losses import detach
 from lockstep.strategies.methods.parameter_server.data import DealtLoader, Later
-from lockstep.strategies.methods.parameter_server.engine import Engine, Options
+from lockstep.strategies.methods.parameter_server.engine import Engine, Groups, Options
+from lockstep.strategies.methods.parameter_server.refusals import LATER, REFUSES, couples_parameters
 from lockstep.strategies.methods.parameter_server.schedule import Schedule
 from lockstep.strategies.methods.parameter_server.server import Post
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
-from lockstep.strategies.optimizers.modes import has_modes
-from lockstep.strategies.optimizers.probe import probe
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.step import weighted_losses
 from lockstep.strategies.sync.buffers import share_buffers
-
-_LATER = "the gradient of a step is on the servers, once all workers have sent theirs"
-_REFUSES = {
-    "manual_optimization": "a parameter server steps optimizers itself, so it needs automatic optimization",
-    "closures": "a parameter server steps optimizers on gradients that have arrived, so one that calls a closure is "
-    "refused; use strategy='ddp'",
-    "16-mixed": "precision='16-mixed' scales losses by what overflowed, which a parameter server learns too late; use "
-    "'bf16-mixed'",
-    "parameter_state": "a worker of a parameter server has parameters that are up to `staleness` steps old",
-    "on_after_backward": f"on_after_backward cannot be called: {_LATER}; use strategy='ddp'",
-    "on_before_optimizer_step": f"on_before_optimizer_step cannot be called with gradients: {_LATER}; use "
-    "strategy='ddp'",
-    "optimizer_step": "optimizer_step cannot be overridden: the servers step the optimizers; use strategy='ddp'",
-    "configure_gradient_clipping": f"configure_gradient_clipping cannot be overridden: {_LATER}; give "
-    "gradient_clip_val",
-}
 
 
 class ParameterServer(SPMDStrategy):
@@ -63,7 +46,7 @@ class ParameterServer(SPMDStrategy):
     `timeout_s`: how long a collective may wait for the other ranks, in seconds.
     """
 
-    capabilities = Capabilities(exact=False, synchronous=False, refuses=_REFUSES)
+    capabilities = Capabilities(exact=False, synchronous=False, refuses=REFUSES)
 
     def __init__(
         self,
@@ -92,8 +75,9 @@ class ParameterServer(SPMDStrategy):
         self._clock = 0
         """Clocks that this rank has passed."""
         self._optimizers: dict[str, Optimizer] = {}
-        self._one_server = False
+        self._one_server = self._in_step = False
         self._engine: Engine | None = None
+        self._groups: Groups | None = None
         self._post: Post | None = None
         self._last_batch: Any = None
         self._metrics: list[Any] = []
@@ -123,18 +107,20 @@ class ParameterServer(SPMDStrategy):
 
     @property
     def ranks_meet(self) -> bool:  # type: ignore[override]
-        return self._clock % self._meet_every == 0
+        """So that they can publish: in the first two clocks, for which all ranks wait, and in every `meet_every`-th."""
+        first = self._clock if self._engine is None else self._engine.first_clock
+        return self._clock % self._meet_every == 0 or self._clock - first <= 2
 
     def teardown(self) -> None:
-        self._engine = None  # its threads end with their peers, or with the process
-        self._clock = 0
+        self._engine = self._groups = None  # its threads end with their peers, or with the process
+        self._clock, self._in_step = 0, False
         self._optimizers = {}
         super().teardown()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         model = model.to(self.topology.device)
         if self._parameter_hooks.taken:
-            raise ValueError(f"gradient hooks on parameters are refused: {_LATER}; use strategy='ddp'")
+            raise ValueError(f"gradient hooks on parameters are refused: {LATER}; use strategy='ddp'")
         with torch.no_grad():
             for parameter in model.parameters():
                 dist.broadcast(parameter.data, 0)
@@ -143,28 +129,15 @@ class ParameterServer(SPMDStrategy):
         return model
 
     def teardown_module(self, wrapped: nn.Module) -> None:
-        if self._engine is not None:
-            self._dissolve(wrapped)
+        self.synchronize(wrapped)
+        self._dissolve()
         super().teardown_module(wrapped)
 
     # ---- optimizers ------------------------------------------------------------------------------------
 
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
-        self._one_server = False
-        for key, optimizer in optimizers.items():
-            found, why = probe(optimizer), ""
-            if found.kind == "unknown" or found.draws:
-                why = found.reason
-            elif optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-                why = "it has a step hook, which would run during a training step"
-            elif has_modes(optimizer):
-                why = "it has other weights to evaluate than to train"
-            if why:
-                raise ValueError(
-                    f"optimizer {key!r} ({type(optimizer).__name__}) cannot be stepped by a parameter server, because "
-                    f"{why}; use strategy='ddp', or another optimizer"
-                )
-            self._one_server |= found.kind == "coupled" or found.keeps_numbers
+        needs_one = [couples_parameters(key, optimizer) for key, optimizer in optimizers.items()]
+        self._one_server = any(needs_one)
         self._optimizers = super().setup_optimizers(wrapped, optimizers)
         return self._optimizers
 
@@ -174,7 +147,7 @@ class ParameterServer(SPMDStrategy):
         """Have the servers clip the gradient of the clock, when it is complete. Returns None: its norm is not known
         yet."""
         if value == float("inf"):
-            raise RuntimeError(f"the norm of the gradient is not known: {_LATER}; use strategy='ddp'")
+            raise RuntimeError(f"the norm of the gradient is not known: {LATER}; use strategy='ddp'")
         assert self._post is not None
         self._post.clips.append((self._key_of(optimizer), float(value), algorithm))
         return None
@@ -199,6 +172,31 @@ class ParameterServer(SPMDStrategy):
 
     def _key_of(self, optimizer: Optimizer) -> str:
         return next(key for key, held in self._optimizers.items() if held is optimizer)
+
+    # ---- collectives of the caller ---------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        self._refuse_in_step("all_reduce")
+        return super().all_reduce(tensor, op)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self._refuse_in_step("all_gather")
+        return super().all_gather(tensor)
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        self._refuse_in_step("broadcast")
+        return super().broadcast(value, src)
+
+    def barrier(self) -> None:
+        self._refuse_in_step("barrier")
+        super().barrier()
+
+    def _refuse_in_step(self, what: str) -> None:
+        if self._in_step:
+            raise RuntimeError(
+                f"{what} was called while a batch is computed, which other ranks of a parameter server do not compute "
+                "at the same time; call it in a hook such as on_train_epoch_end, or use strategy='ddp'"
+            )
 
     # ---- data ------------------------------------------------------------------------------------------
 
@@ -239,6 +237,7 @@ class ParameterServer(SPMDStrategy):
         of_share = [window.micro_batches[i * number : (i + 1) * number] for i in range(self.virtual_ranks)]
         window.micro_batches, window.num_shares = [], 1
         prepared: Iterator[MicroBatch] | None = None
+        self._in_step = True
         while True:
             batch, stop = engine.take(self._clock, hooks.vote().stop)
             if batch is None:
@@ -264,6 +263,7 @@ class ParameterServer(SPMDStrategy):
             prepared = iter(window.micro_batches if hooks.prepare is None else hooks.prepare(window))
         for _ in prepared:
             pass
+        self._in_step = False
         self._clock += 1
         self._post = Post(window.num_samples, {})
         return StepResult(1.0, stop, None)
@@ -322,8 +322,16 @@ class ParameterServer(SPMDStrategy):
         if self._engine is None:
             servers = 1 if self._one_server else self._wanted_servers or self.topology.world_size
             options = Options(self.virtual_ranks, servers, self.staleness)
+            self._groups = self._groups or Groups.make(servers, self.topology.world_size)
             self._engine = Engine(
-                self.topology, wrapped, self._optimizers, options, self._clock, self._schedule, hooks.folder
+                self.topology,
+                wrapped,
+                self._optimizers,
+                options,
+                self._clock,
+                self._schedule,
+                hooks.folder,
+                self._groups,
             )
         return self._engine
 
@@ -334,10 +342,11 @@ class ParameterServer(SPMDStrategy):
             self._engine.drain(wrapped, self._clock)
             self.barrier()  # else a rank could compute on before another one has read
 
-    def _dissolve(self, wrapped: nn.Module) -> None:
-        """Let model and optimizers hold what the servers have, and end them; the next step starts others."""
-        self.synchronize(wrapped)
-        assert self._engine is not None
+    def _dissolve(self) -> None:
+        """End the servers, all of whose steps are done, and give the optimizers their state; the next step starts
+        others, with what the model holds then."""
+        if self._engine is None:
+            return
         with self._engine.shown():
             states = {key: optimizer.state for key, optimizer in self._optimizers.items()}
         self._engine.close()
@@ -348,14 +357,9 @@ class ParameterServer(SPMDStrategy):
     @contextmanager
     def whole(self, wrapped: nn.Module) -> Iterator[None]:
         self.synchronize(wrapped)
-        before = [p._version for p in wrapped.parameters()]
         yield
-        if self._engine is not None and before != [p._version for p in wrapped.parameters()]:
-            values = [p.detach().clone() for p in wrapped.parameters()]
-            self._dissolve(wrapped)
-            with torch.no_grad():
-                for parameter, value in zip(wrapped.parameters(), values, strict=True):
-                    parameter.copy_(value)
+        if self._engine is not None and int(self.all_reduce(torch.tensor(len(self._engine.changed())), "max")):
+            self._dissolve()
 
     @contextmanager
     def evaluation_weights(
@@ -379,8 +383,8 @@ class ParameterServer(SPMDStrategy):
         return state
 
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        if self._engine is not None:
-            self._dissolve(wrapped)
+        self.synchronize(wrapped)
+        self._dissolve()
         super().load_state_dict(wrapped, optimizers, state)
 
     def extra_state(self, wrapped: nn.Module) -> dict[str, Any]:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import random
+import signal
+import threading
+import time
 from collections import Counter
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import Trainer
-from lockstep.callbacks import Guard
+from lockstep.callbacks import Callback, GradientNorm, Guard, ModelCheckpoint
 from lockstep.strategies import ParameterServer
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.methods.parameter_server.links import Dealer
@@ -49,11 +58,24 @@ def test_without_staleness_the_numbers_are_those_of_ddp(tmp_path: Path, options:
     assert float(trainer.callback_metrics["staleness_max"]) == 0
 
 
+class _Counts(Callback):
+    def __init__(self) -> None:
+        self.calls = [0, 0]
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.calls[0] += 1
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.calls[1] += 1
+
+
 @pytest.mark.ranks
 def test_a_recorded_run_is_the_algorithm_and_replays_bit_for_bit(tmp_path: Path) -> None:
     server = ParameterServer(staleness=2, workers=4, servers=1)
-    options = {"optimizer": "SGD", "gradient_clip_val": 0.3, "samples": 150}
-    got, trainer = fit(server, tmp_path, slow=0.02, **options)
+    options: dict[str, Any] = {"optimizer": "SGD", "gradient_clip_val": 0.3, "samples": 150}
+    counts = _Counts()
+    got, trainer = fit(server, tmp_path, slow=0.02, callbacks=[counts], **options)
+    assert counts.calls[0] == counts.calls[1] >= trainer.global_step
     lines = [json.loads(line) for line in schedule_of(trainer).read_text().splitlines()]
     assert lines.pop(0) == {"workers": 4, "servers": 1, "staleness": 2}
     assert sorted(line["batch"] for line in lines) == [*range(4 * trainer.global_step)]  # every batch once
@@ -181,3 +203,149 @@ def test_what_it_cannot_do_is_refused_by_name(
     with pytest.raises((ValueError, RuntimeError), match=message):
         Trainer(strategy=ParameterServer(), devices=1, accelerator="cpu", **options).fit(toy, DataLoader(Rows(8), 4))
     assert all(torch.equal(a, b) for a, b in zip(before, toy.parameters(), strict=True))
+
+
+class _StopsRank2(Callback):
+    """Rank 0 stops rank 2 for 5 seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        if trainer.global_rank == 2:
+            (self.folder / "process").write_text(str(os.getpid()))
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_rank == 0 and trainer.global_step == 100:
+            threading.Thread(target=self._stop, args=(int((self.folder / "process").read_text()),)).start()
+
+    def _stop(self, process: int) -> None:
+        os.kill(process, signal.SIGSTOP)
+        time.sleep(5)
+        os.kill(process, signal.SIGCONT)
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_bound_holds_in_10000_updates_with_a_worker_that_is_stopped(tmp_path: Path) -> None:
+    options = {"samples": 12000, "max_epochs": 4, "callbacks": [_StopsRank2(tmp_path)]}
+    began = time.monotonic()
+    _, trainer = fit(ParameterServer(staleness=3, servers=1), tmp_path, devices=3, **options)
+    assert time.monotonic() - began > 5
+    reads = Schedule(schedule_of(trainer)).reads
+    assert sorted(reads) == [*range(3 * trainer.global_step)] and len(reads) >= 10_000
+    staleness = Counter(batch // 3 - min(read) for batch, read in reads.items())
+    assert max(staleness) == 3 and min(staleness) == 0, staleness
+
+
+class _Kills(Callback):
+    """In some steps one rank kills itself, the first time."""
+
+    def __init__(self, folder: Path, steps: list[int]) -> None:
+        self.folder, self.steps = folder, steps
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        step, killed = trainer.global_step, self.folder / f"killed{trainer.global_step}"
+        if step in self.steps and trainer.global_rank == step % trainer.world_size and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_that_was_killed_and_one_that_resumes_replay_bit_for_bit(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"drop": 0.3, "norm": True, "samples": 93, "max_epochs": 9}
+    steps = sorted(random.Random(0).sample(range(4, 100), 25))
+    saver = ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)
+    got, trainer = fit(
+        ParameterServer(staleness=3),
+        tmp_path,
+        slow=0.01,
+        enable_checkpointing=True,
+        max_restarts=26,
+        callbacks=[saver, _Kills(tmp_path, steps)],
+        **options,
+    )
+    assert len([*tmp_path.glob("killed*")]) == 25 and trainer.global_step == 108
+    record = schedule_of(trainer)
+    batches = [json.loads(line)["batch"] for line in record.read_text().splitlines()[1:]]
+    assert sorted(batches) == [*range(2 * 108)]  # of what was lost none is left
+    whole, _ = fit(ParameterServer(replay=record), tmp_path, devices=1, **options)
+    assert difference(whole, got) == 0
+    saved = next(path for path in saver.best_k_models if "step=52" in path)
+    resumed, _ = fit(ParameterServer(replay=record), tmp_path, ckpt_path=saved, **options)
+    assert difference(resumed, got) == 0
+
+
+class _Writes(Callback):
+    """Changes weights behind the servers' back, or within `trainer.whole`."""
+
+    def __init__(self, whole: bool) -> None:
+        self.whole = whole
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == 5:
+            with trainer.whole(module) if self.whole else nullcontext():
+                module.net[0].weight.data.mul_(0.5)
+
+
+class _Gathers(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.all_gather(torch.ones(2))
+
+
+class _Measures(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.accuracy(self.net(batch[0]), batch[1])
+        return super().training_step(batch, batch_idx)
+
+
+class _Fails(Toy):
+    """Returns a NaN, or nothing, in some step."""
+
+    def __init__(self, value: float | None) -> None:
+        super().__init__()
+        self.value = value
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.trainer.global_step < 3 else None if self.value is None else loss * self.value
+
+
+def on_one_rank(module: Toy, **options: Any) -> None:
+    options = {"max_epochs": 2, "enable_checkpointing": False, "logger": False, "precision": "64-true", **options}
+    Trainer(strategy=ParameterServer(0), devices=1, accelerator="cpu", **options).fit(module, DataLoader(Rows(20), 4))
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "error", "message"),
+    [
+        pytest.param(Toy, {"callbacks": [_Writes(False)]}, RuntimeError, r"net.0.weight were changed", id="weights"),
+        pytest.param(_Gathers, {}, RuntimeError, "all_gather was called while a batch is computed", id="collective"),
+        pytest.param(_Measures, {}, RuntimeError, "updates a torchmetrics object", id="torchmetrics"),
+        pytest.param(partial(_Fails, math.nan), {}, FloatingPointError, "the loss is NaN .* of step 3", id="NaN"),
+        pytest.param(partial(_Fails, None), {}, RuntimeError, "no batch of step 3 has a loss", id="no loss"),
+        pytest.param(Toy, {"callbacks": [GradientNorm()]}, ValueError, "on_before_optimizer_step", id="norm"),
+    ],
+)
+def test_what_a_run_cannot_take_over_ends_it_by_name(
+    module: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        on_one_rank(module(), **options)
+
+
+def test_weights_may_be_changed_within_whole() -> None:
+    got, expected = Toy(), Toy()
+    expected.load_state_dict(got.state_dict())
+    on_one_rank(got, callbacks=[_Writes(True)], seed=0)
+    options: Any = {"max_epochs": 2, "enable_checkpointing": False, "logger": False, "precision": "64-true"}
+    single = Trainer(strategy="single", accelerator="cpu", callbacks=[_Writes(True)], seed=0, **options)
+    single.fit(expected, DataLoader(Rows(20), 4))
+    assert difference(got, expected) <= 1e-12
