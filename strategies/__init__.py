@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from lockstep.strategies.mesh.fsdp import FSDP
     from lockstep.strategies.mesh.mesh_parallel import MeshParallel
     from lockstep.strategies.mesh.tensor import TensorParallel
+    from lockstep.strategies.methods.diloco import DiLoCo
     from lockstep.strategies.methods.federated.clients import dirichlet
     from lockstep.strategies.methods.federated.strategy import Federated
+    from lockstep.strategies.methods.local_sgd import LocalSGD
     from lockstep.strategies.methods.parameter_server.strategy import ParameterServer
     from lockstep.strategies.model_parallel import ModelParallel
     from lockstep.strategies.pipeline.strategy import Pipeline
@@ -35,6 +37,8 @@ else:
             "methods.federated.strategy": ["Federated"],
             "methods.federated.clients": ["dirichlet"],
             "methods.parameter_server.strategy": ["ParameterServer"],
+            "methods.diloco": ["DiLoCo"],
+            "methods.local_sgd": ["LocalSGD"],
             "model_parallel": ["ModelParallel"],
             "pipeline.strategy": ["Pipeline"],
             "registry": ["build"],
@@ -50,8 +54,10 @@ __all__ = [
     "Compressor",
     "DataParallel",
     "DeepSpeed",
+    "DiLoCo",
     "Encoding",
     "Federated",
+    "LocalSGD",
     "Loss",
     "MeshParallel",
     "ModelParallel",

@@ -28,6 +28,8 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "dp": functools.partial(_make, "dp.strategy", "DataParallel"),
     "ddp": functools.partial(_make, "ddp", "DDP"),
     "fsdp": functools.partial(_make, "mesh.fsdp", "FSDP"),
+    "local_sgd": functools.partial(_make, "methods.local_sgd", "LocalSGD"),
+    "diloco": functools.partial(_make, "methods.diloco", "DiLoCo"),
     "model": functools.partial(_make, "model_parallel", "ModelParallel"),
     "pipeline": functools.partial(_make, "pipeline.strategy", "Pipeline"),
     "tensor": functools.partial(_make, "mesh.tensor", "TensorParallel"),

@@ -101,7 +101,7 @@ def _shared_state(
         "hyperparameters_name": module.hparams_name,
         "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
         "windows": run.train_dataloader.plan,
-        "virtual_ranks": run.strategy.virtual_ranks,
+        "virtual_ranks": run.strategy.virtual_ranks if run.strategy.capabilities.exact else 0,
         "accumulation": {"at_start": run.accumulation_at_start, "now": run.accumulate_grad_batches},
         "configured": run.configured,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

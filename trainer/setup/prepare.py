@@ -86,7 +86,8 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     if checkpoint is not None:
         run.seed = checkpoint.state["seed"]
         saved = checkpoint.state.get("virtual_ranks", 0)
-        resume.check_virtual_ranks(checkpoint.path, saved, strategy.virtual_ranks)
+        now = strategy.virtual_ranks if strategy.capabilities.exact else 0
+        resume.check_virtual_ranks(checkpoint.path, saved, now)
     reload = _Reload.of(run, module, sources)
     with nullcontext() if reload is None else reload.at_its_epoch():
         source = combined(sources.get(module, "train"))

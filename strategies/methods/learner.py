@@ -1,0 +1,128 @@
+"""A learner: its own weights, buffers and optimizer state, which a rank puts into the model in its turn."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Numbers = dict[tuple[str, int, str], Any]
+"""By optimizer, group and key what an optimizer's own steps leave in `param_groups`."""
+
+
+class Learner:
+    """What is one learner's while another one of the same rank has its turn."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.weights: list[Tensor] = []
+        """Of all parameters of the model, in order."""
+        self.buffers: list[Tensor] = []
+        self.state: dict[str, dict[Any, Any]] = {}
+        """By optimizer its `state`."""
+        self.numbers: Numbers = {}
+        self.counted = 0.0
+        """What its losses have counted since learners were last together."""
+        self.counted_at: dict[int, float] = {}
+        """By fragment `counted` when that was last sent."""
+
+    def start_from(self, weights: list[Tensor], buffers: list[Tensor]) -> None:
+        """Copy these weights, and these buffers if there are any."""
+        for mine, common in [*zip(self.weights, weights, strict=True), *zip(self.buffers, buffers, strict=False)]:
+            mine.copy_(common)
+
+    def copy_state(self, optimizers: Mapping[str, Optimizer]) -> None:
+        """Take over, as copies, the state that the optimizers have now."""
+        self.state = {
+            key: {p: copy.deepcopy(entry) for p, entry in optimizer.state.items()}
+            for key, optimizer in optimizers.items()
+        }
+
+
+class OwnNumbers:
+    """Numbers in `param_groups` that steps change: each learner has its own, where all share what schedulers set."""
+
+    def __init__(self) -> None:
+        self._left: Numbers = {}
+        """As the last learner has left them."""
+
+    def before(self, key: str, optimizer: Optimizer) -> Any:
+        return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups], _attributes(
+            optimizer
+        )
+
+    def after(self, key: str, optimizer: Optimizer, before: Any, own: Learner, others: Iterable[Learner]) -> None:
+        """Note what the step of `own` has changed since `before`. Raises RuntimeError for what cannot be kept apart."""
+        groups, attributes = before
+        for i, (was, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+            for name, value in was.items():
+                now = group[name]
+                place = key, i, name
+                if place in own.numbers or not _same(value, now):
+                    if isinstance(now, Tensor):
+                        raise RuntimeError(
+                            f"{type(optimizer).__name__} changes the tensor {name!r} of its param_groups in a step, "
+                            "which the learners of a rank share; use as many ranks as learners"
+                        )
+                    for other in others:
+                        other.numbers.setdefault(place, value)
+                    own.numbers[place] = self._left[place] = now
+        changed = sorted(name for name, value in _attributes(optimizer).items() if attributes.get(name, value) != value)
+        if changed:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} changes its attribute {changed[0]!r} in a step, which the learners of a "
+                "rank share; keep it in state or param_groups, or use as many ranks as learners"
+            )
+
+    def restore(self, optimizers: Mapping[str, Optimizer], learners: list[Learner], numbers: list[Numbers]) -> None:
+        """Take what the groups of each learner held in a checkpoint: what differs is a learner's own."""
+        if len(learners) == 1:
+            return
+        for place in numbers[0]:
+            if any(not _same(of_learner[place], numbers[0][place]) for of_learner in numbers):
+                for learner, of_learner in zip(learners, numbers, strict=True):
+                    learner.numbers[place] = of_learner[place]
+                key, i, name = place
+                self._left[place] = optimizers[key].param_groups[i][name]
+
+    def put(self, optimizers: Mapping[str, Optimizer], learner: Learner) -> None:
+        """Give the optimizers the learner's numbers. Raises RuntimeError if other code has set one since."""
+        for (key, i, name), value in learner.numbers.items():
+            group = optimizers[key].param_groups[i]
+            left = self._left.get((key, i, name), value)
+            if not _same(group[name], left):
+                raise RuntimeError(
+                    f"{name!r} of param_groups is changed by the steps of {type(optimizers[key]).__name__} and by "
+                    "other code, such as a scheduler, but each learner here has its own; use as many ranks as learners"
+                )
+            group[name] = self._left[key, i, name] = value
+
+
+def make_learners(numbers: Iterable[int], model: nn.Module, optimizers: Mapping[str, Optimizer]) -> list[Learner]:
+    """Learners with what model and optimizers hold now; the first one's weights and buffers are the model's own."""
+    learners = [Learner(number) for number in numbers]
+    for i, learner in enumerate(learners):
+        learner.weights = [p.data.clone() if i else p.data for p in model.parameters()]
+        learner.buffers = [buffer.data.clone() if i else buffer.data for buffer in model.buffers()]
+        if len(learners) > 1:
+            learner.copy_state(optimizers)
+    return learners
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, float]:
+    """Numbers that the optimizer keeps outside of `state` and `param_groups`; torch's schedulers count there too."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if type(value) in (int, float) and name not in ("_step_count", "_opt_called")
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other or (isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other))
+    return bool(one is other or one == other)

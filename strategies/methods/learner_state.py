@@ -1,0 +1,87 @@
+"""What learners keep in a checkpoint: their optimizer state, learner 0's under the names that all strategies use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.strategies.checkpoint_state import Reader, State, Take, TensorShard, gather_state, restore_state
+from lockstep.strategies.methods.learner import Learner
+
+_OPTIMIZER = "optimizer/"
+
+
+def save(
+    state: State,
+    model: nn.Module,
+    optimizers: dict[str, Optimizer],
+    learners: Sequence[Learner],
+    put: Callable[[int], None],
+    broadcast: Callable[[Any, int], Any],
+    ranks: int,
+) -> None:
+    """Add the optimizer state of all learners but 0 to `state`. Every rank calls it; `put(i)` loads its learner i."""
+    mine: dict[str, Any] = {}
+    for i, learner in enumerate(learners):
+        if learner.number == 0:
+            continue
+        put(i)
+        gathered = gather_state(model, optimizers, TensorShard.whole)
+        mine[str(learner.number)] = gathered.meta["optimizers"]
+        for name, shard in gathered.tensors.items():
+            if name.startswith(_OPTIMIZER):
+                state.tensors[_name(learner.number, name)] = shard
+    state.meta["learners"] = {}
+    for rank in range(ranks):
+        state.meta["learners"] |= broadcast(mine, rank)
+
+
+def load(
+    reader: Reader, model: nn.Module, optimizers: Mapping[str, Optimizer], learners: Sequence[Learner], take: Take
+) -> list[dict[tuple[str, int, str], Any]]:
+    """Give each learner the state that it had, or that of learner 0 where it had none; the optimizers have that now.
+
+    Returns the numbers of each one's `param_groups`. Leaves the optimizers with those of the last learner.
+    """
+    saved, numbers = reader.meta.get("learners", {}), []
+    for learner in learners:
+        if str(learner.number) in saved:
+            restore_state(model, dict(optimizers), _OfLearner(reader, learner.number), take)
+            learner.state = {key: dict(optimizer.state) for key, optimizer in optimizers.items()}
+        numbers.append(
+            {
+                (key, i, name): value
+                for key, optimizer in optimizers.items()
+                for i, group in enumerate(optimizer.param_groups)
+                for name, value in group.items()
+                if name != "params"
+            }
+        )
+    return numbers
+
+
+class _OfLearner:
+    """A checkpoint as one learner's: the weights are common, the optimizer state is its own."""
+
+    def __init__(self, reader: Reader, number: int) -> None:
+        self._reader, self._number = reader, number
+        self.meta = {**reader.meta, "optimizers": reader.meta["learners"][str(number)]}
+
+    def names(self, prefix: str = "") -> list[str]:
+        return self._reader.names(prefix)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._reader.shape(self._own(name))
+
+    def read(self, name: str, offsets: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        return self._reader.read(self._own(name), offsets, shape)
+
+    def _own(self, name: str) -> str:
+        return _name(self._number, name) if name.startswith(_OPTIMIZER) else name
+
+
+def _name(number: int, name: str) -> str:
+    return f"strategy/learners/{number}/{name}"

@@ -1,0 +1,77 @@
+"""The options of local updates, and which rank runs which learner."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """When learners are apart and when they come together. Raises ValueError by name."""
+
+    period: int
+    """Steps of a round."""
+    start: int = 0
+    """Synchronous steps before the first round."""
+    fragments: int = 1
+    delay: int = 0
+    """Steps between sending a fragment and taking it over."""
+    mixing: float = 0.0
+    """What a learner keeps of its own weights when it takes a fragment over."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("period", 1), ("start", 0), ("fragments", 1), ("delay", 0)):
+            check_whole(name, getattr(self, name), least)
+        if self.fragments > self.period:
+            raise ValueError(
+                f"fragments={self.fragments} are sent in turn within a round of period={self.period} steps; lower it"
+            )
+        if self.delay >= self.period:
+            raise ValueError(
+                f"delay={self.delay} must be less than period={self.period}, so that a fragment is taken over before "
+                "it is sent again"
+            )
+        if not 0 <= self.mixing < 1:
+            raise ValueError(f"mixing must be in [0, 1), but mixing={self.mixing!r}")
+
+
+def check_learners(learners: int | None, per_rank: Sequence[int] | None) -> None:
+    """Raise ValueError by name."""
+    if learners is not None:
+        check_whole("learners", learners, 1)
+    for number in per_rank or ():
+        check_whole("learners_per_rank", number, 1)
+    if per_rank is not None and learners is not None and sum(per_rank) != learners:
+        raise ValueError(
+            f"learners_per_rank={list(per_rank)} must add up to learners={learners}, but gives {sum(per_rank)}"
+        )
+
+
+def assign(learners: int | None, per_rank: Sequence[int] | None, ranks: int) -> list[range]:
+    """The learners of each rank, one after the other; by default equally many, the first ranks one more where they do
+    not divide. Raises ValueError if a rank has none."""
+    if per_rank is None:
+        number = ranks if learners is None else learners
+        if number < ranks:
+            raise ValueError(f"learners={number} leave ranks without one; use at least {ranks}, or fewer devices")
+        per_rank = [number // ranks + (rank < number % ranks) for rank in range(ranks)]
+    if len(per_rank) != ranks:
+        raise ValueError(f"learners_per_rank={list(per_rank)} must have a number for each of {ranks} ranks")
+    return [range(start, end) for start, end in itertools.pairwise((0, *itertools.accumulate(per_rank)))]
+
+
+def check_pairs(assignment: Sequence[range]) -> None:
+    """Raise ValueError where the gradients of learners cannot be added in pairs, as synchronous steps do."""
+    learners, numbers = assignment[-1].stop, [len(own) for own in assignment]
+    if learners & (learners - 1) or len(set(numbers)) > 1:
+        raise ValueError(
+            "synchronous steps (start, or period=1) add the gradients of learners in pairs, so learners must be a "
+            f"power of two, equally many on each rank, but the ranks have {', '.join(map(str, numbers))}"
+        )
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, but {name}={value!r}")

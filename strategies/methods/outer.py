@@ -1,0 +1,205 @@
+"""The common weights of learners: what is sent of each, how the mean moves them, and when learners take them over."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.strategies.checkpoint_state import LocalShard, Reader, State, pack, unpack
+from lockstep.strategies.methods.averaging import gather_numbers, sum_over_learners
+from lockstep.strategies.methods.learner import Learner
+from lockstep.strategies.sync.tree import total_of
+
+Means = dict[torch.dtype, Tensor] | None
+"""By dtype the mean of what learners have moved, flat; None if none has counted anything."""
+
+
+@dataclass
+class _Sent:
+    fragment: int
+    places: list[int]
+    due: int | None
+    means: Callable[[], Means]
+
+
+class Outer:
+    """The weights from which the learners of all ranks start a round, alike on every rank, and their optimizer.
+
+    A fragment is a run of parameters of about the same size, which are sent together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        fragments: int,
+        make: Callable[[list[nn.Parameter]], Optimizer],
+    ) -> None:
+        named = list(model.named_parameters())
+        self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
+        total, seen = sum(p.numel() for p in self._parameters), 0
+        self._fragment_of = []
+        for parameter in self._parameters:
+            self._fragment_of.append(seen * fragments // max(1, total))
+            seen += parameter.numel()
+        self._num_fragments = fragments
+        self._weights: dict[int, nn.Parameter] = {}
+        self._moving: list[int] = []
+        self._sent: deque[_Sent] = deque()
+        self._versions: list[int] = []
+        self._follow(optimizers)
+        self.optimizer = make(list(self._weights.values()))
+
+    def begin(self, optimizers: Mapping[str, Optimizer]) -> None:
+        """All learners start from what the model holds now."""
+        for weight in self._follow(optimizers):
+            self.optimizer.param_groups[0]["params"].append(weight)
+        self._moving = [place for place in self._weights if self._parameters[place].requires_grad]
+        for place in self._moving:
+            self._weights[place].data.copy_(self._parameters[place].data)
+
+    def due(self, position: int, period: int) -> list[int]:
+        """The fragments that are sent after step `position` of a round, counted from 1."""
+        ends = [(fragment + 1) * period // self._num_fragments for fragment in range(self._num_fragments)]
+        return [fragment for fragment, end in enumerate(ends) if (position - end) % period == 0]
+
+    @torch.no_grad()
+    def send(
+        self,
+        fragment: int,
+        learners: Sequence[Learner],
+        assignment: Sequence[range],
+        rank: int,
+        thread: Executor | None = None,
+        group: dist.ProcessGroup | None = None,
+        due: int | None = None,
+    ) -> None:
+        """Begin to average what learners have moved in a fragment since it was last sent, in `thread` if there is one.
+
+        Every rank calls it in the same order.
+        """
+        places = [place for place in self._moving if self._fragment_of[place] == fragment]
+        counts = []
+        for learner in learners:
+            counts.append(learner.counted - learner.counted_at.get(fragment, 0.0))
+            learner.counted_at[fragment] = learner.counted
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for place in places:
+            by_dtype.setdefault(self._weights[place].dtype, []).append(place)
+        moved = {
+            dtype: [
+                torch.cat([(self._weights[place].data - learner.weights[place]).reshape(-1) for place in members])
+                for learner in learners
+            ]
+            for dtype, members in by_dtype.items()
+        }
+        work = partial(_average, moved, counts, assignment, rank, group)
+        if thread is None:
+            means = work()
+            self._sent.append(_Sent(fragment, places, due, lambda: means))
+        else:
+            future: Future[Means] = thread.submit(work)
+            self._sent.append(_Sent(fragment, places, due, future.result))
+
+    @torch.no_grad()
+    def apply(self, learners: Sequence[Learner], mixing: float) -> None:
+        """Wait for what was sent first, step the common weights, and let learners take them over: `mixing` of their own
+        stays."""
+        sent = self._sent.popleft()
+        means = sent.means()
+        if means is not None:
+            positions = dict.fromkeys(means, 0)
+            for place in sent.places:
+                weight = self._weights[place]
+                start = positions[weight.dtype]
+                positions[weight.dtype] = end = start + weight.numel()
+                weight.grad = means[weight.dtype][start:end].view_as(weight)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        for learner in learners:
+            for place in sent.places:
+                common = self._weights[place].data
+                if mixing:
+                    learner.weights[place].mul_(mixing).add_(common, alpha=1 - mixing)
+                else:
+                    learner.weights[place].copy_(common)
+
+    def apply_due(self, step: int, learners: Sequence[Learner], mixing: float) -> None:
+        """`apply` what is due after `step`."""
+        while self._sent and self._sent[0].due == step:
+            self.apply(learners, mixing)
+
+    def drain(self, learners: Sequence[Learner], mixing: float) -> None:
+        """`apply` all that was sent."""
+        while self._sent:
+            self.apply(learners, mixing)
+
+    def note(self) -> None:
+        """The model's weights are as a learner's turn has left them."""
+        self._versions = [p._version for p in self._parameters]
+
+    def changed(self) -> list[str]:
+        """The parameters that were changed since `note`."""
+        pairs = zip(self._names, self._parameters, self._versions, strict=False)
+        return [name for name, parameter, version in pairs if parameter._version != version]
+
+    def save(self, state: State, shard: LocalShard) -> None:
+        """Add the state of the outer optimizer to a checkpoint's."""
+        names = {id(weight): self._names[place] for place, weight in self._weights.items()}
+        state.meta["outer"] = {
+            names[id(weight)]: {
+                key: pack(value, f"strategy/outer/{names[id(weight)]}/{key}", state.tensors, shard)
+                for key, value in entry.items()
+            }
+            for weight, entry in self.optimizer.state.items()
+        }
+
+    def load(self, reader: Reader) -> None:
+        """Take over what `save` added, if it did."""
+        weights = {self._names[place]: weight for place, weight in self._weights.items()}
+        self.optimizer.state.clear()
+        for name, entry in reader.meta.get("outer", {}).items():
+            if name in weights:
+                like = weights[name]
+                self.optimizer.state[like] = {
+                    key: value.to(like.device) if isinstance(value, Tensor) and value.dim() else value
+                    for key, value in ((key, unpack(packed, reader.read)) for key, packed in entry.items())
+                }
+
+    def _follow(self, optimizers: Mapping[str, Optimizer]) -> list[nn.Parameter]:
+        """Make common weights for what optimizers step and has none; return these."""
+        stepped = {id(p) for o in optimizers.values() for group in o.param_groups for p in group["params"]}
+        added = []
+        for place, parameter in enumerate(self._parameters):
+            if id(parameter) in stepped and place not in self._weights:
+                self._weights[place] = nn.Parameter(parameter.detach().clone())
+                added.append(self._weights[place])
+        return added
+
+
+@torch.no_grad()
+def _average(
+    moved: dict[torch.dtype, list[Tensor]],
+    counts: Sequence[float],
+    assignment: Sequence[range],
+    rank: int,
+    group: dist.ProcessGroup | None,
+) -> Means:
+    """The mean over learners, each weighted by what it counted."""
+    total = total_of(gather_numbers(counts, assignment, group))
+    if not total:
+        return None
+    return {
+        dtype: sum_over_learners(
+            [tensor.mul_(count / total) for tensor, count in zip(tensors, counts, strict=True)], assignment, rank, group
+        )
+        for dtype, tensors in moved.items()
+    }

@@ -1,0 +1,271 @@
+"""Local SGD and DiLoCo: their limit cases, the papers' algorithms in plain Python, and the same bits on any ranks."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import Module, Trainer
+from lockstep.callbacks import Callback, Guard, WeightAveraging
+from lockstep.strategies import DiLoCo, LocalSGD, Strategy
+from lockstep.strategies.methods.averaging import add_up, subtrees
+from lockstep.strategies.methods.options import assign
+from tests.strategies.methods.toys import Regression, data, difference, simulate, train
+from tests.strategies.virtual import runs
+
+MOMENTUM = partial(SGD, lr=0.05, momentum=0.9, nesterov=True)
+PLAIN = partial(SGD, lr=0.05)
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "local_sgd": lambda: LocalSGD(learners=4, period=2),
+    "post-local": lambda: LocalSGD(learners=4, period=2, start=3),
+    "diloco": lambda: DiLoCo(learners=4, period=3),
+    "streaming": lambda: DiLoCo(learners=4, period=4, fragments=2, delay=1),
+}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.05}],
+    ids=["plain", "accumulated", "clipped"],
+)
+@pytest.mark.parametrize("make", [PLAIN, MOMENTUM], ids=["sgd", "momentum"])
+def test_a_period_of_one_is_synchronous_training(make: Any, options: dict[str, Any]) -> None:
+    expected = train("single", make, max_steps=50, **options)
+    found = train(LocalSGD(learners=4, period=1), make, max_steps=50, **options)
+    assert difference([*found.parameters()], [*expected.parameters()]) <= 1e-12
+
+
+@pytest.mark.unit
+def test_an_outer_step_of_one_after_each_step_is_synchronous_training() -> None:
+    strategy = DiLoCo(learners=4, period=1, outer=partial(SGD, lr=1.0))
+    expected = train("single", PLAIN, max_steps=50, accumulate_grad_batches=2)
+    found = train(strategy, PLAIN, max_steps=50, accumulate_grad_batches=2)
+    assert difference([*found.parameters()], [*expected.parameters()]) <= 1e-12
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "strategy",
+    [LocalSGD(period=4, learners=1), DiLoCo(period=4, learners=1, outer=partial(SGD, lr=1.0))],
+    ids=["local_sgd", "diloco"],
+)
+def test_one_learner_is_one_process(strategy: Strategy) -> None:
+    make = partial(AdamW, lr=1e-2)
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_steps": 30}
+    found, expected = train(strategy, make, **options), train("single", make, **options)
+    assert difference([*found.parameters()], [*expected.parameters()]) <= 1e-12
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (LocalSGD(learners=3, period=3), {"outer": partial(SGD, lr=1.0), "period": 3}),
+        (DiLoCo(learners=2, period=4), {"period": 4}),
+        (DiLoCo(learners=2, period=4, fragments=3), {"period": 4, "fragments": 3}),
+        (
+            DiLoCo(learners=2, period=4, fragments=2, delay=3),
+            {"period": 4, "fragments": 2, "delay": 3, "mixing": 0.5},
+        ),
+    ],
+    ids=["local_sgd", "diloco", "fragments", "delay"],
+)
+def test_each_round_is_that_of_the_papers_algorithm(strategy: Strategy, options: dict[str, Any]) -> None:
+    make = partial(AdamW, lr=1e-2)
+    module = train(strategy, make, max_steps=21, val_check_interval=7, check_val_every_n_epoch=None)
+    outer = options.pop("outer", partial(SGD, lr=0.7, momentum=0.9, nesterov=True))
+    learners = strategy.learners  # type: ignore[attr-defined]
+    expected = simulate(module.seen, learners, make, outer, ends=[6, 7, 12, 14, 18, 21], **options)
+    for validated, common in zip(module.at_steps, [expected[i] for i in (1, 3, 5)], strict=True):
+        assert difference(validated, common) <= 1e-12
+
+
+@functools.cache
+def on_one_rank(name: str) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        return runs.train(STRATEGIES[name](), 1, Path(folder), virtual_ranks=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks
+def test_weights_are_those_of_one_rank_to_the_bit() -> None:
+    one, two = (
+        train(DiLoCo(learners_per_rank=per_rank, period=4, fragments=2, delay=1), MOMENTUM, devices=len(per_rank))
+        for per_rank in ((4,), (3, 1))
+    )
+    assert difference([*one.parameters()], [*two.parameters()]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("name", list(STRATEGIES))
+def test_every_bit_is_that_of_one_rank(name: str, devices: int, tmp_path: Path) -> None:
+    found = runs.train(STRATEGIES[name](), devices, tmp_path, virtual_ranks=None)  # type: ignore[arg-type]
+    assert found == on_one_rank(name)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_learners_spread_unevenly_change_no_bit(tmp_path: Path) -> None:
+    strategy: Any = DiLoCo(learners_per_rank=(3, 1), period=3)
+    assert runs.train(strategy, 2, tmp_path, virtual_ranks=None) == on_one_rank("diloco")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", list(STRATEGIES))
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (2, 4), (4, 2)], ids=str)
+def test_a_killed_run_is_resumed_on_other_ranks_to_the_bit(
+    name: str, first: int, then: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_FAULTS", f"rank={first - 1},step=3,point=backward,action=sigkill")
+    with pytest.raises(Exception, match="SIGKILL"):
+        runs.train(STRATEGIES[name](), first, tmp_path / "killed", virtual_ranks=None)  # type: ignore[arg-type]
+    monkeypatch.delenv("LOCKSTEP_FAULTS")
+    (saved,) = (tmp_path / "killed").rglob("*step=2*")
+    strategy: Any = STRATEGIES[name]()
+    resumed = runs.train(strategy, then, tmp_path / "resumed", resume=str(saved), virtual_ranks=None)
+    expected = on_one_rank(name)
+    assert {kind: resumed[kind] for kind in resumed} == {kind: expected[kind] for kind in resumed}
+
+
+class CountsCalls(Callback):
+    """Fails if a collective was called within a round of `period` steps."""
+
+    def __init__(self, period: int) -> None:
+        self.period, self.calls, self.rounds = period, 0, 0
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        calls = torch.distributed.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+        step = trainer.global_step
+        if step % self.period > 1:
+            assert calls == self.calls, f"{calls - self.calls} collectives in step {step}"
+            assert not trainer.strategy.ranks_meet
+        elif step % self.period == 0:
+            assert calls > self.calls and trainer.strategy.ranks_meet
+            self.rounds += 1
+        self.calls = calls
+
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        assert self.rounds == 2
+
+
+class Logs(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SGD(self.parameters(), lr=0.1)
+
+
+def fit(strategy: Strategy, module: Module | None = None, **options: Any) -> Trainer:
+    settings = {"devices": 1, "max_steps": 8, "logger": False, "enable_progress_bar": False} | options
+    trainer = Trainer(strategy=strategy, **settings, enable_checkpointing=False, accelerator="cpu", seed=1)
+    trainer.fit(Logs() if module is None else module, DataLoader(TensorDataset(torch.ones(64, 3)), 2))
+    return trainer
+
+
+@pytest.mark.ranks
+def test_no_rank_waits_for_another_within_a_round() -> None:
+    fit(DiLoCo(period=4), devices=2, callbacks=[CountsCalls(4)], log_every_n_steps=1)
+
+
+class CallsInStep(Logs):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.all_gather(torch.ones(1))
+
+
+class Manual(Logs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Edits(Logs):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.net.weight.clamp_(-0.1, 0.1)
+
+
+class Plateau(Logs):
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss", "interval": "step"}}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: LocalSGD(period=0), {}, "period must be a whole number of at least 1"),
+        (lambda: LocalSGD(learners=3, start=2), {}, "learners must be a power of two"),
+        (lambda: DiLoCo(period=4, delay=4), {}, "delay=4 must be less than period=4"),
+        (lambda: DiLoCo(period=4, fragments=5), {}, "fragments=5 are sent in turn"),
+        (lambda: DiLoCo(learners=4, learners_per_rank=(2, 1)), {}, "must add up to learners=4"),
+        (lambda: DiLoCo(learners_per_rank=(2, 1)), {}, "must have a number for each of 1 ranks"),
+        (lambda: DiLoCo(outer=0.7), {}, "outer makes an optimizer"),
+        (DiLoCo, {"callbacks": [Guard(non_finite="skip")]}, r"Guard\(non_finite='skip'\) needs ranks that agree"),
+        (DiLoCo, {"callbacks": [WeightAveraging()]}, "keeps state beside the parameters"),
+        (DiLoCo, {"module": Manual()}, "need automatic optimization"),
+        (DiLoCo, {"module": Plateau()}, "monitors 'loss' in each step"),
+        (DiLoCo, {"virtual_ranks": 2}, "which DiLoCo cannot"),
+        (DiLoCo, {"module": CallsInStep()}, "all_gather was called within a learner's step"),
+        (lambda: DiLoCo(learners=2), {"module": Edits()}, "changed outside of a learner's turn"),
+    ],
+    ids=range(14),
+)
+def test_what_would_differ_between_learners_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, RuntimeError, TypeError), match=message):
+        fit(make(), **options)
+
+
+@pytest.mark.unit
+def test_checkpoints_go_from_and_to_other_strategies(tmp_path: Path) -> None:
+    def run(strategy: Any, name: str, start: str | None = None) -> Regression:
+        module = Regression(partial(AdamW, lr=1e-2))
+        trainer = Trainer(
+            strategy=strategy, devices=1, max_steps=4 if start is None else 8, logger=False, seed=1, accelerator="cpu",
+            enable_progress_bar=False, enable_checkpointing=False, precision="64-true",
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(data(), 4), ckpt_path=start)
+        trainer.save_checkpoint(tmp_path / name)
+        return module
+
+    single = run("single", "single")
+    loaded = run(LocalSGD(learners=1, period=3), "local", str(tmp_path / "single"))
+    assert difference([*loaded.parameters()], [*run("single", "more", str(tmp_path / "single")).parameters()]) <= 1e-12
+    learners = run(DiLoCo(learners=2, period=3), "two")
+    assert difference([*learners.parameters()], [*single.parameters()]) > 1e-6
+    run("single", "after", str(tmp_path / "two"))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("learners", range(1, 9))
+def test_learners_are_added_in_one_tree_on_any_ranks(learners: int) -> None:
+    values = [torch.randn(7) for _ in range(learners)]
+    ((_, expected),) = add_up({(0, i): value.clone() for i, value in enumerate(values)}, learners).items()
+    for ranks in range(1, learners + 1):
+        parts = {}
+        for own in assign(learners, None, ranks):
+            mine = add_up({(0, i): values[i].clone() for i in own}, learners)
+            assert sorted(mine) == subtrees(own, learners)
+            parts |= mine
+        ((_, found),) = add_up(parts, learners).items()
+        assert torch.equal(found, expected)
