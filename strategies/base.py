@@ -135,7 +135,7 @@ class Capabilities:
     """Ranks other than 0 build modules on the meta device, as their values come from rank 0 in `setup_module`."""
     refuses: Mapping[str, str] = field(default_factory=dict)
     """What the strategy refuses ("manual_optimization", "several_optimizers", "closures", "compile",
-    "parameter_state" of callbacks, a precision), and why: a sentence, raised as soon as it is asked for."""
+    "parameter_state" of callbacks, a precision, a user's method), and why: a sentence, raised when it is asked for."""
 
 
 def _no_scope(num_samples: int) -> AbstractContextManager[Any]:

@@ -299,3 +299,11 @@ def test_methods(tmp_path: Path) -> None:
     assert [row[0].strip() for row in rows] == ["equal", "uncertainty"]
     assert all(0 < float(row[2]) < 1 and float(row[-1]) > 0 for row in rows), "an accuracy, and CPU seconds"
     assert (tmp_path / "figure.svg").read_text().count("<polyline") == 2
+
+
+@pytest.mark.slow
+def test_parameter_server(run: Run, tmp_path: Path) -> None:
+    output, numbers = run("parameter_server", "--rounds", "1", "--steps", "5", file=tmp_path / "numbers.json")
+    assert "staleness 8" in output and "4 MB" in output
+    assert all(1 < value < 1e5 for values in numbers["results"]["samples_per_s"].values() for value in values)
+    assert all(0 < value < 1e5 for values in numbers["results"]["update_ms"].values() for value in values)

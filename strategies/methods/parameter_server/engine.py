@@ -70,6 +70,7 @@ class Engine:
         stepped = {id(p) for o in optimizers.values() for group in o.param_groups for p in group["params"]}
         tensors: dict[str, Tensor] = {n: p for n, p in wrapped.named_parameters() if id(p) in stepped}
         tensors |= dict(wrapped.named_buffers())
+        self._places = {name: _place(wrapped, name) for name, _ in wrapped.named_buffers()}
         self._parts = spread(tensors, num_servers)
         self._layouts = [Layout(part) for part in self._parts]
         self._last: list[Tensor] = []
@@ -129,11 +130,20 @@ class Engine:
     @torch.no_grad()
     def _put(self, found: list[tuple[int, Tensor]]) -> list[int]:
         for part, layout, (_, flat) in zip(self._parts, self._layouts, found, strict=True):
-            for tensor, value in zip(part.values(), layout.read(flat), strict=True):
+            for tensor, value in zip(self._now(part), layout.read(flat), strict=True):
                 assert value is not None
-                tensor.data.copy_(value)
+                if tensor is not None and tensor.shape == value.shape:  # else user code has made another one
+                    tensor.data.copy_(value)
         self._last = [flat for _, flat in found]
         return [version for version, _ in found]
+
+    def _now(self, part: Mapping[str, Tensor]) -> list[Tensor | None]:
+        """The tensors of a server as the model has them: a step may have put another one in the place of a buffer."""
+        found: list[Tensor | None] = []
+        for name, tensor in part.items():
+            module, key = self._places.get(name, (None, ""))
+            found.append(tensor if module is None else module._buffers.get(key))
+        return found
 
     def changed(self) -> list[str]:
         """The parameters that are not what this rank has read last."""
@@ -160,9 +170,8 @@ class Engine:
             pieces: dict[int, list[Tensor]] = defaultdict(list)
             for part, layout, host in zip(self._parts, self._layouts, self._hosts, strict=True):
                 flat = torch.empty(layout.nbytes, dtype=torch.uint8)
-                layout.write(
-                    [t.grad if isinstance(t, nn.Parameter) else t if not share else None for t in part.values()], flat
-                )
+                now = self._now(part)
+                layout.write([t.grad if isinstance(t, nn.Parameter) else None if share else t for t in now], flat)
                 pieces[host].append(flat)
             flats = {host: parts[0] if len(parts) == 1 else torch.cat(parts) for host, parts in pieces.items()}
         self._links.push(Arrival(batch, self._rank, versions, clock + 1), count, flats)
@@ -216,6 +225,11 @@ class Engine:
         if self._norms is not None:
             dist.all_reduce(row, group=self._norms)
         return float(sum(row.tolist()))
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:

@@ -74,7 +74,7 @@ def test_a_recorded_run_is_the_algorithm_and_replays_bit_for_bit(tmp_path: Path)
     server = ParameterServer(staleness=2, workers=4, servers=1)
     options: dict[str, Any] = {"optimizer": "SGD", "gradient_clip_val": 0.3, "samples": 150}
     counts = _Counts()
-    got, trainer = fit(server, tmp_path, slow=0.02, callbacks=[counts], **options)
+    got, trainer = fit(server, tmp_path, slow=0.05, callbacks=[counts], **options)
     assert counts.calls[0] == counts.calls[1] >= trainer.global_step
     lines = [json.loads(line) for line in schedule_of(trainer).read_text().splitlines()]
     assert lines.pop(0) == {"workers": 4, "servers": 1, "staleness": 2}
@@ -96,7 +96,7 @@ def test_a_recorded_run_is_the_algorithm_and_replays_bit_for_bit(tmp_path: Path)
     for epoch in (clocks[: len(clocks) // 2], clocks[len(clocks) // 2 :]):
         assert sorted(index for batches in epoch for batch in batches for index in batch) == [*range(150)]
     expected = plain(Schedule(schedule_of(trainer)), clocks, 0.3)
-    assert difference(got, expected) <= 1e-12
+    assert difference(got.net, expected.net) <= 1e-12
 
 
 def _in_batches(samples: list[int]) -> list[list[int]]:
