@@ -163,8 +163,9 @@ class Replica(nn.Module):
             self._order_is_known = bucket.is_last()
         if self._all_reduce is not None:
             return self._all_reduce(bucket.buffer())
-        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])
+        buffer = bucket.buffer()
+        work = dist.all_reduce(buffer, group=group, async_op=True)  # the group of a planned run returns None
+        return work.get_future().then(lambda future: buffer if future.value() is None else future.value()[0])
 
     def _mark(self, parameter: torch.Tensor) -> None:
         if not self._stands_in:

@@ -141,7 +141,7 @@ class SPMDStrategy(SPMDStep):
         if self._in_group:
             if self.topology.world_size == 1:
                 world = None  # a group of one meets nobody
-            elif not environment.started_by_lockstep():
+            elif world is None or world.launcher not in ("lockstep", "plan"):
                 self._end_watchdog = sidecar.guard(self.topology.rank)
             backend = "cpu:gloo,cuda:nccl" if self.topology.device.type == "cuda" else "gloo"
             process_group.init_process_group(world, backend, self.timeout_s, self.topology.device)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lockstep.callbacks._support.collectives import collective
 from lockstep.callbacks._support.local_ops import LocalOps, watching
 from lockstep.callbacks._support.printing import safe_print
 from lockstep.callbacks._support.tables import columns
@@ -19,21 +18,6 @@ from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from lockstep import Module, Trainer
-
-KINDS = {
-    "allreduce": "all-reduce",
-    "allgather": "all-gather",
-    "reducescatter": "reduce-scatter",
-    "alltoall": "all-to-all",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "send": "send",
-    "recv": "recv",
-    "barrier": "barrier",
-}
-"""What is shown, by how the operators of torch begin, without underscores; the first that fits counts."""
 
 
 class CommunicationLedger(Callback):
@@ -124,21 +108,12 @@ class CommunicationLedger(Callback):
         return "\n".join([title, *columns(rows, right=range(2, 6))])
 
     def _see(self, op: Any, args: tuple[Any, ...], result: Any) -> None:
-        space, _, name = op.name().partition("::")
-        if space not in ("c10d", "_c10d_functional"):
+        call = collective(op, args, result)
+        if call is None:
             return
-        plain = name.partition(".")[0].replace("_", "")
-        kind = next((kind for start, kind in KINDS.items() if plain.startswith(start)), None)
-        if kind is None:  # waiting for one
-            return
-        sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in (*args, result)]
-        most = max(
-            (sum(tensor.nbytes for tensor in side) for side in sides), default=0
-        )  # the whole stands on one side, parts on the other
-        dtype = next((str(side[0].dtype).removeprefix("torch.") for side in sides if side), "")
-        entry = self._found.setdefault(f"{kind} {dtype}", [0, 0])
+        entry = self._found.setdefault(f"{call.kind} {call.dtype}", [0, 0])
         entry[0] += 1
-        entry[1] += most
+        entry[1] += call.num_bytes
 
     def _add_up(self, trainer: Trainer) -> None:
         """Every rank calls it; exchanges the ranks' counts, once."""

@@ -56,6 +56,8 @@ def init_process_group(
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     timeout = timedelta(seconds=timeout_s)
+    if world is not None and world.launcher == "plan":
+        backend, device = "fake", None
     dist.init_process_group(
         backend,
         store=dist.HashStore() if world is None else _store(world, timeout),
@@ -143,6 +145,8 @@ def _store(world: World, timeout: timedelta) -> dist.Store:
 
 
 def _open_store(world: World, timeout: timedelta) -> dist.Store:
+    if world.launcher == "plan":
+        return dist.HashStore()
     if world.init_method is None:
         return dist.FileStore(_mpi_file(), world.world_size)
     url = urlsplit(world.init_method)

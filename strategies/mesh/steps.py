@@ -102,7 +102,7 @@ def compare_whole_gradients(model: nn.Module, mesh: DeviceMesh | None) -> bool:
         if p.requires_grad and "tensor" not in (getattr(getattr(p, "device_mesh", None), "mesh_dim_names", None) or ())
     }
     rows = [_summary(p.grad, local(p).device) for p in own.values()]
-    if not rows or mesh is None:
+    if not rows or mesh is None or dist.get_backend() == "fake":
         return True
     group = mesh.get_group("tensor")
     mine = torch.stack(rows)

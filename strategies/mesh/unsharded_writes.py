@@ -84,8 +84,9 @@ def _part(whole: Tensor, parameter: Any) -> Tensor:
     mesh = parameter.mesh_info
     size, rank = getattr(mesh, "shard_mesh_size", 1), getattr(mesh, "shard_mesh_rank", 0)
     dim = parameter.fsdp_placement.dim
-    chunks = torch.chunk(whole, size, dim=dim)
-    return chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
+    each = -(-whole.size(dim) // size)  # as torch.chunk cuts, without making views of all shards
+    start = min(rank * each, whole.size(dim))
+    return whole.narrow(dim, start, min(each, whole.size(dim) - start))
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

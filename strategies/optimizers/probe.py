@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
 
 from lockstep.strategies.launch.rng import kept_streams
@@ -53,7 +54,7 @@ def probe(optimizer: Optimizer) -> Finding:
     Steps copies: parameters, gradients, state and hooks of `optimizer` and all random streams stay as they are. Takes
     some milliseconds to tenths of a second. Raises nothing: an optimizer whose copy cannot be stepped is "unknown".
     """
-    with kept_streams(), torch.enable_grad():
+    with unset_fake_temporarily(), kept_streams(), torch.enable_grad():  # a planned run has no values
         try:
             tried = _Probe(optimizer)
             return tried.finding()._replace(keeps_numbers=tried.keeps_numbers)
@@ -71,7 +72,7 @@ def fails_on(
     `cut(whole, like)` makes a shard of a small tensor, laid out as the parameter `like` is; `around` is the context in
     which an optimizer steps shards.
     """
-    with kept_streams():
+    with unset_fake_temporarily(), kept_streams():
         return _Probe(optimizer).fails_on(cut, around)
 
 

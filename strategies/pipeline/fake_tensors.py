@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -83,7 +83,7 @@ class Origins(TorchDispatchMode):
     def of_layer(self, leaves: Sequence[Any], stage: int) -> Iterator[None]:
         """Around the call of a layer of `stage`, whose arguments are `leaves`."""
         self._stage = stage
-        fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+        fakes = [leaf for leaf in leaves if is_fake(leaf)]
         versions = [fake._version for fake in fakes]
         self._in_layer = True
         try:
@@ -97,7 +97,7 @@ class Origins(TorchDispatchMode):
     def note_output(self, layer: int, call: int, output: Any) -> None:
         """What a layer has returned."""
         for i, leaf in enumerate(tree_leaves(output)):
-            if isinstance(leaf, FakeTensor):
+            if is_fake(leaf):
                 source = Source(layer, call, i)
                 self._note(leaf, {source})
                 self.tensors[source] = leaf
@@ -120,6 +120,35 @@ class Mode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.known: dict[Any, Blank] = {}
 
+    def fake(self, tensor: Tensor) -> Tensor:
+        """A tensor of this mode that is like `tensor`, which may be one of another mode: in a run that is planned."""
+        return blank(tensor, self) if isinstance(tensor, FakeTensor) else self.from_tensor(tensor)
+
+    def copies(self, module: nn.Module) -> dict[int, Any]:
+        """For `deepcopy`: what to take for the tensors of `module` that are of another mode."""
+        held = (t for child in module.modules() for t in (*child._parameters.values(), *child._buffers.values()))
+        found: dict[int, Any] = {}
+        for tensor in held:
+            if isinstance(tensor, FakeTensor):
+                copy = blank(tensor, self)
+                if isinstance(tensor, nn.Parameter):
+                    copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
+                found[id(tensor)] = copy
+        return found
+
+
+def blank(tensor: FakeTensor, mode: FakeTensorMode) -> Tensor:
+    """A tensor of `mode` that is like the fake tensor of another mode."""
+    with unset_fake_temporarily():
+        like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+        return FakeTensor(mode, like, tensor.fake_device)
+
+
+def is_fake(value: Any) -> bool:
+    """Whether `value` is a tensor of a `Mode`, which stands for one that another stage computes; in a run that is
+    planned all tensors are fake."""
+    return isinstance(value, FakeTensor) and isinstance(value.fake_mode, Mode)
+
 
 class Blank:
     """What a tensor without data is like, to make more of them: a tenth of the time of a detach, which goes through the
@@ -129,10 +158,12 @@ class Blank:
 
     def __init__(self, tensor: FakeTensor) -> None:
         self._mode, self._device = tensor.fake_mode, tensor.fake_device
-        self._like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+        with unset_fake_temporarily():  # of a run that is planned
+            self._like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
     def tensor(self) -> FakeTensor:
-        return _Known(self._mode, self._like, self._device)
+        with unset_fake_temporarily():
+            return _Known(self._mode, self._like, self._device)
 
 
 class _Known(FakeTensor):

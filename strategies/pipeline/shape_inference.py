@@ -16,13 +16,12 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeCopyMode,
-    FakeTensor,
 )
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from lockstep.strategies.data.batch_slices import signature
 from lockstep.strategies.launch.rng import kept_streams
-from lockstep.strategies.pipeline.fake_tensors import Blank, Mode, Origins, Source
+from lockstep.strategies.pipeline.fake_tensors import Blank, Mode, Origins, Source, is_fake
 from lockstep.strategies.pipeline.partition import Cut
 
 NOTHING: Mapping[Any, Tensor] = {}
@@ -103,9 +102,7 @@ class ShapeInference:
         self._fake_layers = [self._fake(layer.module) for layer in parts.layers]
         own: list[Any] = [shell._parameters[name] for shell, name in beside_layers]
         with self._mode:
-            self._fake_beside = [
-                self._mode.from_tensor(p.detach()).to(device).requires_grad_(p.requires_grad) for p in own
-            ]
+            self._fake_beside = [self._mode.fake(p.detach()).to(device).requires_grad_(p.requires_grad) for p in own]
         self._pass: _Pass | None = None
         self.kept_streams: Callable[[], AbstractContextManager[None]] = kept_streams
         """Gives random streams back what a run on fake tensors has drawn."""
@@ -179,7 +176,7 @@ class ShapeInference:
         skips: dict[tuple[int, int], list[Source]] = {}
         for source in sorted({source for message in messages for source in message.sources}):
             skips.setdefault((source.layer, source.call), []).append(source)
-        result = tree_map_only(FakeTensor, torch.Tensor.detach, result)
+        result = tree_map_only(is_fake, torch.Tensor.detach, result)
         return Layout(key, messages, running.outputs, result, skips)
 
     def layer(self, index: int, args: Any, kwargs: Any) -> Any:
@@ -202,20 +199,20 @@ class ShapeInference:
                 )
             elif stage > running.stage:
                 running.begins.append((name, leaves))
-                running.direct = {id(leaf): leaf._version for leaf in leaves if isinstance(leaf, FakeTensor)}
+                running.direct = {id(leaf): leaf._version for leaf in leaves if is_fake(leaf)}
                 running.stage = stage
         with running.origins.of_layer(leaves, running.stage), self._mode:
             output = self._fake_layers[index](*args, **kwargs)
         call = running.calls[index]
         running.calls[index] += 1
         running.origins.note_output(index, call, output)
-        running.outputs[index, call] = tree_map_only(FakeTensor, Blank, output)
+        running.outputs[index, call] = tree_map_only(is_fake, Blank, output)
         return output
 
     def _need(self, running: _Pass, name: str, leaves: Sequence[Any]) -> None:
         """Note what the running stage needs of earlier ones for these arguments of a layer, or results."""
         for leaf in leaves:
-            if not isinstance(leaf, FakeTensor) or running.direct.get(id(leaf)) == leaf._version:
+            if not is_fake(leaf) or running.direct.get(id(leaf)) == leaf._version:
                 continue
             for source in running.origins.of(leaf):
                 if source.is_lost and source.call < running.stage:
@@ -232,7 +229,7 @@ class ShapeInference:
         origins, (name, leaves) = running.origins, running.begins[stage - 1]
         needed = (source for later, found in running.needed.items() if later >= stage for source in found)
         sources = sorted({source for source in needed if origins.stage_of(source) < stage})
-        places = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves))) if isinstance(leaf, FakeTensor)}
+        places = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves))) if is_fake(leaf)}
         chosen = [i for i in sorted(places.values()) if not origins.of(leaves[i]) or origins.of(leaves[i]) - {*sources}]
         if not chosen and not sources:
             raise ValueError(
@@ -281,7 +278,7 @@ class ShapeInference:
     def _fake(self, module: nn.Module) -> nn.Module:
         """A copy without data, as if on the device."""
         with FakeCopyMode(self._mode):
-            fake = copy.deepcopy(module)
+            fake = copy.deepcopy(module, self._mode.copies(module))
         moved: dict[int, Tensor] = {}
         with self._mode:
             for child in fake.modules():

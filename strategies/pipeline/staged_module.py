@@ -23,13 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_any, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
-from lockstep.strategies.pipeline.fake_tensors import Source
+from lockstep.strategies.pipeline.fake_tensors import Source, is_fake
 from lockstep.strategies.pipeline.microbatch_state import StepState
 from lockstep.strategies.pipeline.partition import Cut, holding_stages
 from lockstep.strategies.pipeline.shape_inference import Layout, ShapeInference
@@ -250,9 +249,9 @@ class Staged(nn.Module):
         if run.stage < self.num_stages - 1:
             early = f"{self.name} returned on stage {run.stage} before a layer of stage {run.stage + 1} was called"
             raise RuntimeError(early)
-        if tree_any(lambda leaf: isinstance(leaf, FakeTensor), result):
-            result = tree_map_only(FakeTensor, _received, result)
-        if tree_any(lambda leaf: isinstance(leaf, FakeTensor), result):
+        if tree_any(is_fake, result):
+            result = tree_map_only(is_fake, _received, result)
+        if tree_any(is_fake, result):
             raise RuntimeError(
                 f"{self.name} returns a value that layers of an earlier stage have computed and that did not travel; "
                 "return a tensor, or lists, tuples and dicts of them"
@@ -345,7 +344,7 @@ class Staged(nn.Module):
 
     def _real(self, index: int, leaf: Tensor) -> Tensor:
         found = _received(leaf)
-        if not isinstance(found, FakeTensor):
+        if not is_fake(found):
             return found
         raise RuntimeError(
             f"{self.layers[index].name} takes a value that layers of an earlier stage have computed and that did not "

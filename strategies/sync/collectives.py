@@ -32,7 +32,7 @@ def broadcast(value: Any, src: int) -> Any:
         value = value.detach().clone()
         dist.broadcast(value, src)
         return value
-    sends = dist.get_rank() == src
+    sends = dist.get_rank() == src or dist.get_backend() == "fake"
     data = torch.frombuffer(bytearray(json.dumps(value).encode() if sends else b"?"), dtype=torch.uint8)
     size = torch.tensor(data.numel())
     dist.broadcast(size, src)
@@ -137,6 +137,6 @@ def own_group(rows: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup 
     """Make a process group of each of `rows` and return the one that this rank is in. Every rank calls it alike."""
     mine = None
     for ranks in rows:
-        group = dist.new_group(list(ranks), backend=backend)
+        group = dist.new_group(list(ranks), backend=None if dist.get_backend() == "fake" else backend)
         mine = group if dist.get_rank() in ranks else mine
     return mine

@@ -7,8 +7,8 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -95,7 +95,7 @@ def _life(run: RunState, module: Module, sources: Sources, stage: str, ckpt_path
     attach(module, run.trainer)
     run.signals.catch()
     try:
-        _open(run, module, sources.datamodule, stage, ckpt_path)
+        open_run(run, module, sources.datamodule, stage, ckpt_path)
         with _metrics_of_all(run, module):
             yield
         _close(run, module, stage)
@@ -108,7 +108,7 @@ def _life(run: RunState, module: Module, sources: Sources, stage: str, ckpt_path
         raise
     finally:
         if os.getpid() == process:
-            _undo(run)
+            undo_run(run)
     if run.signals.number:  # since the run's folder was closed
         late = run.signals.error()
         if run.log_dir is not None and run.is_global_zero:
@@ -116,11 +116,21 @@ def _life(run: RunState, module: Module, sources: Sources, stage: str, ckpt_path
         raise late
 
 
-def _open(run: RunState, module: Module, datamodule: DataModule | None, stage: str, ckpt_path: str | None) -> None:
-    """Join the processes, build the model, and call the `setup` of everything."""
+def open_run(
+    run: RunState,
+    module: Module,
+    datamodule: DataModule | None,
+    stage: str,
+    ckpt_path: str | None,
+    building: Callable[[], AbstractContextManager[Any]] | None = None,
+) -> None:
+    """Join the processes, build the model, and call the `setup` of everything.
+
+    `building`: of a run that is only planned, the context in which the module is built.
+    """
     run.strategy.setup()
     _start(run, module, stage)
-    run.resumed = start.open_checkpoint(run, ckpt_path)
+    run.resumed = start.open_checkpoint(run, ckpt_path) if building is None else None
     for callback in run.callbacks:
         callback._module = module
     if datamodule is not None:
@@ -131,10 +141,11 @@ def _open(run: RunState, module: Module, datamodule: DataModule | None, stage: s
             owner.prepare_data()
         set_phase(None, SETTING_UP)  # a heartbeat: what took long is over
     run.strategy.barrier()
-    for owner in _owners(run, module):
-        owner.setup(stage)
     on_meta = run.strategy.capabilities.builds_on_meta and not run.is_global_zero
-    with torch.device("meta") if on_meta else nullcontext():
+    for owner in _owners(run, module):
+        with nullcontext() if building is None or owner is not module else building():
+            owner.setup(stage)
+    with building() if building is not None else torch.device("meta") if on_meta else nullcontext():
         module.configure_model()
     attach(module, run.trainer)  # with what was built just now
     if run.compile_options is not None:
@@ -212,7 +223,7 @@ def _end(run: RunState, status: str, error: BaseException | None = None) -> None
         run.undo.pop()()
 
 
-def _undo(run: RunState) -> None:
+def undo_run(run: RunState) -> None:
     """Give back what the run took: module, optimizers, processes, signal handlers."""
     try:
         run.active = False

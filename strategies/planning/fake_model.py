@@ -1,0 +1,104 @@
+"""A module whose parameters and buffers have shapes and no data."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from lockstep.strategies.planning.trial_mode import TrialMode, mode_of
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """While it lasts modules are built without memory for their parameters, whatever draws their values."""
+    with TrialMode(lambda *_: None):
+        yield
+
+
+def fake_copy(model: M, mode: FakeTensorMode) -> M:
+    """A copy of `model`, built in memory, on the meta device or without memory, with parameters and buffers of
+    `mode`."""
+    memo: dict[int, Any] = {}
+    with mode:
+        for tensor in _tensors(model):
+            memo[id(tensor)] = _fake(mode, tensor)
+    return copy.deepcopy(model, memo)
+
+
+def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace in place what parameters and buffers of `model` are not of `mode`."""
+    known: dict[int, Tensor] = {}
+    with mode:
+        for module in model.modules():
+            holders: list[dict[str, Any]] = [module._parameters, module._buffers]
+            for held in holders:
+                for name, tensor in held.items():
+                    if tensor is None or (mode_of(tensor) is mode and tensor.device.type == "cpu"):
+                        continue
+                    if id(tensor) not in known:
+                        known[id(tensor)] = _fake(mode, tensor)
+                    held[name] = known[id(tensor)]
+
+
+def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
+    """`batch` with fake tensors in its tuples, lists and dicts; other objects are as they were."""
+    with mode:
+        return tree_map_only(Tensor, functools.partial(_fake, mode), batch)
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                yield tensor
+        for value in vars(module).values():
+            if isinstance(value, FakeTensor):
+                yield value
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"a plan takes dense tensors, but this one is {tensor.layout}; measure the run on a device")
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if not isinstance(made, FakeTensor):  # a small one, which the mode leaves real
+        made = mode.from_tensor(made)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def converting_in_place() -> Iterator[None]:
+    """While it lasts `Module.to` and the like give fake parameters other data, where torch would swap the objects,
+    which it cannot do for tensors that something refers to."""
+    original = nn.Module._apply
+
+    def apply(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        held = [*module._parameters.values(), *module._buffers.values()]
+        if not any(isinstance(tensor, FakeTensor) for tensor in held):
+            return original(module, fn, recurse)
+        for child in module.children() if recurse else ():
+            child._apply(fn)
+        for tensor in held:
+            if tensor is not None:
+                with torch.no_grad():
+                    converted = fn(tensor)
+                if converted is not tensor:
+                    tensor.data = converted
+        return module
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]

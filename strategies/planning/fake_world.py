@@ -1,0 +1,49 @@
+"""One process in place of all ranks of a run: a process group that communicates nothing, of any size.
+
+Every other rank is taken to do and say what this one does, so that what ranks agree on is agreed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from lockstep.strategies.launch import environment
+from lockstep.strategies.launch.environment import World
+
+VARIABLE = "LOCKSTEP_PLANNED_RANK"
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """While it lasts strategies that are configured and set up here are rank `rank` of `world_size` on one node.
+
+    Raises RuntimeError within a process group of the caller's.
+    """
+    if dist.is_available() and dist.is_initialized():
+        raise RuntimeError(
+            "a run is planned in a process of its own, but this process is in a process group; call "
+            "torch.distributed.destroy_process_group() before"
+        )
+    environment._READERS["plan"] = _planned
+    ours = {"LOCKSTEP_LAUNCHER": "plan", VARIABLE: f"{rank}/{world_size}"}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _planned(environ: Mapping[str, str]) -> World | None:
+    if VARIABLE not in environ:
+        return None
+    rank, world_size = map(int, environ[VARIABLE].split("/"))
+    return World(rank, rank, world_size, world_size, 0, 1, "plan", None)

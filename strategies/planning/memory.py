@@ -1,0 +1,103 @@
+"""Bytes that are alive, moment by moment: what was allocated and freed in a step, and where the most was alive."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+ACTIVATIONS, TEMPORARY, GATHERED = "activations", "temporary", "gathered"
+
+
+@dataclass(eq=False, slots=True)
+class Allocation:
+    """One storage."""
+
+    size: int
+    """Bytes now; sharded engines resize storages."""
+    kind: str = ""
+    """Parameters, gradients, optimizer, buffers, inputs or gathered; empty where only its life tells."""
+    made_in: str = ""
+    """Phase of the step, empty before the step that is measured."""
+    freed_in: str = ""
+    block: str = ""
+    """Name of the block that computed it; empty outside of blocks."""
+    is_tail: bool = False
+    """Whether it was computed behind the last block."""
+
+    @property
+    def final_kind(self) -> str:
+        """To be asked once the step is over."""
+        if self.kind:
+            return self.kind
+        kept = self.made_in == FORWARD and self.freed_in in (BACKWARD, OPTIMIZER)
+        return ACTIVATIONS if kept else TEMPORARY
+
+
+class Event(NamedTuple):
+    """An allocation that grew (`change` above zero) or shrank."""
+
+    allocation: Allocation
+    change: int
+    phase: str
+    module: str
+    op: str
+
+
+class Peak(NamedTuple):
+    """The moment with the most bytes."""
+
+    size: int
+    by_kind: dict[str, int]
+    phase: str
+    module: str
+    op: str
+
+
+class Kept(NamedTuple):
+    """The most that was kept for the backward at one time."""
+
+    size: int
+    by_block: dict[str, int]
+    tail: int
+    """What of it was computed behind the last block; not in `by_block`."""
+
+
+def find_peak(at_start: Iterable[tuple[Allocation, int]], events: Sequence[Event]) -> Peak:
+    """Where the sum of what is alive is highest. `at_start`: what was alive before the first event, with its size."""
+    by_kind: Counter[str] = Counter()
+    for allocation, size in at_start:
+        by_kind[allocation.final_kind] += size
+    now = highest = sum(by_kind.values())
+    place = -1
+    for i, event in enumerate(events):
+        now += event.change
+        if now > highest:
+            highest, place = now, i
+    for event in events[: place + 1]:
+        by_kind[event.allocation.final_kind] += event.change
+    found = {kind: size for kind, size in sorted(by_kind.items()) if size}
+    return Peak(highest, found, *((FORWARD, "", "") if place < 0 else events[place][2:]))
+
+
+def find_kept(events: Sequence[Event]) -> Kept:
+    """What the forward keeps for the backward where that is most: with several micro-batches in flight, of all."""
+    now = highest = 0
+    place = -1
+    kept = [(i, event) for i, event in enumerate(events) if event.allocation.final_kind == ACTIVATIONS]
+    for i, event in kept:
+        now += event.change
+        if now > highest:
+            highest, place = now, i
+    by_block: Counter[str] = Counter()
+    tail = 0
+    for i, event in kept:
+        if i > place:
+            break
+        if event.allocation.is_tail:
+            tail += event.change
+        else:
+            by_block[event.allocation.block] += event.change
+    return Kept(highest - tail, {name: size for name, size in by_block.items() if size}, tail)

@@ -1,0 +1,314 @@
+"""The mode under which a run is tried: tensors have shapes and no data, and all that operators do is noted."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lockstep.strategies.planning.memory import BACKWARD, FORWARD, GATHERED, Allocation, Event
+from lockstep.strategies.planning.modules import Places
+from lockstep.strategies.planning.work import Tally
+
+REAL_NUMEL = 4096
+"""Tensors of at most so many elements that are computed from nothing fake are real: step counters, tables of ranks."""
+_PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor, nn.Buffer})
+_FRAMEWORK = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", "..")) + os.sep
+_OWN = tuple(os.path.join(_FRAMEWORK, name) + os.sep for name in ("strategies", "trainer", "callbacks", "lockstep"))
+_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python")
+
+_READS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default})
+
+
+class CollectiveCall(NamedTuple):
+    """One call that the trial has seen."""
+
+    kind: str
+    dtype: str
+    num_bytes: int
+    phase: str
+    ranks: tuple[int, ...]
+    """Those that take part."""
+
+
+class TrialMode(FakeTensorMode):
+    """Runs operators on tensors without data; notes storages, collectives and work while `recording`.
+
+    `collective(op, args, result)` says whether an operator is one, as (kind, dtype, bytes).
+    """
+
+    def __init__(self, collective: Callable[[Any, tuple[Any, ...], Any], tuple[str, str, int] | None]) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._collective = collective
+        self._alive: dict[int, tuple[Allocation, Any]] = {}
+        """By address of the storage; with what is called when it is freed."""
+        self.at_start: list[tuple[Allocation, int]] = []
+        self.events: list[Event] = []
+        self.calls: list[CollectiveCall] = []
+        self.work = Tally()
+        self.places = Places()
+        self.notes: dict[str, None] = {}
+        self.recording = self.optimizing = False
+        self._op = ""
+
+    # ---- what happens ------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _PLAIN.issuperset(types) and any(
+            kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types
+        ):
+            return NotImplemented  # a DTensor: its local part comes here
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_fake = any(isinstance(leaf, FakeTensor) for leaf in leaves)
+        if is_fake and (other := next((mode for leaf in leaves if (mode := mode_of(leaf)) not in (None, self)), None)):
+            args, kwargs = tree_map_only(FakeTensor, lambda leaf: _like(leaf, other), (args, kwargs))
+            return func(*args, **kwargs)  # a pipeline's shape inference: nothing that the run does
+        if is_fake and func in _READS:
+            return self._read(leaves[0], func)
+        if is_fake and func is torch.ops.aten.is_set_to.default:  # torch would run it on memory
+            return _layout(leaves[0]) == _layout(leaves[1])
+        self._op = func.name()
+        if is_fake:
+            output = self._on_fakes(func, types, args, kwargs)
+        elif leaves:
+            output = func(*args, **kwargs)
+            if self._op == "c10d::recv_":  # what stages of a pipeline vote before their first step: that all is known
+                torch._foreach_add_(leaves, 1)
+        else:
+            output = self._on_fakes(func, types, args, kwargs)
+            made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            if _is_real(func, made):
+                output = func(*args, **kwargs)
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        for leaf in results:
+            self._note(leaf)
+        if self.recording:
+            self._count(func, args, output, leaves, results)
+        return output
+
+    def _on_fakes(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ValueError(
+                f"{_user_line()} calls {func.name().removeprefix('aten::')}, whose result depends on the values of a "
+                "tensor, which a plan does not have; write it so that shapes do not depend on values, or measure the "
+                "run on a device"
+            ) from error
+
+    def _count(self, func: Any, args: Any, output: Any, inputs: list[Tensor], results: list[Tensor]) -> None:
+        call = self._collective(func, tuple(args), output)
+        if call is not None:
+            ranks = _ranks(args)
+            self.calls.append(CollectiveCall(*call, self.phase, ranks))
+            if call[0] in ("all-gather", "reduce-scatter"):
+                self._mark_whole(args, output, call[2])
+        elif func.namespace == "aten":
+            self.work.add(func, args, output, inputs, results, self.phase)
+
+    def _mark_whole(self, args: Any, output: Any, num_bytes: int) -> None:
+        for side in (*args, output):
+            tensors = [leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)]
+            if sum(tensor.nbytes for tensor in tensors) == num_bytes:
+                self.mark(GATHERED, tensors)
+
+    def _read(self, tensor: Tensor, func: Any) -> bool | int | float:
+        """A value of a tensor. What the strategies themselves read, such as losses and whether ranks agree, is 1.
+
+        Raises ValueError if user code reads what is not a floating point number, on which shapes or its path depend.
+        """
+        is_branch = tensor.dtype == torch.bool or func is torch.ops.aten.equal.default
+        if _nearest_file().startswith(_OWN):
+            return True if is_branch else 1.0 if tensor.is_floating_point() else 1
+        line = _user_line()
+        if is_branch or not tensor.is_floating_point():
+            what = "branches on" if is_branch else "reads"
+            raise ValueError(
+                f"{line} {what} the value of a tensor, which a plan does not have; let the step depend on shapes only, "
+                "or measure the run on a device"
+            )
+        self.notes.setdefault(f"{line} reads the value of a tensor: if the step depends on it, the plan is of one path")
+        return 1.0
+
+    # ---- memory ------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """What runs now; the recompute of activation checkpointing is a part of the backward."""
+        if torch._C._current_graph_task_id() != -1:
+            return BACKWARD
+        return "optimizer" if self.optimizing else FORWARD
+
+    def _note(self, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        size = storage.nbytes()
+        block, tail = self.places.block, self.places.is_tail
+        allocation = Allocation(size, "", self.phase if self.recording else "", "", block, tail)
+        self._alive[key] = allocation, weakref.ref(storage, lambda _: self._free(key))
+        self._log(allocation, size)
+
+    def _free(self, key: int) -> None:
+        found = self._alive.pop(key, None)
+        if found is None:
+            return
+        allocation = found[0]
+        if self.recording:
+            allocation.freed_in = self.phase
+            self._log(allocation, -allocation.size)
+
+    def _log(self, allocation: Allocation, change: int) -> None:
+        if self.recording and change:
+            module = self.places.name
+            if not module and self.phase == BACKWARD:
+                module = self.places.of_backward()
+            self.events.append(Event(allocation, change, self.phase, module, self._op))
+
+    def mark(self, kind: str, tensors: Iterable[Tensor]) -> int:
+        """Say what tensors are for; returns their bytes, each storage counted once."""
+        seen, total = set(), 0
+        for tensor in tensors:
+            local = getattr(tensor, "_local_tensor", tensor)
+            if local.layout is not torch.strided:
+                continue
+            key = local.untyped_storage()._cdata
+            if key in seen:
+                continue
+            seen.add(key)
+            self._note(local)
+            self._alive[key][0].kind = kind
+            total += self._alive[key][0].size
+        return total
+
+    def mark_what_stays(self, kind: str) -> int:
+        """Say what is alive of what was allocated in the phase `kind`; returns the bytes of all that is of this
+        kind."""
+        alive = [allocation for allocation, _ in self._alive.values()]
+        for allocation in alive:
+            if allocation.made_in == kind and not allocation.kind:
+                allocation.kind = kind
+        return sum(allocation.size for allocation in alive if allocation.kind == kind)
+
+    @contextmanager
+    def watching_resizes(self) -> Iterator[None]:
+        """While it lasts storages that engines empty and fill again are noted too."""
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            found = self._alive.get(storage._cdata)
+            if found is not None:
+                allocation = found[0]
+                change, allocation.size = size - allocation.size, size
+                allocation.kind = allocation.kind or GATHERED
+                self._log(allocation, change)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """While it lasts everything is noted; what an earlier record has noted is dropped."""
+        self.at_start = [(allocation, allocation.size) for allocation, _ in self._alive.values()]
+        for allocation, _ in self.at_start:
+            allocation.made_in = ""
+        self.events, self.calls, self.work = [], [], Tally()
+        self.recording = True
+        try:
+            yield
+        finally:
+            self.recording = False
+
+
+def _is_real(func: Any, made: list[Tensor]) -> bool:
+    """Whether what is made from nothing has values: not what an engine is to fill with parameters."""
+    is_filled = not func.name().startswith("aten::empty") or not any(leaf.is_floating_point() for leaf in made)
+    return is_filled and sum(leaf.numel() for leaf in made) <= REAL_NUMEL
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+def mode_of(tensor: Tensor) -> FakeTensorMode | None:
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+
+
+def _like(tensor: FakeTensor, mode: FakeTensorMode) -> FakeTensor:
+    """A tensor of `mode` that is like `tensor`."""
+    if tensor.fake_mode is mode:
+        return tensor
+    like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(mode, like, tensor.fake_device)
+
+
+def _ranks(args: Sequence[Any]) -> tuple[int, ...]:
+    """Of the group with which a collective was called."""
+    from torch.distributed import distributed_c10d as c10d
+
+    for value in args:
+        group = None
+        if isinstance(value, torch.ScriptObject):
+            try:
+                group = torch._C._distributed_c10d.ProcessGroup.unbox(value)
+            except (RuntimeError, TypeError):  # a reduction
+                continue
+        elif isinstance(value, str) and value in _group_names():
+            group = c10d._resolve_process_group(value)  # type: ignore[arg-type]
+        if group is not None:
+            return tuple(c10d.get_process_group_ranks(group))
+    return ()
+
+
+def _group_names() -> Any:
+    from torch.distributed import distributed_c10d as c10d
+
+    return set(c10d._world.pg_names.values())
+
+
+def _nearest_file() -> str:
+    """The file that called torch."""
+    frame = sys._getframe(2)
+    torch_folder = os.path.dirname(torch.__file__) + os.sep
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((torch_folder, "<")) and file != __file__:
+            return os.path.realpath(file)
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def _user_line() -> str:
+    """File and line of the user's code that runs."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        known = os.path.realpath(file).startswith(_OWN) or any(part in file for part in _LIBRARIES)
+        if not known and not file.startswith("<"):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "the step"

@@ -1,0 +1,271 @@
+"""What a run will need, found on one process: its real set-up and one real step, on tensors without data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from lockstep.callbacks._support.collectives import collective
+from lockstep.callbacks.base import Callback, Logger
+from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.modules.blocks import find_blocks
+from lockstep.strategies.planning.fake_model import (
+    converting_in_place,
+    fake_batch,
+    fake_copy,
+    make_fake,
+    without_memory,
+)
+from lockstep.strategies.planning.fake_world import fake_world
+from lockstep.strategies.planning.measure import axes_of, rank_plan
+from lockstep.strategies.planning.plan import Plan, RankPlan
+from lockstep.strategies.planning.trial_mode import CollectiveCall, TrialMode
+from lockstep.trainer.module import Module, attach
+from lockstep.trainer.run import fit as loop_of_fit
+from lockstep.trainer.run import lifecycle
+from lockstep.trainer.run.hooks import Hooks
+from lockstep.trainer.setup import checks, prepare
+from lockstep.trainer.setup.loaders import Sources
+from lockstep.trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from lockstep.trainer.datamodule import DataModule
+    from lockstep.trainer.run.state import RunState
+    from lockstep.trainer.setup.prepare import FitLoop
+
+__all__ = ["plan", "without_memory"]
+
+NOTES = (
+    "memory that compiled code saves or takes is not known: the plan is of the code as it is written",
+    "the allocator's reserve, the CUDA context and workspaces of kernels are not in the figures",
+)
+
+
+def plan(
+    trainer: Trainer,
+    module: Module,
+    train_dataloaders: Any = None,
+    datamodule: DataModule | None = None,
+    *,
+    world_size: int | None = None,
+) -> Plan:
+    """Try one optimizer step of `trainer.fit(module, ...)` without its devices, and return what it needs.
+
+    The strategy's own set-up and step run in this process, in a process group that communicates nothing, on tensors
+    that have no data; the data is read as far as the first batch of a rank. `module` is not changed. It may have been
+    built in memory, on the meta device, or within `without_memory()`.
+
+    `world_size`: ranks of the run; None takes the devices of the Trainer.
+    Raises what the strategy raises about the layout, and ValueError for a strategy or step that cannot be planned.
+    """
+    size = trainer.strategy.num_devices if world_size is None else world_size
+    ranks, found = [0], []
+    while ranks:
+        trial = _Trial(trainer, ranks.pop(), size)
+        with fake_world(trial.rank, size):
+            found.append(trial.run(module, train_dataloaders, datamodule))
+        if trial.rank == 0:
+            ranks = trial.other_ranks
+    found.sort(key=lambda rank: -rank.peak)
+    return trial.plan(tuple(found))
+
+
+class _Trial:
+    """The trial of one rank."""
+
+    def __init__(self, trainer: Trainer, rank: int, world_size: int) -> None:
+        self.original, self.rank, self.world_size = trainer, rank, world_size
+        self.mode = TrialMode(_count)
+        self.axes: dict[str, int] = {}
+        self.samples, self.num_parameters = 0, 0
+        self.tokens: int | None = None
+        self.other_ranks: list[int] = []
+
+    def run(self, module: Module, train_dataloaders: Any, datamodule: DataModule | None) -> RankPlan:
+        trainer = Trainer(**_arguments_of(self.original))
+        run, copy = trainer._run, fake_copy(module, self.mode)
+        sources = Sources({"train": train_dataloaders, "val": None}, datamodule)
+        trainer._take_callbacks(copy)
+        checks.fit(run, copy, sources)
+        self.axes = axes_of(run.strategy, self.world_size)
+        stages = self.axes.get("pipeline", 1)
+        self.other_ranks = [self.world_size // stages * stage for stage in range(stages - 1, 0, -1)]
+        run.hooks = Hooks()
+        run.begun = run.active = True
+        attach(copy, trainer)
+        try:
+            lifecycle.open_run(run, copy, datamodule, "fit", None, lambda: self.mode)
+            make_fake(copy, self.mode)
+            self.num_parameters = sum(p.numel() for p in copy.parameters())
+            blocks = list(find_blocks(copy, "auto"))
+            with self.mode.watching_resizes(), converting_in_place(), _noting_optimizers(self.mode):
+                with self.mode:
+                    loop = prepare.fit(run, copy, sources)
+                held = self._steps(run, copy, loop, blocks)
+            role = "all ranks" if stages == 1 else f"pipeline rank {self.rank * stages // self.world_size}"
+            return rank_plan(self.mode, self.rank, role, self.world_size // stages, held, self.axes)
+        finally:
+            lifecycle.undo_run(run)
+
+    def _steps(self, run: RunState, module: Module, loop: FitLoop, blocks: Sequence[str]) -> dict[str, int]:
+        window = next(iter(loop.train_loader.windows(0, 0, loop.limit)))
+        self.samples = window.num_samples
+        batches = [fake_batch(micro_batch.batch, self.mode) for micro_batch in window.micro_batches]
+        self.tokens = _tokens(batches[0], window)
+        held = {}
+        loop.windows_seen = 1  # the first is shown
+        with self.mode, self.mode.places.following(module, blocks):
+            held["parameters"] = self.mode.mark("parameters", filter(is_here, module.parameters()))
+            held["buffers"] = self.mode.mark("buffers", filter(is_here, module.buffers()))
+            seen: list[Counter[CollectiveCall]] = []
+            while not _is_steady(seen):
+                with self.mode.record():
+                    _step(run, module, loop, _filled(window, batches), self.mode, held)
+                self.mode.mark("optimizer", _states(run))
+                held["optimizer"] = self.mode.mark_what_stays("optimizer")
+                seen.append(Counter(self.mode.calls))
+        return held
+
+    def plan(self, ranks: tuple[RankPlan, ...]) -> Plan:
+        arguments = self.original.arguments
+        return Plan(
+            strategy=arguments.strategy if isinstance(arguments.strategy, str) else type(arguments.strategy).__name__,
+            world_size=self.world_size,
+            axes=tuple(self.axes.items()),
+            precision=self.original.precision,
+            samples=self.samples,
+            tokens=self.tokens,
+            num_parameters=self.num_parameters,
+            ranks=ranks,
+            accumulate_grad_batches=arguments.accumulate_grad_batches,
+            notes=(*self.mode.notes, *NOTES),
+        )
+
+
+def _is_steady(seen: Sequence[Counter[CollectiveCall]]) -> bool:
+    """Whether the last of the steps stands for all that follow: engines set themselves up in the first two, and
+    communicate more in these."""
+    return len(seen) == 3 or (len(seen) == 2 and seen[1] <= seen[0])
+
+
+def _step(run: RunState, module: Module, loop: FitLoop, window: Window, mode: TrialMode, held: dict[str, int]) -> None:
+    """One optimizer step, as `trainer/run/fit.py` makes it."""
+    strategy, wrapped, automatic = run.strategy, run.wrapped, module.automatic_optimization
+    optimizers = list(run.optimizers.values())
+    held["inputs"] = mode.mark("inputs", _leaves([micro_batch.batch for micro_batch in window.micro_batches]))
+    hooks = loop_of_fit.step_hooks_of(run, loop, automatic)
+
+    def step_fn(batch: Any, batch_idx: int) -> Any:
+        mode.places.begin_micro_batch()
+        return loop.training_step(batch, batch_idx)
+
+    result = strategy.forward_backward(wrapped, step_fn, window, hooks)
+    here = filter(is_here, module.parameters())
+    held["gradients"] = mode.mark("gradients", [p.grad for p in here if p.grad is not None])
+    stepped = run.manually_stepped
+    for optimizer, handle in zip(optimizers if automatic else [], run.user_optimizers, strict=False):
+        for hook in run.hooks.on_before_optimizer_step:
+            hook(optimizer)
+        if loop.clip is not None:
+            loop.clip(optimizer)
+        if loop.own_step is None:
+            refuse = handle.hooks.pop(id(handle))
+            stepped |= strategy.optimizer_step(wrapped, optimizer)
+            handle.hooks[id(handle)] = refuse
+        else:
+            stepped |= loop.own_step(optimizer, window)
+    loop_of_fit.finish_window(run, module, loop, window, result, optimizers if automatic else [], stepped)
+
+
+def _filled(window: Window, batches: list[Any]) -> Window:
+    return replace(
+        window,
+        micro_batches=[
+            MicroBatch(batch, given.num_samples, share=given.share)
+            for given, batch in zip(window.micro_batches, batches, strict=True)
+        ],
+    )
+
+
+def _arguments_of(trainer: Trainer) -> dict[str, Any]:
+    """What the Trainer of a trial is built from: nothing shown, saved or validated, on the CPU."""
+    given = {field.name: getattr(trainer.arguments, field.name) for field in fields(trainer.arguments)}
+    callbacks: Any = trainer.arguments.callbacks or ()
+    kept = [item for item in callbacks if _changes_the_step(item)]
+    return given | {
+        "devices": "auto",
+        "num_nodes": 1,
+        "accelerator": "cpu",
+        "callbacks": kept,
+        "logger": False,
+        "max_steps": 10**9,
+        "max_epochs": None,
+        "max_time": None,
+        "log_every_n_steps": 10**9,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+        "val_check_interval": None,
+        "check_val_every_n_epoch": 1,
+        "fast_dev_run": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "compile": False,
+        "profiler": None,
+        "max_restarts": 0,
+        "detect_anomaly": False,
+    }
+
+
+def _changes_the_step(callback: Callback) -> bool:
+    """Whether a callback may add to what a step needs; those that show, save or stop do not."""
+    home = type(callback).__module__
+    shows = not home.startswith(("lockstep.callbacks.training", "lockstep.callbacks.guard"))
+    return not isinstance(callback, Logger) and not (home.startswith("lockstep.callbacks.") and shows)
+
+
+def _count(op: Any, args: tuple[Any, ...], result: Any) -> tuple[str, str, int] | None:
+    return collective(op, args, result)
+
+
+@contextmanager
+def _noting_optimizers(mode: TrialMode) -> Iterator[None]:
+    def set_to(value: bool) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            mode.optimizing = value
+
+        return hook
+
+    handles = [register_optimizer_step_pre_hook(set_to(True)), register_optimizer_step_post_hook(set_to(False))]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _states(run: RunState) -> list[Tensor]:
+    """The state of all optimizers, also where a strategy shows user code none of it."""
+    states = [getattr(optimizer.state, "held", optimizer.state) for optimizer in run.optimizers.values()]
+    return [leaf for state in states for leaf in tree_leaves(list(state.values())) if isinstance(leaf, Tensor)]
+
+
+def _leaves(batch: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def _tokens(batch: Any, window: Window) -> int | None:
+    """Tokens of the global batch, if a batch begins with sequences of integers."""
+    first = next(iter(_leaves(batch)), None)
+    if first is None or first.dim() != 2 or first.is_floating_point() or first.dtype == torch.bool:
+        return None
+    return window.num_samples * first.shape[1]
