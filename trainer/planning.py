@@ -26,7 +26,7 @@ from lockstep.strategies.planning.fake_model import (
     without_memory,
 )
 from lockstep.strategies.planning.fake_world import fake_world
-from lockstep.strategies.planning.measure import axes_of, rank_plan
+from lockstep.strategies.planning.measure import axes_of, rank_plan, refuse_unplanned
 from lockstep.strategies.planning.plan import Plan, RankPlan
 from lockstep.strategies.planning.trial_mode import CollectiveCall, TrialMode
 from lockstep.trainer.module import Module, attach
@@ -67,6 +67,7 @@ def plan(
     `world_size`: ranks of the run; None takes the devices of the Trainer.
     Raises what the strategy raises about the layout, and ValueError for a strategy or step that cannot be planned.
     """
+    refuse_unplanned(trainer.strategy)
     size = trainer.strategy.num_devices if world_size is None else world_size
     ranks, found = [0], []
     while ranks:

@@ -64,6 +64,7 @@ class DeepSpeed(SPMDStrategy):
             "parameter_state": "DeepSpeed partitions the weights that it steps; use strategy='ddp' or 'fsdp'",
             "several_optimizers": "DeepSpeed's engine steps one optimizer; return one from configure_optimizers, with "
             "parameter groups if rates differ, or use strategy='ddp'",
+            "planning": "DeepSpeed's engine reads values while it partitions a model, and a plan has none",
             "closures": "DeepSpeed's engine steps without a closure; use another optimizer, or strategy='ddp'",
         }
         | {

@@ -13,6 +13,23 @@ from lockstep.strategies.planning.plan import Block, Collective, RankPlan
 from lockstep.strategies.planning.trial_mode import TrialMode
 
 
+def refuse_unplanned(strategy: Strategy) -> None:
+    """Raise ValueError for a strategy whose step on one rank does not say what the others do, or that one process
+    cannot try."""
+    name, can = type(strategy).__name__, strategy.capabilities
+    why = can.refuses.get("planning", "")
+    if not why and (not can.exact or not can.synchronous):
+        why = "it changes the method, and what its ranks exchange depends on values"
+    if not why and strategy.virtual_ranks:
+        why = "with virtual_ranks the shares of a rank exchange gradients in a tree of their own"
+    if not why and getattr(strategy, "single_process", False) and strategy.num_devices > 1:
+        why = "it runs several devices in one process, and a plan is of a process with one"
+    if why:
+        raise ValueError(
+            f"{name} cannot be planned: {why}; plan strategy='ddp', 'fsdp', 'tensor', 'pipeline' or a mesh of them"
+        )
+
+
 def axes_of(strategy: Strategy, world_size: int) -> dict[str, int]:
     """The axes of the mesh of `strategy`, outermost first; those that have none hold the same model on all ranks."""
     axes = getattr(strategy, "axes", None)

@@ -218,6 +218,16 @@ def test_a_layout_that_cannot_be_is_refused_by_the_strategy() -> None:
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [("deepspeed", "reads values"), ("dp", "several devices in one process"), ("federated", "changes the method")],
+)
+def test_what_cannot_be_planned_is_refused_by_name(strategy: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"cannot be planned: .*{why}"):
+        of_net(strategy, 2)
+
+
+@pytest.mark.unit
 def test_counts_add_up() -> None:
     (rank,) = of_net("ddp", 2).ranks
     calls = Counter(work.phase for work in rank.work)

@@ -39,12 +39,8 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
     loop = prepare.fit(run, module, sources)
     strategy, wrapped, hooks, guards, progress = run.strategy, run.wrapped, run.hooks, loop.guards, run.progress
     optimizers, handles, automatic = list(run.optimizers.values()), run.user_optimizers, module.automatic_optimization
-<<<<<<< HEAD
-    step_hooks, clip = _step_hooks(run, loop, automatic), None if strategy.capabilities.local_steps else loop.clip
+    step_hooks, clip = step_hooks_of(run, loop, automatic), None if strategy.capabilities.local_steps else loop.clip
     apart = not strategy.capabilities.synchronous
-=======
-    step_hooks, clip = step_hooks_of(run, loop, automatic), loop.clip
->>>>>>> 7d3ffae (Plan a run by its own set-up and steps on fake tensors)
     _begin(run, module, loop)
     while not _is_finished(run):
         stop, windows = _begin_epoch(run, module, loop)
@@ -57,7 +53,6 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
             if not run.signals.deferred:
                 run.signals.defer()
             set_phase(progress.global_step, "training step")
-<<<<<<< HEAD
             for part in turns(run, window) if apart else (window,):
                 if guards.remembers:
                     guards.remember()
@@ -84,48 +79,15 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
                             stepped |= loop.own_step(optimizer, part)
                     if guards.watches and stepped:
                         guards.after_step(optimizers, moving)
-            stop = _finish_window(run, module, loop, window, result, optimizers if steps else [], stepped or apart)
-=======
-            if guards.remembers:
-                guards.remember()
-            result = strategy.forward_backward(wrapped, loop.training_step, window, step_hooks)
-            if window.micro_batches[-1].is_ambiguous:
-                check_weight(run, window, window.micro_batches[-1])
-            skipped = (result.non_finite is not None or result.later is not None) and guards.skips(result)
-            steps, stepped = automatic and result.count and not skipped, run.manually_stepped
-            if steps:
-                set_phase(progress.global_step, "optimizer step")
-                if guards.unowned:
-                    guards.check_unowned()
-                moving = guards.watches and guards.before_step(optimizers)
-                for optimizer, handle in zip(optimizers, handles, strict=True):
-                    for hook in hooks.on_before_optimizer_step:
-                        hook(optimizer)
-                    if clip is not None:
-                        clip(optimizer)
-                    if loop.own_step is None:
-                        refuse = handle.hooks.pop(id(handle))  # as `handle.take`, which would be one frame more
-                        stepped |= strategy.optimizer_step(wrapped, optimizer)
-                        handle.hooks[id(handle)] = refuse
-                    else:
-                        stepped |= loop.own_step(optimizer, window)
-                if guards.watches and stepped:
-                    guards.after_step(optimizers, moving)
-            stop = finish_window(run, module, loop, window, result, optimizers if steps else [], stepped)
->>>>>>> 7d3ffae (Plan a run by its own set-up and steps on fake tensors)
+            stop = finish_window(run, module, loop, window, result, optimizers if steps else [], stepped or apart)
         if not _finish_epoch(run, module, loop, stop, steps_before, batches_before):
             break
     _finish(run, module, loop, optimizers)
 
 
-<<<<<<< HEAD
-def _step_hooks(run: RunState, loop: FitLoop, automatic: bool) -> StepHooks:
-    hooks = StepHooks(
-=======
 def step_hooks_of(run: RunState, loop: FitLoop, automatic: bool) -> StepHooks:
     """What a strategy calls in a step of this run."""
-    return StepHooks(
->>>>>>> 7d3ffae (Plan a run by its own set-up and steps on fake tensors)
+    hooks = StepHooks(
         vote=partial(vote, run),
         log_scope=run.metrics.part,
         before_backward=loop.before_backward,
@@ -213,8 +175,7 @@ def finish_window(
         loop.publishes = False
     elif loop.windows_seen == 1:
         publish.preview(run)
-    last = window.micro_batches[-1]
-    run.window_is_open = False
+    last, run.window_is_open = window.micro_batches[-1], False
     set_phase(progress.global_step, "callbacks")
     run.validation_follows = bool(loop.val_loaders) and _validation_follows(run, loop)
     for hook in hooks.on_train_batch_end:
