@@ -126,11 +126,10 @@ class Compression:
             flags.append(_flags(inputs[-1], gradients))
         exchange = Exchange(self.layout.own, self.layout.num_shares, self.layout.group)
         run = self._averaged if self.compressor.linear else self._gathered
-        means, sent, found = run(exchange, encodings, inputs, flags)
-        if self.compressor.feedback:
-            self._note_left(encodings, inputs, sent)
-        else:
-            self._left = {e.name: _Left({}, e.memory) for e in encodings}
+        means, found = run(exchange, encodings, inputs, flags)
+        for i, encoding in enumerate(encodings):
+            left = {share: values[i] for share, values in zip(self.layout.own, inputs, strict=True)}
+            self._left[encoding.name] = _Left(left if self.compressor.feedback else {}, encoding.memory)
         return self._completed(parameters, shares, means, found)
 
     def commit(self, optimizer: Optimizer, skipped: Tensor | None = None) -> None:
@@ -156,37 +155,36 @@ class Compression:
         if gradient is None:
             total = torch.zeros(encoding.shape, dtype=encoding.dtype, device=encoding.device)
         else:
-            total = _real(gradient).to(encoding.dtype, copy=True).mul_(scale)
+            total = _real(gradient).to(encoding.dtype) * scale
         encoding.memory = dict(self.memory.get(encoding.name, {}))
         return total if residual is None else total.add_(residual)
 
     def _gathered(
         self, exchange: Exchange, encodings: list[Encoding], inputs: list[list[Tensor]], flags: list[Tensor]
-    ) -> tuple[list[Tensor], list[list[Tensor]], Tensor]:
-        """Means over shares of what is decoded, what own shares have sent, and the flags of all shares."""
+    ) -> tuple[list[Tensor], Tensor]:
+        """Means over shares of what is decoded, and the flags of all shares. Leaves in `inputs` what was not sent."""
         own = [
-            [(row,), *self._encoded(encodings, share, values)]
+            [(row,), *self._encoded(encodings, share, values, row)]
             for share, values, row in zip(self.layout.own, inputs, flags, strict=True)
         ]
         everyone = exchange.gather(own)
         found = torch.stack([payloads[0][0] for payloads in everyone])
         means: list[Tensor] = []
-        sent: list[list[Tensor]] = [[] for _ in inputs]
         first = self.layout.own[0]
         for i, encoding in enumerate(encodings):
             total = None
             for share, payloads in enumerate(everyone):
                 decoded = self.compressor.decode(payloads[i + 1], replace(encoding, share=share))
                 if 0 <= share - first < len(inputs):
-                    sent[share - first].append(decoded)
-                total = decoded.clone() if total is None else total.add_(decoded)
+                    inputs[share - first][i].sub_(decoded)
+                total = decoded if total is None else total.add_(decoded)
             assert total is not None
             means.append(total.div_(len(everyone)))
-        return means, sent, found
+        return means, found
 
     def _averaged(
         self, exchange: Exchange, encodings: list[Encoding], inputs: list[list[Tensor]], flags: list[Tensor]
-    ) -> tuple[list[Tensor], list[list[Tensor]], Tensor]:
+    ) -> tuple[list[Tensor], Tensor]:
         """The same, where payloads are averaged before they are decoded."""
         last: list[list[Payload]] = []
         averages: list[Payload] = []
@@ -194,22 +192,25 @@ class Compression:
             for encoding, mean in zip(encodings, averages, strict=False):
                 encoding.means.append(mean)
             last = [
-                self._encoded(encodings, share, values) for share, values in zip(self.layout.own, inputs, strict=True)
+                self._encoded(encodings, share, values, row)
+                for share, values, row in zip(self.layout.own, inputs, flags, strict=True)
             ]
             averages = exchange.mean(last)
         found = exchange.gather([[(row,)] for row in flags])
-        sent = []
-        for payloads in last:
-            sent.append([self.compressor.decode(p, e) for p, e in zip(payloads, encodings, strict=True)])
+        for values, payloads in zip(inputs, last, strict=True):
+            for value, payload, encoding in zip(values, payloads, encodings, strict=True):
+                value.sub_(self.compressor.decode(payload, encoding))
         means = [self.compressor.decode(mean, e) for mean, e in zip(averages, encodings, strict=True)]
-        return means, sent, torch.stack([payloads[0][0] for payloads in found])
+        return means, torch.stack([payloads[0][0] for payloads in found])
 
-    def _encoded(self, encodings: list[Encoding], share: int, values: list[Tensor]) -> list[Payload]:
+    def _encoded(self, encodings: list[Encoding], share: int, values: list[Tensor], row: Tensor) -> list[Payload]:
+        """The payloads of values; those of zeros for what is not finite, so that only its flag says so."""
+        bad = row == _NOT_FINITE
+        if not bad.is_cpu or bad.any():  # on a device the host need not know
+            values = [torch.where(bad[i], 0.0, value) for i, value in enumerate(values)]
         return [self._checked(replace(e, share=share), value) for e, value in zip(encodings, values, strict=True)]
 
-    def _checked(self, encoding: Encoding, value: Tensor) -> Payload:
-        """The payload of a value; that of zeros for one that is not finite, so that only its flag says so."""
-        finite = torch.where(torch.linalg.vector_norm(value, torch.inf).isfinite(), value, 0.0)
+    def _checked(self, encoding: Encoding, finite: Tensor) -> Payload:
         payload = self.compressor.encode(finite, encoding)
         spec = [(tensor.shape, tensor.dtype) for tensor in payload]
         key = (torch.Size((len(encoding.means), *encoding.shape)), encoding.dtype)
@@ -223,14 +224,6 @@ class Compression:
             )
         return payload
 
-    def _note_left(self, encodings: list[Encoding], inputs: list[list[Tensor]], sent: list[list[Tensor]]) -> None:
-        for i, encoding in enumerate(encodings):
-            residuals = {
-                share: values[i].sub_(decoded[i])
-                for share, values, decoded in zip(self.layout.own, inputs, sent, strict=True)
-            }
-            self._left[encoding.name] = _Left(residuals, encoding.memory)
-
     def _completed(
         self, parameters: Mapping[str, Tensor], shares: Sequence[Gradients], means: list[Tensor], found: Tensor
     ) -> list[Tensor | None]:
@@ -238,14 +231,14 @@ class Compression:
         bad = (found == _NOT_FINITE).any(0)
         complete = any(all(gradient is not None for gradient in gradients) for gradients in shares)
         exists = None if complete else (found != _ABSENT).any(0).tolist()  # a host synchronization, if one is missing
-        poison = torch.where(bad, torch.nan, 0.0)
+        poison = torch.where(bad, torch.nan, 0.0) if not bad.is_cpu or bad.any() else None
         completed: list[Tensor | None] = []
         for i, (name, parameter) in enumerate(parameters.items()):
             if exists is not None and not exists[i]:
                 self._left.pop(name)
                 completed.append(None)
                 continue
-            mean = means[i].add_(poison[i])
+            mean = means[i] if poison is None else means[i].add_(poison[i])
             if parameter.is_complex():
                 mean = torch.view_as_complex(mean.contiguous())
             completed.append(mean.to(parameter.dtype))

@@ -61,11 +61,14 @@ class Compressor(ABC):
 
     @abstractmethod
     def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
-        """The payload of a finite tensor: tensors whose shapes and dtypes follow from the tensor's shape and dtype."""
+        """The payload of a finite tensor, which stays as it is.
+
+        The shapes and dtypes of its tensors must follow from those of the tensor that is encoded.
+        """
 
     @abstractmethod
     def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
-        """The tensor of `encoding.shape` and `encoding.dtype` that a payload stands for."""
+        """The tensor of `encoding.shape` and `encoding.dtype` that a payload stands for; it may share its memory."""
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())

@@ -1,0 +1,245 @@
+"""Steps a second over a link of 100 Mbit/s, as a share of those over the loopback device, and bytes beside the formula.
+
+    python -m benchmarks.slow_link [--rows "ddp,topk=0.01"] [--mbit 100] [--batch 256] [--json FILE]
+    python -m benchmarks.slow_link --quality "topk=0.01,powersgd=4" [--seeds 3]
+
+Needs root on Linux, `ip` and `tc`. Two network namespaces are joined by a veth pair, each end with `tc qdisc … tbf`;
+one rank runs in each, started by the variables of torchrun. The same two ranks over the loopback device are the
+reference, in the same run. The model is one layer of four million parameters, and `--batch` is such that without
+compression its gradients take six times as long as the rest of the step or longer. Bytes are what the kernel counts on
+the veth of rank 0 (`tx_bytes`), with headers and control messages. Expect two minutes. The namespaces are gone at the
+end, also after an error or a kill.
+
+`--quality` trains examples/digits.yaml on two ranks with each compressor for its 10 epochs, and shows the validation
+accuracy of the worst seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks._rounds import described, machine, table, write_json
+from lockstep import Module, Trainer
+from lockstep.callbacks import Callback
+from lockstep.strategies import DDP, Strategy
+from tests.multinode.hosts import ADDRESSES, INTERFACE, Host, enter, two_hosts
+
+ROOT = Path(__file__).resolve().parent.parent
+WIDTH = 2048
+NUMEL = WIDTH * WIDTH
+WARMUP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy of the table."""
+
+    make: Callable[[], Strategy]
+    payload: Callable[[int], float] | None = None
+    """Bytes that a rank of two sends a step for so many parameters; None if there is no formula."""
+    steps: int = 8
+    """To be timed over the slow link, after the first ones."""
+    warmup: int = WARMUP_STEPS
+
+
+def compressed(name: str, payload: Callable[[int], float], steps: int = 25) -> Row:
+    return Row(lambda: DDP(compress=name), payload, steps)
+
+
+ROWS: dict[str, Row] = {
+    "ddp": Row(DDP, lambda n: 4 * n),
+    "fp16": compressed("fp16", lambda n: 2 * n, 8),
+    "int8": compressed("int8", lambda n: n + 4 * n / 256, 8),
+    "topk=0.01": compressed("topk=0.01", lambda n: 8 * 0.01 * n),
+    "powersgd=4": compressed("powersgd=4", lambda n: 4 * 4 * 2 * n**0.5),
+    "qsgd=4": compressed("qsgd=4", lambda n: n / 2 + 4 * n / 512, 8),
+    "sign": compressed("sign", lambda n: n / 8),
+}
+"""By name what is compared."""
+TARGETS = {"ddp": "< 20 %", "topk=0.01": ">= 80 %"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure strategies over a slow link.")
+    parser.add_argument("--rows", default="ddp,topk=0.01", help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--mbit", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=256, help="samples a rank and step")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quality", help="compressors, with commas: train the digits with them instead")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_of:
+        on_rank(arguments.rank_of, arguments.batch)
+    elif arguments.quality:
+        quality(arguments.quality.split(","), arguments.seeds)
+    else:
+        rows = over_links(arguments.rows.split(","), arguments.mbit, arguments.batch)
+        columns = {
+            "ms on loopback": ("loopback_ms", ".0f"),
+            f"ms at {arguments.mbit} Mbit/s": ("slow_ms", ".0f"),
+            "share of loopback": ("share", ".1%"),
+            "of ddp's loopback": ("share_of_ddp", ".1%"),
+            "kB sent": ("sent_kb", ".0f"),
+            "of the formula": ("of_formula", ".3f"),
+            "target": ("target", ""),
+        }
+        facts = machine()
+        print(described(facts))
+        print(table(rows, columns))
+        if "ddp" in rows:
+            link = rows["ddp"]["slow_ms"] - rows["ddp"]["loopback_ms"]
+            print(f"gradients over the link take {link / rows['ddp']['loopback_ms']:.1f} x the rest of ddp's step")
+        write_json(arguments.json, facts, rows, columns={"": columns}, rounds=1)
+
+
+def over_links(names: list[str], mbit: int, batch: int) -> dict[str, dict[str, Any]]:
+    """Of each row milliseconds a step without and with the slow link, and what was sent over it."""
+    rows: dict[str, dict[str, Any]] = {}
+    with two_hosts() as hosts:
+        for host in hosts:
+            shape = f"tc qdisc add dev {INTERFACE} root tbf rate {mbit}mbit burst 64kb latency 50ms"
+            subprocess.run([*enter(host.pid, "--net"), *shape.split()], check=True)
+        for name in names:
+            fast, slow = ranks(name, None, batch), ranks(name, hosts, batch)
+            payload = ROWS[name].payload
+            rows[name] = {
+                "loopback_ms": fast["ms"],
+                "slow_ms": slow["ms"],
+                "share": fast["ms"] / slow["ms"],
+                "sent_kb": slow["sent"] / 1000,
+                "of_formula": None if payload is None else slow["sent"] / payload(NUMEL),
+                "target": TARGETS.get(name),
+            }
+    for row in rows.values():
+        row["share_of_ddp"] = rows["ddp"]["loopback_ms"] / row["slow_ms"] if "ddp" in rows else None
+    return rows
+
+
+def ranks(name: str, hosts: tuple[Host, Host] | None, batch: int) -> dict[str, float]:
+    """What rank 0 found, with a rank on each of the hosts, or two on this machine."""
+    command = [sys.executable, "-m", "benchmarks.slow_link", "--rank-of", name, "--batch", str(batch)]
+    started: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory() as folder, ended(started):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        outputs = [Path(folder, f"rank{rank}") for rank in range(2)]
+        for rank, output in enumerate(outputs):
+            variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0 if hosts else rank, "MASTER_PORT": port}
+            variables |= {"LOCAL_WORLD_SIZE": 1 if hosts else 2, "MASTER_ADDR": ADDRESSES[0] if hosts else "127.0.0.1"}
+            variables |= {"GLOO_SOCKET_IFNAME": INTERFACE if hosts else "lo", "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
+            environment = os.environ | {key: str(value) for key, value in variables.items()}
+            if hosts:  # by a shell, as a process must have a parent in its namespace
+                by_shell = ["sh", "-c", '"$0" "$@"; exit $?', *command]
+                started.append(hosts[rank].start(by_shell, output, environment, ROOT))
+            else:
+                with output.open("wb") as file:
+                    started.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=ROOT))
+        codes = [process.wait(170) for process in started]
+        texts = [output.read_text() for output in outputs]
+    if any(codes):
+        raise SystemExit(f"{name} ended with {codes}:\n" + "\n".join(texts))
+    return json.loads(texts[0].splitlines()[-1])
+
+
+@contextlib.contextmanager
+def ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Kill what still runs at the end."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+
+
+class Wide(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Marks(Callback):
+    """Time and bytes at the beginning of the timed steps and at their end."""
+
+    def __init__(self, warmup: int) -> None:
+        self.warmup, self.found = warmup, []
+
+    def _mark(self) -> None:
+        self.found.append((time.perf_counter(), sent_bytes()))
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.warmup:
+            self._mark()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self._mark()
+
+
+def on_rank(name: str, batch: int) -> None:
+    row = ROWS[name]
+    torch.manual_seed(0)
+    marks, steps = Marks(row.warmup), row.warmup + row.steps
+    data = TensorDataset(torch.randn(8 * batch, WIDTH))
+    Trainer(
+        strategy=row.make(),
+        accelerator="cpu",
+        max_steps=steps,
+        callbacks=[marks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        num_nodes=2 if os.environ["LOCAL_WORLD_SIZE"] == "1" else 1,
+    ).fit(Wide(), DataLoader(data, batch))
+    (begin, before), (end, after) = marks.found
+    print(json.dumps({"ms": (end - begin) / row.steps * 1e3, "sent": (after - before) / row.steps}))
+
+
+def sent_bytes() -> int:
+    """What the kernel has sent over the link, in this network namespace."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        device, _, numbers = line.partition(":")
+        if device.strip() == INTERFACE:
+            return int(numbers.split()[8])
+    return 0
+
+
+def quality(names: list[str], seeds: int) -> None:
+    from benchmarks.methods import measure
+
+    print("| | seed | val/acc |\n|---|---|---|")
+    for name in ["", *names]:
+        worst = 1.0
+        for seed in range(seeds):
+            options = ["strategy=ddp", "devices=2", f"seed={seed}", *([f"strategy.compress={name}"] if name else [])]
+            history, *_ = measure("digits", options)
+            worst = min(worst, history["val/acc"][-1][1])
+            print(f"| {name or 'ddp'} | {seed} | {history['val/acc'][-1][1]:.4f} |", flush=True)
+        print(f"| {name or 'ddp'} | worst | {worst:.4f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
