@@ -24,15 +24,7 @@ from lockstep.strategies.sync import batch_norm
 from lockstep.strategies.sync.all_reduce import ALGORITHMS, AllReduce
 from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.compression.compressor import Compressor
-from lockstep.strategies.sync.compression.names import compressor
-
-_REFUSES = {
-    "manual_optimization": "compress sends the gradient of a whole step, so it needs automatic optimization",
-    "closures": "compress sends the gradient of a step once, so an optimizer that calls its closure again is refused",
-    "16-mixed": "precision='16-mixed' scales the gradient by a number that changes, and compress keeps a part of it "
-    "for later steps; use 'bf16-mixed'",
-}
-"""What compression refuses."""
+from lockstep.strategies.sync.compression.names import REFUSES, compressor
 
 
 class DDP(SPMDStrategy):
@@ -104,7 +96,7 @@ class DDP(SPMDStrategy):
             if static_graph:
                 raise ValueError("static_graph=True concerns torch's reduction, which compress replaces; remove it")
             self.one_rank = None  # type: ignore[assignment]
-            self.capabilities = Capabilities(bitwise=True, exact=False, refuses=_REFUSES)
+            self.capabilities = Capabilities(bitwise=True, exact=False, refuses=REFUSES)
 
     def setup_module(self, model: nn.Module) -> nn.Module:
         self._first_window = True

@@ -41,12 +41,13 @@ def apply_axes(
     options: Options,
     compute_dtype: torch.dtype | None = None,
     in_tree: bool = False,
+    replicas_apart: bool = False,
 ) -> MeshModel:
     """Distribute `model` over `mesh`, in place; return what brackets its steps. Every rank of the mesh calls it.
 
     `mesh` has the axes ddp, fsdp and tensor or some of them, in this order. `compute_dtype` is what parameters
     are cast to for the forward, or None for their own. With `in_tree` gradients are summed along fsdp in a fixed tree,
-    and along ddp not at all. Values are those of the mesh's first rank, whatever the
+    with `replicas_apart` along ddp not at all. Values are those of the mesh's first rank, whatever the
     others hold; there, and nowhere else, parameters must not be on the meta device. Raises ValueError naming the
     layer, parameter or option that does not fit.
     """
@@ -56,7 +57,7 @@ def apply_axes(
     # Ranks that use different parameters can only exchange them all at once.
     gathered = {} if options.find_unused_parameters and options.wrap == "auto" else blocks
     filler = Filler(mesh)
-    data = tuple(name for name in names if name == "fsdp" or (name == "ddp" and not in_tree))
+    data = tuple(name for name in names if name == "fsdp" or (name == "ddp" and not replicas_apart))
     plan: Plan | None = None
     if "tensor" in names:
         plan = make_plan(

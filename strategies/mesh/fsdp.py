@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.mesh.sharded import ShardedStrategy
 from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.sync.compression.compressor import Compressor
 
 
 class FSDP(ShardedStrategy):
@@ -20,6 +21,8 @@ class FSDP(ShardedStrategy):
     `low_precision_gather`, `broadcast_buffers`: as in `Options`.
     `activation_checkpointing`: compute what lies within blocks again in the backward; True for those of `wrap`, or
     which blocks.
+    `compress`: send gradients between replicas, which are the slow links as a rule, in fewer bytes; see
+        docs/methods/compression.md.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
 
@@ -35,6 +38,7 @@ class FSDP(ShardedStrategy):
         sync_every_micro_batch: bool = False,
         low_precision_gather: bool = True,
         broadcast_buffers: bool = True,
+        compress: str | Compressor | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
@@ -48,7 +52,7 @@ class FSDP(ShardedStrategy):
             low_precision_gather=low_precision_gather,
             broadcast_buffers=broadcast_buffers,
         )
-        super().__init__(options, timeout_s, activation_checkpointing)
+        super().__init__(options, timeout_s, activation_checkpointing, compress)
         self.replicas = replicas
 
     @property

@@ -10,6 +10,7 @@ from lockstep.strategies.mesh.mesh import devices_of, parse
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.mesh.sharded import ShardedStrategy
 from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.sync.compression.compressor import Compressor
 
 
 class MeshParallel(ShardedStrategy):
@@ -20,6 +21,7 @@ class MeshParallel(ShardedStrategy):
 
     The other options are those of FSDP and TensorParallel, see `Options`; of FSDP's, the axis ddp takes `wrap`,
     `find_unused_parameters` and `sync_every_micro_batch` as well.
+    `compress`: along ddp, of a mesh of ddp and fsdp, send gradients in fewer bytes; see docs/methods/compression.md.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class MeshParallel(ShardedStrategy):
         plan: str | Mapping[str, Any] = "auto",
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
+        compress: str | Compressor | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         self._parsed = parse(axes)
@@ -57,7 +60,7 @@ class MeshParallel(ShardedStrategy):
             sequence_parallel=sequence_parallel,
             loss_parallel=loss_parallel,
         )
-        super().__init__(options, timeout_s, activation_checkpointing)
+        super().__init__(options, timeout_s, activation_checkpointing, compress)
 
     @property
     def axes(self) -> Mapping[str, int | None]:

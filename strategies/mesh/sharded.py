@@ -31,6 +31,8 @@ from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
 from lockstep.strategies.sync.collectives import local, sum_gradients
+from lockstep.strategies.sync.compression.compressor import Compressor
+from lockstep.strategies.sync.compression.names import REFUSES, compressor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,7 +51,13 @@ class ShardedStrategy(ShardedOptimizers):
     cuts_gradients = True
     capabilities = Capabilities(bitwise=True)
 
-    def __init__(self, options: Options, timeout_s: float, activation_checkpointing: bool | Rule = False) -> None:
+    def __init__(
+        self,
+        options: Options,
+        timeout_s: float,
+        activation_checkpointing: bool | Rule = False,
+        compress: str | Compressor | None = None,
+    ) -> None:
         super().__init__(
             activation_checkpointing=options.wrap if activation_checkpointing is True else activation_checkpointing
         )
@@ -57,6 +65,9 @@ class ShardedStrategy(ShardedOptimizers):
         self.one_rank = None if options.cpu_offload else SingleDevice
         self.timeout_s = timeout_s
         self._sizes: dict[str, int] = {}
+        if compress is not None:
+            self.compressor = compressor(compress)
+            self.capabilities = Capabilities(exact=False, refuses=REFUSES)
         self._mesh: DeviceMesh | None = None
         self._sync_each = self._in_step = self._is_whole = False
         self._micro_batches = 0
@@ -75,6 +86,8 @@ class ShardedStrategy(ShardedOptimizers):
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
     ) -> Strategy:
+        if self.compressor is not None:
+            steps.check_compressible(self.axes, self.options)
         chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
         world = environment.detect()
         sizes = resolve(self.axes, world.world_size if world is not None else self.num_devices)
@@ -83,6 +96,8 @@ class ShardedStrategy(ShardedOptimizers):
         self.capabilities = Capabilities(
             bitwise=whole, dynamic_shapes=whole, preserves_memory_format=False, builds_on_meta=True
         )
+        if self.compressor is not None:
+            self.capabilities = replace(self.capabilities, bitwise=False, exact=False, refuses=REFUSES)
         return chosen
 
     def setup(self) -> Topology:
@@ -103,6 +118,8 @@ class ShardedStrategy(ShardedOptimizers):
             data_size=self.topology.world_size // tensor,
             is_reporting_rank=self.topology.rank % tensor == 0,
         )
+        if self._compression is not None:
+            self._compression.layout = steps.layout_of_replicas(self._mesh, self._coordinate())
         if self.precision.scaler is not None:
             self.precision.scaler = dtensors.ShardedScaler(self.topology.device.type)
         return self.topology
@@ -124,7 +141,14 @@ class ShardedStrategy(ShardedOptimizers):
 
         assert self._mesh is not None
         refuse_sparse(model, type(self).__name__)
-        wrapped = apply_axes(model, self._mesh, self.options, compute_dtype, in_tree=bool(self.virtual_ranks))
+        wrapped = apply_axes(
+            model,
+            self._mesh,
+            self.options,
+            compute_dtype,
+            in_tree=bool(self.virtual_ranks),
+            replicas_apart=bool(self.virtual_ranks) or self.compressor is not None,
+        )
         self._compared = "tensor" not in self._sizes
         if wrapped.units:
             self._order = wrapped.order = CallOrder(
@@ -251,7 +275,11 @@ class ShardedStrategy(ShardedOptimizers):
         wrapped.close()  # type: ignore[operator]
         self._check_used(wrapped)
         dtensors.settle(self._watched or wrapped.parameters())
-        self._sum([p for p in wrapped.unsharded if p.requires_grad])  # type: ignore[union-attr]
+        whole = [p for p in wrapped.unsharded if p.requires_grad]  # type: ignore[union-attr]
+        if self._compression is None:
+            self._sum(whole)
+        else:
+            steps.reduce_replicas(self._compression, self._watched, whole, self._mesh)
         self._in_step = False
 
     def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.strategies.base import StepFn, StepHooks
+from lockstep.strategies.checkpoint_state import TensorShard
+from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.modules.model_changes import ModelChanges, gradient_marks, own_backward, remarked, shortened
-from lockstep.strategies.sync.collectives import local
+from lockstep.strategies.sync.collectives import local, sum_gradients
+from lockstep.strategies.sync.compression.compression import Compression, Layout
 from lockstep.strategies.sync.host_all_gather import open_exchange
 
 
@@ -170,6 +173,46 @@ def one_optimizer_each(
 
     everywhere: Any = dict.fromkeys(parameters)  # autograd may go to all of them
     return step, hooks._replace(parameters=everywhere, before_backward=before_backward, after_backward=after_backward)
+
+
+def check_compressible(axes: Mapping[str, int | None], options: Options) -> None:
+    """Raise ValueError for a mesh whose gradients cannot be compressed."""
+    if set(axes) != {"ddp", "fsdp"}:
+        raise ValueError(
+            "compress sends gradients between ranks along the axis ddp of a mesh of ddp and fsdp, but the axes are "
+            f"{', '.join(axes)}; give FSDP(replicas=2, …), or DDP(compress=…)"
+        )
+    if options.cpu_offload:
+        raise ValueError("compress sends gradients from the device, so it cannot be used with cpu_offload=True")
+
+
+def layout_of_replicas(mesh: DeviceMesh, coordinate: Mapping[str, int]) -> Layout:
+    """For compression: replicas are shares, of which this rank holds a shard."""
+    from lockstep.strategies.mesh import dtensors
+
+    places = {axis: at for axis, at in coordinate.items() if axis != "ddp"}
+    replica = coordinate.get("ddp", 0)
+
+    def place(parameter: Tensor, writes: bool) -> TensorShard | None:
+        return dtensors.piece(parameter, places if writes else {})
+
+    return Layout(
+        (replica,),
+        mesh["ddp"].size() if "ddp" in coordinate else 1,
+        mesh.get_group("ddp") if "ddp" in coordinate else None,
+        writes_memory=replica == 0,
+        shard="-".join(f"{axis}{at}of{mesh[axis].size()}" for axis, at in places.items()) or "whole",
+        place=place,
+    )
+
+
+def reduce_replicas(
+    compression: Compression, parameters: Sequence[nn.Parameter], whole: Sequence[nn.Parameter], mesh: DeviceMesh | None
+) -> None:
+    """Sum the gradients of `whole`, which torch does not, along fsdp; then those of all along ddp, compressed."""
+    assert mesh is not None
+    sum_gradients(whole, [mesh.get_group("fsdp")] if "fsdp" in (mesh.mesh_dim_names or ()) else [])
+    compression.reduce_into(parameters, [[None if p.grad is None else local(p.grad) for p in parameters]], 1.0)
 
 
 @contextmanager

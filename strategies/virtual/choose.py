@@ -18,6 +18,11 @@ def virtual(strategy: Strategy, number: int) -> Strategy:
 
     Raises ValueError for a strategy that cannot give them, and for options that let numbers depend on the ranks.
     """
+    if isinstance(strategy, ShardedStrategy) and strategy.compressor is not None:
+        raise ValueError(
+            f"virtual_ranks={number} cannot be used with compress where parameters are sharded, as what a rank "
+            "compresses is its shard; use DDP(compress=…)"
+        )
     if not strategy.capabilities.bitwise:
         raise ValueError(
             f"virtual_ranks={number} needs a strategy that can add gradients in one order on any number of ranks, "

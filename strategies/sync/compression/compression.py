@@ -82,6 +82,7 @@ class Compression:
         self._parameters = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
 
+    @torch.no_grad()
     def reduce_into(self, parameters: Sequence[nn.Parameter], shares: Sequence[Gradients], scale: float) -> None:
         """Let the mean over all shares of what is sent be the gradient of those of `parameters` that are trained.
 

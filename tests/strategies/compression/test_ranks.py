@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Loss, Module, Trainer
 from lockstep.callbacks import Callback, Guard, ModelCheckpoint
-from lockstep.strategies import DDP, Strategy, build
+from lockstep.strategies import DDP, FSDP, Strategy, build
 from lockstep.strategies.sync.compression.compression import Compression, Layout
 from lockstep.strategies.sync.compression.names import compressor
 from lockstep.trainer.checkpoint.store import Checkpoint
@@ -214,6 +214,22 @@ def test_residuals_are_read_on_another_number_of_ranks(tmp_path: Path) -> None:
         torch.testing.assert_close(two.read(name).mean(0), three.read(name).mean(0), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["topk=0.1", "powersgd=2"])
+def test_replicas_of_shards_resume_to_the_bit(name: str, tmp_path: Path) -> None:
+    def strategy() -> Strategy:
+        return FSDP(replicas=2, compress=name)
+
+    saver = ModelCheckpoint(every_n_train_steps=4, monitor=None, save_top_k=-1)
+    whole = train(strategy(), 4, steps=8, default_root_dir=tmp_path, callbacks=[saver])
+    (half,) = tmp_path.rglob("*step=4*")
+    shape = Checkpoint.open(half).shape("strategy/compression/residual/net.0.weight")
+    assert shape == (2, 9, 6)
+    assert torch.equal(weights(train(strategy(), 4, steps=8, resume=half)), weights(whole))
+    train(FSDP(replicas=2, compress=name), 2, steps=8, resume=half)  # one shard
+    train(DDP(compress=name), 2, steps=8, resume=half)
+
+
 def test_what_cannot_be_compressed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Sparse(Net):
         def __init__(self, bad: str = "") -> None:
@@ -222,6 +238,10 @@ def test_what_cannot_be_compressed_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
     with pytest.raises(ValueError, match="16-mixed"):
         DDP(compress="sign").configure(devices=2, accelerator="cpu", precision="16-mixed")
+    with pytest.raises(ValueError, match="along the axis ddp of a mesh of ddp and fsdp, but the axes are fsdp;"):
+        FSDP(compress="sign").configure(devices=2, accelerator="cpu")
+    with pytest.raises(ValueError, match="compress where parameters are sharded"):
+        build(FSDP(replicas=2, compress="sign"), devices=4, accelerator="cpu", virtual_ranks=4)
     with pytest.raises(ValueError, match="static_graph=True concerns torch's reduction"):
         DDP(compress="sign", static_graph=True)
     monkeypatch.setattr("tests.strategies.compression.test_ranks.Net", Sparse)
