@@ -43,6 +43,11 @@ def search(run: RunState, module: Module, sources: Sources) -> None:
 def _find_rate(run: RunState, finder: LRFinder, module: Module, sources: Sources) -> LRSweep:
     owner, name = _holder(finder, [module], (finder.attr_name,) if finder.attr_name else ("lr", "learning_rate"))
     recorded = RisingRate(finder)
+    if not run.strategy.capabilities.synchronous:
+        raise ValueError(
+            f"LRFinder needs the loss of each step over all ranks, and those of {type(run.strategy).__name__} do not "
+            "meet in every step; search with strategy='ddp', and give the rate"
+        )
     _trial(run, module, sources, finder.num_training_steps, [recorded, Guard(non_finite="skip", max_in_a_row=1)])
     sweep = recorded.sweep
     suggestion = sweep.suggestion()

@@ -217,6 +217,10 @@ class Engine:
         self._links.close()
         self._host.close()
 
+    def abandon(self) -> None:
+        """End this rank's servers after an error, without a message; threads that answer others end with these."""
+        self._host.close()
+
     def _sum_squares(self, squares: dict[int, float]) -> float:
         """Their sum over all servers, in one order; the threads of all ranks call it."""
         row = torch.zeros(self._num_servers, dtype=torch.float64)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
+
+_log = logging.getLogger("lockstep")
 
 NAME = "schedule.jsonl"
 """The record's name in a run's folder."""
@@ -64,15 +68,32 @@ class Record:
         if first_batch and path.is_file():
             before = [line for line in path.read_text().split("\n")[1:-1] if json.loads(line)["batch"] < first_batch]
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "w")  # noqa: SIM115 - until `close`
-        self._file.write("\n".join([json.dumps(head), *before, ""]))
-        self._file.flush()
+        self._file: IO[str] | None = open(path, "w")  # noqa: SIM115 - until `close`
+        self._write("\n".join([json.dumps(head), *before, ""]))
+        self.flush()
 
     def add(self, arrival: Arrival) -> None:
-        self._file.write(json.dumps(arrival._asdict()) + "\n")
+        self._write(json.dumps(arrival._asdict()) + "\n")
 
     def flush(self) -> None:
-        self._file.flush()
+        self._write("", flushes=True)
 
     def close(self) -> None:
-        self._file.close()
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, text: str, flushes: bool = False) -> None:
+        """A full disk costs the record, never the training."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(text)
+            if flushes:
+                self._file.flush()
+        except OSError as error:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
+            _log.warning(f"{NAME} is not complete, so this run cannot be replayed to its end: {error}")

@@ -112,7 +112,9 @@ class ParameterServer(SPMDStrategy):
         return self._clock % self._meet_every == 0 or self._clock - first <= 2
 
     def teardown(self) -> None:
-        self._engine = self._groups = None  # its threads end with their peers, or with the process
+        if self._engine is not None:
+            self._engine.abandon()
+        self._engine = self._groups = None
         self._clock, self._in_step = 0, False
         self._optimizers = {}
         super().teardown()

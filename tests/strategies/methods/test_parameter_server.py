@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import Trainer
-from lockstep.callbacks import Callback, GradientNorm, Guard, ModelCheckpoint
+from lockstep.callbacks import Callback, GradientNorm, Guard, LRFinder, ModelCheckpoint
 from lockstep.strategies import ParameterServer
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.methods.parameter_server.links import Dealer
-from lockstep.strategies.methods.parameter_server.schedule import Schedule
+from lockstep.strategies.methods.parameter_server.schedule import Arrival, Record, Schedule
 from tests.strategies.methods.served import Rows, Toy, difference, fit, plain
 
 
@@ -178,6 +178,10 @@ class _Hooks(Toy):
         self.net[0].weight.register_hook(lambda gradient: gradient * 2)
 
 
+class _Rate(Toy):
+    lr = 0.05
+
+
 class _Manual(Toy):
     automatic_optimization = False
 
@@ -190,6 +194,7 @@ class _Manual(Toy):
         pytest.param(_Hooks, {}, "gradient hooks on parameters are refused", id="gradient hook"),
         pytest.param(_Manual, {}, "needs automatic optimization", id="manual"),
         pytest.param(Toy, {"callbacks": [Guard(non_finite="skip")]}, "non_finite", id="guard"),
+        pytest.param(_Rate, {"callbacks": [LRFinder()]}, "LRFinder needs the loss of each step", id="finder"),
         pytest.param(Toy, {"virtual_ranks": 2}, "virtual_ranks=2 needs a strategy", id="virtual ranks"),
         pytest.param(Toy, {"precision": "16-mixed"}, "use 'bf16-mixed'", id="loss scaling"),
     ],
@@ -349,3 +354,23 @@ def test_weights_may_be_changed_within_whole() -> None:
     single = Trainer(strategy="single", accelerator="cpu", callbacks=[_Writes(True)], seed=0, **options)
     single.fit(expected, DataLoader(Rows(20), 4))
     assert difference(got, expected) <= 1e-12
+
+
+def test_a_full_disk_costs_the_record_and_not_the_training(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    record = Record(tmp_path, {"workers": 1, "servers": 1, "staleness": 0}, 0)
+    record.close()
+    record._file = open("/dev/full", "w")  # noqa: SIM115 - `record` closes it
+    record.add(Arrival(0, 0, [0], 1))
+    record.flush()
+    record.add(Arrival(1, 0, [0], 2))
+    record.close()
+    assert caplog.messages == [
+        "schedule.jsonl is not complete, so this run cannot be replayed to its end: [Errno 28] No space left on device"
+    ]
+
+
+def test_no_thread_is_left_after_an_error() -> None:
+    before = threading.active_count()
+    with pytest.raises(FloatingPointError):
+        on_one_rank(_Fails(math.nan))
+    assert threading.active_count() == before
