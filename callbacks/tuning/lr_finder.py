@@ -139,6 +139,11 @@ class RisingRate(Callback):
         self.sweep = LRSweep(state_dict["lrs"], state_dict["losses"])
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        if not trainer.strategy.capabilities.synchronous:
+            raise ValueError(
+                f"LRFinder needs the loss of all ranks in each step, but those of {type(trainer.strategy).__name__} do "
+                "not meet in every step; search with strategy='ddp'"
+            )
         for i, optimizer in enumerate(trainer.optimizers):
             first = float(optimizer.param_groups[0]["lr"]) or 1.0
             self._shares[i] = [float(group["lr"]) / first for group in optimizer.param_groups]

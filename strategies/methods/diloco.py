@@ -12,6 +12,8 @@ from torch.optim import SGD, Optimizer
 from lockstep.strategies.methods.local_updates import LocalUpdates
 from lockstep.strategies.methods.options import Rounds
 from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.sync.compression.compressor import Compressor
+from lockstep.strategies.sync.compression.names import compressor
 
 NESTEROV = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -29,6 +31,8 @@ class DiLoCo(LocalUpdates):
     `fragments`: parts of the model that are sent in turn within a round, each once.
     `delay`: steps for which learners train on while a fragment is sent.
     `mixing`: with `delay`, how much of its own weights a learner keeps when it takes the common ones over.
+    `compress`: sends what learners have moved in fewer bytes, such as "int8" or "topk=0.01"; what is not sent is added
+        to the learner's next (error feedback).
     `learners`: how many there are; by default one a rank. Learner l sees share l of each global batch. Which rank runs
         which changes no bit.
     `learners_per_rank`: how many each rank runs, for ranks of different speed; by default equally many.
@@ -44,6 +48,7 @@ class DiLoCo(LocalUpdates):
         fragments: int = 1,
         delay: int = 0,
         mixing: float = 0.5,
+        compress: str | Compressor | None = None,
         learners: int | None = None,
         learners_per_rank: Sequence[int] | None = None,
         activation_checkpointing: bool | Rule = False,
@@ -59,7 +64,13 @@ class DiLoCo(LocalUpdates):
             outer=outer,
             learners=learners,
             learners_per_rank=learners_per_rank,
-            rounds=Rounds(period, fragments=fragments, delay=delay, mixing=mixing),
+            rounds=Rounds(
+                period,
+                fragments=fragments,
+                delay=delay,
+                mixing=mixing,
+                compress=None if compress is None else compressor(compress),
+            ),
             activation_checkpointing=activation_checkpointing,
             timeout_s=timeout_s,
         )

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, StepVote, Strategy
 from lockstep.strategies.checkpoint_state import Reader, State
-from lockstep.strategies.data.sharded_loader import Window
+from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.devices import resolve_accelerator, resolve_devices
 from lockstep.strategies.hooks import no_output
 from lockstep.strategies.launch import environment
 from lockstep.strategies.methods import learner_state
 from lockstep.strategies.methods.learner import Learner, OwnNumbers, make_learners
-from lockstep.strategies.methods.options import Rounds, assign, check_learners, check_pairs
+from lockstep.strategies.methods.options import Rounds, assign, check_learners
 from lockstep.strategies.methods.outer import Outer
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import shortened
@@ -63,18 +63,16 @@ class LocalUpdates(VirtualStep):
         check_learners(learners, learners_per_rank)
         self.learners, self.learners_per_rank, self.rounds = learners, learners_per_rank, rounds
         self.timeout_s = timeout_s
+        self._seed = 0
         self._make_outer = outer
         self._assignment: list[range] = [range(1)]
         self._held: StepAgreement | None = None
         """The agreement of all ranks, while learners step by themselves."""
         self._turn: Learner | None = None
-        self._opened = False
-        """Whether the step of now is within `turns`."""
+        self._opened = False  # whether the step of now is within `turns`
         self._learners: list[Learner] = []
-        self._loaded = 0
-        """Which of them is in the model."""
-        self._state_of: Learner | None = None
-        """Whose state is in the optimizers."""
+        self._loaded = 0  # which of them is in the model
+        self._state_of: Learner | None = None  # whose state is in the optimizers
         self._together, self._buffers_together = True, True
         self._steps, self._position = 0, 0
         """Since the run began; since learners were last together."""
@@ -93,8 +91,7 @@ class LocalUpdates(VirtualStep):
         kind = resolve_accelerator(accelerator)
         ranks = resolve_devices(devices, kind) * num_nodes if world is None else world.world_size
         self._assignment = assign(self.learners, self.learners_per_rank, ranks)
-        if self.rounds.start:
-            check_pairs(self._assignment)
+        self.rounds.check(self._assignment)
         self.virtual_ranks = self._assignment[-1].stop
         if ranks == 1 and not environment.forces_mesh():
             self.single_process, self.max_devices = True, 1
@@ -105,6 +102,12 @@ class LocalUpdates(VirtualStep):
     @property
     def shares(self) -> tuple[int, ...]:
         return tuple(self._assignment[self.topology.rank])
+
+    def shard_loader(
+        self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False
+    ) -> ShardedLoader:
+        self._seed = self._seed or seed
+        return super().shard_loader(loader, seed=seed, shuffle=shuffle, accumulate=accumulate, split=split)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         model = model.to(self.topology.device)
@@ -128,7 +131,8 @@ class LocalUpdates(VirtualStep):
                 )
         optimizers = super().setup_optimizers(wrapped, optimizers)
         self._names = {id(optimizer): key for key, optimizer in optimizers.items()}
-        self._outer = Outer(wrapped, optimizers, self.rounds.fragments, self._make_outer)
+        own = self._assignment, self.topology.rank, self._seed
+        self._outer = Outer(wrapped, optimizers, self.rounds, self._make_outer, *own)
         return optimizers
 
     def teardown(self) -> None:
@@ -181,11 +185,11 @@ class LocalUpdates(VirtualStep):
         result = super().forward_backward(wrapped, step_fn, window, hooks._replace(vote=vote))
         self._turn.counted += result.count
         if not self.ranks_meet or self._turn is not self._learners[-1]:
-            return result._replace(stop=0)
+            return result._replace(stop=0, loss=None)
+        result = result._replace(loss=None)  # that of one learner
         if self._held is None:
             return result
-        loss = result.loss if result.loss is not None else 0.0
-        self._held.send(votes[0], 0, result.count, result.non_finite is None, loss * result.count)
+        self._held.send(votes[0], 0, result.count, result.non_finite is None)
         of_all = self._held.receive()
         return result._replace(stop=of_all.stop, non_finite=result.non_finite or of_all.non_finite)
 
@@ -236,7 +240,7 @@ class LocalUpdates(VirtualStep):
         if not self._together:
             outer.drain(self._learners, self.rounds.mixing)
             for fragment in range(self.rounds.fragments):
-                self._send_fragment(fragment)
+                self._send_fragment(outer, fragment)
                 outer.apply(self._learners, 0.0)
             self._meet()
         if not self._buffers_together:
@@ -266,19 +270,18 @@ class LocalUpdates(VirtualStep):
                 outer.note()
         self._end_turns()
         outer.apply_due(self._steps, self._learners, self.rounds.mixing)
-        for fragment in outer.due(self._position, self.rounds.period):
+        for fragment in outer.due(self._position):
             if self.rounds.delay:
                 self._thread = self._thread or ThreadPoolExecutor(1, "outer")
-                self._send_fragment(fragment, self._thread, self._group, self._steps + self.rounds.delay)
+                self._send_fragment(outer, fragment, self._thread, self._group, self._steps + self.rounds.delay)
             else:
-                self._send_fragment(fragment)
+                self._send_fragment(outer, fragment)
                 outer.apply(self._learners, 0.0)
         if self.ranks_meet and not self.rounds.delay and self.rounds.fragments == 1:
             self._meet()
 
-    def _send_fragment(self, fragment: int, *asynchronous: Any) -> None:
-        assert self._outer is not None
-        self._outer.send(fragment, self._learners, self._assignment, self.topology.rank, *asynchronous)
+    def _send_fragment(self, outer: Outer, fragment: int, *asynchronous: Any) -> None:
+        outer.send(fragment, self._learners, self._assignment, self.topology.rank, *asynchronous)
 
     def _end_turns(self) -> None:
         if self._held is not None:

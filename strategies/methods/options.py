@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lockstep.strategies.sync.compression.compressor import Compressor
+
 
 @dataclass(frozen=True)
 class Rounds:
@@ -21,6 +23,9 @@ class Rounds:
     mixing: float = 0.0
     """What a learner keeps of its own weights when it takes a fragment over."""
 
+    compress: Compressor | None = None
+    """What learners have moved is sent by it."""
+
     def __post_init__(self) -> None:
         for name, least in (("period", 1), ("start", 0), ("fragments", 1), ("delay", 0)):
             check_whole(name, getattr(self, name), least)
@@ -35,6 +40,18 @@ class Rounds:
             )
         if not 0 <= self.mixing < 1:
             raise ValueError(f"mixing must be in [0, 1), but mixing={self.mixing!r}")
+
+    def check(self, assignment: Sequence[range]) -> None:
+        """Raise ValueError where learners are spread over ranks in a way that these rounds cannot have."""
+        learners, numbers = assignment[-1].stop, [len(own) for own in assignment]
+        uneven, have = len(set(numbers)) > 1, f"the ranks have {', '.join(map(str, numbers))}"
+        if self.start and (uneven or learners & (learners - 1)):
+            raise ValueError(
+                "synchronous steps (start, or period=1) add the gradients of learners in pairs, so learners must be a "
+                f"power of two, equally many on each rank, but {have}"
+            )
+        if self.compress is not None and uneven:
+            raise ValueError(f"compress={self.compress!r} needs equally many learners on each rank, but {have}")
 
 
 def check_learners(learners: int | None, per_rank: Sequence[int] | None) -> None:
@@ -60,16 +77,6 @@ def assign(learners: int | None, per_rank: Sequence[int] | None, ranks: int) -> 
     if len(per_rank) != ranks:
         raise ValueError(f"learners_per_rank={list(per_rank)} must have a number for each of {ranks} ranks")
     return [range(start, end) for start, end in itertools.pairwise((0, *itertools.accumulate(per_rank)))]
-
-
-def check_pairs(assignment: Sequence[range]) -> None:
-    """Raise ValueError where the gradients of learners cannot be added in pairs, as synchronous steps do."""
-    learners, numbers = assignment[-1].stop, [len(own) for own in assignment]
-    if learners & (learners - 1) or len(set(numbers)) > 1:
-        raise ValueError(
-            "synchronous steps (start, or period=1) add the gradients of learners in pairs, so learners must be a "
-            f"power of two, equally many on each rank, but the ranks have {', '.join(map(str, numbers))}"
-        )
 
 
 def check_whole(name: str, value: object, least: int) -> None:

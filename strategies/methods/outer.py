@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,10 +16,12 @@ from torch.optim import Optimizer
 from lockstep.strategies.checkpoint_state import LocalShard, Reader, State, pack, unpack
 from lockstep.strategies.methods.averaging import gather_numbers, sum_over_learners
 from lockstep.strategies.methods.learner import Learner
+from lockstep.strategies.methods.options import Rounds
+from lockstep.strategies.sync.compression.compression import Compression, Layout
 from lockstep.strategies.sync.tree import total_of
 
-Means = dict[torch.dtype, Tensor] | None
-"""By dtype the mean of what learners have moved, flat; None if none has counted anything."""
+Means = list[Tensor] | None
+"""The mean of what learners have moved, by parameter; None if none has counted anything."""
 
 
 @dataclass
@@ -40,17 +42,25 @@ class Outer:
         self,
         model: nn.Module,
         optimizers: Mapping[str, Optimizer],
-        fragments: int,
+        rounds: Rounds,
         make: Callable[[list[nn.Parameter]], Optimizer],
+        assignment: Sequence[range],
+        rank: int,
+        seed: int,
     ) -> None:
         named = list(model.named_parameters())
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         total, seen = sum(p.numel() for p in self._parameters), 0
         self._fragment_of = []
         for parameter in self._parameters:
-            self._fragment_of.append(seen * fragments // max(1, total))
+            self._fragment_of.append(seen * rounds.fragments // max(1, total))
             seen += parameter.numel()
-        self._num_fragments = fragments
+        self._rounds, self._compression = rounds, None
+        if rounds.compress is not None:
+            self._compression = Compression(
+                rounds.compress, Layout(assignment[rank], assignment[-1].stop, writes_memory=rank == 0), seed
+            )
+            self._compression.watch(model)
         self._weights: dict[int, nn.Parameter] = {}
         self._moving: list[int] = []
         self._sent: deque[_Sent] = deque()
@@ -66,9 +76,10 @@ class Outer:
         for place in self._moving:
             self._weights[place].data.copy_(self._parameters[place].data)
 
-    def due(self, position: int, period: int) -> list[int]:
+    def due(self, position: int) -> list[int]:
         """The fragments that are sent after step `position` of a round, counted from 1."""
-        ends = [(fragment + 1) * period // self._num_fragments for fragment in range(self._num_fragments)]
+        period, number = self._rounds.period, self._rounds.fragments
+        ends = [(fragment + 1) * period // number for fragment in range(number)]
         return [fragment for fragment, end in enumerate(ends) if (position - end) % period == 0]
 
     @torch.no_grad()
@@ -91,17 +102,16 @@ class Outer:
         for learner in learners:
             counts.append(learner.counted - learner.counted_at.get(fragment, 0.0))
             learner.counted_at[fragment] = learner.counted
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for place in places:
-            by_dtype.setdefault(self._weights[place].dtype, []).append(place)
-        moved = {
-            dtype: [
-                torch.cat([(self._weights[place].data - learner.weights[place]).reshape(-1) for place in members])
-                for learner in learners
-            ]
-            for dtype, members in by_dtype.items()
-        }
-        work = partial(_average, moved, counts, assignment, rank, group)
+        if not places:
+            return
+        moved = [[self._weights[place].data - learner.weights[place] for place in places] for learner in learners]
+        if self._compression is None:
+            work = partial(_average, moved, counts, assignment, rank, group)
+        else:
+            weights = {self._names[place]: self._weights[place] for place in places}
+            work = partial(
+                _compressed, self._compression, self.optimizer, weights, moved, counts, assignment, rank, group
+            )
         if thread is None:
             means = work()
             self._sent.append(_Sent(fragment, places, due, lambda: means))
@@ -113,15 +123,13 @@ class Outer:
     def apply(self, learners: Sequence[Learner], mixing: float) -> None:
         """Wait for what was sent first, step the common weights, and let learners take them over: `mixing` of their own
         stays."""
+        if not self._sent:  # an empty fragment
+            return
         sent = self._sent.popleft()
         means = sent.means()
         if means is not None:
-            positions = dict.fromkeys(means, 0)
-            for place in sent.places:
-                weight = self._weights[place]
-                start = positions[weight.dtype]
-                positions[weight.dtype] = end = start + weight.numel()
-                weight.grad = means[weight.dtype][start:end].view_as(weight)
+            for place, mean in zip(sent.places, means, strict=True):
+                self._weights[place].grad = mean.view_as(self._weights[place])
             self.optimizer.step()
             self.optimizer.zero_grad()
         for learner in learners:
@@ -152,7 +160,9 @@ class Outer:
         return [name for name, parameter, version in pairs if parameter._version != version]
 
     def save(self, state: State, shard: LocalShard) -> None:
-        """Add the state of the outer optimizer to a checkpoint's."""
+        """Add the state of the outer optimizer, and what was not sent yet, to a checkpoint's."""
+        if self._compression is not None:
+            self._compression.save(state)
         names = {id(weight): self._names[place] for place, weight in self._weights.items()}
         state.meta["outer"] = {
             names[id(weight)]: {
@@ -164,6 +174,8 @@ class Outer:
 
     def load(self, reader: Reader) -> None:
         """Take over what `save` added, if it did."""
+        if self._compression is not None:
+            self._compression.load(reader)
         weights = {self._names[place]: weight for place, weight in self._weights.items()}
         self.optimizer.state.clear()
         for name, entry in reader.meta.get("outer", {}).items():
@@ -187,19 +199,48 @@ class Outer:
 
 @torch.no_grad()
 def _average(
-    moved: dict[torch.dtype, list[Tensor]],
+    moved: list[list[Tensor]],
     counts: Sequence[float],
     assignment: Sequence[range],
     rank: int,
     group: dist.ProcessGroup | None,
 ) -> Means:
-    """The mean over learners, each weighted by what it counted."""
+    """The mean over learners, each weighted by what it counted; `moved` of each own learner, by parameter."""
     total = total_of(gather_numbers(counts, assignment, group))
     if not total:
         return None
-    return {
-        dtype: sum_over_learners(
-            [tensor.mul_(count / total) for tensor, count in zip(tensors, counts, strict=True)], assignment, rank, group
-        )
-        for dtype, tensors in moved.items()
-    }
+    means: dict[int, Tensor] = {}
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(moved[0]):
+        by_dtype.setdefault(tensor.dtype, []).append(i)
+    for members in by_dtype.values():
+        flats = [
+            torch.cat([tensors[i].reshape(-1) for i in members]).mul_(count / total)
+            for tensors, count in zip(moved, counts, strict=True)
+        ]
+        mean = sum_over_learners(flats, assignment, rank, group)
+        means |= zip(members, mean.split([moved[0][i].numel() for i in members]), strict=True)
+    return [means[i] for i in range(len(means))]
+
+
+@torch.no_grad()
+def _compressed(
+    compression: Compression,
+    optimizer: Optimizer,
+    weights: Mapping[str, Tensor],
+    moved: list[list[Tensor]],
+    counts: Sequence[float],
+    assignment: Sequence[range],
+    rank: int,
+    group: dist.ProcessGroup | None,
+) -> Means:
+    """The same of what a compressor sends, which adds what it does not send to the learner's next."""
+    total, learners = total_of(gather_numbers(counts, assignment, group)), assignment[-1].stop
+    if not total:
+        return None
+    for tensors, count in zip(moved, counts, strict=True):
+        torch._foreach_mul_(tensors, count / total * learners)
+    compression.layout = replace(compression.layout, group=group)
+    means = compression.reduce(weights, moved, 1.0)
+    compression.commit(optimizer)
+    return [mean for mean in means if mean is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Module, Trainer
-from lockstep.callbacks import Callback, Guard, WeightAveraging
+from lockstep.callbacks import Callback, Guard, ModelCheckpoint, WeightAveraging
 from lockstep.strategies import DiLoCo, LocalSGD, Strategy
 from lockstep.strategies.methods.averaging import add_up, subtrees
 from lockstep.strategies.methods.options import assign
@@ -29,6 +30,8 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "post-local": lambda: LocalSGD(learners=4, period=2, start=3),
     "diloco": lambda: DiLoCo(learners=4, period=3),
     "streaming": lambda: DiLoCo(learners=4, period=4, fragments=2, delay=1),
+    "compressed": lambda: DiLoCo(learners=4, period=4, fragments=2, delay=1, compress="topk=0.1"),
+    "int8": lambda: DiLoCo(learners=4, period=2, compress="int8"),
 }
 
 
@@ -51,6 +54,16 @@ def test_an_outer_step_of_one_after_each_step_is_synchronous_training() -> None:
     expected = train("single", PLAIN, max_steps=50, accumulate_grad_batches=2)
     found = train(strategy, PLAIN, max_steps=50, accumulate_grad_batches=2)
     assert difference([*found.parameters()], [*expected.parameters()]) <= 1e-12
+
+
+@pytest.mark.unit
+def test_a_compressor_that_sends_everything_changes_nothing() -> None:
+    expected, found = (
+        train(DiLoCo(learners=4, period=3, fragments=2, compress=name), MOMENTUM) for name in (None, "topk=1.0")
+    )
+    assert difference([*found.parameters()], [*expected.parameters()]) <= 1e-12
+    less = train(DiLoCo(learners=4, period=3, fragments=2, compress="topk=0.2"), MOMENTUM)
+    assert difference([*less.parameters()], [*expected.parameters()]) > 1e-6
 
 
 @pytest.mark.unit
@@ -139,6 +152,56 @@ def test_a_killed_run_is_resumed_on_other_ranks_to_the_bit(
     assert {kind: resumed[kind] for kind in resumed} == {kind: expected[kind] for kind in resumed}
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_twenty_five_kills_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = random.Random(1)
+
+    def run(folder: Path, resume: str | None) -> list[torch.Tensor]:
+        strategy = DiLoCo(learners=2, period=3, fragments=3, delay=1, compress="topk=0.3")
+        module, saver = Regression(partial(AdamW, lr=1e-2)), ModelCheckpoint(folder / "saved", every_n_train_steps=2)
+        trainer = Trainer(
+            strategy=strategy, devices=2, max_steps=80, logger=False, seed=1, accelerator="cpu", precision="64-true",
+            enable_progress_bar=False, default_root_dir=folder, callbacks=[saver],
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(data(), 4, shuffle=True), ckpt_path=resume)
+        return [p.detach() for p in module.parameters()]
+
+    expected, kills, step = run(tmp_path / "whole", None), 0, 0
+    while kills < 25:
+        step += drawn.randint(1, 3)
+        where = drawn.choice(["forward", "backward", "before_step", "after_step", "callback"])
+        monkeypatch.setenv("LOCKSTEP_FAULTS", f"rank={drawn.randint(0, 1)},step={step},point={where},action=sigkill")
+        with pytest.raises(Exception, match="SIGKILL"):
+            run(tmp_path / "killed", "auto")
+        kills += 1
+    monkeypatch.delenv("LOCKSTEP_FAULTS")
+    assert difference(run(tmp_path / "killed", "auto"), expected) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_an_island_that_is_killed_costs_the_round_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(folder: Path, **options: Any) -> Trainer:
+        saver = ModelCheckpoint(folder / "saved", every_n_train_steps=4)
+        trainer = Trainer(
+            strategy=DiLoCo(period=4), devices=2, max_steps=12, logger=False, seed=1, accelerator="cpu",
+            enable_progress_bar=False, default_root_dir=folder, callbacks=[saver], **options,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        trainer.fit(Logs(), DataLoader(TensorDataset(torch.ones(64, 3)), 2))
+        return trainer
+
+    expected = run(tmp_path / "whole")
+    plan = f"rank=1,step=6,point=backward,action=sigkill,file={tmp_path / 'happened'}"
+    monkeypatch.setenv("LOCKSTEP_FAULTS", plan)
+    killed = run(tmp_path / "killed", max_restarts=1)
+    assert killed.global_step == 12
+    assert killed._run.executed[0] <= 12 + 4
+    assert torch.equal(*(t._run.module.net.weight.detach() for t in (killed, expected)))  # type: ignore[union-attr]
+
+
 class CountsCalls(Callback):
     """Fails if a collective was called within a round of `period` steps."""
 
@@ -220,6 +283,7 @@ class Plateau(Logs):
         (lambda: DiLoCo(period=4, fragments=5), {}, "fragments=5 are sent in turn"),
         (lambda: DiLoCo(learners=4, learners_per_rank=(2, 1)), {}, "must add up to learners=4"),
         (lambda: DiLoCo(learners_per_rank=(2, 1)), {}, "must have a number for each of 1 ranks"),
+        (lambda: DiLoCo(compress="int9"), {}, "did you mean 'int8'"),
         (lambda: DiLoCo(outer=0.7), {}, "outer makes an optimizer"),
         (DiLoCo, {"callbacks": [Guard(non_finite="skip")]}, r"Guard\(non_finite='skip'\) needs ranks that agree"),
         (DiLoCo, {"callbacks": [WeightAveraging()]}, "keeps state beside the parameters"),
@@ -229,7 +293,7 @@ class Plateau(Logs):
         (DiLoCo, {"module": CallsInStep()}, "all_gather was called within a learner's step"),
         (lambda: DiLoCo(learners=2), {"module": Edits()}, "changed outside of a learner's turn"),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_what_would_differ_between_learners_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, RuntimeError, TypeError), match=message):
