@@ -137,8 +137,8 @@ class Links:
         for q in sorted({0, *self._hosts}):
             if q != self._rank and self._group is not None:
                 self._ask(q, _BYE)
-        for thread in self._threads:
-            thread.join(10.0)
+        for thread in self._threads:  # one that is left would take messages of the threads that follow it
+            thread.join()
         self._threads.clear()
 
     # ---- messages --------------------------------------------------------------------------------------
