@@ -15,9 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.callbacks._support.collectives import collective
 from lockstep.callbacks.base import Callback, Logger
+from lockstep.strategies.base import Strategy
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import find_blocks
+from lockstep.strategies.pipeline.schedules import Schedule
 from lockstep.strategies.planning.fake_model import (
     converting_in_place,
     fake_batch,
@@ -27,7 +29,7 @@ from lockstep.strategies.planning.fake_model import (
 )
 from lockstep.strategies.planning.fake_world import fake_world
 from lockstep.strategies.planning.measure import axes_of, rank_plan, refuse_unplanned
-from lockstep.strategies.planning.plan import Plan, RankPlan
+from lockstep.strategies.planning.plan import PipelineSchedule, Plan, RankPlan
 from lockstep.strategies.planning.trial_mode import CollectiveCall, TrialMode
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import fit as loop_of_fit
@@ -148,8 +150,17 @@ class _Trial:
             num_parameters=self.num_parameters,
             ranks=ranks,
             accumulate_grad_batches=arguments.accumulate_grad_batches,
+            pipeline=_schedule(self.original.strategy, self.axes.get("pipeline", 1)),
             notes=(*self.mode.notes, *NOTES),
         )
+
+
+def _schedule(strategy: Strategy, num_ranks: int) -> PipelineSchedule | None:
+    schedule = getattr(strategy, "schedule", None)
+    if num_ranks == 1 or not isinstance(schedule, Schedule):
+        return None
+    num_parts = getattr(strategy, "num_micro_batches", None) or num_ranks * schedule.stages_per_rank
+    return PipelineSchedule(schedule.name, num_ranks * schedule.stages_per_rank, num_parts)
 
 
 def _is_steady(seen: Sequence[Counter[CollectiveCall]]) -> bool:

@@ -14,7 +14,7 @@ from lockstep.strategies.pipeline.schedules import schedule
 from lockstep.strategies.planning.devices import Device
 from lockstep.strategies.planning.plan import Collective, PipelineSchedule, Plan, RankPlan
 
-EFFICIENCY = 0.7
+EFFICIENCY = 0.65
 """Share of every peak (FLOP/s, memory bandwidth, links) that is reached."""
 LATENCY_S = 20e-6
 """Seconds that a call of a collective takes beside its bytes."""

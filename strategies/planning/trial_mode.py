@@ -62,9 +62,19 @@ class TrialMode(FakeTensorMode):
         self.places = Places()
         self.notes: dict[str, None] = {}
         self.recording = self.optimizing = False
+        self._depth = self._recorded_depth = 0
         self._op = ""
 
     # ---- what happens ------------------------------------------------------------------------------------
+
+    def __enter__(self) -> TrialMode:
+        self._depth += 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._depth -= 1
+        super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -95,6 +105,8 @@ class TrialMode(FakeTensorMode):
             made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             if _is_real(func, made):
                 output = func(*args, **kwargs)
+        if self.recording and self._depth > self._recorded_depth:
+            return output  # torch asks for shapes, or runs what an operator is made of: the operator itself is noted
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         for leaf in results:
             self._note(leaf)
@@ -237,7 +249,7 @@ class TrialMode(FakeTensorMode):
         for allocation, _ in self.at_start:
             allocation.made_in = ""
         self.events, self.calls, self.work = [], [], Tally()
-        self.recording = True
+        self.recording, self._recorded_depth = True, self._depth
         try:
             yield
         finally:

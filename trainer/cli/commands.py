@@ -169,13 +169,6 @@ def _class_of(item: Any) -> Any:
     return item.get("class") if isinstance(item, dict) else item
 
 
-def plan_pipeline(run: Run) -> None:
-    from lockstep.strategies.pipeline.timeline import plan  # one command needs it
-
-    run.module.configure_model()
-    print(plan(run.trainer.strategy, run.module))
-
-
 def refuse_untrained(command: str, resolved: Resolved) -> None:
     if command != "fit" and "ckpt_path" not in resolved.values:
         raise ConfigError(

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from lockstep.trainer.cli.config import Run
 
 
-OWN_WORDS = ("checkpoint", "migrate", "runs", "schema", "completion")
-"""Commands that take other words than configs; each has a module of its name with a `main`."""
+OWN_WORDS = ("checkpoint", "migrate", "plan", "runs", "schema", "completion")
+"""Commands that take other words than the Trainer's; each has a module of its name with a `main`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,9 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command == "config":
             config.check(resolved)
             print(resolved.text, end="")
-            return 0
-        if command == "plan":
-            commands.plan_pipeline(config.build(resolved))
             return 0
         commands.refuse_untrained(command, resolved)
         run = config.build(resolved)

@@ -23,7 +23,7 @@ COMMANDS = {
         "folder"
     ),
     "config": "print the resolved config",
-    "plan": "show the stages of a pipeline, its schedule and its bubble",
+    "plan": "show what a run will need: memory, communication, time (lockstep plan --help)",
     "checkpoint": "show, verify, compare, export or import a checkpoint (lockstep checkpoint --help)",
     "compare": "train under several strategies and show where the numbers differ (lockstep compare --help)",
     "migrate": "rewrite imports of Lightning in Python files (lockstep migrate --help)",
