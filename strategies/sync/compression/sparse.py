@@ -1,4 +1,4 @@
-"""Compressors that send some of the elements as they are, and no others."""
+"""Compressors that send some of the elements as they are, and no others; vectors, such as biases, whole."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from lockstep.strategies.sync.compression.compressor import Compressor, Encoding
 
 
 class TopK(Compressor):
-    """Sends the elements of the largest magnitude, and where they are; of equal ones the first."""
+    """Sends the elements of the largest magnitude, and where they are; of equal ones the first. Vectors are sent whole,
+    as they are few numbers."""
 
     def __init__(self, share: float) -> None:
         self.share = share
 
     def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
+        if tensor.dim() < 2:
+            return (tensor,)
         flat = tensor.reshape(-1)
         count = kept(flat.numel(), self.share)
         magnitude = flat.abs()
@@ -28,12 +31,15 @@ class TopK(Compressor):
         return flat[places], places.to(torch.int32 if flat.numel() < 2**31 else torch.int64)
 
     def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
+        if len(payload) == 1:
+            return payload[0]
         values, places = payload
         return scattered(values, places.long(), encoding)
 
 
 class RandomK(Compressor):
-    """Sends elements drawn in each step, the same of every share, so that where they are need not be sent."""
+    """Sends elements drawn in each step, the same of every share, so that where they are need not be sent. Vectors are
+    sent whole."""
 
     linear = True
 
@@ -41,10 +47,10 @@ class RandomK(Compressor):
         self.share = share
 
     def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
-        return (tensor.reshape(-1)[self._places(encoding)],)
+        return (tensor if tensor.dim() < 2 else tensor.reshape(-1)[self._places(encoding)],)
 
     def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
-        return scattered(payload[0], self._places(encoding), encoding)
+        return payload[0] if len(encoding.shape) < 2 else scattered(payload[0], self._places(encoding), encoding)
 
     def _places(self, encoding: Encoding) -> Tensor:
         numel = math.prod(encoding.shape)

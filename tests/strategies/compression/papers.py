@@ -28,7 +28,9 @@ def with_feedback(state: dict, grads: Tensor, compress: Callable[[Tensor, int], 
 
 
 def top_k(state: dict, grads: Tensor, draw: Draw, share: float) -> Tensor:
-    """Stich and others (2018), "Sparsified SGD with Memory"."""
+    """Stich and others (2018), "Sparsified SGD with Memory"; vectors are sent whole."""
+    if grads.dim() < 3:
+        return grads.mean(0)
 
     def compress(tensor: Tensor, worker: int) -> Tensor:
         values = tensor.flatten().tolist()
@@ -42,6 +44,8 @@ def top_k(state: dict, grads: Tensor, draw: Draw, share: float) -> Tensor:
 
 def random_k(state: dict, grads: Tensor, draw: Draw, share: float) -> Tensor:
     """The same with coordinates at random, the same of all workers."""
+    if grads.dim() < 3:
+        return grads.mean(0)
     order = draw("permutation", grads[0].numel(), None)
     chosen = order[: math.ceil(share * len(order))]
     mask = torch.zeros(len(order), dtype=grads.dtype).index_fill(0, chosen, 1.0).view_as(grads[0])

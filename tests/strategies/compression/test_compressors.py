@@ -16,6 +16,7 @@ from lockstep.strategies import DDP, Compressor, Encoding
 from lockstep.strategies.checkpoint_state import State, Whole
 from lockstep.strategies.sync.compression.compression import Compression, Layout
 from lockstep.strategies.sync.compression.names import compressor
+from lockstep.strategies.sync.compression.sparse import smallest_of_largest
 from tests.strategies.compression import papers
 
 SHAPES = {"wide": (5, 12), "tall": (9, 4), "kernel": (3, 2, 3, 3), "vector": (7,), "long": (700,), "number": ()}
@@ -135,9 +136,17 @@ def test_what_sends_all_is_the_mean(name: str) -> None:
 
 @pytest.mark.unit
 def test_ties_are_broken_by_position() -> None:
-    run = Run("topk=0.5", {"w": (6,)}, 1)
-    (found,) = run.step([[torch.tensor([1.0, -1.0, 1.0, 2.0, 1.0, -1.0], dtype=torch.float64)]])
-    assert found is not None and found.tolist() == [1.0, -1.0, 0.0, 2.0, 0.0, 0.0]
+    run = Run("topk=0.5", {"w": (2, 3)}, 1)
+    (found,) = run.step([[torch.tensor([[1.0, -1.0, 1.0], [2.0, 1.0, -1.0]], dtype=torch.float64)]])
+    assert found is not None and found.tolist() == [[1.0, -1.0, 0.0], [2.0, 0.0, 0.0]]
+
+
+@pytest.mark.unit
+def test_the_threshold_is_found_in_what_a_sample_says_is_large() -> None:
+    made = torch.Generator().manual_seed(0)
+    for magnitude in (torch.rand(100_003, generator=made), torch.zeros(70_000), torch.arange(70_000.0) % 7):
+        for count in (1, 50, 5000):
+            assert smallest_of_largest(magnitude, count) == magnitude.sort(descending=True).values[count - 1]
 
 
 @pytest.mark.unit
@@ -167,13 +176,13 @@ def test_a_gradient_that_is_not_finite_is_seen_and_leaves_nothing(name: str, bad
 
 @pytest.mark.unit
 def test_parameters_without_gradient() -> None:
-    shapes = {"a": (4,), "b": (4,)}
-    run, ones = Run("topk=0.25", shapes, 2), torch.arange(1.0, 5.0, dtype=torch.float64)
+    shapes = {"a": (1, 4), "b": (1, 4)}
+    run, ones = Run("topk=0.25", shapes, 2), torch.arange(1.0, 5.0, dtype=torch.float64).view(1, 4)
     a, b = run.step([[ones, None], [None, None]])
-    assert b is None and a is not None and a.tolist() == [0.0, 0.0, 0.0, 2.0]
+    assert b is None and a is not None and a.tolist() == [[0.0, 0.0, 0.0, 2.0]]
     run.parameters[1].requires_grad_(False)
     a, b = run.step([[None, None], [ones * 0, None]])
-    assert b is None and a is not None and a.tolist() == [0.0, 0.0, 1.5, 0.0]
+    assert b is None and a is not None and a.tolist() == [[0.0, 0.0, 1.5, 0.0]]
     assert "b" not in run.compression.residuals
 
 
