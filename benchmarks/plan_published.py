@@ -295,12 +295,12 @@ def report(results: Sequence[Result]) -> str:
             cells = [row.table, label, f"{result.gib:.1f}", *memory, f"{result.speed:,.0f}", *speed]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
-    judged = [r for r in results if r.row.gib is not None and not r.row.calibrates]
-    known = [r for r in judged if math.isfinite(r.row.gib or 0)]
+    judged = [result for result in results if not result.row.calibrates]
+    known = [r for r in judged if r.row.gib is not None and math.isfinite(r.row.gib)]
     near = sum(abs(r.gib / (r.row.gib or 1) - 1) <= 0.1 for r in known)
-    fitting = sum((r.gib <= r.row.device.memory / 2**30) == math.isfinite(r.row.gib or 0) for r in judged)
+    right = sum((r.gib <= r.row.device.memory / 2**30) == (r.row.tokens_per_s is not None) for r in judged)
     lines.append(
-        f"Memory within 10 %: {near} of {len(known)} rows. Fits or not as published: {fitting} of {len(judged)}."
+        f"Memory within 10 %: {near} of {len(known)} rows. Fits or not as published: {right} of {len(judged)}."
     )
     for table in dict.fromkeys(r.row.table for r in results):
         mine = [r for r in results if r.row.table == table and r.row.tokens_per_s is not None]
