@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -74,7 +75,8 @@ def plan(
     ranks, found = [0], []
     while ranks:
         trial = _Trial(trainer, ranks.pop(), size)
-        with fake_world(trial.rank, size):
+        with fake_world(trial.rank, size), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what the run warns of, it says itself
             found.append(trial.run(module, train_dataloaders, datamodule))
         if trial.rank == 0:
             ranks = trial.other_ranks

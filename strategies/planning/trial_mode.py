@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import weakref
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lockstep.strategies.planning.known import Known
 from lockstep.strategies.planning.memory import BACKWARD, FORWARD, GATHERED, Allocation, Event
 from lockstep.strategies.planning.modules import Places
 from lockstep.strategies.planning.work import Tally
@@ -64,6 +66,7 @@ class TrialMode(FakeTensorMode):
         self.recording = self.optimizing = False
         self._depth = self._recorded_depth = 0
         self._op = ""
+        self._known = Known(self)
 
     # ---- what happens ------------------------------------------------------------------------------------
 
@@ -79,6 +82,8 @@ class TrialMode(FakeTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # half of all calls
+            return args[0].fake_device
         kwargs = kwargs or {}
         if not _PLAIN.issuperset(types) and any(
             kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types
@@ -116,7 +121,8 @@ class TrialMode(FakeTensorMode):
 
     def _on_fakes(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            ask = functools.partial(super().__torch_dispatch__, func, types, args, kwargs)
+            return self._known.result(func, args, kwargs, ask)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ValueError(
                 f"{_user_line()} calls {func.name().removeprefix('aten::')}, whose result depends on the values of a "

@@ -1,0 +1,211 @@
+"""The peak memory of a rank that a plan predicts against the one that CPU ranks reach, under every strategy.
+
+    python -m benchmarks.plan_memory [--match TEXT] [--json FILE] [--page]
+
+Each rank trains a small model of the same kind first, so that all code is loaded, and then the model that is measured:
+the highest resident memory of the third step above that before this model was made, of the rank that has most. The
+prediction is the plan's peak, of the rank with the most. `--page` writes the table into docs/planning-accuracy.md.
+Expect three minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from examples.gpt import TextModel
+from lockstep import Module, Trainer
+from lockstep.callbacks import Callback
+from lockstep.strategies import DDP, FSDP, MeshParallel, Pipeline, SingleDevice, Strategy, TensorParallel
+from lockstep.trainer.planning import plan
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "planning-accuracy.md"
+WARM_STEPS = 2
+STRATEGIES: dict[str, tuple[int, Any]] = {
+    "single": (1, SingleDevice),
+    "ddp": (2, DDP),
+    "fsdp": (2, FSDP),
+    "fsdp, not resharded": (2, lambda **options: FSDP(reshard_after_forward=False, **options)),
+    "fsdp=4": (4, FSDP),
+    "tensor": (2, TensorParallel),
+    "pipeline, gpipe": (2, lambda **options: Pipeline(schedule="gpipe", num_micro_batches=4, **options)),
+    "pipeline, 1f1b": (2, lambda **options: Pipeline(num_micro_batches=4, **options)),
+    "ddp=2,fsdp=2": (4, lambda **options: MeshParallel("ddp=2,fsdp=2", **options)),
+    "fsdp=2,tensor=2": (4, lambda **options: MeshParallel("fsdp=2,tensor=2", **options)),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Perceptron(Module):
+    """Most of its memory is parameters; GPT's is activations."""
+
+    def __init__(self, width: int, depth: int):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, width), *(Block(width) for _ in range(depth)), nn.Linear(width, 10))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def gpt(size: str) -> tuple[Module, DataLoader]:
+    width, depth, batch = (256, 4, 16) if size == "large" else (32, 2, 2)
+    module = TextModel(width=width, depth=depth, head_width=width // 8, context=128, sample_bytes=0)
+    return module, DataLoader(torch.randint(0, 256, (batch * 4 * 8, 129)), batch)
+
+
+def perceptron(size: str) -> tuple[Module, DataLoader]:
+    width, depth, batch = (1024, 4, 512) if size == "large" else (32, 4, 4)
+    data = TensorDataset(torch.randn(batch * 4 * 8, 64), torch.randint(0, 10, (batch * 4 * 8,)))
+    return Perceptron(width, depth), DataLoader(data, batch)
+
+
+MODELS = {"gpt": gpt, "perceptron": perceptron}
+
+
+class Resident(Callback):
+    """The highest resident memory of this process in the step after `WARM_STEPS`, in bytes."""
+
+    highest = 0
+
+    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == WARM_STEPS:
+            _reset()
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == WARM_STEPS + 1:
+            self.highest = _status("VmHWM")
+
+
+def trainer_of(name: str, recomputes: bool, steps: int, callbacks: list[Callback], devices: Any = "auto") -> Trainer:
+    make = STRATEGIES[name][1]
+    strategy: Strategy = make(activation_checkpointing=recomputes)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "log_every_n_steps": 1000}
+    return Trainer(strategy=strategy, devices=devices, accelerator="cpu", max_steps=steps, callbacks=callbacks, **quiet)
+
+
+def on_rank(model: str, name: str, recomputes: bool) -> None:
+    """Print what this rank has reached, in bytes."""
+    module, data = MODELS[model]("small")
+    trainer_of(name, recomputes, 2, []).fit(module, data)
+    del module, data
+    loaded = MODELS[model]("large")[1]  # the data is not the model's
+    _trim()
+    before = _status("VmRSS")
+    module, watch = MODELS[model]("large")[0], Resident()
+    trainer_of(name, recomputes, WARM_STEPS + 1, [watch]).fit(module, loaded)
+    print(f"reached {watch.highest - before}", flush=True)
+    os._exit(0)
+
+
+def measured(model: str, name: str, recomputes: bool) -> int:
+    """Of the rank that has most."""
+    world = STRATEGIES[name][0]
+    with tempfile.TemporaryDirectory() as folder:
+        shared = {
+            "OMP_NUM_THREADS": "1",
+            "MALLOC_MMAP_THRESHOLD_": "65536",  # bytes; else glibc keeps what is freed
+            "LOCKSTEP_INIT_METHOD": f"file://{folder}/meet",
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+        }
+        command = [sys.executable, "-m", "benchmarks.plan_memory", "--on-rank", model, name, str(int(recomputes))]
+        ranks = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **(shared if world > 1 else {"MALLOC_MMAP_THRESHOLD_": "65536"})}
+                | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(world)
+        ]
+        texts = [rank.communicate()[0] for rank in ranks]
+    return max(int(re.findall(r"reached (-?\d+)", text)[-1]) for text in texts)
+
+
+def _status(key: str) -> int:
+    return 1024 * int(re.findall(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())[0])
+
+
+def _reset() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _trim() -> None:
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare predicted with measured peaks of memory.")
+    parser.add_argument("--match", default="", metavar="TEXT", help="only rows whose name contains it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/planning-accuracy.md")
+    parser.add_argument("--on-rank", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.on_rank:
+        model, name, recomputes = given.on_rank
+        on_rank(model, name, recomputes == "1")
+        return
+    rows = []
+    for model in MODELS:
+        for name, (world, _) in STRATEGIES.items():
+            for recomputes in (False, True):
+                if given.match not in f"{model} {name}":
+                    continue
+                module, data = MODELS[model]("large")
+                predicted = plan(trainer_of(name, recomputes, 1, [], world), module, data).ranks[0].peak
+                reached = measured(model, name, recomputes)
+                rows.append((model, name, "on" if recomputes else "off", predicted, reached))
+                print(*rows[-1], f"{100 * (predicted / reached - 1):+.1f} %", flush=True)
+    if given.json:
+        keys = ("model", "strategy", "activation_checkpointing", "predicted", "measured")
+        given.json.write_text(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=2) + "\n")
+    if given.page:
+        PAGE.write_text(filled(PAGE.read_text(), rows))
+
+
+def filled(text: str, rows: list[tuple[str, str, str, int, int]]) -> str:
+    """`text` with the table between its marks."""
+    lines = [
+        "| model | strategy | checkpointing | predicted, MiB | measured, MiB | off by |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model, name, recomputes, predicted, reached in rows:
+        off = f"{100 * (predicted / reached - 1):+.1f} %"
+        lines.append(f"| {model} | `{name}` | {recomputes} | {predicted / 2**20:.1f} | {reached / 2**20:.1f} | {off} |")
+    table = "\n".join(lines)
+    return re.sub(
+        r"(?<=<!-- plan_memory -->\n).*?(?=<!-- /plan_memory -->)", lambda _: f"{table}\n", text, flags=re.DOTALL
+    )
+
+
+if __name__ == "__main__":
+    main()
