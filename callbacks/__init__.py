@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lockstep.callbacks.loggers.wandb import WandbLogger
     from lockstep.callbacks.model_checkpoint import ModelCheckpoint
     from lockstep.callbacks.model_summary import ModelSummary
+    from lockstep.callbacks.monitors.client_metrics import ClientMetrics
     from lockstep.callbacks.monitors.communication_ledger import CommunicationLedger
     from lockstep.callbacks.monitors.device_stats import DeviceStats
     from lockstep.callbacks.monitors.gradient_norm import GradientNorm
@@ -47,6 +48,7 @@ else:
             "loggers.wandb": ["WandbLogger"],
             "model_checkpoint": ["ModelCheckpoint"],
             "model_summary": ["ModelSummary"],
+            "monitors.client_metrics": ["ClientMetrics"],
             "monitors.communication_ledger": ["CommunicationLedger"],
             "monitors.device_stats": ["DeviceStats"],
             "monitors.gradient_norm": ["GradientNorm"],
@@ -73,6 +75,7 @@ __all__ = [
     "CSVLogger",
     "Callback",
     "ChannelsLast",
+    "ClientMetrics",
     "CommunicationLedger",
     "DeviceStats",
     "EarlyStopping",

@@ -53,6 +53,7 @@ PUBLIC = {
         "Callback",
         "CSVLogger",
         "ChannelsLast",
+        "ClientMetrics",
         "CommunicationLedger",
         "EarlyStopping",
         "BatchSizeFinder",

@@ -32,6 +32,7 @@ from lockstep.strategies.methods.federated.server import Server
 from lockstep.strategies.methods.federated.server import parse as parse_server
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.optimizers import modes
+from lockstep.strategies.optimizers.closures import needs_closure
 from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.collectives import broadcast
 
@@ -156,6 +157,8 @@ class Federated(ClientSteps):
                 f"{type(optimizer).__name__} has weights to train and weights to evaluate, of which a client would "
                 "send one kind; use an optimizer without train() and eval() with Federated"
             )
+        if any(map(needs_closure, optimizers.values())):
+            self._refuse("closures")
         optimizers = super().setup_optimizers(wrapped, optimizers)
         self._optimizers = list(optimizers.values())
         self._fresh = FreshOptimizers(self._optimizers)
@@ -217,6 +220,8 @@ class Federated(ClientSteps):
         if self._control is not None:
             self._control.begin([server.named[i] for i in server.trained])
         run = RoundRun(model, self.run_step(wrapped, step_fn), hooks, server, window, held, self._scale)
+        for parameter in model.parameters():
+            parameter.grad = None
         self._on_client = True
         try:
             self._run_clients(run)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -69,7 +69,13 @@ def fit(
     names = ("clients", "fraction", "local_epochs", "server", "server_lr", "state_dir")
     federated = {"clients": 2, "fraction": 0.5} | {name: options.pop(name) for name in names if name in options}
     shuffle, dataset = options.pop("shuffle", True), options.pop("dataset", None) or data()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    quiet = {
+        "seed": 0,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "accelerator": "cpu",
+    }
     trainer = Trainer(strategy=Federated(**federated), devices=devices, max_epochs=epochs, **(quiet | options))
     trainer.fit(model, DataLoader(dataset, batch_size, shuffle=shuffle), ckpt_path=resume)
     return trainer
@@ -116,6 +122,3 @@ def simulated(server: str, rounds: list[list[int]], lr: float, momentum: float, 
             control = control + change * SIZES[client] / sum(SIZES)
             controls[client] = controls[client] + change
         yield weights
-
-
-Layers = Callable[[], nn.Module]
