@@ -50,21 +50,17 @@ def run(
 
 
 def rounds(arguments: argparse.Namespace) -> None:
-    print("| | lr | seed | rounds to 95 % | best accuracy |")
+    print("| | learning rate | seed | rounds to 95 % | best accuracy |")
     print("|---|---|---|---|---|", flush=True)
-    variants = [
-        *(("FedSGD", "fedavg", lr, 1, 10_000, arguments.most) for lr in arguments.sgd_lr),
-        *(("FedAvg, E = 5", "fedavg", lr, 5, arguments.batch_size, arguments.rounds) for lr in arguments.lr),
-        *(
-            ("FedProx, mu = 0.01, E = 5", "fedprox=0.01", lr, 5, arguments.batch_size, arguments.rounds)
-            for lr in arguments.lr
-        ),
-    ]
+    lr, size, most = arguments.lr, arguments.batch_size, arguments.rounds
+    variants = [("FedSGD", "fedavg", rate, 1, 10_000, arguments.most) for rate in (lr, *arguments.sgd_lr)]
+    for name in arguments.servers:
+        variants.append((f"{name}, E = 5", name, lr, 5, size, most))
     for seed in range(arguments.seeds):
-        for name, server, lr, epochs, size, most in variants:
-            found = run(server, lr, epochs, size, most, seed, arguments.stop or name == "FedSGD", arguments.width)
+        for name, server, rate, epochs, size, most in variants:
+            found = run(server, rate, epochs, size, most, seed, name == "FedSGD", arguments.width)
             taken = found.rounds or f"not in {most}"
-            print(f"| {name} | {lr:g} | {seed} | {taken} | {100 * found.best:.2f} % |", flush=True)
+            print(f"| {name} | {rate:g} | {seed} | {taken} | {100 * found.best:.2f} % |", flush=True)
 
 
 class Line(Module):
@@ -99,13 +95,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure federated averaging.")
     parser.add_argument("what", choices=["rounds", "memory"])
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--most", type=int, default=600, help="rounds of FedSGD")
-    parser.add_argument("--lr", type=float, nargs="+", default=[0.1])
-    parser.add_argument("--sgd-lr", type=float, nargs="+", default=[0.2])
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--stop", action="store_true", help="end each run once it has reached 95 %%")
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--most", type=int, default=600, help="rounds of FedSGD, which ends at 95 %%")
+    parser.add_argument("--lr", type=float, default=0.2, help="of the clients, and of FedSGD")
+    parser.add_argument("--sgd-lr", type=float, nargs="*", default=[1.0], help="other rates of FedSGD")
+    parser.add_argument("--servers", nargs="*", default=["fedavg", "fedprox=0.01", "scaffold"])
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
     arguments = parser.parse_args()
     {"rounds": rounds, "memory": memory}[arguments.what](arguments)
 
