@@ -21,7 +21,7 @@ from lockstep.strategies import Federated
 from tests.strategies.methods.federated_runs import data, fit
 from tests.strategies.methods.test_federated import SPREAD, Regression, bits, layers
 
-ROUNDS = 60
+ROUNDS = 150
 
 
 def main(folder: str, devices: int) -> None:
@@ -46,6 +46,7 @@ def main(folder: str, devices: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.faults
+@pytest.mark.timeout(900)
 def test_a_run_that_is_killed_25_times_ends_with_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
     def start(folder: Path, devices: int) -> subprocess.Popen[str]:
         code = f"from tests.strategies.methods.test_federated_kills import main; main({str(folder)!r}, {devices})"
@@ -59,13 +60,13 @@ def test_a_run_that_is_killed_25_times_ends_with_the_bits_of_one_that_was_not(tm
             start_new_session=True,
         )
 
-    dice, killed = random.Random(0), 0
+    chance, killed = random.Random(0), 0
     while killed < 25:
         process = start(tmp_path / "killed", 1 + killed % 2)
         before = {path.name for path in (tmp_path / "killed").rglob("epoch=*")}
         while process.poll() is None and {path.name for path in (tmp_path / "killed").rglob("epoch=*")} == before:
             time.sleep(0.005)
-        time.sleep(dice.uniform(0, 0.06))
+        time.sleep(chance.uniform(0, 0.06))
         assert process.poll() is None, process.communicate()
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
