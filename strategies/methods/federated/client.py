@@ -43,6 +43,8 @@ class RoundRun:
     notes: list[dict[str, Any]] = field(default_factory=list)
     """Of clients that raised ("error"), or whose weights are not finite ("bad")."""
     errors: dict[int, Exception] = field(default_factory=dict)
+    """By client, as long as each one of this rank has raised."""
+    trained: bool = False
     unowned: set[int] = field(default_factory=set)
     """`id` of the parameters that a gradient has reached but no optimizer steps."""
 
@@ -80,7 +82,8 @@ class ClientSteps(SPMDStrategy):
             except (RefusedOnClient, MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                run.errors[participant.client] = error
+                if not run.trained:  # else it need not be raised, and would keep what its frames hold
+                    run.errors[participant.client] = error
                 note = {"client": participant.client, "name": participant.name, "error": _shown(error)}
                 run.notes.append(note)
                 continue
@@ -89,6 +92,8 @@ class ClientSteps(SPMDStrategy):
                     prepared.close()  # where the client has raised, what it has logged does not count
                 self._clear_gradients(run)
                 participant.steps = []
+            run.trained = True
+            run.errors.clear()
             bad = run.server.add(counted * run.scale, total * run.scale)
             if bad is not None:
                 run.notes.append({"client": participant.client, "name": participant.name, "bad": bad})

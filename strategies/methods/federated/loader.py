@@ -257,5 +257,7 @@ class _Reader:
         self._next = -1  # if reading fails
         batch = next(self._batches)
         self._next = place + 1
+        if self._next == len(self._keys):
+            next(self._batches, None)  # which ends its workers
         asked = len(self._keys[place][2])
         return batch, self._source.samples_in(batch, asked) if self._source.may_filter else asked

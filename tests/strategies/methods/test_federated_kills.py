@@ -30,7 +30,13 @@ def main(folder: str, devices: int) -> None:
 
     model = Regression(momentum=0.9, layers=layers())
     saver = ModelCheckpoint(dirpath=f"{folder}/saved", save_last=True)
-    options: dict[str, Any] = {"server": "scaffold", "local_epochs": 2, "dataset": data(SPREAD), "seed": 1}
+    options: dict[str, Any] = {
+        "server": "scaffold",
+        "local_epochs": 2,
+        "fraction": 0.75,
+        "dataset": data(SPREAD),
+        "seed": 1,
+    }
     fit(
         model,
         devices,
