@@ -68,7 +68,7 @@ COLUMNS = {
     "meta": lambda can: can.builds_on_meta,
 }
 ROWS = ["single", "dp", "ddp", "fsdp", "deepspeed", "tensor", "pipeline", "model", "fsdp=2,tensor=2"]
-ROWS += ["local_sgd", "diloco", "parameter_server"]
+ROWS += ["local_sgd", "diloco", "federated", "parameter_server"]
 
 
 def test_the_docs_have_the_table_of_capabilities() -> None:
