@@ -30,6 +30,11 @@ class GradientNorm(Callback):
         self.name = name
         self._norms: dict[str, Tensor] = {}
 
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        refused = trainer.strategy.capabilities.refuses.get("gradient_norm")
+        if refused is not None:
+            raise ValueError(refused)
+
     def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
         every = trainer.arguments.log_every_n_steps
         if every <= 0 or (trainer.global_step + 1) % every:

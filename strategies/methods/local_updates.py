@@ -35,9 +35,9 @@ from lockstep.strategies.virtual.step import VirtualStep, alone
 
 _REFUSES = {
     "manual_optimization": "local updates step each learner's own optimizers, so they need automatic optimization",
-    "closures": "local updates compute the gradient of a learner's step once, so an optimizer that calls its closure "
-    "again is refused",
+    "closures": "local updates compute a gradient once, so an optimizer that calls its closure again is refused",
     "16-mixed": "precision='16-mixed' scales losses by what overflowed on a rank; with local updates use 'bf16-mixed'",
+    "gradient_norm": "GradientNorm shows one gradient of all ranks, but each learner has its own; use self.log",
     "parameter_state": "the learners of local updates have weights of their own between rounds, so that a state beside "
     "the parameters would be another one on each rank; average weights with the outer optimizer",
 }

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Module, Trainer
-from lockstep.callbacks import Callback, Guard, ModelCheckpoint, WeightAveraging
+from lockstep.callbacks import Callback, GradientNorm, Guard, ModelCheckpoint, WeightAveraging
 from lockstep.strategies import DiLoCo, LocalSGD, Strategy
 from lockstep.strategies.methods.averaging import add_up, subtrees
 from lockstep.strategies.methods.options import assign
@@ -286,6 +286,7 @@ class Plateau(Logs):
         (lambda: DiLoCo(compress="int9"), {}, "did you mean 'int8'"),
         (lambda: DiLoCo(outer=0.7), {}, "outer makes an optimizer"),
         (DiLoCo, {"callbacks": [Guard(non_finite="skip")]}, r"Guard\(non_finite='skip'\) needs ranks that agree"),
+        (DiLoCo, {"callbacks": [GradientNorm()]}, "shows one gradient of all ranks"),
         (DiLoCo, {"callbacks": [WeightAveraging()]}, "keeps state beside the parameters"),
         (DiLoCo, {"module": Manual()}, "need automatic optimization"),
         (DiLoCo, {"module": Plateau()}, "monitors 'loss' in each step"),
@@ -293,7 +294,7 @@ class Plateau(Logs):
         (DiLoCo, {"module": CallsInStep()}, "all_gather was called within a learner's step"),
         (lambda: DiLoCo(learners=2), {"module": Edits()}, "changed outside of a learner's turn"),
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_what_would_differ_between_learners_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, RuntimeError, TypeError), match=message):
