@@ -1,8 +1,7 @@
 """The Strategy contract: where the model lives, how gradients are reduced, who sees which sample, what is saved.
 
-A strategy works on plain `nn.Module`s, optimizers, loaders and callables, so a hand-written loop can
-drive it (`tests/strategies/test_contract.py` does). It holds no trainer, user module or optimizer:
-`setup_module` returns the module to hand back to the other verbs, and everything else is an argument.
+A strategy works on plain `nn.Module`s, optimizers, loaders and callables, so a hand-written loop can drive it. It holds
+no trainer, user module or optimizer: `setup_module` returns the module to give to the other verbs.
 
 The life of a strategy, in order:
 
@@ -155,6 +154,10 @@ class StepHooks(NamedTuple):
     """Called with each loss, as the step returned it."""
     after_backward: Callable[[], None] | None = None
     """Called after each backward; after the last one with the gradients that the optimizer gets."""
+    after_loss: Callable[[], None] | None = None
+    """Called after the backward of each loss, the last one included, before anything else is done with gradients."""
+    whole_gradients: bool = False
+    """Whether `after_backward` reads or changes gradients, so that within a window too they must be of all ranks."""
     parameters: Mapping[str, Sequence[nn.Parameter]] | None = None
     """By the name of an optimizer the parameters that its loss moves, if there is a loss for each."""
     prepare: Callable[[Window], Iterable[MicroBatch]] | None = None
@@ -250,8 +253,8 @@ class Strategy(ABC):
     def teardown_module(self, wrapped: nn.Module) -> None:  # noqa: B027 - one that only moves it has nothing to undo
         """Undo `setup_module`: the caller's module is plain again and holds the trained weights, whole.
 
-        Needs the memory of the whole model where parameters were sharded over ranks; ranks that `launch` started,
-        but for rank 0, may leave their modules as they are.
+        Needs the memory of the whole model where parameters were sharded over ranks. Of the ranks that `launch`
+        started, all but rank 0 may leave their modules as they are.
         """
 
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
@@ -259,18 +262,15 @@ class Strategy(ABC):
         return optimizers
 
     def adopt_changes(self, wrapped: nn.Module) -> None:  # noqa: B027 - one process notices by itself
-        """Take over what user code has changed in the model since it was wrapped; call it after such code, on every
-        rank.
+        """Take over what user code has changed in the model since it was wrapped; call it after such code.
 
         That is `requires_grad` of parameters and gradient hooks registered on them. Raises RuntimeError for what this
-        strategy cannot take over, such as parameters added during a run, by name. Costs a few hundred nanoseconds a
-        parameter.
+        strategy cannot take over, such as parameters added during a run, by name.
         """
 
     @contextmanager
     def whole(self, wrapped: nn.Module) -> Iterator[None]:
-        """While it lasts every parameter of the caller's model is whole on every rank, a plain tensor with its whole
-        `.grad`.
+        """While it lasts every parameter of the caller's model and its `.grad` are whole plain tensors on every rank.
 
         `state_dict()` is complete too. What was changed within, alike on all ranks, holds afterwards. Every rank calls
         it, between steps; it needs the memory of the whole model. Raises RuntimeError where it is called within a step.

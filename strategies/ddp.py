@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.modules.model_changes import shortened
+from lockstep.strategies.modules.model_changes import partial_gradient, shortened
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
 from lockstep.strategies.replica import Replica
 from lockstep.strategies.single import SingleDevice
@@ -143,6 +143,10 @@ class DDP(SPMDStrategy):
         self._stale_buffers = self.shares_buffers
         if self.compressor is not None and self.shares_buffers:  # as torch's DDP does
             share_buffers(wrapped.modules())
+        if hooks.whole_gradients and self.topology.data_size > 1:
+            if len(window.micro_batches) > 1 and self.compressor is not None:
+                raise partial_gradient("compress sends the gradient of a whole step")
+            hooks = wrapped.sum_each(hooks, len(window.micro_batches))
         result = super().forward_backward(wrapped, step_fn, window, hooks)
         self._first_window = False
         return result
@@ -218,6 +222,7 @@ class DDP(SPMDStrategy):
 
     def set_gradient_sync(self, wrapped: nn.Module, on: bool) -> None:
         assert isinstance(wrapped, Replica)
+        wrapped.begin_micro_batch(on)
         if wrapped.ddp is not None:
             # What DDP.no_sync does. With static_graph the whole first window must be exchanged: torch records
             # the graph in it and asserts otherwise.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -12,10 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.strategies.base import Loss, StepFn
+from lockstep.strategies.base import Loss, StepFn, StepHooks
 from lockstep.strategies.launch.process_group import plain_group
+from lockstep.strategies.modules.model_changes import partial_gradient
 from lockstep.strategies.modules.unused_parameters import drop_unused, refuse_unused
 from lockstep.strategies.sync.all_reduce import AllReduce
+from lockstep.strategies.sync.collectives import sum_gradients
 
 
 class Replica(nn.Module):
@@ -42,6 +45,8 @@ class Replica(nn.Module):
         self._watches: list[Any] = []
         self._reduced = True
         self._stands_in = False
+        self._sums_each, self._is_last, self._has_run = False, True, False
+        self._aside: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._order: list[int] = []
         """Ids of the parameters as they are in DDP's buckets, as far as they have been seen."""
         self._order_is_known = False
@@ -117,9 +122,44 @@ class Replica(nn.Module):
         self.bucket_order()
 
     def begin_window(self) -> None:
-        self._reduced, self.stood_in = False, False
+        self._reduced, self.stood_in, self._sums_each = False, False, False
         if self.used is not None:
             self.used.clear()
+
+    def sum_each(self, hooks: StepHooks, number: int) -> StepHooks:
+        """Let a hook see after each of `number` micro-batches the gradient of all ranks so far, not of this one only.
+
+        What micro-batches before have left is put aside, so that DDP reduces the last one's only.
+        """
+        self._sums_each = number > 1
+        return hooks._replace(before_backward=functools.partial(self._begin_loss, hooks), after_loss=self._end_loss)
+
+    def begin_micro_batch(self, is_last: bool) -> None:
+        self._is_last, self._has_run = is_last, False
+        if self._sums_each:
+            self._aside = [(p, p.grad) for p in self._trained.values()]
+            for parameter in self._trained.values():
+                parameter.grad = None
+
+    def _begin_loss(self, hooks: StepHooks, loss: torch.Tensor) -> None:
+        if self._has_run:
+            raise partial_gradient("DDP reduces the gradients of several losses together")
+        self._has_run = True
+        if hooks.before_backward is not None:
+            hooks.before_backward(loss)
+
+    @torch.no_grad()
+    def _end_loss(self) -> None:
+        if not self._sums_each:
+            return
+        if not self._is_last:
+            sum_gradients(list(self._trained.values()))
+        for parameter, gradient in self._aside:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif gradient is not None:
+                parameter.grad.add_(gradient)
+        self._aside = []
 
     def loss(self, output: Any) -> Any:
         """What the step returned; in place of None zero through every parameter, as DDP reduces in the backward."""

@@ -71,12 +71,10 @@ class SPMDStep(ManualOptimization):
             self._update_scaler()
         if not hooks.automatic:
             return self._run_manual(wrapped, step_fn, window, hooks)
-        last = len(window.micro_batches) - 1
-        alone = last == 0 and self.topology.data_size == 1
+        last, alone = len(window.micro_batches) - 1, len(window.micro_batches) == 1 == self.topology.data_size
         # Summed over data ranks, so that hooks see the gradients of one process.
         weight = None if alone else 1 / window.num_samples
-        scaler, autocast = self.precision.scaler, self.precision.autocast_dtype
-        run = self.run_step(wrapped, step_fn)
+        run, scaler, autocast = self.run_step(wrapped, step_fn), self.precision.scaler, self.precision.autocast_dtype
         count: Any = 0.0  # a tensor if losses count on an accelerator
         weighted, vote, counting, send = 0.0, NO_VOTE, None, None
         for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
@@ -110,6 +108,8 @@ class SPMDStep(ManualOptimization):
                 if hooks.before_backward is not None:
                     hooks.before_backward(returned)
                 (value if scaler is None else scaler.scale(value)).backward(retain_graph=more, inputs=inputs)
+                if hooks.after_loss is not None:
+                    hooks.after_loss()
                 if hooks.after_backward is not None and (i < last or more):
                     hooks.after_backward()
         if counting is not None:  # the host waits for the forward, while the device has the backward to do

@@ -232,6 +232,12 @@ class DeepSpeed(SPMDStrategy):
                 f"DeepSpeed's config has gradient_clipping={self._given_clip} (by norm), but the run has "
                 f"gradient_clip_val={value} and gradient_clip_algorithm={algorithm!r}; drop one of them"
             )
+        assert isinstance(wrapped, ZeroStep)
+        if not wrapped.has_gradients:
+            raise RuntimeError(
+                "the gradient of a window, or its norm, was asked for before the window's last backward, when "
+                "DeepSpeed's engine has not summed it; ask in on_before_optimizer_step"
+            )
         self._clipped = True
         gradients = {(None,): self.local_gradients(wrapped)}
         if algorithm == "norm":

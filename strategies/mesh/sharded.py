@@ -22,7 +22,7 @@ from lockstep.strategies.mesh import steps
 from lockstep.strategies.mesh.mesh import resolve
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.modules.model_changes import refuse_sparse, shortened
+from lockstep.strategies.modules.model_changes import partial_gradient, refuse_sparse, shortened
 from lockstep.strategies.modules.sharded_errors import explained
 from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.modules.unused_parameters import drop_unused, refuse_unequal
@@ -203,7 +203,10 @@ class ShardedStrategy(ShardedOptimizers):
     def forward_backward(
         self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
     ) -> StepResult:
-        self._sync_each = self.options.sync_every_micro_batch or bool(hooks.parameters)
+        whole = hooks.whole_gradients and len(window.micro_batches) > max(1, window.num_shares)
+        if whole and self.topology.data_size > 1 and any(p.requires_grad for p in wrapped.unsharded):  # type: ignore[union-attr]
+            raise partial_gradient("the gradients of parameters that are not sharded are summed once a step")
+        self._sync_each = self.options.sync_every_micro_batch or bool(hooks.parameters) or whole
         if hooks.parameters:
             step_fn, hooks = steps.one_optimizer_each(wrapped, step_fn, hooks)
         self._in_step, self._micro_batches = True, 0

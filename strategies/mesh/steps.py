@@ -163,16 +163,14 @@ def one_optimizer_each(
         for parameter, _ in kept:
             parameter.grad = None
 
-    def after_backward() -> None:
+    def after_loss() -> None:
         nonlocal index
         for parameter, gradient in kept:
             parameter.grad = gradient
         index += 1
-        if hooks.after_backward is not None:
-            hooks.after_backward()
 
     everywhere: Any = dict.fromkeys(parameters)  # autograd may go to all of them
-    return step, hooks._replace(parameters=everywhere, before_backward=before_backward, after_backward=after_backward)
+    return step, hooks._replace(parameters=everywhere, before_backward=before_backward, after_loss=after_loss)
 
 
 def check_compressible(axes: Mapping[str, int | None], options: Options) -> None:

@@ -119,6 +119,15 @@ def refuse_sparse(model: nn.Module, strategy: str) -> None:
             )
 
 
+def partial_gradient(why: str) -> RuntimeError:
+    """What to raise for a user's `on_after_backward` that would be called with the gradient of a part of a step."""
+    return RuntimeError(
+        "on_after_backward is overridden, but before the last backward of a step it would see the gradient of some "
+        f"samples only, because {why}; override on_before_optimizer_step, or train without accumulation and with one "
+        "loss for all optimizers"
+    )
+
+
 def shortened(names: Sequence[str], most: int = 10) -> str:
     """The first names of a list, and how many there are besides."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

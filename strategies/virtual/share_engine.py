@@ -105,7 +105,7 @@ class ShareWindow:
             for parameter, gradient in zip(self._held, kept, strict=True):
                 parameter.grad = gradient
         marks = gradient_marks(self.links.tied_here)
-        if has_loss and self.hooks.after_backward is not None and number < len(self.window.micro_batches) - 1:
+        if has_loss and self.hooks.after_backward is not None and (number + 1) % self.of_a_share:
             self.hooks.after_backward()
         if marks != gradient_marks(self.links.tied_here):
             raise RuntimeError(

@@ -16,7 +16,13 @@ from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, 
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.launch import environment, fault_injection
 from lockstep.strategies.losses import detach
-from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
+from lockstep.strategies.modules.model_changes import (
+    gradient_marks,
+    own_backward,
+    partial_gradient,
+    remarked,
+    shortened,
+)
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.step import weighted_losses
 from lockstep.strategies.sync.collectives import holders
@@ -25,6 +31,7 @@ from lockstep.strategies.sync.tree import PartialSums
 from lockstep.strategies.virtual.hooks import ShareHooks
 from lockstep.strategies.virtual.norm import total_norm
 
+_APART = "virtual_ranks keeps the gradients of shares apart until the step ends"
 _REFUSES = {
     "manual_optimization": "virtual_ranks adds the gradients of shares itself, so it needs automatic optimization",
     "closures": "virtual_ranks runs the shares of a step once, so an optimizer that calls its closure again is refused",
@@ -111,6 +118,8 @@ class VirtualStep(ShareHooks, SPMDStrategy):
     ) -> StepResult:
         if not hooks.automatic:
             self._refuse("manual_optimization")
+        if hooks.whole_gradients and len(window.micro_batches) > window.num_shares:
+            raise partial_gradient(_APART)
         self._step_hooks = hooks
         run = self.run_step(wrapped, step_fn)
         last, of_a_share = len(window.micro_batches) - 1, len(window.micro_batches) // window.num_shares
@@ -149,8 +158,7 @@ class VirtualStep(ShareHooks, SPMDStrategy):
                     if hooks.before_backward is not None:
                         hooks.before_backward(returned)
                     value.backward(retain_graph=more, inputs=inputs)
-                    if hooks.after_backward is not None and (i < last or more):
-                        hooks.after_backward()
+                    _after_loss(hooks, more, ends)
                 if ends:
                     gradients.append(self.take_gradients(wrapped))
         self.put_gradients(gradients.total())
@@ -226,8 +234,9 @@ class VirtualStep(ShareHooks, SPMDStrategy):
         if not changed:
             return own_backward(remarked(self.unwrap(wrapped).named_parameters(), marks))
         return RuntimeError(
-            f"training_step changed the parameters {shortened(changed)} or their requires_grad, but with virtual_ranks "
-            "all shares of a step see the same ones; change them in a hook such as on_before_zero_grad"
+            f"training_step changed the parameters {shortened(changed)} or their requires_grad, or a hook of a batch did "
+            "between shares, but with virtual_ranks all shares of a step see the same ones; change them in a hook such "
+            "as on_before_zero_grad"
         )
 
     def _refuse_in_share(self, what: str) -> None:
@@ -236,6 +245,15 @@ class VirtualStep(ShareHooks, SPMDStrategy):
                 f"{what} was called within a share of virtual_ranks={self.virtual_ranks}, where its result would "
                 "depend on the number of ranks; call it in a hook, or train without virtual_ranks"
             )
+
+
+def _after_loss(hooks: StepHooks, more: bool, ends: bool) -> None:
+    if hooks.after_loss is not None:
+        hooks.after_loss()
+    if more and hooks.whole_gradients:
+        raise partial_gradient(_APART)
+    if hooks.after_backward is not None and (more or not ends):  # at a share's end once, as on a rank of its own
+        hooks.after_backward()
 
 
 def add_numbers(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:

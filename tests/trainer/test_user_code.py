@@ -293,6 +293,46 @@ def test_the_gradient_after_the_backward_is_the_global_one(strategy: str, device
     assert values[0] == pytest.approx(values[1], rel=1e-12)
 
 
+class Cuts(Base):
+    """Changes and logs, after each backward, the gradient of a window so far."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-0.01, 0.01)
+        self.log("norm", self.grad_norm())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [("ddp", 2), ("fsdp", 2), *(pytest.param(f"ddp=2,{x}=2", 4, marks=pytest.mark.slow) for x in ("fsdp", "tensor"))],
+)
+def test_within_a_window_too_the_gradient_is_that_of_one_process(strategy: str, devices: int) -> None:
+    options = {"n": 17, "accumulate_grad_batches": 2}
+    assert_same(fitted(Cuts(), strategy, devices, **options), fitted(Cuts(), "single", 1, **options))
+
+
+class CutsForEach(Cuts):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"body": loss, "head": 2 * loss}
+
+    def configure_optimizers(self) -> Any:
+        return {"body": torch.optim.SGD(self.net[:3].parameters()), "head": torch.optim.SGD(self.net[3:].parameters())}
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "why"),
+    [
+        (CutsForEach, {}, "DDP reduces the gradients of several losses together"),
+        (Cuts, {"virtual_ranks": 2, "accumulate_grad_batches": 2}, "virtual_ranks keeps the gradients of shares apart"),
+    ],
+)
+def test_where_it_would_be_a_part_the_hook_is_refused(make: Any, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(RuntimeError, match=f"on_after_backward is overridden, but .* because {why}"):
+        fitted(make(), "ddp", 2, n=17, **options)
+
+
 class Grows(Base):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:

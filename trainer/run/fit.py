@@ -20,7 +20,7 @@ from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.phase import set_phase
 from lockstep.trainer.run import evaluate, publish, saving
 from lockstep.trainer.run.guards import check_weight
-from lockstep.trainer.run.hooks import turns
+from lockstep.trainer.run.hooks import is_users, turns
 from lockstep.trainer.setup import prepare
 from lockstep.trainer.setup.own_steps import with_local_steps
 from lockstep.trainer.setup.prepare import FitLoop
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from lockstep.trainer.module import Module
     from lockstep.trainer.run.state import RunState
     from lockstep.trainer.setup.loaders import Sources
-
-SAVE_FAILED = 1000
-"""In place of a signal's number, from a rank that knows that an asynchronous save has failed."""
 
 
 def fit(run: RunState, module: Module, sources: Sources) -> None:
@@ -42,7 +39,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
     step_hooks, clip = step_hooks_of(run, loop, automatic), None if strategy.capabilities.local_steps else loop.clip
     apart = not strategy.capabilities.synchronous
     _begin(run, module, loop)
-    while not _is_finished(run):
+    while not saving.is_finished(run):
         stop, windows = _begin_epoch(run, module, loop)
         steps_before, batches_before = progress.global_step, progress.batches_seen
         while not stop:
@@ -92,6 +89,7 @@ def step_hooks_of(run: RunState, loop: FitLoop, automatic: bool) -> StepHooks:
         log_scope=run.metrics.part,
         before_backward=loop.before_backward,
         after_backward=loop.after_backward,
+        whole_gradients=any(map(is_users, run.hooks.on_after_backward)),
         parameters=loop.parameters,
         prepare=partial(_prepared, run, loop),
         streams=run.streams,
@@ -128,7 +126,7 @@ def _begin_epoch(run: RunState, module: Module, loop: FitLoop) -> tuple[bool, It
             hook()
         if run.accumulate_grad_batches != loop.train_loader.plan["accumulate"]:
             prepare.change_accumulation(run, loop)
-    stop = _agree_to_stop(run)
+    stop = saving.agree_to_stop(run)
     if loop.val_every is not None and _validation_is_due(run, loop):  # the resumed checkpoint was saved just before it
         _validate(run, module, loop)
     return stop, loop.train_loader.windows(progress.current_epoch, progress.samples_seen, loop.limit)
@@ -178,6 +176,7 @@ def finish_window(
     last, run.window_is_open = window.micro_batches[-1], False
     set_phase(progress.global_step, "callbacks")
     run.validation_follows = bool(loop.val_loaders) and _validation_follows(run, loop)
+    metrics.weight = last.num_samples
     for hook in hooks.on_train_batch_end:
         hook(last.output, last.batch, last.batch_idx)
     if stepped and guards.compares_every is not None and progress.global_step % guards.compares_every == 0:
@@ -189,8 +188,8 @@ def finish_window(
     stop = False
     if loop.val_every is not None and _validation_is_due(run, loop):
         _validate(run, module, loop)
-        stop = _agree_to_stop(run)
-    return stop or (result.stop > 0 and _may_stop(run)) or done
+        stop = saving.agree_to_stop(run)
+    return stop or (result.stop > 0 and saving.may_stop(run)) or done
 
 
 def _finish_epoch(
@@ -226,7 +225,7 @@ def _finish(run: RunState, module: Module, loop: FitLoop, optimizers: list[Optim
     for hook in run.hooks.on_train_end:
         hook()
     saving.finish(run)
-    _agree_to_stop(run)
+    saving.agree_to_stop(run)
     for hook in run.hooks.on_fit_end:
         hook()
 
@@ -235,36 +234,8 @@ def vote(run: RunState) -> StepVote:
     """This rank's vote in a step."""
     metrics = run.metrics
     if run.saving is not None and run.saving.failure is not None:
-        return StepVote(SAVE_FAILED, metrics.keys_hash)
+        return StepVote(saving.SAVE_FAILED, metrics.keys_hash)
     return StepVote(run.signals.number or int(run.should_stop), metrics.keys_hash, metrics.names)
-
-
-def _may_stop(run: RunState) -> bool:
-    """Whether `should_stop` has an effect by now; the same on all ranks."""
-    progress, arguments = run.progress, run.arguments
-    return progress.current_epoch >= (arguments.min_epochs or 0) and progress.global_step >= (arguments.min_steps or 0)
-
-
-def _agree_to_stop(run: RunState) -> bool:
-    """Whether any rank asks to stop, for places between steps. Every rank calls it.
-
-    Raises what `interrupted` returns if a rank got a signal, or has failed in an asynchronous save.
-    """
-    stop = vote(run).stop
-    stop = stop if run.world_size == 1 else int(run.strategy.all_reduce(torch.tensor(stop), "max"))
-    if stop > 1:
-        raise saving.interrupted(run)
-    return bool(stop) and _may_stop(run)
-
-
-def _is_finished(run: RunState) -> bool:
-    """Whether training has reached its end, or all ranks agree to stop. Every rank calls it."""
-    progress = run.progress
-    if run.max_epochs is not None and progress.current_epoch >= run.max_epochs:
-        return True
-    if run.max_steps is not None and progress.global_step >= run.max_steps:
-        return True
-    return _agree_to_stop(run)
 
 
 def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBatch]:
@@ -304,6 +275,7 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
                 micro_batch.batch = micro_batch.output = None
     if shares is not None:
         shares.leave("train", progress.total_batches)
+        metrics.weight = sum(last.num_samples for last in window.micro_batches[num - 1 :: num])  # as on as many ranks
 
 
 def _samples_of_all(run: RunState, window: Window) -> int:
@@ -362,7 +334,7 @@ def _close_epoch(run: RunState, module: Module, loop: FitLoop) -> None:
     metrics.samples = 0
     if run.arguments.check_val_every_n_epoch is not None:
         progress.validations = 0
-    _agree_to_stop(run)
+    saving.agree_to_stop(run)
 
 
 def _finish_early(run: RunState, module: Module, loop: FitLoop) -> None:

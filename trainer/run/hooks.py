@@ -92,7 +92,7 @@ class Hooks:
                 found.module_train_epoch_end = (*own, *(adopt if own else ()))
                 own = []
             calls = [*own, *others]
-            setattr(found, name, (*calls, *adopt) if any(map(_is_users, calls)) else tuple(calls))
+            setattr(found, name, (*calls, *adopt) if any(map(is_users, calls)) else tuple(calls))
         return found
 
 
@@ -112,7 +112,7 @@ def _of_callbacks(run: RunState, module: Module, name: str) -> list[Callable[...
     return calls
 
 
-def _is_users(hook: Callable) -> bool:
+def is_users(hook: Callable) -> bool:
     """Whether a hook is the module's or a callback's of the user; those of the package change no model."""
     if isinstance(hook, partial) and hook.func is publish.guarded:
         return False  # a logger's

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when one may be saved, and how an asynchronous save ends."""
+"""Checkpoints of a run: when one may be saved, and how an asynchronous save ends; and when training stops."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ _log = logging.getLogger("lockstep")
 
 INTERRUPTED = "interrupted-step="
 """How the folder of a checkpoint begins that a signal asked for."""
+SAVE_FAILED = 1000
+"""In place of a signal's number, from a rank that knows that an asynchronous save has failed."""
 
 
 def save(
@@ -197,3 +199,32 @@ def _superseded(run: RunState, path: str | Path) -> list[Path]:
     if resumed.global_step >= run.progress.global_step:
         return []
     return [resumed.path] if resumed.path.parent == Path(os.path.abspath(path)).parent else []
+
+
+def may_stop(run: RunState) -> bool:
+    """Whether `should_stop` has an effect by now; the same on all ranks."""
+    progress, arguments = run.progress, run.arguments
+    return progress.current_epoch >= (arguments.min_epochs or 0) and progress.global_step >= (arguments.min_steps or 0)
+
+
+def agree_to_stop(run: RunState) -> bool:
+    """Whether any rank asks to stop, for places between steps. Every rank calls it.
+
+    Raises what `interrupted` returns if a rank got a signal, or has failed in an asynchronous save.
+    """
+    failed = run.saving is not None and run.saving.failure is not None
+    stop = SAVE_FAILED if failed else run.signals.number or int(run.should_stop)
+    stop = stop if run.world_size == 1 else int(run.strategy.all_reduce(torch.tensor(stop), "max"))
+    if stop > 1:
+        raise interrupted(run)
+    return bool(stop) and may_stop(run)
+
+
+def is_finished(run: RunState) -> bool:
+    """Whether training has reached its end, or all ranks agree to stop. Every rank calls it."""
+    progress = run.progress
+    if run.max_epochs is not None and progress.current_epoch >= run.max_epochs:
+        return True
+    if run.max_steps is not None and progress.global_step >= run.max_steps:
+        return True
+    return agree_to_stop(run)

@@ -63,6 +63,8 @@ class Net(Module):
             self.center = 0.9 * self.center + 0.1 * logits.mean(0).detach()
         if self.habit == "no loss" and batch_idx % 3 == 1:
             return None
+        if self.habit == "a loss each":
+            return {"body": loss, "head": 2 * loss}
         if self.habit == "counts that are not whole":
             weights = torch.rand(len(y))
             return Loss((F.cross_entropy(logits, y, reduction="none") * weights).sum(), weights.sum())
@@ -86,6 +88,9 @@ class Net(Module):
         if self.habit == "two optimizers":
             optimizers = [torch.optim.SGD(self.net[:-1].parameters(), lr=0.1)]
             return [*optimizers, torch.optim.Adam(self.net[-1].parameters(), lr=1e-2)]
+        if self.habit == "a loss each":
+            body, head = self.net[:4].parameters(), self.net[4:].parameters()
+            return {"body": torch.optim.AdamW(body, lr=1e-2), "head": torch.optim.SGD(head, lr=0.1)}
         if self.habit == "muon":
             matrices, others = split_parameters(self)
             return {"muon": torch.optim.Muon(matrices, lr=0.05), "sgd": torch.optim.SGD(others, lr=0.1)}
@@ -96,6 +101,13 @@ class Net(Module):
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
         return optimizer
+
+
+class Hooked(Net):
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.75)
 
 
 def normalized(params: list[Tensor], group: dict[str, Any]) -> None:
@@ -145,23 +157,24 @@ CASES: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     "limits": ("", shuffled, {"limit_train_batches": 3, "limit_val_batches": 2}),
     "overfit": ("", shuffled, {"overfit_batches": 2}),
     "two optimizers": ("two optimizers", shuffled, {}),
+    "a loss each": ("a loss each", shuffled, {}),
     "muon": ("muon", shuffled, {}),
     "global norm": ("global norm", shuffled, {}),
-    "hooks": ("hooks", shuffled, {"gradient_clip_val": 0.3}),
+    "hooks": ("hooks", lambda: DataLoader(TensorDataset(X[:58], Y[:58]), 4), {"gradient_clip_val": 0.3}),
     "buffers": ("buffers", shuffled, {}),
     "averaged": ("", shuffled, {"callbacks": WeightAveraging}),
     "norms": ("", shuffled, {"callbacks": GradientNorm}),
     "growing windows": ("", shuffled, {"callbacks": lambda: GradientAccumulationScheduler({0: 1, 1: 2})}),
     "stopped early": ("", shuffled, {"callbacks": lambda: EarlyStopping(monitor="val_loss", patience=0)}),
 }
-DAILY = [("split", "ddp"), ("hooks", "fsdp"), ("augmented", "pipeline"), ("muon", "fsdp")]
+DAILY = [("split", "ddp"), ("hooks", "fsdp"), ("a loss each", "fsdp"), ("augmented", "pipeline"), ("muon", "fsdp")]
 
 
 def run(case: str, strategy: str, devices: int, folder: Path) -> tuple[dict[str, Tensor], str]:
     habit, loader, options = CASES[case]
     options = dict(options)
     torch.manual_seed(0)
-    module = Net(habit)
+    module = (Hooked if habit == "hooks" else Net)(habit)
     trainer = Trainer(
         strategy=strategy,
         devices=devices,
@@ -190,7 +203,8 @@ def run(case: str, strategy: str, devices: int, folder: Path) -> tuple[dict[str,
         pytest.param(case, strategy, marks=[] if (case, strategy) in DAILY else pytest.mark.slow)
         for case in CASES
         for strategy in ("ddp", "fsdp", "pipeline")
-        if (case, strategy) not in [("buffers", "pipeline"), ("global norm", "pipeline")]  # each stage holds its own
+        if strategy != "pipeline"
+        or case not in ("buffers", "global norm", "a loss each", "hooks")  # stages hold their own
     ],
 )
 def test_two_ranks_have_the_bits_of_one(case: str, strategy: str, tmp_path: Path) -> None:
