@@ -33,8 +33,10 @@ from lockstep.strategies.virtual.norm import total_norm
 
 _APART = "virtual_ranks keeps the gradients of shares apart until the step ends"
 _REFUSES = {
-    "manual_optimization": "virtual_ranks adds the gradients of shares itself, so it needs automatic optimization",
-    "closures": "virtual_ranks runs the shares of a step once, so an optimizer that calls its closure again is refused",
+    "manual_optimization": "virtual_ranks adds the gradients of shares itself, so it needs automatic optimization; train "
+    "without virtual_ranks",
+    "closures": "virtual_ranks runs the shares of a step once, so an optimizer that calls its closure again is refused; "
+    "train without virtual_ranks",
     "16-mixed": "precision='16-mixed' scales losses by what overflowed on a rank; with virtual_ranks use 'bf16-mixed'",
 }
 

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Module, Trainer
+from lockstep.strategies import DDP, DiLoCo, LocalSGD, ParameterServer, Strategy
 from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.launcher import launch
 from tests.zoo.habits import HABITS, Plain
@@ -42,6 +44,15 @@ STRATEGIES: dict[str, tuple[str, int]] = {
     "ddp=2,pipeline=2": ("ddp=2,pipeline=2", 4),
     "fsdp=2,pipeline=2": ("fsdp=2,pipeline=2", 4),
 }
+METHODS: dict[str, tuple[Callable[[], Strategy], dict[str, Any]]] = {
+    "ddp in 2 shares": (DDP, {"virtual_ranks": 2}),
+    "compress all": (lambda: DDP(compress="topk=1.0"), {}),
+    "compress in 2 shares": (lambda: DDP(compress="topk=0.3"), {"virtual_ranks": 2}),
+    "local SGD of each step": (lambda: LocalSGD(period=1), {}),
+    "2 learners": (lambda: DiLoCo(learners=2, period=2), {}),
+    "parameter server without staleness": (lambda: ParameterServer(staleness=0), {}),
+}
+"""What changes the method, with options of the Trainer; by a name that `train` takes for a strategy."""
 DOCUMENTED = {
     "batch norm": "statistics are those of a rank's samples, as in torch's DDP",
     "dropout": "the same noise only on the same number of ranks",
@@ -71,10 +82,11 @@ def train(name: str, strategy: str, devices: int, precision: str) -> Result:
     y = torch.randint(0, 4, (size,), generator=generator)
     torch.manual_seed(7)
     module: Module = cases()[name]()
+    make, options = METHODS.get(strategy, (lambda: strategy, {}))
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run = Trainer(
-            strategy=strategy,
+            strategy=make(),
             devices=devices,
             accelerator="cpu",
             precision=precision,
@@ -86,6 +98,7 @@ def train(name: str, strategy: str, devices: int, precision: str) -> Result:
             enable_progress_bar=False,
             num_sanity_val_steps=0,
             default_root_dir=folder,
+            **options,
         )
         loaders = [DataLoader(TensorDataset(x, y), batch_size=BATCH) for _ in range(2)]
         try:

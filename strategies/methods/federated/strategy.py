@@ -38,8 +38,10 @@ from lockstep.strategies.sync.collectives import broadcast
 
 _log = logging.getLogger("lockstep")
 _REFUSES = {
-    "manual_optimization": "Federated steps the optimizer on each client itself, so it needs automatic optimization",
-    "closures": "Federated computes each local step once, so an optimizer that calls a closure again is refused",
+    "manual_optimization": "Federated steps the optimizer on each client itself, so it needs automatic "
+    "optimization; let training_step return a loss",
+    "closures": "Federated computes each local step once, so an optimizer that calls a closure again is refused; "
+    "use another optimizer",
     "16-mixed": "precision='16-mixed' adapts one loss scale to all steps, and clients are independent of each other; "
     "with Federated use 'bf16-mixed'",
 }

@@ -69,6 +69,8 @@ class Engine:
         self._rank, world_size = topology.rank, topology.world_size
         stepped = {id(p) for o in optimizers.values() for group in o.param_groups for p in group["params"]}
         tensors: dict[str, Tensor] = {n: p for n, p in wrapped.named_parameters() if id(p) in stepped}
+        self._kept = {n: (p, _sum_of_bits(p)) for n, p in wrapped.named_parameters() if id(p) not in stepped}
+        """The parameters that no optimizer steps, and what tells whether user code has changed them."""
         tensors |= dict(wrapped.named_buffers())
         self._places = {name: _place(wrapped, name) for name, _ in wrapped.named_buffers()}
         self._parts = spread(tensors, num_servers)
@@ -146,8 +148,8 @@ class Engine:
         return found
 
     def changed(self) -> list[str]:
-        """The parameters that are not what this rank has read last."""
-        names = []
+        """The parameters that are not what this rank has read last, and those without optimizer that were changed."""
+        names = [name for name, (parameter, bits) in self._kept.items() if _sum_of_bits(parameter) != bits]
         for part, layout, flat in zip(self._parts, self._layouts, self._last, strict=True):
             for (name, tensor), value in zip(part.items(), layout.read(flat), strict=True):
                 if isinstance(tensor, nn.Parameter) and value is not None and not _same_bytes(tensor, value):
@@ -158,8 +160,9 @@ class Engine:
         changed = self.changed() if self._last else []
         if changed:
             raise RuntimeError(
-                f"the parameters {shortened(changed)} were changed outside of the optimizer, on a worker, where a "
-                "parameter server would overwrite them; change them on every rank within `with trainer.whole(module):`"
+                f"the parameters {shortened(changed)} were changed outside of the optimizer, on a worker, whose weights "
+                "may be old and which a parameter server would overwrite; change them on every rank within `with "
+                "trainer.whole(module):`, not in training_step"
             )
 
     def push(self, wrapped: nn.Module, batch: int, versions: list[int], count: float) -> None:
@@ -234,6 +237,14 @@ class Engine:
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, key = name.rpartition(".")
     return model.get_submodule(path), key
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return (
+        int(flat.contiguous().view(-1).view(kinds[flat.element_size()]).sum(dtype=torch.int64)) if flat.numel() else 0
+    )
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:

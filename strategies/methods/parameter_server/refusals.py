@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
+from lockstep.strategies.modules.parameter_hooks import ParameterHooks
 from lockstep.strategies.optimizers.modes import has_modes
 from lockstep.strategies.optimizers.probe import probe
 
 LATER = "the gradient of a step is on the servers, once all workers have sent theirs"
 REFUSES = {
-    "manual_optimization": "a parameter server steps optimizers itself, so it needs automatic optimization",
+    "manual_optimization": "a parameter server steps optimizers itself, so it needs automatic optimization; use "
+    "strategy='ddp'",
     "closures": "a parameter server steps optimizers on gradients that have arrived, so one that calls a closure is "
     "refused; use strategy='ddp'",
     "16-mixed": "precision='16-mixed' scales losses by what overflowed, which a parameter server learns too late; use "
@@ -41,3 +43,8 @@ def couples_parameters(key: str, optimizer: Optimizer) -> bool:
             "use strategy='ddp', or another optimizer"
         )
     return found.kind == "coupled" or found.keeps_numbers
+
+
+def refuse_hooks(hooks: ParameterHooks) -> None:
+    if hooks.taken:
+        raise ValueError(f"gradient hooks on parameters are refused: {LATER}; use strategy='ddp'")

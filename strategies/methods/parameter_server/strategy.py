@@ -19,7 +19,7 @@ from lockstep.strategies.launch import environment, fault_injection
 from lockstep.strategies.losses import detach
 from lockstep.strategies.methods.parameter_server.data import DealtLoader, Later
 from lockstep.strategies.methods.parameter_server.engine import Engine, Groups, Options
-from lockstep.strategies.methods.parameter_server.refusals import LATER, REFUSES, couples_parameters
+from lockstep.strategies.methods.parameter_server.refusals import LATER, REFUSES, couples_parameters, refuse_hooks
 from lockstep.strategies.methods.parameter_server.schedule import Schedule
 from lockstep.strategies.methods.parameter_server.server import Post
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
@@ -121,8 +121,7 @@ class ParameterServer(SPMDStrategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         model = model.to(self.topology.device)
-        if self._parameter_hooks.taken:
-            raise ValueError(f"gradient hooks on parameters are refused: {LATER}; use strategy='ddp'")
+        refuse_hooks(self._parameter_hooks)
         with torch.no_grad():
             for parameter in model.parameters():
                 dist.broadcast(parameter.data, 0)
@@ -231,6 +230,7 @@ class ParameterServer(SPMDStrategy):
         """
         if not hooks.automatic:
             self._refuse("manual_optimization")
+        refuse_hooks(self._parameter_hooks)
         if window.num_shares != self.virtual_ranks:
             raise RuntimeError(
                 "a parameter server trains on windows of all workers; give shard_loader the argument accumulate"

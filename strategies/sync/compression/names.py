@@ -28,8 +28,10 @@ _WHOLE: dict[str, tuple[Callable[[int], Compressor], int, int, str]] = {
 _EXAMPLES = ("fp16", "bf16", "int8", "powersgd=4", "topk=0.01", "randomk=0.01", "qsgd=4", "terngrad", "sign")
 
 REFUSES = {
-    "manual_optimization": "compress sends the gradient of a whole step, so it needs automatic optimization",
-    "closures": "compress sends the gradient of a step once, so an optimizer that calls its closure again is refused",
+    "manual_optimization": "compress sends the gradient of a whole step, so it needs automatic optimization; train "
+    "without compress",
+    "closures": "compress sends the gradient of a step once, so an optimizer that calls its closure again is refused; "
+    "train without compress",
     "16-mixed": "precision='16-mixed' scales the gradient by a number that changes, and compress keeps a part of it "
     "for later steps; use 'bf16-mixed'",
 }
