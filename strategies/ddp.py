@@ -148,7 +148,7 @@ class DDP(SPMDStrategy):
                 raise partial_gradient("compress sends the gradient of a whole step")
             hooks = wrapped.sum_each(hooks, len(window.micro_batches))
         result = super().forward_backward(wrapped, step_fn, window, hooks)
-        self._first_window = False
+        self._first_window, wrapped.micro_batches = False, 0
         return result
 
     def evaluate(
@@ -254,5 +254,11 @@ class DDP(SPMDStrategy):
 
     def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
         assert isinstance(wrapped, Replica)
+        if wrapped.micro_batches:
+            raise RuntimeError(
+                f"requires_grad of {shortened(names)} changed between the micro-batches of an accumulation window, "
+                "whose gradients DDP reduces as one; change it before the first of them (on_train_epoch_start, or "
+                "on_train_batch_end of the last)"
+            )
         wrapped.wrap(init_sync=False)
         self._first_window = True

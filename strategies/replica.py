@@ -46,6 +46,8 @@ class Replica(nn.Module):
         self._reduced = True
         self._stands_in = False
         self._sums_each, self._is_last, self._has_run = False, True, False
+        self.micro_batches = 0
+        """Micro-batches of the running window that have begun."""
         self._aside: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._order: list[int] = []
         """Ids of the parameters as they are in DDP's buckets, as far as they have been seen."""
@@ -122,7 +124,7 @@ class Replica(nn.Module):
         self.bucket_order()
 
     def begin_window(self) -> None:
-        self._reduced, self.stood_in, self._sums_each = False, False, False
+        self._reduced, self.stood_in, self._sums_each, self.micro_batches = False, False, False, 0
         if self.used is not None:
             self.used.clear()
 
@@ -135,7 +137,7 @@ class Replica(nn.Module):
         return hooks._replace(before_backward=functools.partial(self._begin_loss, hooks), after_loss=self._end_loss)
 
     def begin_micro_batch(self, is_last: bool) -> None:
-        self._is_last, self._has_run = is_last, False
+        self._is_last, self._has_run, self.micro_batches = is_last, False, self.micro_batches + 1
         if self._sums_each:
             self._aside = [(p, p.grad) for p in self._trained.values()]
             for parameter in self._trained.values():

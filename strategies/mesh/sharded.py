@@ -204,7 +204,8 @@ class ShardedStrategy(ShardedOptimizers):
         self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
     ) -> StepResult:
         whole = hooks.whole_gradients and len(window.micro_batches) > max(1, window.num_shares)
-        if whole and self.topology.data_size > 1 and any(p.requires_grad for p in wrapped.unsharded):  # type: ignore[union-attr]
+        apart: list[nn.Parameter] = wrapped.unsharded  # type: ignore[assignment]
+        if whole and self.topology.data_size > 1 and any(p.requires_grad for p in apart):
             raise partial_gradient("the gradients of parameters that are not sharded are summed once a step")
         self._sync_each = self.options.sync_every_micro_batch or bool(hooks.parameters) or whole
         if hooks.parameters:
@@ -288,7 +289,8 @@ class ShardedStrategy(ShardedOptimizers):
     def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
         run: Callable[..., Any] = wrapped.run  # type: ignore[assignment]
         step = functools.partial(steps.checked_step, self._changes, step_fn)
-        return functools.partial(run, step) if self._steps is None else self._steps.announcing(run, step)
+        call = functools.partial(run, step) if self._steps is None else self._steps.announcing(run, step)
+        return steps.ending_with_loss(wrapped, call) if self._sizes.keys() & {"ddp", "fsdp"} else call
 
     def local_gradients(self, wrapped: nn.Module) -> list[Tensor]:
         parameters = self._watched or wrapped.parameters()

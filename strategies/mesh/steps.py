@@ -74,6 +74,25 @@ class Steps:
         self._losses.close()
 
 
+def ending_with_loss(wrapped: nn.Module, call: StepFn) -> StepFn:
+    """`call`, refusing None in the micro-batch whose backward is to reduce the gradients of those before it."""
+    unreduced = False
+
+    def run(batch: Any, batch_idx: int) -> Any:
+        nonlocal unreduced
+        output = call(batch, batch_idx)
+        if output is None and wrapped.synchronizes and unreduced:
+            raise RuntimeError(
+                "training_step returned None for the last micro-batch of an accumulation window, in whose backward the "
+                "gradients of the others are reduced where parameters are sharded; return a loss without weight: "
+                "Loss(loss * 0, 0)"
+            )
+        unreduced = not wrapped.synchronizes and (output is not None or unreduced)
+        return output
+
+    return run
+
+
 def compare_writes(named: list[tuple[str, nn.Parameter]], numbers: Tensor, tensor_size: int, strategy: str) -> None:
     """Raise RuntimeError for weights that a step has set to other values than on other ranks.
 

@@ -34,10 +34,8 @@ from lockstep.strategies.sync.tree import all_reduce
 from lockstep.strategies.virtual.step import VirtualStep, alone
 
 _REFUSES = {
-    "manual_optimization": "local updates step each learner's own optimizers, so they need automatic "
-    "optimization; use strategy='ddp'",
-    "closures": "local updates compute a gradient once, so an optimizer that calls its closure again is refused; "
-    "use strategy='ddp'",
+    "manual_optimization": "local updates step each learner's optimizers, not the module; use automatic optimization",
+    "closures": "local updates compute a gradient once, not by closures that optimizers call; use another optimizer",
     "16-mixed": "precision='16-mixed' scales losses by what overflowed on a rank; with local updates use 'bf16-mixed'",
     "gradient_norm": "GradientNorm shows one gradient of all ranks, but each learner has its own; use self.log",
     "parameter_state": "the learners of local updates have weights of their own between rounds, so that a state beside "

@@ -33,10 +33,10 @@ from lockstep.strategies.virtual.norm import total_norm
 
 _APART = "virtual_ranks keeps the gradients of shares apart until the step ends"
 _REFUSES = {
-    "manual_optimization": "virtual_ranks adds the gradients of shares itself, so it needs automatic optimization; train "
-    "without virtual_ranks",
-    "closures": "virtual_ranks runs the shares of a step once, so an optimizer that calls its closure again is refused; "
+    "manual_optimization": "virtual_ranks adds the gradients of shares itself, so it needs automatic optimization; "
     "train without virtual_ranks",
+    "closures": "virtual_ranks runs the shares of a step once, so an optimizer that calls its closure again is "
+    "refused; train without virtual_ranks",
     "16-mixed": "precision='16-mixed' scales losses by what overflowed on a rank; with virtual_ranks use 'bf16-mixed'",
 }
 
@@ -236,9 +236,9 @@ class VirtualStep(ShareHooks, SPMDStrategy):
         if not changed:
             return own_backward(remarked(self.unwrap(wrapped).named_parameters(), marks))
         return RuntimeError(
-            f"training_step changed the parameters {shortened(changed)} or their requires_grad, or a hook of a batch did "
-            "between shares, but with virtual_ranks all shares of a step see the same ones; change them in a hook such "
-            "as on_before_zero_grad"
+            f"training_step changed the parameters {shortened(changed)} or their requires_grad, or a hook of a batch "
+            "did between shares, but with virtual_ranks all shares of a step see the same ones; change them in a hook "
+            "such as on_before_zero_grad"
         )
 
     def _refuse_in_share(self, what: str) -> None:

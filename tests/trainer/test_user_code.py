@@ -312,6 +312,28 @@ def test_within_a_window_too_the_gradient_is_that_of_one_process(strategy: str, 
     assert_same(fitted(Cuts(), strategy, devices, **options), fitted(Cuts(), "single", 1, **options))
 
 
+class EveryOther(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+
+class FreezesWithin(Base):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].requires_grad_(batch_idx % 2 == 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "message"),
+    [
+        (EveryOther, "fsdp", "training_step returned None for the last micro-batch of an accumulation window"),
+        (FreezesWithin, "ddp", r"requires_grad of net\.0\.weight, net\.0\.bias changed between the micro-batches"),
+    ],
+)
+def test_what_breaks_a_window_is_refused(make: Any, strategy: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        fitted(make(), strategy, 2, accumulate_grad_batches=2)
+
+
 class CutsForEach(Cuts):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)

@@ -160,9 +160,9 @@ class Engine:
         changed = self.changed() if self._last else []
         if changed:
             raise RuntimeError(
-                f"the parameters {shortened(changed)} were changed outside of the optimizer, on a worker, whose weights "
-                "may be old and which a parameter server would overwrite; change them on every rank within `with "
-                "trainer.whole(module):`, not in training_step"
+                f"the parameters {shortened(changed)} were changed outside of the optimizer, on a worker, whose "
+                "weights may be old and which a parameter server would overwrite; change them on every rank within "
+                "`with trainer.whole(module):`, not in training_step"
             )
 
     def push(self, wrapped: nn.Module, batch: int, versions: list[int], count: float) -> None:
