@@ -37,7 +37,9 @@ def guard(rank: int) -> Callable[[], None]:
 def _job(world: environment.World) -> str:
     """A name that the ranks of `world` on this machine have, which one process has started, and no others."""
     parent = os.getppid()
-    started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    started = ""
+    if parent:  # else it is outside of this container
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
     meeting = world.init_method, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), world.world_size
     return hashlib.sha256(repr((os.readlink("/proc/self/ns/pid"), parent, started, *meeting)).encode()).hexdigest()[:16]
 
