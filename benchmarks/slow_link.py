@@ -1,13 +1,13 @@
 """Steps a second over a link of 100 Mbit/s, as a share of those over the loopback device, and bytes beside the formula.
 
-    python -m benchmarks.slow_link [--rows "ddp,topk=0.01"] [--mbit 100] [--batch 256] [--json FILE]
+    python -m benchmarks.slow_link [--rows "ddp,topk=0.01"] [--mbit 100] [--batch 640] [--json FILE]
     python -m benchmarks.slow_link --quality "topk=0.01,powersgd=4" [--seeds 3]
 
 Needs root on Linux, `ip` and `tc`. Two network namespaces are joined by a veth pair, each end with `tc qdisc … tbf`;
 one rank runs in each, started by the variables of torchrun. The same two ranks over the loopback device are the
 reference, in the same run. The model is one layer of four million parameters, and `--batch` is such that without
 compression its gradients take six times as long as the rest of the step or longer. Bytes are what the kernel counts on
-the veth of rank 0 (`tx_bytes`), with headers and control messages. Expect two minutes. The namespaces are gone at the
+the veth of rank 0 (`tx_bytes`), with headers and control messages. Expect four minutes. The namespaces are gone at the
 end, also after an error or a kill.
 
 `--quality` trains examples/digits.yaml on two ranks with each compressor for its 10 epochs, and shows the validation
@@ -70,7 +70,7 @@ ROWS: dict[str, Row] = {
     "powersgd=4": compressed("powersgd=4", lambda n: 4 * 4 * 2 * n**0.5),
     "qsgd=4": compressed("qsgd=4", lambda n: n / 2 + 4 * n / 512, 8),
     "sign": compressed("sign", lambda n: n / 8),
-    "diloco": Row(lambda: DiLoCo(period=50), lambda n: 4 * n / 47, 47),
+    "diloco": Row(lambda: DiLoCo(period=50), lambda n: 3 * 4 * n / 147, 147),
     "diloco+int8": Row(
         lambda: DiLoCo(period=50, fragments=4, delay=5, compress="int8"), lambda n: 3 * (n + 4 * n / 256) / 97, 97
     ),
@@ -83,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure strategies over a slow link.")
     parser.add_argument("--rows", default="ddp,topk=0.01", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--mbit", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=256, help="samples a rank and step")
+    parser.add_argument("--batch", type=int, default=640, help="samples a rank and step")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quality", help="compressors, with commas: train the digits with them instead")
     parser.add_argument("--seeds", type=int, default=3)
@@ -131,6 +131,7 @@ def over_links(names: list[str], mbit: int, batch: int) -> dict[str, dict[str, A
                 "of_formula": None if payload is None else slow["sent"] / payload(NUMEL),
                 "target": TARGETS.get(name),
             }
+            print(f"{name}: {fast['ms']:.0f} ms a step, {slow['ms']:.0f} ms over the link", file=sys.stderr, flush=True)
     for row in rows.values():
         row["share_of_ddp"] = rows["ddp"]["loopback_ms"] / row["slow_ms"] if "ddp" in rows else None
     return rows
@@ -156,7 +157,7 @@ def ranks(name: str, hosts: tuple[Host, Host] | None, batch: int) -> dict[str, f
             else:
                 with output.open("wb") as file:
                     started.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=ROOT))
-        codes = [process.wait(170) for process in started]
+        codes = [process.wait(280) for process in started]
         texts = [output.read_text() for output in outputs]
     if any(codes):
         raise SystemExit(f"{name} ended with {codes}:\n" + "\n".join(texts))

@@ -225,9 +225,8 @@ def test_step_profile(match: str, run: Run, tmp_path: Path) -> None:
         assert sum(row[who] or 0 for row in rows.values()) == pytest.approx(whole[who], rel=0.3), "medians of the parts"
     assert rows["torch, the model, the loop by hand"]["by_hand_us"] == pytest.approx(whole["by_hand_us"], rel=0.1)
     own = {file: row["lockstep_us"] for file, row in rows.items() if file.endswith(".py")}
-    assert {"lockstep/strategies/spmd.py", "lockstep/trainer/run/fit.py"} & set(own) and all(
-        row["by_hand_us"] is None for file, row in rows.items() if file in own
-    )
+    everywhere = {f"lockstep/{name}.py" for name in ("strategies/spmd", "strategies/step", "trainer/run/fit")}
+    assert everywhere & set(own) and all(row["by_hand_us"] is None for file, row in rows.items() if file in own)
 
 
 def test_page() -> None:
