@@ -151,15 +151,19 @@ def ranks(name: str, hosts: tuple[Host, Host] | None, batch: int) -> dict[str, f
             variables |= {"LOCAL_WORLD_SIZE": 1 if hosts else 2, "MASTER_ADDR": ADDRESSES[0] if hosts else "127.0.0.1"}
             variables |= {"GLOO_SOCKET_IFNAME": INTERFACE if hosts else "lo", "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
             environment = os.environ | {key: str(value) for key, value in variables.items()}
-            if hosts:  # by a shell, as a process must have a parent in its namespace
-                by_shell = ["sh", "-c", '"$0" "$@"; exit $?', *command]
-                started.append(hosts[rank].start(by_shell, output, environment, ROOT))
+            if hosts:
+                started.append(hosts[rank].start(command, output, environment, ROOT))
             else:
                 with output.open("wb") as file:
                     started.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=ROOT))
-        codes = [process.wait(280) for process in started]
+        until = time.monotonic() + 280
+        while any(process.poll() is None for process in started) and time.monotonic() < until:
+            if any(process.poll() for process in started):
+                break
+            time.sleep(0.2)
+        codes = [process.poll() for process in started]
         texts = [output.read_text() for output in outputs]
-    if any(codes):
+    if any(code != 0 for code in codes):
         raise SystemExit(f"{name} ended with {codes}:\n" + "\n".join(texts))
     return json.loads(texts[0].splitlines()[-1])
 

@@ -38,7 +38,7 @@ def _job(world: environment.World) -> str:
     """A name that the ranks of `world` on this machine have, which one process has started, and no others."""
     parent = os.getppid()
     started = ""
-    if parent:  # else it is outside of this container
+    with suppress(OSError):  # it is outside of this container, or /proc shows other processes
         started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
     meeting = world.init_method, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), world.world_size
     return hashlib.sha256(repr((os.readlink("/proc/self/ns/pid"), parent, started, *meeting)).encode()).hexdigest()[:16]

@@ -218,12 +218,15 @@ quiet(strategy="auto").fit(net(), loader(64))
 """
 
 
-def test_a_rank_whose_parent_is_outside_its_container_has_a_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("parent", [0, 1 << 30])
+def test_a_rank_whose_parent_is_outside_its_container_has_a_watchdog(
+    parent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    monkeypatch.setattr(os, "getppid", lambda: 0)
+    monkeypatch.setattr(os, "getppid", lambda: parent)
     end = sidecar.guard(0)
     assert list(sidecar.private_folder().glob("*-0.heartbeat"))
     end()
