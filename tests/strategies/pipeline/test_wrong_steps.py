@@ -64,6 +64,7 @@ def refused(hows: list[str]) -> dict[str, str]:
         strategy = Pipeline()
         strategy.configure(devices=2, accelerator="cpu")
         strategy.setup()
+        strategy.barrier()  # a rank that is refused at once must not close what the other still connects to
         module = Wrong(how)
         try:
             wrapped = strategy.setup_module(module)
