@@ -52,7 +52,7 @@ class Row:
 
     make: Callable[[], Strategy]
     payload: Callable[[int], float] | None = None
-    """Bytes that a rank of two sends a step for so many parameters; None if there is no formula."""
+    """Bytes that one of two ranks sends per step, by the number of parameters; None if there is no formula."""
     steps: int = 8
     """To be timed over the slow link, after the first ones."""
     warmup: int = WARMUP_STEPS

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,7 +21,7 @@ from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync import batch_norm
 from lockstep.strategies.sync.all_reduce import ALGORITHMS, AllReduce
-from lockstep.strategies.sync.buffers import share_buffers
+from lockstep.strategies.sync.buffers import share_buffers, share_model
 from lockstep.strategies.sync.compression.compressor import Compressor
 from lockstep.strategies.sync.compression.names import REFUSES, compressor
 
@@ -40,7 +39,7 @@ class DDP(SPMDStrategy):
     `broadcast_buffers`: rank 0's buffers (BatchNorm statistics) overwrite the others' at each forward.
     `sync_batchnorm`: BatchNorm layers compute their statistics over the samples of all ranks, as one process does.
     `bucket_cap_mb`: size of a communication bucket in MiB; None takes torch's default.
-    `activation_checkpointing`: compute what lies within blocks again in the backward; True, or which blocks.
+    `activation_checkpointing`: recompute what lies within blocks in the backward; True, or which blocks.
     `compress`: send gradients in fewer bytes, which changes the method: "fp16", "bf16", "int8", "powersgd=4" (its
         rank), "topk=0.01" and "randomk=0.01" (the share of elements), "qsgd=4" (bits), "terngrad", "sign", or a
         Compressor. What is not sent is added to the next gradient. See docs/methods/compression.md.
@@ -49,7 +48,6 @@ class DDP(SPMDStrategy):
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
 
-    one_rank = SingleDevice
     capabilities = Capabilities(bitwise=True)
 
     def __init__(
@@ -69,6 +67,7 @@ class DDP(SPMDStrategy):
         super().__init__(activation_checkpointing=activation_checkpointing)
         if find_unused_parameters and static_graph:
             raise ValueError("find_unused_parameters=True contradicts static_graph=True; give one of them")
+        self.one_rank = SingleDevice if compress is None else None
         self.sync_batchnorm = sync_batchnorm
         self.timeout_s = timeout_s
         self._options: dict[str, Any] = {
@@ -95,7 +94,6 @@ class DDP(SPMDStrategy):
             self.compressor = compressor(compress)
             if static_graph:
                 raise ValueError("static_graph=True concerns torch's reduction, which compress replaces; remove it")
-            self.one_rank = None  # type: ignore[assignment]
             self.capabilities = Capabilities(bitwise=True, exact=False, refuses=REFUSES)
 
     def setup_module(self, model: nn.Module) -> nn.Module:
@@ -116,10 +114,7 @@ class DDP(SPMDStrategy):
                     f"{name or type(model).__name__} has sparse=True, and compress sends dense gradients; give it "
                     "sparse=False and an optimizer of dense gradients, or remove compress"
                 )
-        with torch.no_grad():
-            for parameter in model.parameters():
-                dist.broadcast(parameter.data, 0)
-        share_buffers(model.modules())
+        share_model(model)
         return Replica(model, self._options, reduces=False)
 
     def teardown(self) -> None:

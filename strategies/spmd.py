@@ -51,9 +51,11 @@ class SPMDStrategy(SPMDStep):
 
     single_process = False
     """True where one process is all there ever is."""
-    one_rank: type[SPMDStrategy] | None = None
+    one_rank: Callable[..., Strategy] | None = None
     """What runs in place of this strategy on one rank, unless LOCKSTEP_FORCE_MESH=1 asks for the strategy itself. It
     gets `activation_checkpointing`; None if another option has an effect on one rank."""
+    stays_on_one_rank = False
+    """Whether the strategy itself then runs in one process without a group, unless LOCKSTEP_FORCE_MESH=1."""
     max_devices: int | None = None
     """The most devices that the strategy can use on a node, or None for all."""
     timeout_s = 1800.0
@@ -90,16 +92,19 @@ class SPMDStrategy(SPMDStep):
         self._accelerator = resolve_accelerator(accelerator)
         self._num_nodes = num_nodes
         self.num_devices = resolve_devices(devices, self._accelerator, self.max_devices)
+        world = environment.detect()
+        num_ranks = self.num_devices * num_nodes if world is None else world.world_size
+        alone = num_ranks == 1 and not environment.forces_mesh()
+        if alone and self.stays_on_one_rank:
+            self.single_process, self.max_devices = True, 1
         fault_injection.parse(os.environ)
         watchdog.limit_s()
         check_launcher(type(self).__name__, self.single_process, devices, self.num_devices, num_nodes)
-        world = environment.detect()
-        several = (self.num_devices if world is None else world.world_size) > 1
-        if self.one_rank is None or environment.forces_mesh() or several:
+        if self.one_rank is None or not alone:
             self._refuse(self.precision.name)
             return self
-        alone = self.one_rank(activation_checkpointing=self.activation_checkpointing)
-        return alone.configure(devices=1, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
+        chosen = self.one_rank(activation_checkpointing=self.activation_checkpointing)
+        return chosen.configure(devices=1, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
 
     @property
     def starts_ranks(self) -> bool:  # type: ignore[override]

@@ -36,8 +36,7 @@ def checked_step(changes: ModelChanges | None, step_fn: StepFn, batch: Any, batc
     if changed:
         raise RuntimeError(
             f"requires_grad was changed within a step ({shortened(changed)}), whose whole parameters are given up "
-            "after it; "
-            "change it in a hook such as on_train_batch_start"
+            "after it; change it in a hook such as on_train_batch_start"
         )
     if marks != gradient_marks(parameters):
         raise own_backward(remarked(before, marks))
@@ -105,9 +104,7 @@ def compare_writes(named: list[tuple[str, nn.Parameter]], numbers: Tensor, tenso
         if names:
             raise RuntimeError(
                 f"training_step changed the weights {shortened(names)} to values that are not the same on all "
-                "ranks of "
-                f"{strategy}, which hold parts of one model; make the change depend on what all ranks "
-                "share "
+                f"ranks of {strategy}, which hold parts of one model; make the change depend on what all ranks share "
                 "(weights, global_step), or use a registered buffer"
             )
 

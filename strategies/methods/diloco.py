@@ -36,7 +36,7 @@ class DiLoCo(LocalUpdates):
     `learners`: how many there are; by default one a rank. Learner l sees share l of each global batch. Which rank runs
         which changes no bit.
     `learners_per_rank`: how many each rank runs, for ranks of different speed; by default equally many.
-    `activation_checkpointing`: compute what lies within blocks again in the backward; True, or which blocks.
+    `activation_checkpointing`: recompute what lies within blocks in the backward; True, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks; longer than a round takes.
     """
 

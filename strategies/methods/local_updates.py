@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,7 +26,7 @@ from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.optimizers import modes
 from lockstep.strategies.spmd import SPMDStrategy
-from lockstep.strategies.sync.buffers import share_buffers
+from lockstep.strategies.sync.buffers import share_buffers, share_model
 from lockstep.strategies.sync.collectives import sum_gradients
 from lockstep.strategies.sync.step_agreement import StepAgreement
 from lockstep.strategies.sync.tree import all_reduce
@@ -47,6 +46,7 @@ class LocalUpdates(VirtualStep):
     """Base of the strategies whose learners, one a share of the global batch, train by themselves for a round."""
 
     capabilities = Capabilities(exact=False, synchronous=False, refuses=_REFUSES)
+    stays_on_one_rank = True
 
     @abstractmethod
     def __init__(
@@ -93,8 +93,6 @@ class LocalUpdates(VirtualStep):
         self._assignment = assign(self.learners, self.learners_per_rank, ranks)
         self.rounds.check(self._assignment)
         self.virtual_ranks = self._assignment[-1].stop
-        if ranks == 1 and not environment.forces_mesh():
-            self.single_process, self.max_devices = True, 1
         return SPMDStrategy.configure(
             self, devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision
         )
@@ -114,10 +112,7 @@ class LocalUpdates(VirtualStep):
         self._forget()
         self._steps = 0
         if self._in_group:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    dist.broadcast(parameter.data, 0)
-            share_buffers(model.modules())
+            share_model(model)
             if self.rounds.delay:  # what is sent while steps run must not meet the collectives of steps
                 self._group = dist.new_group()
         return model

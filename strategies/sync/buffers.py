@@ -1,4 +1,5 @@
-"""Buffers that every rank holds for itself, such as the statistics of BatchNorm."""
+"""What every rank holds for itself and rank 0's overwrites: buffers, such as the statistics of BatchNorm, and whole
+models."""
 
 from __future__ import annotations
 
@@ -9,6 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.strategies.sync.collectives import local
+
+
+@torch.no_grad()
+def share_model(model: nn.Module) -> None:
+    """Rank 0's parameters and buffers overwrite the others'. Every rank calls it."""
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    share_buffers(model.modules())
 
 
 def share_buffers(modules: Iterable[nn.Module], group: dist.ProcessGroup | None = None) -> None:

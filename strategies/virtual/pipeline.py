@@ -73,7 +73,7 @@ class VirtualPipeline(StagedStrategy, VirtualStep):
         )
         self.axes = dict(strategy.axes)
         self.virtual_ranks = virtual_ranks
-        self.one_rank = partial(VirtualReplicas, virtual_ranks)  # type: ignore[assignment]
+        self.one_rank = partial(VirtualReplicas, virtual_ranks)
         self._streams = Streams()
         self._buffered: list[nn.Module] = []
 

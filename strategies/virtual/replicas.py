@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, Strategy, Topology
+from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, Topology
 from lockstep.strategies.data.sharded_loader import Window
-from lockstep.strategies.devices import resolve_accelerator, resolve_devices
 from lockstep.strategies.hooks import no_output
-from lockstep.strategies.launch import environment
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.sync.buffers import share_buffers
+from lockstep.strategies.sync.buffers import share_buffers, share_model
 from lockstep.strategies.sync.collectives import sum_gradients
 from lockstep.strategies.sync.compression.compression import Layout
 from lockstep.strategies.sync.compression.compressor import Compressor
@@ -24,6 +20,8 @@ from lockstep.strategies.virtual.step import VirtualStep, alone
 
 class VirtualReplicas(VirtualStep):
     """A replica of the model on every rank; the gradients of shares are added in one tree over all of them."""
+
+    stays_on_one_rank = True
 
     def __init__(
         self,
@@ -45,16 +43,6 @@ class VirtualReplicas(VirtualStep):
         if on_one_device:
             self.single_process, self.max_devices = True, 1
 
-    def configure(
-        self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
-    ) -> Strategy:
-        world = environment.detect()
-        kind = resolve_accelerator(accelerator)
-        num_ranks = resolve_devices(devices, kind) * num_nodes if world is None else world.world_size
-        if num_ranks == 1 and not environment.forces_mesh():
-            self.single_process, self.max_devices = True, 1
-        return super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
-
     def setup(self) -> Topology:
         super().setup()
         if self._compression is not None:
@@ -65,10 +53,7 @@ class VirtualReplicas(VirtualStep):
     def wrap(self, model: nn.Module) -> nn.Module:
         model = model.to(self.topology.device)
         if self._in_group:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    dist.broadcast(parameter.data, 0)
-            share_buffers(model.modules())
+            share_model(model)
         return model
 
     def forward_backward(

@@ -12,16 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, Strategy, Topology
+from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, Topology
 from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, names_of, pack, parameter_names, unpack
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
-from lockstep.strategies.devices import resolve_accelerator, resolve_devices
-from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.methods.federated.client import ClientSteps, RoundRun
 from lockstep.strategies.methods.federated.clients import parse as parse_clients
@@ -33,7 +30,7 @@ from lockstep.strategies.methods.federated.server import parse as parse_server
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.optimizers import modes
 from lockstep.strategies.optimizers.closures import needs_closure
-from lockstep.strategies.sync.buffers import share_buffers
+from lockstep.strategies.sync.buffers import share_model
 from lockstep.strategies.sync.collectives import broadcast
 
 _log = logging.getLogger("lockstep")
@@ -73,7 +70,7 @@ class Federated(ClientSteps):
     """
 
     capabilities = Capabilities(exact=False, local_steps=True, refuses=_REFUSES)
-    sees_whole_gradients = True
+    stays_on_one_rank = sees_whole_gradients = True
 
     def __init__(
         self,
@@ -105,15 +102,6 @@ class Federated(ClientSteps):
         self._fresh = FreshOptimizers([])
         self._optimizers = []
         self._scale, self._samples, self._population = 1.0, 0, 0
-
-    def configure(
-        self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
-    ) -> Strategy:
-        world, kind = environment.detect(), resolve_accelerator(accelerator)
-        num_ranks = resolve_devices(devices, kind) * num_nodes if world is None else world.world_size
-        if num_ranks == 1 and not environment.forces_mesh():
-            self.single_process, self.max_devices = True, 1
-        return super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
 
     def setup(self) -> Topology:
         super().setup()
@@ -147,10 +135,7 @@ class Federated(ClientSteps):
     def wrap(self, model: nn.Module) -> nn.Module:
         model = model.to(self.topology.device)
         if self._in_group:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    dist.broadcast(parameter.data, 0)
-            share_buffers(model.modules())
+            share_model(model)
         return model
 
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:

@@ -34,7 +34,7 @@ class Schedule:
         """Raises ValueError for a file that is not a schedule, FileNotFoundError if there is none."""
         path = Path(path).expanduser()
         if not path.is_file():
-            raise FileNotFoundError(f"replay must be the {NAME} of a run's folder, but there is no file {str(path)!r}")
+            raise FileNotFoundError(f"replay must be the path of a run's {NAME}, but {str(path)!r} does not exist")
         lines = path.read_text().split("\n")[:-1]  # a kill may leave a part of a line
         try:
             head = json.loads(lines[0])
@@ -45,7 +45,7 @@ class Schedule:
                 self.reads[arrival.batch] = arrival.read
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"replay must be the {NAME} of a run's folder, but {str(path)!r} is not: {error}"
+                f"replay must be the path of a run's {NAME}, but {str(path)!r} cannot be read as one: {error}"
             ) from None
 
     def of(self, batch: int) -> list[int]:

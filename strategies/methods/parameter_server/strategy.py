@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,7 +24,7 @@ from lockstep.strategies.methods.parameter_server.server import Post
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.step import weighted_losses
-from lockstep.strategies.sync.buffers import share_buffers
+from lockstep.strategies.sync.buffers import share_model
 
 
 class ParameterServer(SPMDStrategy):
@@ -122,10 +121,7 @@ class ParameterServer(SPMDStrategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         model = model.to(self.topology.device)
         refuse_hooks(self._parameter_hooks)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                dist.broadcast(parameter.data, 0)
-        share_buffers(model.modules())
+        share_model(model)
         self._metrics = [m for m in model.modules() if hasattr(m, "metric_state") and hasattr(m, "_update_count")]
         return model
 

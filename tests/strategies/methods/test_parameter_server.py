@@ -156,10 +156,10 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
 
 
 def test_what_is_not_a_schedule_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no file"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         ParameterServer(replay=tmp_path / "schedule.jsonl")
     (tmp_path / "schedule.jsonl").write_text("[1, 2]\n")
-    with pytest.raises(ValueError, match="replay must be the schedule.jsonl of a run's folder"):
+    with pytest.raises(ValueError, match="replay must be the path of a run.s schedule.jsonl"):
         ParameterServer(replay=tmp_path / "schedule.jsonl")
 
 
