@@ -4,8 +4,8 @@
 
 Each rank trains a small model of the same kind first, so that all code is loaded, and then the model that is measured:
 the highest resident memory of the third step above that before this model was made, of the rank that has most. The
-prediction is the plan's peak, of the rank with the most. `--page` writes the table into docs/planning-accuracy.md.
-Expect three minutes.
+prediction is the plan's peak, of the rank with the most. `--page` writes the table into docs/planning.md.
+Expect up to eleven minutes on two cores.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from examples.gpt import TextModel
+from examples.llama import SIZES, LlamaModel, Size
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
 from lockstep.strategies import DDP, FSDP, MeshParallel, Pipeline, SingleDevice, Strategy, TensorParallel
 from lockstep.trainer.planning import plan
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "planning-accuracy.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "planning.md"
 WARM_STEPS = 2
 STRATEGIES: dict[str, tuple[int, Any]] = {
     "single": (1, SingleDevice),
@@ -49,42 +48,21 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Perceptron(Module):
-    """Most of its memory is parameters; GPT's is activations."""
-
-    def __init__(self, width: int, depth: int):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(64, width), *(Block(width) for _ in range(depth)), nn.Linear(width, 10))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
 def gpt(size: str) -> tuple[Module, DataLoader]:
     width, depth, batch = (256, 4, 16) if size == "large" else (32, 2, 2)
     module = TextModel(width=width, depth=depth, head_width=width // 8, context=128, sample_bytes=0)
     return module, DataLoader(torch.randint(0, 256, (batch * 4 * 8, 129)), batch)
 
 
-def perceptron(size: str) -> tuple[Module, DataLoader]:
-    width, depth, batch = (1024, 4, 512) if size == "large" else (32, 4, 4)
-    data = TensorDataset(torch.randn(batch * 4 * 8, 64), torch.randint(0, 10, (batch * 4 * 8,)))
-    return Perceptron(width, depth), DataLoader(data, batch)
+def llama(size: str) -> tuple[Module, DataLoader]:
+    batch = 4 if size == "large" else 2
+    module = LlamaModel(f"planned {size}", context=128)
+    return module, DataLoader(torch.randint(0, 256, (batch * 4 * 8, 129)), batch)
 
 
-MODELS = {"gpt": gpt, "perceptron": perceptron}
+SIZES["planned small"] = Size(32, 2, 4, 2, 64, 256)
+SIZES["planned large"] = Size(512, 4, 8, 4, 1536, 256)
+MODELS = {"gpt": gpt, "llama": llama}
 
 
 class Resident(Callback):
@@ -168,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare predicted with measured peaks of memory.")
     parser.add_argument("--match", default="", metavar="TEXT", help="only rows whose name contains it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
-    parser.add_argument("--page", action="store_true", help="write the table into docs/planning-accuracy.md")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/planning.md")
     parser.add_argument("--on-rank", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.on_rank:
