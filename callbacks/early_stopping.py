@@ -171,7 +171,8 @@ class EarlyStopping(Callback):
         if self.divergence_threshold is not None and self._better(self.divergence_threshold, self._last):
             return f"{shown} is worse than the divergence threshold {self.divergence_threshold:.6g}"
         if self.wait_count and self.wait_count >= self.patience:
-            return f"{shown}: {self.wait_count} checks in a row without improvement over {best}"
+            checks = "1 check" if self.wait_count == 1 else f"{self.wait_count} checks in a row"
+            return f"{shown}: {checks} without improvement over {best}"
         return None
 
     def _better(self, value: float, than: float) -> bool:

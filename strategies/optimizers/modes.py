@@ -72,8 +72,10 @@ def save_both(
     modal = {key: optimizer for key, optimizer in optimizers.items() if has_modes(optimizer)}
     if not modal:
         return
+    switched: set[str] = set()
     for key, optimizer in modal.items():
         held = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        switched.update(held)
         saved = {name: {"$tensor": f"optimizer/{key}/{name}/train_weights"} for name in held}
         state.meta["optimizers"][key]["train_weights"] = saved
         for name in held:
@@ -81,7 +83,7 @@ def save_both(
                 state.tensors[f"optimizer/{key}/{name}/train_weights"] = state.tensors[f"model/{name}"]
     with evaluated:
         for name, parameter in model.named_parameters():
-            if f"model/{name}" in state.tensors:
+            if name in switched and f"model/{name}" in state.tensors:
                 mine = shard(parameter)
                 assert mine is not None
                 state.tensors[f"model/{name}"] = TensorShard(mine.tensor.clone(), mine.global_shape, mine.offsets)
