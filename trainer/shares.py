@@ -32,7 +32,6 @@ class Shares:
 
     def __init__(self, run: RunState, module: Module) -> None:
         self._run, self._module = run, module
-        self.own: tuple[int, ...] = run.strategy.shares  # type: ignore[attr-defined]
         self.place: tuple[str | int, ...] = ("outside",)
         """Names what is computed now: all random streams are functions of the run's seed and this."""
         self._share: int | None = None
@@ -49,6 +48,11 @@ class Shares:
         self._values: Values = {}
         self._modules: list[nn.Module] = []
         self._users: list[nn.Module] = []
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Those that this rank stands for."""
+        return self._run.strategy.shares  # type: ignore[attr-defined]
 
     def enter(self, share: int, *place: str | int) -> None:
         """Called before each micro-batch: begins its share unless that has begun, and its random streams."""

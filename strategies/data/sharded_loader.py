@@ -227,6 +227,11 @@ class ShardedLoader:
         if share.planned:
             self._source.check_planned(0)
 
+    def set_virtual(self, virtual: Sequence[int]) -> None:
+        """Read the parts of other virtual ranks from the next `windows` on."""
+        share = replace(self._source.share, rank=virtual[0], virtual=tuple(virtual))
+        self._source = source_of(self.loader, share, self._shuffle)
+
     def state_dict(self) -> dict[str, Any]:
         """The state of an iterable dataset that has its own, after the last window read; else {}.
 

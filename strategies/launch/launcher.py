@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,7 +52,14 @@ _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _STOPPED_S = 3.0  # after which a server that stands still by SIGSTOP is continued, and after twice as long given up
 
 
-def launch(fn: Callable[..., T], args: tuple[Any, ...], num_ranks: int, *, grace_s: float = 60.0) -> T:
+def launch(
+    fn: Callable[..., T],
+    args: tuple[Any, ...],
+    num_ranks: int,
+    *,
+    grace_s: float = 60.0,
+    spare: Container[int] = (),
+) -> T:
     """Run `fn(*args)` in `num_ranks` new processes on this node and return what it returned on rank 0.
 
     Each rank gets its own copy of `fn` and `args` (cloudpickle, so classes and functions of a notebook or an unguarded
@@ -64,7 +71,9 @@ def launch(fn: Callable[..., T], args: tuple[Any, ...], num_ranks: int, *, grace
     The exception of a rank is raised here as itself, its traceback there as the cause; a rank that was killed or just
     exited raises RankFailure. The other ranks then get SIGTERM and after 2 s SIGKILL, and so do processes that failed
     ranks have started. Called in the main thread, SIGINT, SIGTERM and SIGUSR1 are passed on to the ranks, which may
-    finish their way within `grace_s` seconds; a third signal kills them. Raises TypeError for what cannot be pickled,
+    finish their way within `grace_s` seconds; a third signal kills them. Where a rank of `spare` is killed in a step,
+    one line names it and the others continue; if they then fail for want of it, its RankFailure is raised.
+    Raises TypeError for what cannot be pickled,
     ValueError for `num_ranks` out of 1 to 200.
     """
     if not 1 <= num_ranks <= forkserver.MAX_RANKS:
@@ -83,7 +92,7 @@ def launch(fn: Callable[..., T], args: tuple[Any, ...], num_ranks: int, *, grace
         stack.callback(os.close, work)
         folder = tempfile.mkdtemp(prefix="lockstep-")  # only this user may enter it
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        ranks = _Ranks(server, num_ranks, folder, program, work)
+        ranks = _Ranks(server, num_ranks, folder, program, work, spare)
         stack.callback(ranks.close)
         return ranks.supervise(grace_s)
 
@@ -91,14 +100,17 @@ def launch(fn: Callable[..., T], args: tuple[Any, ...], num_ranks: int, *, grace
 class _Ranks:
     """The ranks of one launch, as the launcher sees them."""
 
-    def __init__(self, server: forkserver.Server, num_ranks: int, folder: str, program: int, work: int) -> None:
-        self.server = server
+    def __init__(
+        self, server: forkserver.Server, num_ranks: int, folder: str, program: int, work: int, spare: Container[int]
+    ) -> None:
+        self.server, self.spare = server, spare
         self.folder = Path(folder)
         self.running = set(range(num_ranks))
         self.silent = set(self.running)  # have not reported how their work went
         self.open = set(self.running)  # may still report
         self.result: Any = None
         self.failures: list[Failure] = []
+        self.lost: list[Failure] = []  # ranks that the others do without
         self.passed_on: list[int] = []  # signals that the launcher got
         self.requests: list[float] = []  # when: those close together once
         self.sent: list[int] = []  # signals to clean up
@@ -149,7 +161,8 @@ class _Ranks:
                     self._hear_ends(grace_s)
         if not self.failures:
             return self.result
-        raise_failure(min(self.failures, key=lambda failure: (failure.secondary, failure.time)), bool(self.passed_on))
+        first = min(self.failures, key=lambda failure: (failure.secondary, failure.time))
+        raise_failure(self.lost[-1] if self.lost and first.secondary else first, bool(self.passed_on))
 
     def close(self) -> None:
         """Leave no rank behind: the server kills what still runs when this end is shut, and shuts its own when all are
@@ -257,6 +270,12 @@ class _Ranks:
                 else ""
             )
             failure.message = f"rank {rank} was killed by {signal_name(-exitcode)}{place}{hint}"
+            if rank in self.spare and step is not None and not self.failures:
+                self.lost.append(failure)
+                _log.warning(
+                    "%s; the others compute its batches; what it logged in this epoch is lost", failure.message
+                )
+                return
         else:
             failure.message = f"rank {rank} exited with code {exitcode} before its work was done{place}"
         self._note(failure, grace_s)

@@ -14,7 +14,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,12 +25,15 @@ import torch.distributed as dist
 
 from lockstep.strategies.launch.environment import World
 
+_REJOIN = timedelta(seconds=60)
+
 
 def init_process_group(
     world: World | None,
     backend: str | None = None,
     timeout_s: float = 1800.0,
     device: torch.device | None = None,
+    members: Sequence[int] | None = None,
 ) -> None:
     """Join the ranks of `world` in the default process group; every rank calls it. None is a group of this process
     alone.
@@ -40,8 +43,8 @@ def init_process_group(
     `device`, if it is a GPU, is the only one that this rank's NCCL communicators use: they are made here, and not
     guessed later. On one node all sockets are on the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME
     says otherwise, and rank 0 hosts a TCP store, where one is needed, there. On several nodes gloo uses the interface
-    that leads to rank 0's host unless GLOO_SOCKET_IFNAME names another. Ranks may leave and join again. Raises what
-    torch raises where the ranks do not meet.
+    that leads to rank 0's host unless GLOO_SOCKET_IFNAME names another. Ranks may leave and join again, with `members`
+    only these of the world, which get new numbers. Raises what torch raises where the ranks do not meet.
     """
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -58,11 +61,16 @@ def init_process_group(
     timeout = timedelta(seconds=timeout_s)
     if world is not None and world.launcher == "plan":
         backend, device = "fake", None
+    store = dist.HashStore() if world is None else _store(world, timeout)
+    if members:  # one that has died since would be waited for until the timeout
+        assert world is not None
+        store.set(f"member{world.rank}", "")
+        store.wait([f"member{rank}" for rank in members], min(timeout, _REJOIN))
     dist.init_process_group(
         backend,
-        store=dist.HashStore() if world is None else _store(world, timeout),
-        rank=0 if world is None else world.rank,
-        world_size=1 if world is None else world.world_size,
+        store=store,
+        rank=0 if world is None else members.index(world.rank) if members else world.rank,
+        world_size=1 if world is None else len(members) if members else world.world_size,
         timeout=timeout,
         device_id=device if device is not None and device.type == "cuda" else None,
     )

@@ -22,7 +22,7 @@ from lockstep.trainer.run import evaluate, publish, saving
 from lockstep.trainer.run.guards import check_weight
 from lockstep.trainer.run.hooks import is_users, turns
 from lockstep.trainer.setup import prepare
-from lockstep.trainer.setup.own_steps import with_local_steps
+from lockstep.trainer.setup.own_steps import in_its_place, with_local_steps
 from lockstep.trainer.setup.prepare import FitLoop
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
 
 def step_hooks_of(run: RunState, loop: FitLoop, automatic: bool) -> StepHooks:
     """What a strategy calls in a step of this run."""
+    prepare = partial(_prepared, run, loop)
     hooks = StepHooks(
         vote=partial(vote, run),
         log_scope=run.metrics.part,
@@ -91,7 +92,7 @@ def step_hooks_of(run: RunState, loop: FitLoop, automatic: bool) -> StepHooks:
         after_backward=loop.after_backward,
         whole_gradients=any(map(is_users, run.hooks.on_after_backward)),
         parameters=loop.parameters,
-        prepare=partial(_prepared, run, loop),
+        prepare=prepare if run.strategy.capabilities.synchronous else in_its_place(run, prepare),
         streams=run.streams,
         log=run.metrics.log_measured,
         folder=run.log_dir,

@@ -1,9 +1,10 @@
 """How optimizers step if the strategy alone does not know: by the module's `optimizer_step`, with a closure, or within
-a window."""
+a window; and batches that a rank computes after their turn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from lockstep.trainer.module import Module
 from lockstep.trainer.run.hooks import overrides
 
 if TYPE_CHECKING:
+    from lockstep.trainer.progress import Progress
     from lockstep.trainer.run.state import RunState
 
 
@@ -113,3 +115,31 @@ def window_loss(run: RunState, window: Window, training_step: Callable, name: st
             count += float(counted)
     both = run.strategy.all_reduce(torch.stack([total, torch.tensor(count, dtype=torch.float64)]))
     return both[0] / both[1]
+
+
+Prepare = Callable[[Window], Iterator[MicroBatch]]
+
+
+def in_its_place(run: RunState, prepare: Prepare) -> Prepare:
+    """`prepare`, whose windows are computed with the progress that there was when it was called, whenever that is."""
+
+    def prepare_here(window: Window) -> Iterator[MicroBatch]:
+        return _prepared(run, replace(run.progress), prepare(window))
+
+    return prepare_here
+
+
+def _prepared(run: RunState, then: Progress, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    now, metrics = replace(run.progress), run.metrics
+    if now == then:
+        yield from batches
+        return
+    of_run = run.window_is_open, run.batch_idx, run.batch_share
+    of_metrics = metrics.in_batch, metrics.weight, metrics.is_ambiguous
+    run.progress.load_state_dict(then.state_dict())
+    try:
+        yield from batches
+    finally:
+        run.progress.load_state_dict(now.state_dict())
+        run.window_is_open, run.batch_idx, run.batch_share = of_run
+        metrics.in_batch, metrics.weight, metrics.is_ambiguous = of_metrics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.base import Topology
+from lockstep.strategies.methods.parameter_server.dealer import Dealer
 from lockstep.strategies.methods.parameter_server.layout import Layout, spread
-from lockstep.strategies.methods.parameter_server.links import Dealer, Links
+from lockstep.strategies.methods.parameter_server.links import Links
 from lockstep.strategies.methods.parameter_server.schedule import Arrival, Record, Schedule
 from lockstep.strategies.methods.parameter_server.server import Host, Post, Server
 from lockstep.strategies.modules.model_changes import shortened
@@ -111,22 +112,33 @@ class Engine:
                     readers[i][version] += 1
         return readers
 
-    def take(self, clock: int, vote: int) -> tuple[int | None, int]:
-        return self._links.take(clock, vote)
+    @property
+    def spares_ranks(self) -> bool:
+        """Whether others take over what a rank has that dies."""
+        return self._links.spares_ranks
 
-    def read(self, wrapped: nn.Module, batch: int) -> list[int]:
-        """Let the model hold parameters that `batch` may be computed on; their versions by server."""
+    def take(self, clock: int, vote: int, late: bool = False) -> tuple[int | None, int]:
+        return self._links.take(clock, vote, late)
+
+    def meet(self) -> list[int]:
+        return self._links.meet()
+
+    def read(self, batch: int, meanwhile: Callable[[], None]) -> list[int]:
+        """Let the model hold parameters that `batch` may be computed on; their versions by server.
+
+        `meanwhile` is called now and then until they are there; it may compute other batches.
+        """
         self._refuse_changes()
         if self._schedule is not None:
-            return self._put(self._links.read(self._schedule.of(batch), exactly=True))
+            return self._put(self._links.read(self._schedule.of(batch), exactly=True, meanwhile=meanwhile))
         need = max(self.first_clock, batch // self._workers - self._staleness)
-        return self._put(self._links.read([need] * self._num_servers, exactly=False))
+        return self._put(self._links.read([need] * self._num_servers, exactly=False, meanwhile=meanwhile))
 
-    def drain(self, wrapped: nn.Module, clock: int) -> None:
+    def drain(self, clock: int, meanwhile: Callable[[], None]) -> None:
         """Let the model hold what the steps of all clocks before `clock` made."""
         self._refuse_changes()
         self._links.settle()
-        self._put(self._links.read([clock] * self._num_servers, exactly=False))
+        self._put(self._links.read([clock] * self._num_servers, exactly=False, meanwhile=meanwhile))
         self._host.flush()
 
     @torch.no_grad()
@@ -165,7 +177,7 @@ class Engine:
                 "`with trainer.whole(module):`, not in training_step"
             )
 
-    def push(self, wrapped: nn.Module, batch: int, versions: list[int], count: float) -> None:
+    def push(self, batch: int, versions: list[int], count: float) -> None:
         """Send the gradients that the model has; buffers too if the batch is the first of its clock."""
         clock, share = divmod(batch, self._workers)
         flats: dict[int, Tensor] = {}
@@ -221,7 +233,8 @@ class Engine:
         self._host.close()
 
     def abandon(self) -> None:
-        """End this rank's servers after an error, without a message; threads that answer others end with these."""
+        """End this rank's servers after an error; threads that answer others end with these."""
+        self._links.abandon()
         self._host.close()
 
     def _sum_squares(self, squares: dict[int, float]) -> float:

@@ -7,51 +7,22 @@ polled, as `irecv().is_completed()` never turns true on gloo.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.strategies.methods.parameter_server.dealer import Dealer
 from lockstep.strategies.methods.parameter_server.schedule import Arrival
 from lockstep.strategies.methods.parameter_server.server import Host, Push
 
 _ASKS, _ANSWERS = 1, 2
 """Tags: a rank asks its peer's servers while that one asks its own."""
-_TAKE, _READ, _PUSH, _BYE = range(4)
+_TAKE, _READ, _PUSH, _MEET, _BYE, _FAILED = range(6)
 _WAIT_S = 0.2
 """After which a server answers that it has no new version yet, so that a worker can see what has failed."""
-
-
-class Dealer:
-    """Hands out the batches of each clock to whoever is free; rank 0 has it."""
-
-    def __init__(self, workers: int, ranks: int, clock: int) -> None:
-        self._workers, self._ranks, self._first = workers, ranks, clock
-        self._next = (clock + 1) * workers
-        self._own = [[*range(r * workers // ranks, (r + 1) * workers // ranks)] for r in range(ranks)]
-        """Of the first clock every rank gets its part, so that each has logged something."""
-        self._votes = 0
-        self._stops: dict[int, tuple[int, int]] = {}
-        """By clock what all ranks conclude, and how many of them have asked."""
-        self._lock = threading.Lock()
-
-    def take(self, rank: int, clock: int, vote: int) -> tuple[int | None, int]:
-        """The next batch of a clock for `rank`; None if all are handed out, with what the ranks conclude of their votes
-        to stop: what the first one that has finished with the clock knew, the same for all."""
-        with self._lock:
-            self._votes = max(self._votes, vote)
-            if clock == self._first:
-                if self._own[rank]:
-                    return clock * self._workers + self._own[rank].pop(0), 0
-            elif self._next // self._workers == clock:
-                self._next += 1
-                return self._next - 1, 0
-            stop, asked = self._stops.get(clock, (self._votes, 0))
-            self._stops[clock] = stop, asked + 1
-            if asked + 1 == self._ranks:
-                del self._stops[clock]
-            return None, stop
 
 
 class Links:
@@ -69,6 +40,8 @@ class Links:
         ranks, if there are several."""
         self._rank, self._hosts, self._sizes = rank, hosts, sizes
         self._num_servers, self._group = num_servers, group
+        self.spares_ranks = group is not None and not any(hosts)
+        """Whether a rank may die: one without a server, as rank 0 has all."""
         self._threads: list[threading.Thread] = []
         self.host: Host | None = None
         self.dealer: Dealer | None = None
@@ -86,16 +59,29 @@ class Links:
 
     # ---- a worker asks ---------------------------------------------------------------------------------
 
-    def take(self, clock: int, vote: int) -> tuple[int | None, int]:
+    def take(self, clock: int, vote: int, late: bool = False) -> tuple[int | None, int]:
         """`Dealer.take` of rank 0."""
         if self.dealer is not None:
-            return self.dealer.take(self._rank, clock, vote)
-        self._ask(0, _TAKE, clock, vote)
+            return self.dealer.take(self._rank, clock, vote, late)
+        self._ask(0, _TAKE, clock, vote, late)
         batch, stop = self._receive(0, 2).tolist()
         return None if batch < 0 else int(batch), int(stop)
 
-    def read(self, needs: Sequence[int], exactly: bool) -> list[tuple[int, Tensor]]:
-        """Of each server version and values (`Host.read`); waits until they are there."""
+    def meet(self) -> list[int]:
+        """Wait for all ranks that live; return them. Every rank calls it, between steps."""
+        self.settle()
+        if self.dealer is not None:
+            living = self.dealer.meet(self._rank, self._has_failed)
+        else:
+            self._ask(0, _MEET)
+            row = self._receive(0, len(self._sizes)).tolist()
+            living = [rank for rank, lives in enumerate(row) if lives]
+        self._raise_failure()
+        return living
+
+    def read(self, needs: Sequence[int], exactly: bool, meanwhile: Callable[[], None]) -> list[tuple[int, Tensor]]:
+        """Of each server version and values (`Host.read`); waits until they are there, and calls `meanwhile` now and
+        then."""
         found: dict[int, tuple[int, Tensor]] = {}
         waiting = sorted(set(self._hosts))
         while waiting:
@@ -107,9 +93,17 @@ class Links:
                 got = self._own_read(of_q, exactly) if q == self._rank else self._remote_read(q, of_q)
                 found.update(got or {})
             waiting = [q for q in waiting if any(h == q and i not in found for i, h in enumerate(self._hosts))]
-            if self.host is not None and self.host.failure is not None:
-                raise RuntimeError(f"the parameter server of rank {self._rank} has failed") from self.host.failure
+            self._raise_failure()
+            if waiting:
+                meanwhile()
         return [found[i] for i in range(self._num_servers)]
+
+    def _has_failed(self) -> bool:
+        return self.host is not None and self.host.failure is not None
+
+    def _raise_failure(self) -> None:
+        if self.host is not None and self.host.failure is not None:
+            raise RuntimeError(f"the parameter server of rank {self._rank} has failed") from self.host.failure
 
     def push(self, arrival: Arrival, count: float, flats: Mapping[int, Tensor]) -> None:
         """Send a gradient to all servers: of each rank that has any one message; none if the batch has no gradient."""
@@ -118,6 +112,8 @@ class Links:
             flat = flats.get(q)
             if q == self._rank and self.host is not None:
                 self.host.push(arrival, Push(count, flat))
+                if self.dealer is not None:
+                    self.dealer.arrived(q, arrival.batch)
                 continue
             self._ask(q, _PUSH, *arrival.read, arrival.batch, arrival.made, count, flat is not None)
             if flat is not None:
@@ -141,16 +137,23 @@ class Links:
             thread.join()
         self._threads.clear()
 
+    def abandon(self) -> None:
+        """Tell rank 0 that this one ends with an error, and does not wait for an answer."""
+        if self._group is not None and self._rank and self._hosts:
+            with suppress(RuntimeError):  # it has gone before
+                self._last_word = dist.isend(self._row(_FAILED), 0, group=self._group, tag=_ASKS)
+
     # ---- messages --------------------------------------------------------------------------------------
 
     @property
     def _header(self) -> int:
         return 6 + self._num_servers
 
+    def _row(self, kind: int, *numbers: float) -> Tensor:
+        return torch.tensor([kind, *numbers, *[0.0] * (self._header - 1 - len(numbers))], dtype=torch.float64)
+
     def _ask(self, rank: int, kind: int, *numbers: float) -> None:
-        row = torch.zeros(self._header, dtype=torch.float64)
-        row[: 1 + len(numbers)] = torch.tensor([kind, *numbers], dtype=torch.float64)
-        dist.send(row, rank, group=self._group, tag=_ASKS)
+        dist.send(self._row(kind, *numbers), rank, group=self._group, tag=_ASKS)
 
     def _receive(self, rank: int, size: int, dtype: torch.dtype = torch.float64, tag: int = _ANSWERS) -> Tensor:
         got = torch.empty(size, dtype=dtype)
@@ -167,7 +170,7 @@ class Links:
     def _remote_read(self, rank: int, needs: Mapping[int, int]) -> dict[int, tuple[int, Tensor]] | None:
         versions = self._receive(rank, self._num_servers).tolist()
         if versions[0] == -2:
-            raise RuntimeError(f"the parameter server of rank {rank} has failed; see its error")
+            raise RuntimeError(f"the parameter server of rank {rank} has failed: see its own error")
         if versions[0] == -1:
             return None
         flat = self._receive(rank, sum(self._sizes[rank]), torch.uint8)
@@ -182,16 +185,25 @@ class Links:
                 kind, *numbers = self._receive(peer, self._header, tag=_ASKS).tolist()
                 if kind == _BYE:
                     return
+                if kind == _FAILED:
+                    raise RuntimeError(f"rank {peer} has failed: see its own error")
                 if kind == _TAKE:
                     assert self.dealer is not None
-                    batch, stop = self.dealer.take(peer, int(numbers[0]), int(numbers[1]))
+                    batch, stop = self.dealer.take(peer, int(numbers[0]), int(numbers[1]), bool(numbers[2]))
                     self._send(peer, torch.tensor([-1 if batch is None else batch, stop], dtype=torch.float64))
+                elif kind == _MEET:
+                    assert self.dealer is not None
+                    living = self.dealer.meet(peer, self._has_failed)
+                    row = [float(rank in living) for rank in range(len(self._sizes))]
+                    self._send(peer, torch.tensor(row, dtype=torch.float64))
                 elif kind == _READ:
                     self._answer_read(peer, numbers)
                 else:
                     self._answer_push(peer, numbers)
         except BaseException as error:
-            if self.host is not None and self.host.failure is None and not _is_gone(error):
+            if self.dealer is not None and self.spares_ranks and _is_gone(error):
+                self.dealer.died(peer)
+            elif self.host is not None and self.host.failure is None and not _is_gone(error):
                 self.host.failure = error
 
     def _answer_read(self, peer: int, numbers: Sequence[float]) -> None:
@@ -219,6 +231,8 @@ class Links:
         flat = self._receive(peer, host.nbytes, torch.uint8, _ASKS) if has_gradient else None
         read = [int(number) for number in numbers[:size]]
         host.push(Arrival(int(batch), peer, read, int(made)), Push(count, flat))
+        if self.dealer is not None:
+            self.dealer.arrived(peer, int(batch))
 
 
 def _is_gone(error: BaseException) -> bool:

@@ -147,6 +147,10 @@ class Host:
             self._arrived[clock][share] = push
             if self._record is not None:
                 self._record.add(arrival)
+            if self._readers is not None:  # now, as a worker that has read may die
+                for i in self.servers:
+                    self._readers[i][arrival.read[i]] -= 1
+                    self._drop(i)
             self._changed.notify_all()
 
     def read(self, needs: Mapping[int, int], exactly: bool, timeout_s: float) -> dict[int, tuple[int, Tensor]] | None:
@@ -161,9 +165,6 @@ class Host:
             for i, need in needs.items():
                 version = need if exactly else self.version
                 found[i] = version, self.servers[i].snapshots[version]
-                if exactly and self._readers is not None:
-                    self._readers[i][version] -= 1
-                    self._drop(i)
             return found
 
     def post(self, clock: int, post: Post) -> None:

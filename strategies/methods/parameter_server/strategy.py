@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, Strategy
+from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, Strategy, Topology
 from lockstep.strategies.checkpoint_state import Reader, State, gather_state
-from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
-from lockstep.strategies.launch import environment, fault_injection
-from lockstep.strategies.losses import detach
-from lockstep.strategies.methods.parameter_server.data import DealtLoader, Later
+from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
+from lockstep.strategies.launch import environment, launcher, process_group
+from lockstep.strategies.methods.parameter_server.data import DealtLoader
+from lockstep.strategies.methods.parameter_server.dealer import shares_of
 from lockstep.strategies.methods.parameter_server.engine import Engine, Groups, Options
 from lockstep.strategies.methods.parameter_server.refusals import LATER, REFUSES, couples_parameters, refuse_hooks
 from lockstep.strategies.methods.parameter_server.schedule import Schedule
 from lockstep.strategies.methods.parameter_server.server import Post
-from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
+from lockstep.strategies.methods.parameter_server.worker import Worker
 from lockstep.strategies.spmd import SPMDStrategy
-from lockstep.strategies.step import weighted_losses
 from lockstep.strategies.sync.buffers import share_model
+
+T = TypeVar("T")
 
 
 class ParameterServer(SPMDStrategy):
@@ -37,7 +40,8 @@ class ParameterServer(SPMDStrategy):
 
     `staleness`: how many steps the parameters that a batch is computed on may be old.
     `workers`: batches a clock; a multiple of the number of ranks, which it is by default.
-    `servers`: how many ranks hold parameters, rank 0 first; all by default.
+    `servers`: how many ranks hold parameters, rank 0 first; all by default. With 1 the other ranks may die: those that
+        live compute their batches.
     `replay`: the `schedule.jsonl` of a run, which then is repeated bit for bit on any number of ranks that divides its
         workers. It brings `workers`, `servers` and `staleness`.
     `meet_every`: clocks between those in which all ranks wait for each other, to publish what was logged and to see
@@ -74,12 +78,14 @@ class ParameterServer(SPMDStrategy):
         self._clock = 0
         """Clocks that this rank has passed."""
         self._optimizers: dict[str, Optimizer] = {}
-        self._one_server = self._in_step = False
+        self._one_server = self._have_met = False
         self._engine: Engine | None = None
+        self._worker: Worker | None = None
+        self._members: list[int] = []
+        """The ranks that live, by the numbers that they began with."""
+        self._evaluated: list[ShardedLoader] = []
         self._groups: Groups | None = None
         self._post: Post | None = None
-        self._last_batch: Any = None
-        self._metrics: list[Any] = []
 
     # ---- processes -------------------------------------------------------------------------------------
 
@@ -98,11 +104,21 @@ class ParameterServer(SPMDStrategy):
             raise ValueError(f"servers={self._wanted_servers} are more than the {ranks} ranks")
         return chosen
 
+    def launch(self, fn: Callable[..., T], *args: Any) -> T:
+        if not self.starts_ranks:
+            return fn(*args)
+        spare = range(1, self.num_devices) if self._wanted_servers == 1 else ()
+        return launcher.launch(fn, args, self.num_devices, spare=spare)
+
+    def setup(self) -> Topology:
+        topology = super().setup()
+        self._members = [*range(topology.world_size)]
+        return topology
+
     @property
     def shares(self) -> tuple[int, ...]:
         """The workers that this rank stands for in evaluation, and whose batches of the first clock it gets."""
-        number = self.virtual_ranks // self.topology.world_size
-        return tuple(range(self.topology.rank * number, (self.topology.rank + 1) * number))
+        return tuple(shares_of(self.topology.rank, self.topology.world_size, self.virtual_ranks))
 
     @property
     def ranks_meet(self) -> bool:  # type: ignore[override]
@@ -113,16 +129,14 @@ class ParameterServer(SPMDStrategy):
     def teardown(self) -> None:
         if self._engine is not None:
             self._engine.abandon()
-        self._engine = self._groups = None
-        self._clock, self._in_step = 0, False
-        self._optimizers = {}
+        self._engine = self._worker = self._groups = None
+        self._clock, self._optimizers, self._evaluated, self._have_met = 0, {}, [], False
         super().teardown()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         model = model.to(self.topology.device)
         refuse_hooks(self._parameter_hooks)
         share_model(model)
-        self._metrics = [m for m in model.modules() if hasattr(m, "metric_state") and hasattr(m, "_update_count")]
         return model
 
     def teardown_module(self, wrapped: nn.Module) -> None:
@@ -165,6 +179,8 @@ class ParameterServer(SPMDStrategy):
             self._post = None
             if self._clock - self._engine.first_clock <= 2:  # where it is checked that steps move parameters
                 self.synchronize(wrapped)
+            elif self.ranks_meet:
+                self._meet(is_drained=False)
         return True
 
     def _key_of(self, optimizer: Optimizer) -> str:
@@ -173,27 +189,30 @@ class ParameterServer(SPMDStrategy):
     # ---- collectives of the caller ---------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        self._refuse_in_step("all_reduce")
+        self._gather("all_reduce")
         return super().all_reduce(tensor, op)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        self._refuse_in_step("all_gather")
+        self._gather("all_gather")
         return super().all_gather(tensor)
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        self._refuse_in_step("broadcast")
+        self._gather("broadcast")
         return super().broadcast(value, src)
 
     def barrier(self) -> None:
-        self._refuse_in_step("barrier")
+        self._gather("barrier")
         super().barrier()
 
-    def _refuse_in_step(self, what: str) -> None:
-        if self._in_step:
+    def _gather(self, what: str) -> None:
+        """Before a collective of the caller's: all ranks must be between steps, and be alive."""
+        if self._worker is not None and self._worker.computes:
             raise RuntimeError(
                 f"{what} was called while a batch is computed, which other ranks of a parameter server do not compute "
                 "at the same time; call it in a hook such as on_train_epoch_end, or use strategy='ddp'"
             )
+        if self._engine is not None and not self._have_met:
+            self._meet(is_drained=False)
 
     # ---- data ------------------------------------------------------------------------------------------
 
@@ -203,7 +222,7 @@ class ParameterServer(SPMDStrategy):
         """A loader to train on, whose windows are clocks, is given `accumulate`; without, it is one to evaluate."""
         kind = DealtLoader if accumulate else ShardedLoader
         own = tuple(range(self.virtual_ranks)) if accumulate else self.shares
-        return kind(
+        sharded = kind(
             loader,
             rank=own[0],
             size=self.virtual_ranks,
@@ -214,6 +233,8 @@ class ParameterServer(SPMDStrategy):
             sum_over_ranks=None if accumulate else lambda n: int(self.all_reduce(torch.tensor(n))),
             virtual=own,
         )
+        self._evaluated += [] if accumulate else [sharded]
+        return sharded
 
     # ---- one clock -------------------------------------------------------------------------------------
 
@@ -231,93 +252,16 @@ class ParameterServer(SPMDStrategy):
             raise RuntimeError(
                 "a parameter server trains on windows of all workers; give shard_loader the argument accumulate"
             )
-        engine, number = self._running(wrapped, hooks), len(window.micro_batches) // self.virtual_ranks
-        of_share = [window.micro_batches[i * number : (i + 1) * number] for i in range(self.virtual_ranks)]
-        window.micro_batches, window.num_shares = [], 1
-        prepared: Iterator[MicroBatch] | None = None
-        self._in_step = True
-        while True:
-            batch, stop = engine.take(self._clock, hooks.vote().stop)
-            if batch is None:
-                break
-            versions = engine.read(wrapped, batch)
-            mine = [part for part in of_share[batch % self.virtual_ranks] if part.num_samples]
-            count = 0.0
-            for micro_batch in mine:
-                if isinstance(micro_batch.batch, Later):
-                    micro_batch.batch = micro_batch.batch()
-            if mine:
-                self._last_batch = mine[-1].batch
-                window.micro_batches += mine
-                if prepared is None:
-                    prepared = iter(window.micro_batches if hooks.prepare is None else hooks.prepare(window))
-                count = self._compute(wrapped, step_fn, len(mine), prepared, window.num_samples, hooks)
-            engine.push(wrapped, batch, versions, count)
-            if hooks.log is not None:
-                for name, how in (("staleness", "mean"), ("staleness_max", "max")):
-                    hooks.log(name, float(self._clock - min(versions)), how, float(bool(mine)))
-        if prepared is None:
-            window.micro_batches.append(MicroBatch(self._last_batch, 0))
-            prepared = iter(window.micro_batches if hooks.prepare is None else hooks.prepare(window))
-        for _ in prepared:
-            pass
-        self._in_step = False
+        num_samples, worker, self._have_met = window.num_samples, self._running(wrapped, hooks), False
+        stop = worker.clock(self._clock, window, step_fn, hooks)
         self._clock += 1
-        self._post = Post(window.num_samples, {})
+        self._post = Post(num_samples, {})
         return StepResult(1.0, stop, None)
-
-    def _compute(
-        self,
-        wrapped: nn.Module,
-        step_fn: StepFn,
-        number: int,
-        prepared: Iterator[MicroBatch],
-        num_samples: int,
-        hooks: StepHooks,
-    ) -> float:
-        """Leave the gradient of a batch, of `number` micro-batches, in `.grad`; return what its losses count."""
-        for parameter in self._watched:
-            parameter.grad = None
-        counted = 0.0
-        for _ in range(number):
-            micro_batch = next(prepared)
-            updates = [metric._update_count for metric in self._metrics]
-            marks = gradient_marks(self._watched)
-            with self.precision.autocast(self.topology.device):
-                output = step_fn(micro_batch.batch, micro_batch.batch_idx)
-            if marks != gradient_marks(self._watched):
-                raise own_backward(remarked(wrapped.named_parameters(), marks))
-            if updates != [metric._update_count for metric in self._metrics]:
-                raise RuntimeError(
-                    "training_step updates a torchmetrics object, whose state cannot be put together where batches are "
-                    "handed out to whoever is free; log values with self.log, or update it in validation"
-                )
-            losses, count = weighted_losses(output, micro_batch.num_samples, 1 / num_samples, hooks.parameters)
-            counted += count
-            micro_batch.output = detach(output)
-            if fault_injection.plan is not None:
-                fault_injection.fault("backward")
-            for j, (value, inputs, returned) in enumerate(losses):
-                if not bool(value.isfinite()):
-                    raise self._not_finite("the loss")
-                if hooks.before_backward is not None:
-                    hooks.before_backward(returned)
-                value.backward(retain_graph=j < len(losses) - 1, inputs=inputs)
-        for name, parameter in wrapped.named_parameters():
-            if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-                raise self._not_finite(f"the gradient of {name}")
-        return counted
-
-    def _not_finite(self, what: str) -> FloatingPointError:
-        return FloatingPointError(
-            f"{what} is NaN or infinite in a batch of step {self._clock} on rank {self.topology.rank}; no parameter "
-            "was changed by it"
-        )
 
     # ---- servers ---------------------------------------------------------------------------------------
 
-    def _running(self, wrapped: nn.Module, hooks: StepHooks) -> Engine:
-        if self._engine is None:
+    def _running(self, wrapped: nn.Module, hooks: StepHooks) -> Worker:
+        if self._engine is None or self._worker is None:
             servers = 1 if self._one_server else self._wanted_servers or self.topology.world_size
             options = Options(self.virtual_ranks, servers, self.staleness)
             self._groups = self._groups or Groups.make(servers, self.topology.world_size)
@@ -331,14 +275,49 @@ class ParameterServer(SPMDStrategy):
                 hooks.folder,
                 self._groups,
             )
-        return self._engine
+            place, forward = f"rank {self.topology.rank}", partial(self.precision.autocast, self.topology.device)
+            self._worker = Worker(self._engine, wrapped, self._optimizers, self.virtual_ranks, place, forward)
+        return self._worker
 
     def synchronize(self, wrapped: nn.Module) -> None:
         """Wait for the steps of all clocks so far, and let the model hold what they made. Every rank calls it, between
         steps."""
-        if self._engine is not None:
-            self._engine.drain(wrapped, self._clock)
-            self.barrier()  # else a rank could compute on before another one has read
+        if self._engine is not None and self._worker is not None:
+            self._engine.drain(self._clock, self._worker.help)
+            self._meet(is_drained=True)  # else a rank could compute on before another one has read
+
+    def _meet(self, is_drained: bool) -> None:
+        """Wait for the other ranks, before they call collectives; without those that have died since they met last."""
+        engine, worker = self._engine, self._worker
+        assert engine is not None and worker is not None
+        self._have_met = True
+        if not engine.spares_ranks:
+            if is_drained:
+                self.barrier()
+            return
+        living = engine.meet()
+        if len(living) == self.topology.world_size:
+            return
+        if not is_drained:
+            engine.drain(self._clock, worker.help)
+            living = engine.meet()
+        self._dissolve()
+        self._members = [self._members[rank] for rank in living]
+        self._rejoin(living.index(self.topology.rank), len(living))
+
+    def _rejoin(self, rank: int, world_size: int) -> None:
+        """Join a new process group of `self._members`; ranks get new numbers."""
+        self._groups = None
+        if self._agreement is not None:
+            self._agreement.close()
+            self._agreement = None
+        process_group.destroy_process_group()
+        self.topology = replace(self.topology, rank=rank, data_rank=rank, world_size=world_size, data_size=world_size)
+        backend = "cpu:gloo,cuda:nccl" if self.topology.device.type == "cuda" else "gloo"
+        world, device = environment.detect(), self.topology.device
+        process_group.init_process_group(world, backend, self.timeout_s, device, self._members)
+        for loader in self._evaluated:
+            loader.set_virtual(self.shares)
 
     def _dissolve(self) -> None:
         """End the servers, all of whose steps are done, and give the optimizers their state; the next step starts
@@ -348,7 +327,7 @@ class ParameterServer(SPMDStrategy):
         with self._engine.shown():
             states = {key: optimizer.state for key, optimizer in self._optimizers.items()}
         self._engine.close()
-        self._engine = None
+        self._engine = self._worker = None
         for key, state in states.items():
             self._optimizers[key].state = state
 

@@ -24,7 +24,7 @@ from lockstep import Trainer
 from lockstep.callbacks import Callback, GradientNorm, Guard, LRFinder, ModelCheckpoint
 from lockstep.strategies import ParameterServer
 from lockstep.strategies.data.sharded_loader import ShardedLoader
-from lockstep.strategies.methods.parameter_server.links import Dealer
+from lockstep.strategies.methods.parameter_server.dealer import Dealer
 from lockstep.strategies.methods.parameter_server.schedule import Arrival, Record, Schedule
 from tests.strategies.methods.served import Rows, Toy, difference, fit, plain
 
