@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import partial_gradient, shortened
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
+from lockstep.strategies.modules.unused_parameters import refuse_unstepped
 from lockstep.strategies.replica import Replica
 from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
@@ -24,6 +26,7 @@ from lockstep.strategies.sync.all_reduce import ALGORITHMS, AllReduce
 from lockstep.strategies.sync.buffers import share_buffers, share_model
 from lockstep.strategies.sync.compression.compressor import Compressor
 from lockstep.strategies.sync.compression.names import REFUSES, compressor
+from lockstep.strategies.sync.step_agreement import StepAgreement
 
 
 class DDP(SPMDStrategy):
@@ -80,6 +83,7 @@ class DDP(SPMDStrategy):
             renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
             self._options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
         self._first_window = True
+        self._optimizers: Collection[Optimizer] = ()
         self.shares_buffers, self._stale_buffers = broadcast_buffers, False
         self._synced: list[nn.Module] = []
         if all_reduce != "auto" and (all_reduce not in ALGORITHMS or compress is not None):
@@ -117,7 +121,21 @@ class DDP(SPMDStrategy):
         share_model(model)
         return Replica(model, self._options, reduces=False)
 
+    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+        assert isinstance(wrapped, Replica)
+        self._optimizers = optimizers.values()
+        if optimizers:
+            self._wrap_stepped(wrapped)
+        return super().setup_optimizers(wrapped, optimizers)
+
+    def _wrap_stepped(self, wrapped: Replica) -> None:
+        """Let DDP wait for the gradients of what the optimizers step now."""
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        if wrapped.wrap_stepped({id(p) for group in groups for p in group["params"]}):
+            self._first_window = True
+
     def teardown(self) -> None:
+        self._optimizers = ()
         if self._all_reduce is not None:
             self._all_reduce.close()
             self._all_reduce = None
@@ -134,6 +152,8 @@ class DDP(SPMDStrategy):
         self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
     ) -> StepResult:
         assert isinstance(wrapped, Replica)
+        if wrapped.unstepped:
+            self._wrap_stepped(wrapped)
         wrapped.begin_window()
         self._stale_buffers = self.shares_buffers
         if self.compressor is not None and self.shares_buffers:  # as torch's DDP does
@@ -165,6 +185,8 @@ class DDP(SPMDStrategy):
 
     def load_extra_state(self, wrapped: nn.Module, saved: dict[str, Any]) -> None:
         assert isinstance(wrapped, Replica)
+        if wrapped.unstepped:  # groups that the saved run added
+            self._wrap_stepped(wrapped)
         if isinstance(order := saved.get("bucket_order"), list):
             wrapped.lay_out(order)
 
@@ -237,11 +259,21 @@ class DDP(SPMDStrategy):
             )
         control = self._agreement
         assert isinstance(wrapped, Replica)
+        if wrapped.unstepped and control is not None:
+            self._refuse_unstepped(wrapped, control)
         asks = wrapped.used is not None
         if asks and control is not None and control.first_rank(wrapped.stood_in) is not None:
             wrapped.drop_unused()
         if self._compression is not None:
             self._compression.reduce_into(self._watched, [[p.grad for p in self._watched]], 1.0)
+
+    def _refuse_unstepped(self, wrapped: Replica, agreement: StepAgreement) -> None:
+        """Raise ValueError, on all ranks, if one has a gradient of a parameter that no optimizer steps, which DDP has
+        not reduced."""
+        reached = wrapped.reached()
+        first = agreement.first_rank(bool(reached))
+        if first is not None:
+            refuse_unstepped(self.broadcast(reached, first))
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
         assert isinstance(wrapped, Replica)

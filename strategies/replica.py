@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.strategies.base import Loss, StepFn, StepHooks
 from lockstep.strategies.launch.process_group import plain_group
-from lockstep.strategies.modules.model_changes import partial_gradient
-from lockstep.strategies.modules.unused_parameters import drop_unused, refuse_unused
+from lockstep.strategies.modules.model_changes import gradient_marks, partial_gradient, remarked
+from lockstep.strategies.modules.unused_parameters import drop_unused, refuse_unstepped, refuse_unused
 from lockstep.strategies.sync.all_reduce import AllReduce
 from lockstep.strategies.sync.collectives import sum_gradients
 
@@ -42,6 +42,10 @@ class Replica(nn.Module):
         self._reduces = reduces
         self._all_reduce = all_reduce
         self._trained: dict[str, nn.Parameter] = {}
+        self.unstepped: dict[str, nn.Parameter] = {}
+        """The trainable parameters that no optimizer steps, such as those of a target network: DDP does not wait for
+        their gradients."""
+        self._marks: list[int | None] = []
         self._watches: list[Any] = []
         self._reduced = True
         self._stands_in = False
@@ -57,12 +61,20 @@ class Replica(nn.Module):
     def wrap(self, **options: Any) -> None:
         """Build DDP for the parameters that are trained now. Every rank calls it."""
         self.unwrap()
-        self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.unstepped = {name: p for name, p in self.unstepped.items() if p.requires_grad}
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._trained = {name: p for name, p in trained.items() if name not in self.unstepped}
         self._order, self._order_is_known = [], False
         if not self._trained or not self._reduces:
             return
         group = plain_group() if dist.get_debug_level() == dist.DebugLevel.DETAIL else None
-        ddp = DistributedDataParallel(_Step(self), process_group=group, **self._ddp_options, **options)
+        try:
+            for parameter in self.unstepped.values():  # DDP reduces what requires a gradient now
+                parameter.requires_grad_(False)
+            ddp = DistributedDataParallel(_Step(self), process_group=group, **self._ddp_options, **options)
+        finally:
+            for parameter in self.unstepped.values():
+                parameter.requires_grad_(True)
         ddp.register_comm_hook(group, lambda state, bucket: self._sum(state, bucket))  # torch compares annotations
         self.__dict__["ddp"] = ddp  # no submodule: its parameters are the model's
         if self.used is not None:
@@ -80,6 +92,16 @@ class Replica(nn.Module):
         if self.ddp is not None:
             return self.ddp(step_fn, batch, batch_idx)
         return None if step_fn is None else step_fn(batch, batch_idx)
+
+    def wrap_stepped(self, stepped: Collection[int]) -> bool:
+        """Let DDP wait for the gradients of parameters with these ids only; whether that changed anything. Every rank
+        calls it."""
+        unstepped = {name: p for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in stepped}
+        changed = unstepped.keys() != self.unstepped.keys()
+        if changed:
+            self.unstepped = unstepped
+            self.wrap(init_sync=False)
+        return changed
 
     def bucket_order(self) -> list[str] | None:
         """The trained parameters in the order in which they are in DDP's buckets; None before a step has settled it.
@@ -125,8 +147,13 @@ class Replica(nn.Module):
 
     def begin_window(self) -> None:
         self._reduced, self.stood_in, self._sums_each, self.micro_batches = False, False, False, 0
+        self._marks = gradient_marks(self.unstepped.values())
         if self.used is not None:
             self.used.clear()
+
+    def reached(self) -> list[str]:
+        """The names of parameters that got a gradient in this window on this rank, though no optimizer steps them."""
+        return remarked(self.unstepped.items(), self._marks)
 
     def sum_each(self, hooks: StepHooks, number: int) -> StepHooks:
         """Let a hook see after each of `number` micro-batches the gradient of all ranks so far, not of this one only.
@@ -180,6 +207,8 @@ class Replica(nn.Module):
         """Raise RuntimeError if the last backward left parameters without a gradient, for which the others may wait."""
         if self._reduced or self.ddp is None:
             return
+        if reached := self.reached():
+            refuse_unstepped(reached)
         unused = [name for name, p in self._trained.items() if p.grad is None]
         try:
             # says which parameters are missing, also if an earlier backward had them

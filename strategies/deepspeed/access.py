@@ -60,9 +60,10 @@ class Access:
     def end_engine(self, *_: Any) -> None:
         self.is_users = self._outer.pop()
 
-    def guard(self, name: str, parameter: nn.Parameter) -> None:
-        """Watch a parameter that the engine holds, until `release`."""
+    def guard(self, name: str, parameter: nn.Parameter, stepped: bool) -> None:
+        """Watch a parameter that the engine holds, until `release`; the gradient too if its optimizer steps it."""
         vars(parameter)["zero_access"] = self
+        vars(parameter)["zero_stepped"] = stepped
         vars(parameter)["zero_name"] = name
         cut = hasattr(parameter, "ds_id")
         vars(parameter)["zero_class"] = type(parameter)
@@ -75,7 +76,7 @@ class Access:
         """Make it a plain parameter again."""
         if isinstance(parameter, _Guarded):
             parameter.__class__ = vars(parameter)["zero_class"]
-            for key in ("zero_access", "zero_class", "zero_name"):
+            for key in ("zero_access", "zero_class", "zero_name", "zero_stepped"):
                 del vars(parameter)[key]
 
     def _as_engine(self, verb: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -89,6 +90,7 @@ class _Guarded:
     __slots__ = ()
     zero_access: Access | None = None  # a copy has none
     zero_name = ""
+    zero_stepped = False
 
     @property
     def grad(self) -> Tensor | None:
@@ -106,7 +108,7 @@ class _Guarded:
 
     def _check_gradient(self) -> None:
         access = self.zero_access
-        if access is not None and access.is_users and access.hides_gradients:
+        if access is not None and self.zero_stepped and access.is_users and access.hides_gradients:
             raise RuntimeError(
                 f"the gradient of {self.zero_name} is in DeepSpeed's engine, in pieces, and not in .grad; read or "
                 "change it within "

@@ -27,6 +27,7 @@ class Partitions:
     def begin_window(self) -> None:
         """Empty what the engine would add gradients to, or take for this window's."""
         if self.stage == 3:
+            self.adopt_weights()  # the engine frees what no optimizer steps with the backward
             # a parameter without gradient would be stepped by its last one
             self._engine.optimizer.grad_partitions_flat_buffer.zero_()
         elif self._offloads:

@@ -110,9 +110,10 @@ class ZeroStep(nn.Module):
         else:
             name = "reduce_gradients" if self.stage == 1 else "overlapping_partition_gradients_reduce_epilogue"
             setattr(engine.optimizer, name, functools.partial(self._reduce_all, getattr(engine.optimizer, name)))
+        stepped = set(map(id, trained))
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad or hasattr(parameter, "ds_id"):
-                self.access.guard(name, parameter)
+            if id(parameter) in stepped or hasattr(parameter, "ds_id"):
+                self.access.guard(name, parameter, id(parameter) in stepped)
 
     def release(self, keep: bool) -> None:
         """Take the engine off; with `keep` the model holds its weights, whole. Every rank calls it."""
@@ -202,6 +203,7 @@ class ZeroStep(nn.Module):
         return Loss(value * 0, 0)
 
     def evaluate(self, call: Callable[[], Any]) -> Any:
+        self.partitions.adopt_weights()
         self.call = call
         self._through_engine(self._output)
         self._end_forward()

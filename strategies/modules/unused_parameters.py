@@ -19,6 +19,14 @@ def refuse_unused(names: Sequence[str], strategy: str) -> NoReturn:
     )
 
 
+def refuse_unstepped(names: Sequence[str]) -> NoReturn:
+    """Raise for parameters that a gradient has reached, though no optimizer steps them."""
+    raise ValueError(
+        f"no optimizer steps {shortened(names, 5)}, so training would leave them as they are, though they get "
+        "gradients; give them to one, or freeze them (requires_grad_(False))"
+    )
+
+
 def refuse_unequal(names: Sequence[str], masks: Tensor) -> NoReturn:
     """Raise for parameters that got a gradient on some ranks only.
 

@@ -157,8 +157,8 @@ def _found(model: nn.Module) -> tuple[str, nn.Module]:
             raise ValueError(
                 f"a pipeline needs one module that holds every trainable parameter and is called once a step, "
                 f"but they are in {', '.join(places)} of {type(model).__name__}, "
-                "which has no forward; put them into one submodule, or define forward and call self(...) in "
-                "training_step"
+                "which has no forward; put them into one submodule, define forward and call self(...) in "
+                "training_step, or freeze what no optimizer steps, such as a target network (requires_grad_(False))"
             )
 
 

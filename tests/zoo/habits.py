@@ -170,6 +170,29 @@ class TargetInTheStep(Shadowed):
 
 
 @habit
+class LoadedTarget(Plain):
+    """A trainable target network that no optimizer steps, loaded in on_train_batch_end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.net)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            target = self.target(batch[0])
+        loss = (self.net(batch[0]) - 0.9 * target - batch[0][:, :4]).square().mean()
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step % 2 == 0:
+            self.target.load_state_dict(self.net.state_dict())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net.parameters(), lr=0.02, weight_decay=0.1, eps=1e-3)
+
+
+@habit
 class SwappedForValidation(Shadowed):
     """Averaged weights swapped in for validation."""
 

@@ -61,7 +61,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
                 if steps:
                     set_phase(progress.global_step, "optimizer step")
                     if guards.unowned:
-                        guards.check_unowned()
+                        guards.check_unowned(optimizers)
                     moving = guards.watches and guards.before_step(optimizers)
                     for optimizer, handle in zip(optimizers, handles, strict=True):
                         for hook in hooks.on_before_optimizer_step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from lockstep.callbacks.guard import check_replicas, fingerprint
 from lockstep.strategies.base import Loss
 from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.modules.model_changes import shortened
+from lockstep.strategies.modules.unused_parameters import refuse_unstepped
 from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.run import saving
 
@@ -29,7 +31,7 @@ _log = logging.getLogger("lockstep")
 class Guards:
     """The guards of one fit; the loop asks them only where something is to be decided."""
 
-    def __init__(self, run: RunState, module: Module, watches: bool, unowned: list[str]) -> None:
+    def __init__(self, run: RunState, module: Module, watches: bool, unowned: Collection[str]) -> None:
         self.run = run
         self.module = module
         self.options = run.guard
@@ -40,8 +42,9 @@ class Guards:
         """Whether what a window logs may have to be forgotten."""
         self.watches = watches
         """Whether no step has been seen yet to move a parameter."""
-        self.unowned = unowned
-        """The trainable parameters that no optimizer steps, until a step has shown whether a gradient reaches them."""
+        self.unowned = {name: p for name, p in module.named_parameters() if name in unowned}
+        """The trainable parameters that no optimizer steps."""
+        self._noted = False
         self._logged: list[Any] = []
         self._before: list[int] | None = None
         self._still: str = ""
@@ -137,23 +140,22 @@ class Guards:
                 "an older checkpoint"
             )
 
-    def check_unowned(self) -> None:
-        """After the first backward: raise ValueError if a gradient has reached a parameter that no optimizer steps.
+    def check_unowned(self, optimizers: Sequence[Optimizer]) -> None:
+        """After a backward: raise ValueError if a gradient has reached a parameter that no optimizer steps.
 
         Without one it is used without gradients, as a target network is, which is logged once.
         """
-        parameters = dict(self.module.named_parameters())
-        reached = [name for name in self.unowned if name in parameters and parameters[name].grad is not None]
-        names = reached or self.unowned
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        self.unowned = []
-        if reached:
-            raise ValueError(
-                f"no optimizer steps {shown}, so training would leave them as they are, though they get gradients; "
-                "give them to one, or freeze them (requires_grad_(False))"
-            )
-        if self.run.is_global_zero:
-            _log.info(f"no optimizer steps {shown}, and no gradient reaches them: training leaves them as they are")
+        if not self._noted:
+            self._noted = True
+            if self.run.is_global_zero and all(p.grad is None for p in self.unowned.values()):
+                names = shortened([*self.unowned], 5)
+                _log.info(f"no optimizer steps {names}, and no gradient reaches them: training leaves them as they are")
+        reached = [name for name, p in self.unowned.items() if p.grad is not None]
+        if reached:  # perhaps after an optimizer got them
+            owned = _owned(optimizers)
+            self.unowned = {name: p for name, p in self.unowned.items() if id(p) not in owned}
+            if reached := [name for name in reached if name in self.unowned]:
+                refuse_unstepped(reached)
 
     def before_step(self, optimizers: Sequence[Optimizer]) -> bool:
         """Record the parameters before they move for the first time; whether a gradient on this rank is not
@@ -228,7 +230,6 @@ def check_ownership(module: Module, optimizers: Mapping[str, Optimizer]) -> list
     """Return the trainable parameters of the wrapped module that no optimizer holds; raise ValueError if one holds a
     tensor that is not a parameter of the module."""
     names = {id(p): name for name, p in module.named_parameters()}
-    owned: set[int] = set()
     for key, optimizer in optimizers.items():
         for i, group in enumerate(optimizer.param_groups):
             for j, parameter in enumerate(group["params"]):
@@ -239,8 +240,12 @@ def check_ownership(module: Module, optimizers: Mapping[str, Optimizer]) -> list
                         f"(number {j} of group {i}, shape {list(parameter.shape)}): build optimizers in "
                         "configure_optimizers, of self.parameters()"
                     )
-                owned.add(id(parameter))
+    owned = _owned(optimizers.values())
     return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in owned]
+
+
+def _owned(optimizers: Iterable[Optimizer]) -> set[int]:
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
 def check_weight(run: RunState, window: Window, micro_batch: MicroBatch) -> None:

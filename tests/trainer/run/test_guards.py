@@ -175,7 +175,7 @@ def test_a_run_can_go_back_to_its_newest_checkpoint(
     make: Callable[[], Strategy], devices: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     guard = Guard(non_finite="roll_back")
-    saver = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
+    saver = ModelCheckpoint(every_n_train_steps=2)
     run = quiet(
         strategy=make(),
         devices=devices,
@@ -284,6 +284,7 @@ class Target(Net):
     """A Q-learner: its target network has trainable parameters that are used without gradients."""
 
     def __init__(self) -> None:
+        torch.manual_seed(0)
         super().__init__()
         self.target = copy.deepcopy(self.net)
 
@@ -313,17 +314,51 @@ def test_parameters_without_a_gradient_need_no_optimizer(caplog: pytest.LogCaptu
     )
 
 
+class LaterGradient(Target):
+    """A gradient reaches the target in the third step, on the last rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2 and self.trainer.global_rank == self.trainer.world_size - 1:
+            loss = loss + self.target(batch[0]).square().mean()
+        return loss
+
+
+class GivenLater(LaterGradient):
+    """The optimizer gets the target before that."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.optimizers().add_param_group({"params": [*self.target.parameters()], "lr": 0.05})
+
+
+def test_a_gradient_that_reaches_such_parameters_in_a_later_step() -> None:
+    module = LaterGradient()
+    with pytest.raises(ValueError, match=r"no optimizer steps target.0.weight, .*, so training would leave them"):
+        quiet(accelerator="cpu", devices=1).fit(module, loader())
+    expected = module.net[0].weight.clone()
+    module = LaterGradient()
+    quiet(accelerator="cpu", devices=1, max_steps=2).fit(module, loader())
+    assert torch.equal(module.net[0].weight, expected)
+    quiet(accelerator="cpu", devices=1, max_steps=3).fit(GivenLater(), loader())
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", [DDP(find_unused_parameters=True), "fsdp"])
-def test_a_target_network_is_the_same_on_several_ranks(strategy: Any) -> None:
-    modules = []
-    for options in ({"devices": 1}, {"devices": 2, "strategy": strategy}):
-        torch.manual_seed(0)
-        module = Target()
-        quiet(accelerator="cpu", precision="64-true", split_batches=True, **options).fit(module, loader())
-        modules.append(module)
-    for one, other in zip(weights(modules[0]), weights(modules[1]), strict=True):
+def test_a_target_network_under_ddp(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "split_batches": True}
+    modules = [Target(), Target(), Target()]
+    quiet(devices=1, **options).fit(modules[0], loader())
+    quiet(devices=2, strategy="ddp", **options).fit(modules[1], loader())
+    saving = ModelCheckpoint(dirpath=str(tmp_path), every_n_train_steps=2)
+    quiet(devices=2, strategy="ddp", callbacks=[saving], max_steps=2, enable_checkpointing=True, **options).fit(
+        Target(), loader()
+    )
+    quiet(devices=2, strategy="ddp", **options).fit(modules[2], loader(), ckpt_path=saving.best_model_path)
+    for one, other, resumed in zip(*map(weights, modules), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+        assert torch.equal(other, resumed)
+    with pytest.raises(ValueError, match=r"no optimizer steps target.0.weight"):
+        quiet(devices=2, strategy="ddp", **options).fit(LaterGradient(), loader())
 
 
 def test_an_optimizer_of_other_parameters() -> None:
