@@ -74,6 +74,7 @@ class Engine:
         """The parameters that no optimizer steps, and what tells whether user code has changed them."""
         tensors |= dict(wrapped.named_buffers())
         self._places = {name: _place(wrapped, name) for name, _ in wrapped.named_buffers()}
+        self._names = list(tensors)
         self._parts = spread(tensors, num_servers)
         self._layouts = [Layout(part) for part in self._parts]
         self._last: list[Tensor] = []
@@ -93,7 +94,7 @@ class Engine:
         if self._rank == 0 and folder is not None:
             record = Record(folder, options._asdict(), clock * self._workers)
         self._num_servers = num_servers
-        self._host = Host(mine, self._workers, clock, self._sum_squares, self._readers(clock), record)
+        self._host = Host(mine, self._workers, clock, self._total_norm, self._readers(clock), record)
         sizes = [
             [layout.nbytes for layout, host in zip(self._layouts, self._hosts, strict=True) if host == rank]
             for rank in range(world_size)
@@ -237,14 +238,18 @@ class Engine:
         self._links.abandon()
         self._host.close()
 
-    def _sum_squares(self, squares: dict[int, float]) -> float:
-        """Their sum over all servers, in one order; the threads of all ranks call it."""
-        row = torch.zeros(self._num_servers, dtype=torch.float64)
-        for i, square in squares.items():
-            row[i] = square
+    def _total_norm(self, norms: Mapping[int, Mapping[int, Tensor]]) -> Tensor:
+        """The norm of all tensors, of those of each own server by place; its bits do not depend on which server has
+        which. The threads of all ranks call it."""
+        places = {name: i for i, name in enumerate(self._names)}
+        rows = torch.zeros(2, len(places), dtype=torch.float64)  # second row: whether there is one
+        for server, of_server in norms.items():
+            names = list(self._parts[server])
+            for place, norm in of_server.items():
+                rows[:, places[names[place]]] = torch.stack([norm.double(), norm.new_ones((), dtype=torch.float64)])
         if self._norms is not None:
-            dist.all_reduce(row, group=self._norms)
-        return float(sum(row.tolist()))
+            dist.all_reduce(rows, group=self._norms)
+        return torch.linalg.vector_norm(rows[0, rows[1] > 0])
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:

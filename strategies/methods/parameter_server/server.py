@@ -85,8 +85,11 @@ class Server:
             for i, group in groups:
                 put(group, post.numbers.get(key, {}).get(i, {}))
 
-    def gradients(self, key: str) -> list[Tensor]:
-        return [p.grad for _, group in self.groups.get(key, ()) for p in group["params"] if p.grad is not None]
+    def norms(self, key: str) -> dict[int, Tensor]:
+        """The norm of each gradient, by the parameter's place in `tensors`."""
+        stepped = set(map(id, self.parameters(key)))
+        found = {i: t.grad for i, t in enumerate(self.tensors) if id(t) in stepped and t.grad is not None}
+        return dict(zip(found, torch._foreach_norm(list(found.values())), strict=True)) if found else {}
 
     def parameters(self, key: str) -> list[Tensor]:
         return [p for _, group in self.groups.get(key, ()) for p in group["params"]]
@@ -118,13 +121,13 @@ class Host:
         servers: Mapping[int, Server],
         workers: int,
         clock: int,
-        sum_squares: Callable[[dict[int, float]], float],
+        total_norm: Callable[[Mapping[int, Mapping[int, Tensor]]], Tensor],
         readers: Mapping[int, Counter[int]] | None,
         record: Record | None,
     ) -> None:
         self.servers, self.workers, self.version = dict(servers), workers, clock
         self.failure: BaseException | None = None
-        self._sum_squares, self._readers, self._record = sum_squares, readers, record
+        self._total_norm, self._readers, self._record = total_norm, readers, record
         self._changed = threading.Condition()
         self._arrived: dict[int, dict[int, Push]] = defaultdict(dict)
         """By clock what has arrived of it: by share of the clock."""
@@ -261,11 +264,7 @@ class Host:
                 for server in self.servers.values():
                     torch.nn.utils.clip_grad_value_(server.parameters(key), limit)
                 continue
-            squares = {
-                i: float(torch.nn.utils.get_total_norm(server.gradients(key)).double()) ** 2
-                for i, server in self.servers.items()
-            }
-            norm = torch.tensor(math.sqrt(self._sum_squares(squares)), dtype=torch.float64)
+            norm = self._total_norm({i: server.norms(key) for i, server in self.servers.items()})
             for server in self.servers.values():
                 torch.nn.utils.clip_grads_with_norm_(server.parameters(key), limit, norm)
 

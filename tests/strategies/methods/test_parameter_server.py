@@ -124,6 +124,14 @@ def test_replay_is_bitwise_on_1_2_and_4_ranks_with_dropout_and_batch_norm(tmp_pa
         assert Schedule(schedule_of(replayed)).reads == Schedule(schedule_of(trainer)).reads
 
 
+@pytest.mark.ranks
+def test_how_many_servers_there_are_changes_no_bit_of_a_clipped_run(tmp_path: Path) -> None:
+    options = {"optimizer": "AdamW", "norm": True, "gradient_clip_val": 0.3, "samples": 93}
+    of_one, _ = fit(ParameterServer(staleness=0, workers=2, servers=1), tmp_path, devices=2, **options)
+    of_two, _ = fit(ParameterServer(staleness=0, workers=2, servers=2), tmp_path, devices=2, **options)
+    assert difference(of_two, of_one) == 0
+
+
 def test_batches_are_handed_out_clock_by_clock_and_all_ranks_conclude_alike() -> None:
     dealer = Dealer(workers=4, ranks=2, clock=10)
     assert [dealer.take(0, 10, 0)[0] for _ in range(3)] == [40, 41, None]  # its own part of the first
