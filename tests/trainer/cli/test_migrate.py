@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     ModelPruning,
 )
-from pytorch_lightning.cli import LightningCLI
+from pytorch_lightning.cli import LightningArgumentParser
 from lightning.pytorch.demos import WikiText2
 if True:
     from lightning.pytorch.loggers import TensorBoardLogger as Logger, CometLogger
@@ -52,7 +52,7 @@ from lockstep.lightning.pytorch.callbacks import (
     ModelCheckpoint,
     ModelPruning,
 )
-from lockstep.lightning.pytorch.cli import LightningCLI
+from lockstep.lightning.pytorch.cli import LightningArgumentParser
 from lockstep.lightning.pytorch.demos import WikiText2
 if True:
     from lockstep.lightning.pytorch.loggers import TensorBoardLogger as Logger, CometLogger
@@ -61,7 +61,7 @@ if True:
 """
 FOUND = [
     (7, "ModelPruning has no counterpart; call torch.nn.utils.prune"),
-    (9, "LightningCLI has no counterpart; write a YAML file"),
+    (9, "LightningArgumentParser has no counterpart; write a YAML file"),
     (10, "lightning.pytorch.demos has no counterpart"),
     (12, "CometLogger has no counterpart"),
     (18, "Net.training_epoch_end is not called; log in the step"),

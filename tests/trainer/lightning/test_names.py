@@ -49,8 +49,8 @@ def test_names_are_the_same_objects_by_every_path() -> None:
 
 
 def test_a_name_that_is_not_offered_says_what_to_write() -> None:
-    with pytest.raises(ImportError, match=r"^lockstep.lightning has no LightningCLI; write a YAML file and run"):
-        from lockstep.lightning.pytorch.cli import LightningCLI  # noqa: F401
+    with pytest.raises(ImportError, match=r"^lockstep.lightning has no LightningArgumentParser; write a YAML"):
+        from lockstep.lightning.pytorch.cli import LightningArgumentParser  # noqa: F401
     with pytest.raises(ImportError, match=r"StochasticWeightAveraging; use lockstep.callbacks.WeightAveraging"):
         pl.callbacks.StochasticWeightAveraging  # noqa: B018
     with pytest.raises(ImportError, match="Fabric; drive a strategy"):

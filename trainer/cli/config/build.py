@@ -25,17 +25,17 @@ class Run(NamedTuple):
 def build(resolved: Resolved) -> Run:
     """Check everything, then make Trainer, module and datamodule, in this order; the weights follow `trainer.seed`."""
     calls = checked_calls(resolved)
-    trainer = _make(calls.trainer)
+    trainer = make(calls.trainer)
     trainer._run.config = resolved.text
     if calls.seed is not None:
         seed_everything(calls.seed)
-    return Run(trainer, _make(calls.module), _make(calls.data), calls.ckpt_path)
+    return Run(trainer, make(calls.module), make(calls.data), calls.ckpt_path)
 
 
-def _make(calls: Any) -> Any:
+def make(calls: Any) -> Any:
     if isinstance(calls, Call):
-        arguments = {name: _make(value) for name, value in calls.arguments.items()}
+        arguments = {name: make(value) for name, value in calls.arguments.items()}
         return functools.partial(calls.target, **arguments) if calls.as_factory else calls.target(**arguments)
     if isinstance(calls, dict):
-        return {name: _make(value) for name, value in calls.items()}
-    return type(calls)(_make(value) for value in calls) if isinstance(calls, list | tuple) else calls
+        return {name: make(value) for name, value in calls.items()}
+    return type(calls)(make(value) for value in calls) if isinstance(calls, list | tuple) else calls

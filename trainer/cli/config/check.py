@@ -64,16 +64,16 @@ def checked_calls(resolved: Resolved) -> Calls:
     settings = values.get("trainer") or {}
     return Calls(
         trainer=Call(
-            Trainer, _fit_arguments(resolved, ("trainer",), "Trainer", settings, trainer_arguments(), open_ended=False)
+            Trainer, fit_arguments(resolved, ("trainer",), "Trainer", settings, trainer_arguments(), open_ended=False)
         ),
-        module=_check_class(resolved, ("module",), values["module"], Module),
-        data=_check_class(resolved, ("data",), values["data"], DataModule) if values.get("data") else None,
+        module=check_class(resolved, ("module",), values["module"], Module),
+        data=check_class(resolved, ("data",), values["data"], DataModule) if values.get("data") else None,
         ckpt_path=values.get("ckpt_path"),
         seed=settings.get("seed"),
     )
 
 
-def _check_class(
+def check_class(
     resolved: Resolved, key: Key, given: dict[str, Any] | str, base: type, as_factory: bool = False
 ) -> Call:
     """Find the class that `given` names, a subclass of `base`, and check its arguments."""
@@ -85,7 +85,7 @@ def _check_class(
     if as_factory:  # whoever calls the factory gives the first argument: parameters or optimizer
         arguments.pop(next(iter(arguments), ""), None)
     values = {name: value for name, value in given.items() if name != "class"}
-    return Call(target, _fit_arguments(resolved, key, target.__name__, values, arguments, open_ended), as_factory)
+    return Call(target, fit_arguments(resolved, key, target.__name__, values, arguments, open_ended), as_factory)
 
 
 def _import(resolved: Resolved, key: Key, path: Any, base: type) -> type:
@@ -128,7 +128,7 @@ def _raised_at(error: Exception) -> str:
     )
 
 
-def _fit_arguments(
+def fit_arguments(
     resolved: Resolved,
     key: Key,
     owner: str,
@@ -180,13 +180,13 @@ def _fit(resolved: Resolved, key: Key, value: Any, annotation: Any) -> Any:
     if origin is collections.abc.Callable:
         made = parts[-1] if parts else object
         if is_slot(made) and isinstance(value, dict | str):
-            return _check_class(resolved, key, value, typing.get_origin(made) or made, as_factory=True)
+            return check_class(resolved, key, value, typing.get_origin(made) or made, as_factory=True)
         raise _Mismatch
     kind = origin or annotation
     if is_slot(kind):
         # A bare name stands for a class without arguments, except where the name is the strategy's own business.
         if isinstance(value, dict) or (isinstance(value, str) and not issubclass(kind, Strategy)):
-            return _check_class(resolved, key, value, kind)
+            return check_class(resolved, key, value, kind)
         raise _Mismatch
     if kind is None:
         return _accept(value, value is None)
@@ -202,12 +202,12 @@ def _fit(resolved: Resolved, key: Key, value: Any, annotation: Any) -> Any:
 def _fit_class(resolved: Resolved, key: Key, value: Any, kind: type, parts: tuple[Any, ...]) -> Any:
     """`_fit` for a class that takes the value as an argument, an element or itself; `parts` are its type arguments."""
     if kind is datetime.timedelta and isinstance(value, dict):
-        return Call(kind, _fit_arguments(resolved, key, "timedelta", value, _TIMEDELTA, open_ended=False))
+        return Call(kind, fit_arguments(resolved, key, "timedelta", value, _TIMEDELTA, open_ended=False))
     if issubclass(Path, kind) and isinstance(value, str):
         return Path(value)
     if is_dataclass(kind) and isinstance(value, dict):
         arguments, open_ended = arguments_of(kind, object)
-        return Call(kind, _fit_arguments(resolved, key, kind.__name__, value, arguments, open_ended))
+        return Call(kind, fit_arguments(resolved, key, kind.__name__, value, arguments, open_ended))
     if issubclass(kind, tuple) and isinstance(value, list):
         each = parts[:1] * len(value) if len(parts) == 2 and parts[1] is ... else parts or (Any,) * len(value)
         _accept(value, len(each) == len(value))

@@ -29,22 +29,22 @@ def resolve(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Resol
     values: dict[str, Any] = {}
     origins: dict[Key, str] = {}
     for file in files:
-        tree, lines = _read(Path(file))
+        tree, lines = read(Path(file))
         tree, lines = _canonical(tree, lines)
-        values = _merge(values, tree)
+        values = merge(values, tree)
         origins |= lines
     for override in overrides:
-        key, value = _parse_override(override)
+        key, value = parse_override(override)
         _check_top_level(key[0], "command line")
         key = _prefix(key[0]) + key
-        _assign(values, key, value, "command line")
+        assign(values, key, value, "command line")
         origins = {known: origin for known, origin in origins.items() if known[: len(key)] != key} | {
             key: "command line"
         }
-    return Resolved(_interpolate(Resolved(values, origins)), origins, values)
+    return Resolved(interpolate(Resolved(values, origins)), origins, values)
 
 
-def _read(file: Path) -> tuple[dict[str, Any], dict[Key, str]]:
+def read(file: Path) -> tuple[dict[str, Any], dict[Key, str]]:
     """The file's tree and, for every key, "file:line"."""
     import yaml
     from omegaconf import OmegaConf
@@ -104,11 +104,11 @@ def _canonical(tree: dict[str, Any], lines: dict[Key, str]) -> tuple[dict[str, A
                 "keep one of them",
             )
         else:
-            _assign(result, (*section, name), tree[name], origin)
+            assign(result, (*section, name), tree[name], origin)
     return result, {_prefix(key[0]) + key: origin for key, origin in lines.items()}
 
 
-def _parse_override(text: str) -> tuple[Key, Any]:
+def parse_override(text: str) -> tuple[Key, Any]:
     import yaml
     from omegaconf import OmegaConf
 
@@ -127,14 +127,14 @@ def _parse_override(text: str) -> tuple[Key, Any]:
     return tuple(name.split(".")), _string_keys(tree)["value"]
 
 
-def _merge(old: Any, new: Any) -> Any:
+def merge(old: Any, new: Any) -> Any:
     """`new` laid over `old`; see the module's docstring."""
     if not (isinstance(old, dict) and isinstance(new, dict)) or new.get("class", old.get("class")) != old.get("class"):
         return new
-    return {**old, **{name: _merge(old[name], value) if name in old else value for name, value in new.items()}}
+    return {**old, **{name: merge(old[name], value) if name in old else value for name, value in new.items()}}
 
 
-def _assign(tree: dict[str, Any], key: Key, value: Any, origin: str) -> None:
+def assign(tree: dict[str, Any], key: Key, value: Any, origin: str) -> None:
     """Set one key in place, as an override does; sections on the way come into being, list elements do not."""
     node: Any = tree
     for depth, name in enumerate(key):
@@ -153,11 +153,11 @@ def _assign(tree: dict[str, Any], key: Key, value: Any, origin: str) -> None:
         if here == STRATEGY and not last and isinstance(node[index], str):  # options of a strategy given by its name
             node[index] = as_class(node[index]) or node[index]
         if last:
-            node[index] = _merge(node.get(index) if isinstance(node, dict) else node[index], value)
+            node[index] = merge(node.get(index) if isinstance(node, dict) else node[index], value)
         node = node[index]
 
 
-def _interpolate(raw: Resolved) -> dict[str, Any]:
+def interpolate(raw: Resolved) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
