@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.strategies.sync.messages import RingGather, chunks, wait
+
 Node = tuple[int, int]
 """Level and index in the level: (0, l) is learner l."""
 
@@ -59,9 +61,11 @@ def sum_over_learners(
     if ranks == 1:
         ((_, total),) = mine.items()
         return total
+    nodes = [subtrees(learners_of, learners) for learners_of in assignment]
+    if own[0].is_cpu:
+        return _sum_by_messages(mine, nodes, learners, rank, group)
     numel = own[0].numel()
     width = -(-numel // ranks)
-    nodes = [subtrees(learners_of, learners) for learners_of in assignment]
     rows = torch.stack([torch.nn.functional.pad(mine[node], (0, width * ranks - numel)) for node in nodes[rank]])
     sent = rows.view(len(rows), ranks, width).transpose(0, 1).contiguous()
     received = rows.new_empty(sum(map(len, nodes)), width)
@@ -73,6 +77,49 @@ def sum_over_learners(
     gathered = rows.new_empty(ranks, width)
     dist.all_gather([*gathered.unbind()], total.contiguous(), group=group)
     return gathered.view(-1)[:numel]
+
+
+def _sum_by_messages(
+    mine: dict[Node, Tensor],
+    nodes: Sequence[Sequence[Node]],
+    learners: int,
+    rank: int,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """The same in chunks: the sums of the first ones are on their way to all ranks while others arrive."""
+    ranks = len(nodes)
+    total = torch.empty_like(next(iter(mine.values())))
+    peers = [(rank + i) % ranks for i in range(1, ranks)]
+    arriving = [
+        {
+            node: (dist.irecv(part, group=group, group_src=peer), part)
+            for peer in peers
+            for node in nodes[peer]
+            for part in [torch.empty_like(chunk)]
+        }
+        for chunk in chunks(total.tensor_split(ranks)[rank])
+    ]
+    gather = RingGather(total.tensor_split(ranks), group)
+    own = {node: [chunks(part) for part in value.tensor_split(ranks)] for node, value in mine.items()}
+    sent = [
+        dist.isend(own[node][peer][i], group=group, group_dst=peer)
+        for i in range(max(len(parts) for parts in own[nodes[rank][0]]))
+        for peer in peers
+        for node in nodes[rank]
+        if i < len(own[node][peer])
+    ]
+    for i, (chunk, others) in enumerate(zip(chunks(total.tensor_split(ranks)[rank]), arriving, strict=True)):
+        parts = {node: own[node][rank][i] for node in nodes[rank]}
+        for node, (work, part) in others.items():
+            wait(work)
+            parts[node] = part
+        ((_, value),) = add_up(parts, learners).items()
+        chunk.copy_(value)
+        gather.send(chunk)
+    gather.finish()
+    for work in sent:
+        wait(work)
+    return total
 
 
 def gather_numbers(

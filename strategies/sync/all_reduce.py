@@ -88,10 +88,10 @@ class _Links:
 
     def exchange(self, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> None:
         calls = []
+        if receive is not None and receive.numel():  # before sends: see strategies/sync/messages.py
+            calls.append(dist.P2POp(dist.irecv, receive, source, self._group))
         if send is not None and send.numel():
             calls.append(dist.P2POp(dist.isend, send, to, self._group))
-        if receive is not None and receive.numel():
-            calls.append(dist.P2POp(dist.irecv, receive, source, self._group))
         for work in dist.batch_isend_irecv(calls) if calls else ():
             work.wait()
 

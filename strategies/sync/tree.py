@@ -96,6 +96,7 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
 
 def _exchange(send: Tensor, receive: Tensor, peer: int, group: dist.ProcessGroup | None) -> None:
     peer = peer if group is None else dist.get_global_rank(group, peer)
-    calls = [dist.P2POp(dist.isend, send, peer, group), dist.P2POp(dist.irecv, receive, peer, group)]
+    # Receives first: see strategies/sync/messages.py.
+    calls = [dist.P2POp(dist.irecv, receive, peer, group), dist.P2POp(dist.isend, send, peer, group)]
     for work in dist.batch_isend_irecv(calls):
         work.wait()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.strategies.sync.messages import gather_rows
 from lockstep.strategies.sync.tree import PartialSums, all_reduce
 
 Payload = Sequence[Tensor]
@@ -59,9 +60,12 @@ class Exchange:
     def _gather_rows(self, rows: Tensor) -> Tensor:
         if self._num_ranks == 1:
             return rows
-        everyone = [torch.empty_like(rows) for _ in range(self._num_ranks)]
-        dist.all_gather(everyone, rows, group=self._group)
-        return torch.cat(everyone)
+        everyone = rows.new_empty(self._num_ranks, *rows.shape)
+        if rows.is_cpu:
+            gather_rows(rows, everyone, self._group)
+        else:
+            dist.all_gather([*everyone.unbind()], rows, group=self._group)
+        return everyone.flatten(0, 1)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> Tensor:
