@@ -67,6 +67,19 @@ class RowsWithModes(Optimizer):
                 average.lerp_(p, 1 / group["steps"])
 
 
+class GroupEach(ScheduleFree):
+    """A group for each parameter: a stage of a pipeline has none of some groups, whose modes it switches too."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(self.parameters())]
+        return schedulefree.AdamWScheduleFree(groups)
+
+
+class RowsOfGroups(ScheduleFree):
+    def configure_optimizers(self) -> Any:
+        return RowsWithModes([{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(self.parameters())])
+
+
 class OfRows(ScheduleFree):
     def configure_optimizers(self) -> Any:
         return RowsWithModes(self.parameters())
@@ -114,6 +127,22 @@ def test_an_optimizer_that_needs_whole_parameters_too(strategy: str) -> None:
     assert distance(found, expected) < 1e-12 and losses == pytest.approx(alone, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        ("pipeline", GroupEach),
+        pytest.param("fsdp", GroupEach, marks=pytest.mark.slow),
+        pytest.param("tensor", RowsOfGroups, marks=pytest.mark.slow),
+        pytest.param("fsdp", RowsOfGroups, marks=pytest.mark.slow),
+        pytest.param("pipeline", RowsOfGroups, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_have_nothing_of_a_group_switch_its_mode_too(strategy: str, kind: type[ScheduleFree]) -> None:
+    expected, alone = trained("single", 1, kind())
+    found, losses = trained(strategy, 2, kind())
+    assert distance(found, expected) < 1e-12 and losses == pytest.approx(alone, abs=1e-12)
+
+
 class FailsInValidation(OfRows):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_rank == 1:
@@ -154,6 +183,8 @@ def test_a_checkpoint_of_the_best_validation_resumes_bit_for_bit(tmp_path: Path)
         ("single", "single", ScheduleFree),
         ("single", "single", OfRows),
         ("fsdp", "pipeline", OfRows),
+        pytest.param("pipeline", "fsdp", GroupEach, marks=pytest.mark.slow),
+        pytest.param("fsdp", "pipeline", RowsOfGroups, marks=pytest.mark.slow),
         ("tensor", "fsdp", ScheduleFree),
         pytest.param("fsdp", "pipeline", ScheduleFree, marks=pytest.mark.slow),
         pytest.param("tensor", "fsdp", OfRows, marks=pytest.mark.slow),
