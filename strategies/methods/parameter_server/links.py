@@ -35,11 +35,14 @@ class Links:
         sizes: Sequence[Sequence[int]],
         num_servers: int,
         group: dist.ProcessGroup | None,
+        need_of: Callable[[int], int] | None,
     ) -> None:
         """`hosts`: the rank of each server; `sizes`: of each rank the bytes of the values of its servers; `group`: all
-        ranks, if there are several."""
+        ranks, if there are several; `need_of`: the version that a batch needs at least, if newer ones will do."""
         self._rank, self._hosts, self._sizes = rank, hosts, sizes
-        self._num_servers, self._group = num_servers, group
+        self._num_servers, self._group, self._need_of = num_servers, group, need_of
+        self._ahead: dict[int, list[tuple[int, Tensor]]] = {}
+        """By batch the values that came with its number."""
         self.spares_ranks = group is not None and not any(hosts)
         """Whether a rank may die: one without a server, as rank 0 has all."""
         self._threads: list[threading.Thread] = []
@@ -64,8 +67,16 @@ class Links:
         if self.dealer is not None:
             return self.dealer.take(self._rank, clock, vote, late)
         self._ask(0, _TAKE, clock, vote, late)
-        batch, stop = self._receive(0, 2).tolist()
-        return None if batch < 0 else int(batch), int(stop)
+        batch, stop, version = map(int, self._receive(0, 3).tolist())
+        if version >= 0:
+            self._ahead[batch] = [(version, self._receive(0, sum(self._sizes[0]), torch.uint8))]
+        return None if batch < 0 else batch, stop
+
+    def read_for(self, batch: int, meanwhile: Callable[[], None]) -> list[tuple[int, Tensor]]:
+        """`read` what `batch` needs at least."""
+        assert self._need_of is not None
+        ahead = self._ahead.pop(batch, None)
+        return ahead or self.read([self._need_of(batch)] * self._num_servers, False, meanwhile)
 
     def meet(self) -> list[int]:
         """Wait for all ranks that live; return them. Every rank calls it, between steps."""
@@ -188,9 +199,7 @@ class Links:
                 if kind == _FAILED:
                     raise RuntimeError(f"rank {peer} has failed: see its own error")
                 if kind == _TAKE:
-                    assert self.dealer is not None
-                    batch, stop = self.dealer.take(peer, int(numbers[0]), int(numbers[1]), bool(numbers[2]))
-                    self._send(peer, torch.tensor([-1 if batch is None else batch, stop], dtype=torch.float64))
+                    self._answer_take(peer, numbers)
                 elif kind == _MEET:
                     assert self.dealer is not None
                     living = self.dealer.meet(peer, self._has_failed)
@@ -205,6 +214,18 @@ class Links:
                 self.dealer.died(peer)
             elif self.host is not None and self.host.failure is None and not _is_gone(error):
                 self.host.failure = error
+
+    def _answer_take(self, peer: int, numbers: Sequence[float]) -> None:
+        """With the batch come the values to compute it on, if they are all here already."""
+        assert self.dealer is not None and self.host is not None
+        batch, stop = self.dealer.take(peer, int(numbers[0]), int(numbers[1]), bool(numbers[2]))
+        found = None
+        if batch is not None and self._need_of is not None and not any(self._hosts) and self.host.failure is None:
+            found = self.host.read({0: self._need_of(batch)}, False, 0.0)
+        version = -1 if found is None else found[0][0]
+        self._send(peer, torch.tensor([-1 if batch is None else batch, stop, version], dtype=torch.float64))
+        if found is not None:
+            self._send(peer, found[0][1])
 
     def _answer_read(self, peer: int, numbers: Sequence[float]) -> None:
         host, size = self.host, self._num_servers

@@ -29,6 +29,9 @@ from lockstep.strategies.sync.buffers import share_model
 
 T = TypeVar("T")
 
+_SERVER_BYTES = 4_000_000
+"""Parameters that are worth a server of their own, as a batch costs messages to each."""
+
 
 class ParameterServer(SPMDStrategy):
     """Stale-synchronous parallel training with servers that hold the parameters.
@@ -40,7 +43,7 @@ class ParameterServer(SPMDStrategy):
 
     `staleness`: how many steps the parameters that a batch is computed on may be old.
     `workers`: batches a clock; a multiple of the number of ranks, which it is by default.
-    `servers`: how many ranks hold parameters, rank 0 first; all by default. With 1 the other ranks may die: those that
+    `servers`: how many ranks hold parameters, rank 0 first; by default one for each 4 MB, at most all. With 1 the other ranks may die: those that
         live compute their batches.
     `replay`: the `schedule.jsonl` of a run, which then is repeated bit for bit on any number of ranks that divides its
         workers. It brings `workers`, `servers` and `staleness`.
@@ -262,7 +265,7 @@ class ParameterServer(SPMDStrategy):
 
     def _running(self, wrapped: nn.Module, hooks: StepHooks) -> Worker:
         if self._engine is None or self._worker is None:
-            servers = 1 if self._one_server else self._wanted_servers or self.topology.world_size
+            servers = 1 if self._one_server else self._wanted_servers or self._enough_servers(wrapped)
             options = Options(self.virtual_ranks, servers, self.staleness)
             self._groups = self._groups or Groups.make(servers, self.topology.world_size)
             self._engine = Engine(
@@ -278,6 +281,10 @@ class ParameterServer(SPMDStrategy):
             place, forward = f"rank {self.topology.rank}", partial(self.precision.autocast, self.topology.device)
             self._worker = Worker(self._engine, wrapped, self._optimizers, self.virtual_ranks, place, forward)
         return self._worker
+
+    def _enough_servers(self, wrapped: nn.Module) -> int:
+        nbytes = sum(p.numel() * p.element_size() for p in wrapped.parameters())
+        return max(1, min(self.topology.world_size, nbytes // _SERVER_BYTES))
 
     def synchronize(self, wrapped: nn.Module) -> None:
         """Wait for the steps of all clocks so far, and let the model hold what they made. Every rank calls it, between

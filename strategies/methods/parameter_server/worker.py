@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.base import StepFn, StepHooks
@@ -175,7 +175,7 @@ class Worker:
                     hooks.before_backward(returned)
                 value.backward(retain_graph=j < len(losses) - 1, inputs=inputs)
         for name, parameter in wrapped.named_parameters():
-            if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+            if parameter.grad is not None and not _is_finite(parameter.grad):
                 raise self._not_finite(f"the gradient of {name}", clock)
         return counted
 
@@ -183,3 +183,8 @@ class Worker:
         return FloatingPointError(
             f"{what} is NaN or infinite in a batch of step {clock} on {self._place}; no parameter was changed by it"
         )
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    """A sum is not finite if a value is not; the other way round it may have overflowed."""
+    return bool(gradient.sum().isfinite()) or bool(gradient.isfinite().all())
