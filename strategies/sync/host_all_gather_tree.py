@@ -8,8 +8,6 @@ A thread waits for the messages, beside what the rank computes.
 
 from __future__ import annotations
 
-import hmac
-import json
 import queue
 import socket
 import struct
@@ -18,27 +16,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from lockstep.strategies.launch.process_group import own_address
+from lockstep.strategies.sync.connections import Ended, connect, receive_bytes
 
 FANOUT = 8
 """Children of a rank. 64 ranks are two levels below the first, 4,096 are four."""
 _HEADER = struct.Struct("<qq")  # what kind of message, and how many numbers follow
 _NUMBERS, _ENDED = 0, 1
-_HELLO = struct.Struct("<32sq")
-_ADDRESS_BYTES = 96
-_PATIENCE_S = 10.0
-"""How long a connection may take to say who it is."""
-
-
-class Ended(Exception):
-    """A rank has ended."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank)
-        self.rank = rank
 
 
 class Links:
@@ -47,37 +30,10 @@ class Links:
     def __init__(self, rank: int, world_size: int, timeout_s: float, fanout: int = FANOUT) -> None:
         """Connect the ranks of the default process group; every rank calls it."""
         self.rank = rank
-        below = range(rank * fanout + 1, min(world_size, rank * fanout + fanout + 1))
-        address = own_address() if below else ""
-        listener = socket.create_server((address, 0), backlog=fanout) if below else None
-        secret = torch.randint(0, 256, (32,), dtype=torch.uint8, generator=_fresh())
-        dist.broadcast(secret, 0)
-        port = listener.getsockname()[1] if listener is not None else 0
-        text = json.dumps([address, port]).encode().ljust(_ADDRESS_BYTES)
-        addresses = [torch.empty(_ADDRESS_BYTES, dtype=torch.uint8) for _ in range(world_size)]
-        dist.all_gather(addresses, torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        hello = bytes(secret.tolist())
-        self.parent: tuple[int, socket.socket] | None = None
-        self.children: dict[int, socket.socket] = {}
-        if rank:
-            above = (rank - 1) // fanout
-            host, port = json.loads(bytes(addresses[above].tolist()))
-            self.parent = above, socket.create_connection((host, port), timeout=timeout_s)
-            self.parent[1].sendall(_HELLO.pack(hello, rank))
-        if listener is not None:
-            with listener:
-                listener.settimeout(timeout_s)
-                while len(self.children) < len(below):
-                    connection, _ = listener.accept()
-                    who = _greeted(connection, hello)
-                    if who in below and who not in self.children:
-                        self.children[who] = connection
-                    else:
-                        connection.close()
-        self.children = {child: self.children[child] for child in below}  # in the order of ranks, as what is summed
-        for connection in self._all():
-            connection.settimeout(None)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        below = range(rank * fanout + 1, min(world_size, rank * fanout + fanout + 1))  # the order of what is summed
+        above = [(rank - 1) // fanout] if rank else []
+        ours, self.children = connect(rank, world_size, above, below, timeout_s)
+        self.parent = next(iter(ours.items()), None)
 
     def reduce(self, numbers: tuple[float, ...]) -> tuple[float, ...]:
         """Lowest, highest and sum of each number over all ranks, one after the other."""
@@ -182,10 +138,10 @@ def _send(connection: socket.socket, rank: int, numbers: tuple[float, ...]) -> N
 
 
 def _receive(connection: socket.socket, rank: int) -> tuple[float, ...]:
-    kind, number = _HEADER.unpack(_read(connection, _HEADER.size, rank))
+    kind, number = _HEADER.unpack(receive_bytes(connection, _HEADER.size, rank))
     if kind == _ENDED:
         raise Ended(number)
-    return struct.unpack(f"<{number}d", _read(connection, 8 * number, rank))
+    return struct.unpack(f"<{number}d", receive_bytes(connection, 8 * number, rank))
 
 
 def _cause(connection: socket.socket, rank: int) -> int:
@@ -195,33 +151,3 @@ def _cause(connection: socket.socket, rank: int) -> int:
             _receive(connection, rank)
     except Ended as error:
         return error.rank
-
-
-def _read(connection: socket.socket, size: int, rank: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        try:
-            more = connection.recv(size - len(data))
-        except OSError:
-            more = b""
-        if not more:
-            raise Ended(rank)
-        data += more
-    return data
-
-
-def _greeted(connection: socket.socket, secret: bytes) -> int:
-    """Which rank has connected; -1 for anybody who does not know the secret of this run."""
-    connection.settimeout(_PATIENCE_S)
-    try:
-        theirs, rank = _HELLO.unpack(_read(connection, _HELLO.size, -1))
-    except Ended:
-        return -1
-    return rank if hmac.compare_digest(theirs, secret) else -1
-
-
-def _fresh() -> torch.Generator:
-    """Random numbers that training does not draw from."""
-    generator = torch.Generator()
-    generator.seed()
-    return generator

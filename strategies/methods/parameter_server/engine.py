@@ -33,22 +33,13 @@ class Options(NamedTuple):
 
 
 FOREVER = timedelta(days=365)
-"""For a thread that waits until a worker asks."""
+"""For threads that wait for slow workers."""
 
 
-class Groups(NamedTuple):
-    """Process groups for messages, and for the threads of the ranks with servers; every rank makes them once a run."""
-
-    links: dist.ProcessGroup | None
-    norms: dist.ProcessGroup | None
-
-    @classmethod
-    def make(cls, num_servers: int, world_size: int) -> Groups:
-        holders = [*range(min(num_servers, world_size))]
-        return cls(
-            dist.new_group(backend="gloo", timeout=FOREVER) if world_size > 1 else None,
-            dist.new_group(holders, backend="gloo", timeout=FOREVER) if len(holders) > 1 else None,
-        )
+def group_of_servers(num_servers: int, world_size: int) -> dist.ProcessGroup | None:
+    """For the threads of the ranks with servers, if there are several; every rank makes it once a run."""
+    holders = [*range(min(num_servers, world_size))]
+    return dist.new_group(holders, backend="gloo", timeout=FOREVER) if len(holders) > 1 else None
 
 
 class Engine:
@@ -63,7 +54,7 @@ class Engine:
         clock: int,
         schedule: Schedule | None,
         folder: str | None,
-        groups: Groups,
+        norms: dist.ProcessGroup | None,
     ) -> None:
         self.first_clock, self._schedule, self._optimizers = clock, schedule, optimizers
         self._staleness, self._workers, num_servers = options.staleness, options.workers, options.servers
@@ -89,7 +80,7 @@ class Engine:
         }
         for optimizer in optimizers.values():
             optimizer.state = HiddenState(optimizer, "the state of {} is on the servers, which step it")
-        self._norms = groups.norms
+        self._norms = norms
         record = None
         if self._rank == 0 and folder is not None:
             record = Record(folder, options._asdict(), clock * self._workers)
@@ -100,7 +91,7 @@ class Engine:
             for rank in range(world_size)
         ]
         need_of = self._need_of if schedule is None else None
-        self._links = Links(self._rank, self._hosts, sizes, num_servers, groups.links, need_of)
+        self._links = Links(self._rank, self._hosts, sizes, num_servers, need_of)
         dealer = Dealer(self._workers, world_size, clock) if self._rank == 0 else None
         self._links.serve(self._host if mine or dealer else None, dealer)
 
@@ -141,7 +132,6 @@ class Engine:
     def drain(self, clock: int, meanwhile: Callable[[], None]) -> None:
         """Let the model hold what the steps of all clocks before `clock` made."""
         self._refuse_changes()
-        self._links.settle()
         self._put(self._links.read([clock] * self._num_servers, exactly=False, meanwhile=meanwhile))
         self._host.flush()
 

@@ -88,8 +88,11 @@ class Server:
     def norms(self, key: str) -> dict[int, Tensor]:
         """The norm of each gradient, by the parameter's place in `tensors`."""
         stepped = set(map(id, self.parameters(key)))
-        found = {i: t.grad for i, t in enumerate(self.tensors) if id(t) in stepped and t.grad is not None}
-        return dict(zip(found, torch._foreach_norm(list(found.values())), strict=True)) if found else {}
+        return {
+            i: torch.linalg.vector_norm(t.grad)
+            for i, t in enumerate(self.tensors)
+            if id(t) in stepped and t.grad is not None
+        }
 
     def parameters(self, key: str) -> list[Tensor]:
         return [p for _, group in self.groups.get(key, ()) for p in group["params"]]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,7 +20,7 @@ from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.launch import environment, launcher, process_group
 from lockstep.strategies.methods.parameter_server.data import DealtLoader
 from lockstep.strategies.methods.parameter_server.dealer import shares_of
-from lockstep.strategies.methods.parameter_server.engine import Engine, Groups, Options
+from lockstep.strategies.methods.parameter_server.engine import Engine, Options, group_of_servers
 from lockstep.strategies.methods.parameter_server.refusals import LATER, REFUSES, couples_parameters, refuse_hooks
 from lockstep.strategies.methods.parameter_server.schedule import Schedule
 from lockstep.strategies.methods.parameter_server.server import Post
@@ -43,8 +44,8 @@ class ParameterServer(SPMDStrategy):
 
     `staleness`: how many steps the parameters that a batch is computed on may be old.
     `workers`: batches a clock; a multiple of the number of ranks, which it is by default.
-    `servers`: how many ranks hold parameters, rank 0 first; by default one for each 4 MB, at most all. With 1 the other ranks may die: those that
-        live compute their batches.
+    `servers`: how many ranks hold parameters, rank 0 first; by default one for each 4 MB, at most all. With `servers=1`
+        the other ranks may die: those that live compute their batches.
     `replay`: the `schedule.jsonl` of a run, which then is repeated bit for bit on any number of ranks that divides its
         workers. It brings `workers`, `servers` and `staleness`.
     `meet_every`: clocks between those in which all ranks wait for each other, to publish what was logged and to see
@@ -87,7 +88,7 @@ class ParameterServer(SPMDStrategy):
         self._members: list[int] = []
         """The ranks that live, by the numbers that they began with."""
         self._evaluated: list[ShardedLoader] = []
-        self._groups: Groups | None = None
+        self._norms: dist.ProcessGroup | None = None
         self._post: Post | None = None
 
     # ---- processes -------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ class ParameterServer(SPMDStrategy):
     def teardown(self) -> None:
         if self._engine is not None:
             self._engine.abandon()
-        self._engine = self._worker = self._groups = None
+        self._engine = self._worker = self._norms = None
         self._clock, self._optimizers, self._evaluated, self._have_met = 0, {}, [], False
         super().teardown()
 
@@ -267,7 +268,7 @@ class ParameterServer(SPMDStrategy):
         if self._engine is None or self._worker is None:
             servers = 1 if self._one_server else self._wanted_servers or self._enough_servers(wrapped)
             options = Options(self.virtual_ranks, servers, self.staleness)
-            self._groups = self._groups or Groups.make(servers, self.topology.world_size)
+            self._norms = self._norms or group_of_servers(servers, self.topology.world_size)
             self._engine = Engine(
                 self.topology,
                 wrapped,
@@ -276,7 +277,7 @@ class ParameterServer(SPMDStrategy):
                 self._clock,
                 self._schedule,
                 hooks.folder,
-                self._groups,
+                self._norms,
             )
             place, forward = f"rank {self.topology.rank}", partial(self.precision.autocast, self.topology.device)
             self._worker = Worker(self._engine, wrapped, self._optimizers, self.virtual_ranks, place, forward)
@@ -314,7 +315,7 @@ class ParameterServer(SPMDStrategy):
 
     def _rejoin(self, rank: int, world_size: int) -> None:
         """Join a new process group of `self._members`; ranks get new numbers."""
-        self._groups = None
+        self._norms = None
         if self._agreement is not None:
             self._agreement.close()
             self._agreement = None

@@ -50,7 +50,7 @@ def schedule_of(trainer: Trainer) -> Path:
 def test_without_staleness_the_numbers_are_those_of_ddp(tmp_path: Path, options: dict[str, Any]) -> None:
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3, "max_epochs": 9, "samples": 93, **options}
     expected, of_ddp = fit("ddp", tmp_path, **options)
-    got, trainer = fit(ParameterServer(staleness=0), tmp_path, **options)
+    got, trainer = fit(ParameterServer(staleness=0, servers=2), tmp_path, **options)
     assert trainer.global_step == of_ddp.global_step >= 50
     assert difference(got, expected) <= 1e-12
     for name, value in of_ddp.callback_metrics.items():
@@ -114,7 +114,7 @@ def _in_batches(samples: list[int]) -> list[list[int]]:
 @pytest.mark.slow
 def test_replay_is_bitwise_on_1_2_and_4_ranks_with_dropout_and_batch_norm(tmp_path: Path) -> None:
     options = {"drop": 0.3, "norm": True, "gradient_clip_val": 0.3, "samples": 200}
-    got, trainer = fit(ParameterServer(staleness=3), tmp_path, devices=4, slow=0.05, **options)
+    got, trainer = fit(ParameterServer(staleness=3, servers=4), tmp_path, devices=4, slow=0.05, **options)
     for devices in (1, 2, 4):
         again, replayed = fit(ParameterServer(replay=schedule_of(trainer)), tmp_path, devices=devices, **options)
         assert difference(again, got) == 0, devices
@@ -273,7 +273,7 @@ def test_a_run_that_was_killed_and_one_that_resumes_replay_bit_for_bit(tmp_path:
     steps = sorted(random.Random(0).sample(range(4, 100), 25))
     saver = ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)
     got, trainer = fit(
-        ParameterServer(staleness=3),
+        ParameterServer(staleness=3, servers=2),
         tmp_path,
         slow=0.01,
         enable_checkpointing=True,

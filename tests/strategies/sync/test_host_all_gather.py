@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lockstep.strategies.base import StepVote
 from lockstep.strategies.launch import environment, launcher, process_group
 from lockstep.strategies.launch.failure import RankFailure
-from lockstep.strategies.sync import host_all_gather, host_all_gather_tree
+from lockstep.strategies.sync import connections, host_all_gather, host_all_gather_tree
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
 pytestmark = pytest.mark.ranks
@@ -199,12 +199,12 @@ def test_who_does_not_know_the_secret_is_not_let_in() -> None:
     """Also if it says nothing at all, or too little."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(host_all_gather_tree._HELLO.pack(b"x" * 32, 1))
-        assert host_all_gather_tree._greeted(ours, b"y" * 32) == -1
-        theirs.sendall(host_all_gather_tree._HELLO.pack(b"y" * 32, 1))
-        assert host_all_gather_tree._greeted(ours, b"y" * 32) == 1
+        theirs.sendall(connections.HELLO.pack(b"x" * 32, 1))
+        assert connections.greeted(ours, b"y" * 32) == -1
+        theirs.sendall(connections.HELLO.pack(b"y" * 32, 1))
+        assert connections.greeted(ours, b"y" * 32) == 1
         threading.Timer(0.1, theirs.close).start()
-        assert host_all_gather_tree._greeted(ours, b"y" * 32) == -1
+        assert connections.greeted(ours, b"y" * 32) == -1
 
 
 def say(control: StepAgreement, rank: int, **changed: Any) -> Any:
