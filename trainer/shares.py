@@ -171,11 +171,19 @@ class Shares:
         }
 
     def restore(self, saved: list[dict[str, Any]], checkpoint: Checkpoint) -> None:
-        """Take back the states of this rank's shares from what all ranks have saved."""
+        """Take back the states of this rank's shares from what all ranks have saved.
+
+        Raises ValueError for those of a share that there is not, in a run with fewer workers of a parameter server.
+        """
         found: dict[int, dict[str, _MetricState]] = {}
         for by_name in saved:
             for name, by_share in by_name.items():
                 for share, packed in by_share.items():
+                    if int(share) >= self._run.strategy.virtual_ranks and unpack(packed, checkpoint.read)["count"]:
+                        raise ValueError(
+                            f"torchmetric {name} has sums of {int(share) + 1} workers or more, but this run has "
+                            f"{self._run.strategy.virtual_ranks}; reset it before the checkpoint, or give workers"
+                        )
                     if int(share) in self.own:
                         entry = unpack(packed, checkpoint.read)
                         state = _MetricState(entry["state"], entry["count"])

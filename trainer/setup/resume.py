@@ -55,8 +55,7 @@ def check_virtual_ranks(path: Any, saved: int, now: int) -> None:
         raise CheckpointError(
             f"checkpoint {path} is of a run with {began}, but this one has {wants}, which cuts steps in another way; "
             f"give {'virtual_ranks=' + str(saved) if saved else 'no virtual_ranks'}, or begin a new run from its "
-            "weights (load_from_checkpoint, and fit without ckpt_path); the workers of a parameter server are virtual "
-            "ranks"
+            "weights (load_from_checkpoint, and fit without ckpt_path)"
         )
 
 

@@ -83,7 +83,7 @@ class Engine:
         self._norms = norms
         record = None
         if self._rank == 0 and folder is not None:
-            record = Record(folder, options._asdict(), clock * self._workers)
+            record = Record(folder, options._asdict(), clock)
         self._num_servers = num_servers
         self._host = Host(mine, self._workers, clock, self._total_norm, self._readers(clock), record)
         sizes = [

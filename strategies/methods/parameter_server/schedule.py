@@ -49,8 +49,15 @@ class Schedule:
             ) from None
 
     def of(self, batch: int) -> list[int]:
-        """The versions to compute `batch` on. Raises RuntimeError past the end of the record."""
+        """The versions to compute `batch` on. Raises RuntimeError before the beginning of the record and past its
+        end."""
         if batch not in self.reads:
+            first = min(self.reads, default=0)
+            if batch < first:
+                raise RuntimeError(
+                    f"the schedule that is replayed begins with step {first // self.workers}, where the run resumed "
+                    "with other workers or servers; give ckpt_path the checkpoint of that step"
+                )
             raise RuntimeError(
                 f"the schedule that is replayed has no batch {batch}: it ends after {len(self.reads)} batches; train "
                 "as long as the run that was recorded, or without replay"
@@ -61,12 +68,21 @@ class Schedule:
 class Record:
     """Writes the schedule of this run; rank 0 has it."""
 
-    def __init__(self, folder: str | Path, head: dict[str, Any], first_batch: int) -> None:
-        """A run that resumes at `first_batch` keeps what is recorded before it."""
+    def __init__(self, folder: str | Path, head: dict[str, Any], clock: int) -> None:
+        """A run that resumes at `clock` keeps what is recorded before it; with other workers or servers, in a file of
+        its own, as a schedule is replayed with one number of each."""
         path = Path(folder) / NAME
+        found = path.read_text().split("\n")[:-1] if clock and path.is_file() else []
         before: list[str] = []
-        if first_batch and path.is_file():
-            before = [line for line in path.read_text().split("\n")[1:-1] if json.loads(line)["batch"] < first_batch]
+        if found:
+            first, *lines = found
+            old = json.loads(first)
+            before = [line for line in lines if json.loads(line)["batch"] < clock * old["workers"]]
+            if any(old[key] != head[key] for key in ("workers", "servers")):
+                path.with_name(f"{path.stem}-before-step={clock}{path.suffix}").write_text(
+                    "\n".join([first, *before, ""])
+                )
+                before = []
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: IO[str] | None = open(path, "w")  # noqa: SIM115 - until `close`
         self._write("\n".join([json.dumps(head), *before, ""]))

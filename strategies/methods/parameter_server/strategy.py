@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -85,6 +85,8 @@ class ParameterServer(SPMDStrategy):
         self._one_server = self._have_met = False
         self._engine: Engine | None = None
         self._worker: Worker | None = None
+        self._owned: dict[int, str] | None = None
+        """After servers have ended, the names by `id` of the parameters whose state this rank has; None for all."""
         self._members: list[int] = []
         """The ranks that live, by the numbers that they began with."""
         self._evaluated: list[ShardedLoader] = []
@@ -134,7 +136,7 @@ class ParameterServer(SPMDStrategy):
         if self._engine is not None:
             self._engine.abandon()
         self._engine = self._worker = self._norms = None
-        self._clock, self._optimizers, self._evaluated, self._have_met = 0, {}, [], False
+        self._clock, self._optimizers, self._evaluated, self._have_met, self._owned = 0, {}, [], False, None
         super().teardown()
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -280,6 +282,7 @@ class ParameterServer(SPMDStrategy):
                 self._norms,
             )
             place, forward = f"rank {self.topology.rank}", partial(self.precision.autocast, self.topology.device)
+            self._owned = None
             self._worker = Worker(self._engine, wrapped, self._optimizers, self.virtual_ranks, place, forward)
         return self._worker
 
@@ -332,7 +335,7 @@ class ParameterServer(SPMDStrategy):
         others, with what the model holds then."""
         if self._engine is None:
             return
-        with self._engine.shown():
+        with self._engine.shown() as self._owned:
             states = {key: optimizer.state for key, optimizer in self._optimizers.items()}
         self._engine.close()
         self._engine = self._worker = None
@@ -356,9 +359,9 @@ class ParameterServer(SPMDStrategy):
 
     def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
         self.synchronize(wrapped)
-        if self._engine is None or not optimizers:
+        if not optimizers or (self._engine is None and self._owned is None):
             return super().state_dict(wrapped, optimizers)
-        with self._engine.shown() as owned:
+        with nullcontext(self._owned) if self._engine is None else self._engine.shown() as owned:
             state = gather_state(wrapped, optimizers, self.local_shard, owned)
         for key in optimizers:
             saved = state.meta["optimizers"][key]
@@ -371,6 +374,7 @@ class ParameterServer(SPMDStrategy):
         self.synchronize(wrapped)
         self._dissolve()
         super().load_state_dict(wrapped, optimizers, state)
+        self._owned = self._owned if not optimizers else None
 
     def extra_state(self, wrapped: nn.Module) -> dict[str, Any]:
         return {"clock": self._clock}
