@@ -1,6 +1,6 @@
 """What docs/methods/federated.md states: rounds until 95 % on the digits, and memory with 10,000 clients.
 
-python -m benchmarks.federated rounds                # 20 clients of 2 digits each; 3 minutes on two cores
+python -m benchmarks.federated rounds                # 20 clients of 2 digits each; 3 minutes a seed on two cores
 python -m benchmarks.federated memory                # 100 and 10,000 clients on 2 ranks
 """
 
@@ -25,40 +25,40 @@ QUIET |= {"accelerator": "cpu", "num_sanity_val_steps": 0}
 
 
 class Reached(Callback):
-    """Ends training once the accuracy has been reached, and the rounds that it took; keeps the best."""
+    """Ends training once the accuracy has been reached, and counts the rounds that it took; keeps the best."""
 
-    def __init__(self, stops: bool) -> None:
-        self.stops, self.rounds, self.best = stops, 0, 0.0
+    def __init__(self) -> None:
+        self.rounds, self.best = 0, 0.0
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         accuracy = float(trainer.callback_metrics["val/acc"])
         self.best = max(self.best, accuracy)
         if accuracy >= WANTED and not self.rounds:
             self.rounds = trainer.global_step
-            trainer.should_stop = self.stops
+            trainer.should_stop = True
 
 
 def run(
-    server: str, lr: float, epochs: int, batch_size: int, rounds: int, seed: int, stops: bool, width: int
+    server: str, lr: float, epochs: int, batch_size: int, rounds: int, seed: int, arguments: argparse.Namespace
 ) -> Reached:
-    reached = Reached(stops)
+    reached = Reached()
     strategy = Federated(2, fraction=1.0, local_epochs=epochs, server=server)
     trainer = Trainer(strategy=strategy, devices=1, max_epochs=rounds, seed=seed, callbacks=[reached], **QUIET)
     torch.manual_seed(seed)
-    trainer.fit(Client(width, lr), datamodule=ClientData(batch_size))
+    trainer.fit(Client(arguments.width, lr, arguments.layers), datamodule=ClientData(batch_size))
     return reached
 
 
 def rounds(arguments: argparse.Namespace) -> None:
     print("| | learning rate | seed | rounds to 95 % | best accuracy |")
     print("|---|---|---|---|---|", flush=True)
-    lr, size, most = arguments.lr, arguments.batch_size, arguments.rounds
-    variants = [("FedSGD", "fedavg", rate, 1, 10_000, arguments.most) for rate in (lr, *arguments.sgd_lr)]
+    epochs, size, most = arguments.epochs, arguments.batch_size, arguments.rounds
+    variants = [("FedSGD", "fedavg", rate, 1, 10_000, arguments.most) for rate in arguments.sgd_lr]
     for name in arguments.servers:
-        variants.append((f"{name}, E = 5", name, lr, 5, size, most))
+        variants.append((f"{name}, E = {epochs}", name, arguments.lr, epochs, size, most))
     for seed in range(arguments.seeds):
         for name, server, rate, epochs, size, most in variants:
-            found = run(server, rate, epochs, size, most, seed, name == "FedSGD", arguments.width)
+            found = run(server, rate, epochs, size, most, seed, arguments)
             taken = found.rounds or f"not in {most}"
             print(f"| {name} | {rate:g} | {seed} | {taken} | {100 * found.best:.2f} % |", flush=True)
 
@@ -94,14 +94,16 @@ def memory(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure federated averaging.")
     parser.add_argument("what", choices=["rounds", "memory"])
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--most", type=int, default=600, help="rounds of FedSGD, which ends at 95 %%")
-    parser.add_argument("--lr", type=float, default=0.2, help="of the clients, and of FedSGD")
-    parser.add_argument("--sgd-lr", type=float, nargs="*", default=[1.0], help="other rates of FedSGD")
+    parser.add_argument("--most", type=int, default=200, help="rounds of FedSGD")
+    parser.add_argument("--lr", type=float, default=0.1, help="of the clients")
+    parser.add_argument("--sgd-lr", type=float, nargs="*", default=[0.5, 0.7, 1.0], help="of FedSGD")
+    parser.add_argument("--epochs", type=int, default=20, help="of a client in a round, but with FedSGD")
     parser.add_argument("--servers", nargs="*", default=["fedavg", "fedprox=0.01", "scaffold"])
     parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--width", type=int, default=200)
+    parser.add_argument("--layers", type=int, default=2, help="2 of width 200: the 2NN of McMahan et al., 2017")
     arguments = parser.parse_args()
     {"rounds": rounds, "memory": memory}[arguments.what](arguments)
 

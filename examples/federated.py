@@ -10,6 +10,7 @@ accuracy over all validation digits, and over those of each client: quantiles, a
 20 rounds. docs/methods/federated.md has the method.
 """
 
+import itertools
 import sys
 
 import torch
@@ -22,12 +23,14 @@ from lockstep import Module
 
 
 class Client(Module):
-    """A perceptron on the digits, trained with plain SGD, that measures each sample for `ClientMetrics`."""
+    """A perceptron of hidden layers of one width on the digits, trained with plain SGD, that measures each sample for `ClientMetrics`."""
 
-    def __init__(self, width: int = 128, lr: float = 0.2):
+    def __init__(self, width: int = 128, lr: float = 0.2, layers: int = 1):
         super().__init__()
         self.save_hyperparameters()
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+        sizes = [64, *[width] * layers]
+        hidden = [(nn.Linear(before, after), nn.ReLU()) for before, after in itertools.pairwise(sizes)]
+        self.net = nn.Sequential(nn.Flatten(), *itertools.chain(*hidden), nn.Linear(width, 10))
 
     def training_step(self, batch, batch_idx):
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
