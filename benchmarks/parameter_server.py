@@ -7,10 +7,11 @@ of computing, on the last rank 80 ms. Samples a second from the tenth step until
 done, by `ddp`, by a parameter server with a staleness of 8, and by one with 0; a step is a clock of four batches under
 each, so the ratio of samples a second is that of optimizer steps a second too.
 
-*An update of 4 MB*: two ranks with a server each, 1,048,576 float32 weights, SGD, a batch of one sample that costs
-little, on one of the ranks with a sleep of 10 ms; staleness 4. Milliseconds of wall time between the updates (batches
-applied) of both workers together, and milliseconds for which the rank without the sleep works on one of its own.
-Medians over rounds, with the smallest and largest. Expect a minute and a half.
+*An update of 4 MB*: two ranks, one server on rank 0, 1,048,576 float32 weights, SGD, a batch of one sample that costs
+little, on rank 0 with a sleep of 10 ms; staleness 4. Milliseconds of wall time between the updates (batches applied) of
+both workers together; for which rank 1, whose updates all pass between processes, works on one of its own; and of CPU
+time that both processes use for an update, the model's forward and backward included. Medians over rounds, with the
+smallest and largest. Expect a minute and a half.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Sleeps(Module):
 
 
 class Vector(Sleeps):
-    """1,048,576 weights, whose gradient is computed by one operation."""
+    """1,048,576 weights, whose gradient is computed by one operation. Rank 0 is the slow one."""
 
     def __init__(self, fast: float, slow: float) -> None:
         super().__init__(1, fast, slow)
@@ -63,7 +64,7 @@ class Vector(Sleeps):
         self.weight = torch.nn.Parameter(torch.zeros(1024, 1024))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.trainer.global_rank == self.trainer.world_size - 1:
+        if self.trainer.global_rank == 0:
             time.sleep(self.slow)
         return (self.weight * float(batch[0].mean())).sum()
 
@@ -72,18 +73,21 @@ class Times(Callback):
     """When the steps began to count, and when all were done."""
 
     def __init__(self) -> None:
-        self.began = self.ended = 0.0
+        self.began = self.ended = self.cpu = 0.0
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, *_: Any) -> None:
         if trainer.global_step == WARMUP:
-            self.began = time.perf_counter()
+            self.began, self.cpu = time.perf_counter(), time.process_time()
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         self.ended = time.perf_counter()
+        used = torch.tensor(time.process_time() - self.cpu, dtype=torch.float64)
+        self.cpu = float(trainer.strategy.all_reduce(used))
 
 
 def measure(strategy: str | Strategy, module: Module, ranks: int, batch: int, steps: int, folder: str) -> Any:
-    """Seconds for `steps` optimizer steps, and which rank computed how many batches."""
+    """Seconds for `steps` optimizer steps, those of CPU time of all ranks, and what part of the batches each rank
+    computed."""
     times = Times()
     trainer = Trainer(
         strategy=strategy,
@@ -102,7 +106,7 @@ def measure(strategy: str | Strategy, module: Module, ranks: int, batch: int, st
     record = Path(str(trainer.log_dir)) / "schedule.jsonl"
     lines = record.read_text().splitlines()[1:] if record.exists() else []
     workers = [json.loads(line)["worker"] for line in lines]
-    return times.ended - times.began, [workers.count(rank) / max(1, len(workers)) for rank in range(ranks)]
+    return times.ended - times.began, times.cpu, [workers.count(rank) / max(1, len(workers)) for rank in range(ranks)]
 
 
 def main() -> None:
@@ -113,16 +117,17 @@ def main() -> None:
     arguments = parser.parse_args()
     facts, steps = machine(), arguments.steps
     slow: dict[str, list[float]] = {"ddp": [], "staleness 8": [], "staleness 0": []}
-    updates: dict[str, list[float]] = {"both": [], "own": []}
+    updates: dict[str, list[float]] = {"both": [], "own": [], "cpu": []}
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         for _ in range(arguments.rounds):
             for name, rates in slow.items():
                 strategy: Any = "ddp" if name == "ddp" else ParameterServer(int(name.split()[1]))
-                seconds, _ = measure(strategy, Sleeps(64, 0.02, 0.08), 4, 8, steps, folder)
+                seconds, *_ = measure(strategy, Sleeps(64, 0.02, 0.08), 4, 8, steps, folder)
                 rates.append(4 * 8 * steps / seconds)
-            seconds, parts = measure(ParameterServer(4), Vector(0.0, 0.01), 2, 1, 2 * steps, folder)
+            seconds, cpu, parts = measure(ParameterServer(4, servers=1), Vector(0.0, 0.01), 2, 1, 2 * steps, folder)
             updates["both"].append(1e3 * seconds / (4 * steps))
-            updates["own"].append(1e3 * seconds / (4 * steps * parts[0]))
+            updates["own"].append(1e3 * seconds / (4 * steps * parts[1]))
+            updates["cpu"].append(1e3 * cpu / (4 * steps))
     print(described(facts))
     base = statistics.median(slow["ddp"])
     for name, rates in slow.items():
@@ -131,7 +136,8 @@ def main() -> None:
             f"one of four workers 4 x slower, {name}: {middle:.0f} samples/s ({min(rates):.0f} to {max(rates):.0f}), "
             f"{middle / base:.2f} x ddp"
         )
-    for name, who in (("both", "between updates of both workers"), ("own", "for each of the faster worker's own")):
+    kinds = {"both": "between updates of both workers", "own": "for each of rank 1's own", "cpu": "of CPU an update"}
+    for name, who in kinds.items():
         values = updates[name]
         print(f"4 MB: {statistics.median(values):.1f} ms ({min(values):.1f} to {max(values):.1f}) {who}")
     results = {"samples_per_s": slow, "update_ms": updates}
