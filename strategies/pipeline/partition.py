@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from lockstep.strategies.modules.activation_checkpointing import is_recomputed
 from lockstep.strategies.modules.blocks import Layer, balance, find_layers, measures
+from lockstep.strategies.modules.call_order import call_order
 
 
 class Cut(NamedTuple):
@@ -22,7 +23,8 @@ class Cut(NamedTuple):
     """Name of the pipelined module in the model; empty for the model itself."""
     net: nn.Module
     layers: list[Layer]
-    """Those with parameters or statistics of batches, in the order of their definition."""
+    """Those with parameters or statistics of batches, in the order in which the forward calls them, if its source shows
+    it, else of their definition."""
     shells: list[tuple[str, nn.Module]]
     """The modules around the layers, by name; parameters of their own belong to the first stage."""
 
@@ -47,7 +49,14 @@ def cut(model: nn.Module, module: str | None = None) -> Cut:
             f"every trainable parameter must be in the pipelined module, but {outside} is outside of {name!r}; "
             "move it inside, freeze it, or name a module that holds both"
         )
-    return Cut(name, net, *find_layers(name, net))
+    layers, shells = find_layers(name, net)
+    for shell_name, shell in shells:
+        prefix = f"{shell_name}." if shell_name else ""
+        places = {layer.name.removeprefix(prefix): i for i, layer in enumerate(layers) if layer.name.startswith(prefix)}
+        if _is_callable(shell) and places:  # they follow each other in the list
+            found = [layers[places[inner]] for inner in call_order(shell, [*places])]
+            layers[min(places.values()) : max(places.values()) + 1] = found
+    return Cut(name, net, layers, shells)
 
 
 def refuse_recomputed_groups(model: nn.Module, parts: Cut) -> None:

@@ -41,6 +41,12 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
+def opt() -> nn.Module:
+    none = {"dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0, "pad_token_id": 1, "ffn_dim": 32}
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "word_embed_proj_dim": 16}
+    return transformers.OPTForCausalLM(transformers.OPTConfig(**TEXT, **size, **none))
+
+
 def llama(tied: bool = False) -> nn.Module:
     config = transformers.LlamaConfig(num_key_value_heads=2, tie_word_embeddings=tied, **TEXT, **SIZE)
     return transformers.LlamaForCausalLM(config)
@@ -68,6 +74,7 @@ def lora(model: nn.Module | None = None, **options: Any) -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "BERT": bert,
     "GPT-2": gpt2,
+    "OPT": opt,
     "Llama, tied": lambda: llama(tied=True),
     "Llama": llama,
     "Qwen3": qwen3,

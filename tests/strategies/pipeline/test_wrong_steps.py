@@ -54,6 +54,9 @@ class Wronged(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
+        return self._end(x)
+
+    def _end(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.norm(x))
 
 
