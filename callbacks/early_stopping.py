@@ -65,8 +65,8 @@ class EarlyStopping(Callback):
     ) -> None:
         if mode not in ("min", "max"):
             raise ValueError(f"mode of EarlyStopping must be 'min' or 'max', got {mode!r}")
-        if patience < 0:
-            raise ValueError(f"patience of EarlyStopping must be at least 0 checks, got {patience}")
+        if not isinstance(patience, int | float) or patience < 0:
+            raise ValueError(f"patience of EarlyStopping must be at least 0 checks, got {patience!r}")
         self.monitor = monitor
         self.min_delta = abs(min_delta)
         self.patience = patience

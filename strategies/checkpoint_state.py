@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.optimizers.saved_groups import (
     add_saved_groups,
     check_optimizers,
@@ -270,8 +271,10 @@ def check_names(own: Iterable[str], reader: Reader) -> None:
     have, saved = set(own).difference(reader.meta.get("frozen", ())), set(reader.meta["model"])
     if have != saved:
         missing, unexpected = sorted(have - saved), sorted(saved - have)
+        differs = [f"it lacks {shortened(missing, 5)}"] if missing else []
+        differs += [f"the module lacks {shortened(unexpected, 5)}"] if unexpected else []
         raise KeyError(
-            f"the checkpoint does not fit the module: it lacks {missing[:5]} and has {unexpected[:5]} besides"
+            f"the checkpoint is of another module: {' and '.join(differs)}; build the module it was saved of"
         )
 
 
@@ -279,7 +282,10 @@ def check_shape(name: str, shape: Iterable[int], reader: Reader) -> None:
     """Raise ValueError where a parameter or buffer was saved with another global shape."""
     saved = list(reader.shape(f"model/{name}"))
     if saved != list(shape):
-        raise ValueError(f"the checkpoint's {name} has shape {saved}, but the module's has {list(shape)}")
+        raise ValueError(
+            f"the checkpoint's {name} has shape {saved}, but the module's has {list(shape)}; "
+            "build the module with the arguments that it was saved with"
+        )
 
 
 @dataclass

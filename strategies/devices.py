@@ -41,8 +41,12 @@ def device_count(devices: int | str | Sequence[int], accelerator: str) -> int | 
         listed = [int(item) if item.strip().isdigit() else -1 for item in devices.strip(" ,").split(",")]
     if isinstance(listed, (int, str)):
         return listed
-    indices = list(listed)
-    if not indices or any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in indices):
+    indices: list[Any] = list(listed) if isinstance(listed, Sequence) else []
+    if (
+        not indices
+        or len({*indices}) < len(indices)
+        or any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in indices)
+    ):
         raise ValueError(f"devices must be a number, 'auto', -1 or a list such as [0, 1], but devices={devices!r}")
     if sorted(indices) != list(range(len(indices))) and resolve_accelerator(accelerator) == "cuda":
         names = ",".join(map(str, indices))

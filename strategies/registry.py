@@ -99,7 +99,10 @@ def build(
             name, reason = _choose(devices, accelerator, num_nodes, model)
         strategy = _find(name)()
     elif not isinstance(strategy, Strategy):
-        raise TypeError(f"strategy must be a name or a Strategy object, but strategy={strategy!r}")
+        instead = "; give 'auto'" if strategy is None else ""
+        if isinstance(strategy, type) and issubclass(strategy, Strategy):
+            instead = f"; write {strategy.__name__}()"
+        raise TypeError(f"strategy must be a name or a Strategy object, but strategy={strategy!r}{instead}")
     if virtual_ranks is not None:
         from lockstep.strategies.virtual.choose import virtual
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -149,12 +150,16 @@ class TrainerArguments:
             raise ValueError(
                 "benchmark=True may take another algorithm in each run, which deterministic=True forbids; remove one"
             )
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be in [0, 2**63), but seed={self.seed}")
+        if self.seed is not None and not (isinstance(self.seed, Integral) and 0 <= self.seed < 2**63):
+            raise ValueError(f"seed must be in [0, 2**63), but seed={self.seed!r}")
         given = [self.callbacks] if isinstance(self.callbacks, (Callback, str)) else list(self.callbacks or [])
-        wrong = next((item for item in given if not isinstance(item, Callback)), None)
-        if wrong is not None:
-            raise TypeError(f"callbacks must be Callback objects, but one is {wrong!r}; {_instead(wrong, 'Callback')}")
+        for item in given:
+            if not isinstance(item, Callback):
+                raise TypeError(
+                    f"callbacks must be Callback objects, but one is {item!r}; {_instead(item, 'Callback')}"
+                )
+        if not isinstance(self.default_root_dir, str | os.PathLike):
+            raise TypeError(f"default_root_dir must be a path, but default_root_dir={self.default_root_dir!r}")
         object.__setattr__(self, "callbacks", given)
         object.__setattr__(self, "default_root_dir", os.path.expanduser(self.default_root_dir))
 
@@ -323,7 +328,7 @@ def takes_arguments(
 
 
 def _check_at_least(name: str, value: Any, least: int) -> None:
-    if name == "fast_dev_run":
+    if name == "fast_dev_run" and isinstance(value, bool):
         value = int(value)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
         raise ValueError(f"{name} must be a whole number of at least {least}, but {name}={value!r}")

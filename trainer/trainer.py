@@ -212,7 +212,7 @@ class Trainer(Facts):
         if module is None:
             module, ckpt_path = start.last_module(run, stage, ckpt_path)
         if not isinstance(module, Module):
-            raise TypeError(f"{stage} takes a lockstep.Module, but model is {type(module).__name__}; subclass Module")
+            raise checks.no_module(stage, module)
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
         run.failed_loggers.clear()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import count, islice
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep.strategies.data.combined import CombinedLoader
@@ -38,15 +39,16 @@ def source_of(loader: Any, share: Share, shuffle: bool | None) -> Source:
             else Indexed(loader, share, shuffle)
         )
     refuse_dataset(loader)
-    if hasattr(loader, "__iter__"):
+    if hasattr(loader, "__iter__") and not isinstance(loader, str | bytes | Tensor | type):
         return Streamed(loader, share, shuffle)
-    if hasattr(loader, "__getitem__") and hasattr(loader, "__len__"):
+    if hasattr(loader, "__getitem__") and hasattr(loader, "__len__") and not isinstance(loader, str | bytes | Tensor):
         return Indexed(DataLoader(loader, batch_size=None, collate_fn=keep), share, shuffle)
-    if callable(loader):
+    if callable(loader) and not isinstance(loader, type):
         return Streamed(Factory(loader), share, shuffle)
     raise TypeError(
         "a loader is a DataLoader, an iterable of batches or a function that returns one, but it is "
-        f"{type(loader).__name__}"
+        f"{f'the class {loader.__name__}' if isinstance(loader, type) else type(loader).__name__}; "
+        + ("pass an object of it" if isinstance(loader, type) else "pass a DataLoader")
     )
 
 

@@ -75,10 +75,17 @@ TRAINER: dict[str, tuple[dict[str, Any], str]] = {
         {"gradient_clip_algorithm": "l2"},
         "gradient_clip_algorithm must be 'norm' or 'value', but gradient_clip_algorithm='l2'",
     ),
+    "seed by name": ({"seed": "a"}, "seed must be in .*, but seed='a'"),
+    "fast": ({"fast_dev_run": "yes"}, "fast_dev_run must be a whole number of at least 0, but fast_dev_run='yes'"),
+    "folder": ({"default_root_dir": 3}, "default_root_dir must be a path, but default_root_dir=3"),
     "seed": ({"seed": -1}, "seed must be in \\[0, 2\\*\\*63\\), but seed=-1"),
     "precision": ({"precision": "17"}, "precision must be one of 32-true, .*, but precision='17'"),
     "strategy": ({"strategy": "dpd"}, "strategy must be one of .*, but strategy='dpd'; did you mean '.*'\\?"),
     "strategy far": ({"strategy": "quantum"}, "but strategy='quantum'$"),
+    "strategy class": ({"strategy": DDP}, "but strategy=<class .*DDP'>; write DDP\\(\\)"),
+    "no strategy": ({"strategy": None}, "but strategy=None; give 'auto'"),
+    "devices twice": ({"devices": [0, 0]}, "a list such as \\[0, 1\\], but devices=\\[0, 0\\]"),
+    "devices in part": ({"devices": 1.5}, "devices must be a number, .*, but devices=1.5"),
     "strategy type": ({"strategy": 3}, "strategy must be a name or a Strategy object, but strategy=3"),
     "devices": ({"devices": "many"}, "devices must be 'auto' or a whole number of at least 1, but devices='many'"),
     "devices zero": ({"devices": 0}, "devices=0"),
@@ -95,6 +102,7 @@ TRAINER: dict[str, tuple[dict[str, Any], str]] = {
         {"callbacks": [EarlyStopping]},
         "callbacks must be Callback objects, but one is <class .*EarlyStopping'>; write EarlyStopping\\(…\\)",
     ),
+    "no callback": ({"callbacks": [None]}, "one is None; subclass lockstep.callbacks.Callback"),
     "callback by name": ({"callbacks": "early"}, "one is 'early'; subclass lockstep.callbacks.Callback"),
     "logger": (
         {"logger": ["tensorboard"]},
@@ -239,6 +247,20 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: quiet(devices=2).fit(nn.Linear(1, 1), loader()),
         "fit takes a lockstep.Module, but model is Linear; subclass Module",
     ),
+    "class": (
+        lambda: quiet(devices=2).fit(Net, loader()),
+        "fit takes a lockstep.Module, but model is the class Net; write Net\\(…\\)",
+    ),
+    "file of data": (
+        lambda: quiet().fit(Net(), "train.csv"),
+        "a loader is a DataLoader, an iterable of batches or .*, but it is str; pass a DataLoader",
+    ),
+    "tensor": (lambda: quiet().fit(Net(), torch.zeros(3, 8)), "but it is Tensor; pass a DataLoader"),
+    "class of data": (
+        lambda: quiet().fit(Net(), DataModule),
+        "but it is the class DataModule; pass an object of it",
+    ),
+    "no path": (lambda: quiet().fit(Net(), loader(), ckpt_path=""), "ckpt_path must be the path .*, but ckpt_path=''"),
     "no step": (lambda: quiet(devices=2).fit(NoStep(), loader()), "NoStep needs the method training_step; define it"),
     "no optimizers": (
         lambda: quiet(devices=2).fit(NoOptimizers(), loader()),
@@ -552,3 +574,32 @@ class ReturnsANumber(Net):
 def test_an_error_about_a_method_says_whose_and_where(make: type[Net], place: str) -> None:
     with pytest.raises(TypeError, match=rf" \({place}\w*, test_errors\.py, line \d+\)$"):
         quiet().fit(make(), loader())
+
+
+class Grown(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(2, 2)
+
+
+def test_a_checkpoint_of_another_module_says_what_differs(tmp_path: Path) -> None:
+    trainer = quiet(accelerator="cpu", devices=1, max_steps=1)
+    trainer.fit(Net(), loader())
+    with pytest.raises(TypeError, match="save_checkpoint takes a path, but path=3"):
+        trainer.save_checkpoint(3)  # type: ignore[arg-type]
+    trainer.save_checkpoint(tmp_path / "net")
+    for module, message in (
+        (Grown(), "of another module: it lacks more.bias, more.weight; build the module it was saved of"),
+        (Net(width=4), r"net.0.weight has shape \[16, 8\], but the module's has \[4, 8\]; build the module with"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            quiet(accelerator="cpu", devices=1).fit(module, loader(), ckpt_path=tmp_path / "net")
+
+
+def test_the_name_of_a_logged_value_is_a_string() -> None:
+    class Numbered(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log(3, 1.0)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match="takes a name and a value, but its name is 3; write self.log"):
+        quiet(accelerator="cpu", devices=1).fit(Numbered(), loader())

@@ -328,6 +328,10 @@ class MetricStore:
         reduce_fx: Any,
         rank_zero_only: bool,
     ) -> Entry:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"self.log takes a name and a value, but its name is {name!r}; write self.log('name', value)"
+            )
         counts_itself = is_metric(value)
         if not counts_itself and not isinstance(value, (Tensor, Number)):
             raise TypeError(

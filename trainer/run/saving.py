@@ -45,6 +45,8 @@ def save(
     outdated: Sequence[str] = (),
 ) -> None:
     """`Trainer.save_checkpoint`."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"save_checkpoint takes a path, but path={path!r}")
     if run.module is None or not (run.final or (run.optimizers and run.active) or weights_only):
         raise RuntimeError(
             "save_checkpoint was called where this Trainer has no state of a fit; call it in a hook of fit, or once "

@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep import callbacks
 from lockstep.callbacks.base import Callback
@@ -35,7 +35,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
             f"leave it out, let {world.launcher} restart them (torchrun --max-restarts) and give ckpt_path='auto'"
         )
     if not isinstance(module, Module):
-        raise TypeError(f"fit takes a lockstep.Module, but model is {type(module).__name__}; subclass Module")
+        raise no_module("fit", module)
     hooks(run, module, sources.datamodule)
     name = type(module).__name__
     for method in ("training_step", "configure_optimizers"):
@@ -220,3 +220,11 @@ def writable(folder: str) -> None:
             f"{error.strerror or error}; "
             "give another, or logger=False and enable_checkpointing=False"
         ) from None
+
+
+def no_module(stage: str, given: Any) -> TypeError:
+    """The error of a model that is not a Module."""
+    said = f"{type(given).__name__}; subclass Module"
+    if isinstance(given, type):
+        said = f"the class {given.__name__}; write {given.__name__}(…)"
+    return TypeError(f"{stage} takes a lockstep.Module, but model is {said}")

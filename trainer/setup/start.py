@@ -24,6 +24,10 @@ def checked(run: RunState, ckpt_path: str | Path | None) -> str | None:
     """The path as a string; raise for a path that is not a checkpoint, before any process starts."""
     if ckpt_path is None or ckpt_path in ("auto", "last"):
         return None if ckpt_path is None else str(ckpt_path)
+    if not isinstance(ckpt_path, str | os.PathLike) or not str(ckpt_path):
+        raise TypeError(
+            f"ckpt_path must be the path of a checkpoint, 'last', 'best', 'auto' or None, but ckpt_path={ckpt_path!r}"
+        )
     ckpt_path = os.path.expanduser(ckpt_path)
     if ckpt_path == "best":
         if not getattr(run.checkpoint_callback, "best_model_path", None):
