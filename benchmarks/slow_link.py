@@ -1,14 +1,19 @@
 """Steps a second over a link of 100 Mbit/s, as a share of those over the loopback device, and bytes beside the formula.
 
     python -m benchmarks.slow_link [--rows "ddp,topk=0.01"] [--mbit 100] [--batch 640] [--json FILE]
+    python -m benchmarks.slow_link --delay 50 [--rows "ddp,diloco"]
     python -m benchmarks.slow_link --quality "topk=0.01,powersgd=4" [--seeds 3]
 
 Needs root on Linux, `ip` and `tc`. Two network namespaces are joined by a veth pair, each end with `tc qdisc … tbf`;
 one rank runs in each, started by the variables of torchrun. The same two ranks over the loopback device are the
-reference, in the same run. The model is one layer of four million parameters, and `--batch` is such that without
+reference, in the same run. The model is four layers of a million parameters each, and `--batch` is such that without
 compression its gradients take six times as long as the rest of the step or longer. Bytes are what the kernel counts on
-the veth of rank 0 (`tx_bytes`), with headers and control messages. Expect four minutes. The namespaces are gone at the
-end, also after an error or a kill.
+the veth of rank 0 (`tx_bytes`), with headers and control messages. The namespaces are gone at the end, also after an
+error or a kill.
+
+Steps within a round are those after which learners do not meet. Of them the table has the median time beside that of
+the loopback device, and what was sent during all of them; of the others, how much longer they take, beside the time
+that the bytes need at the rate of the link. With `--delay 50` each packet takes 50 milliseconds (`_delay_line.py`).
 
 `--quality` trains examples/digits.yaml on two ranks with each compressor for its 10 epochs, and shows the validation
 accuracy of the worst seed.
@@ -18,9 +23,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -41,8 +48,8 @@ from lockstep.strategies import DDP, DiLoCo, Strategy
 from tests.multinode.hosts import ADDRESSES, INTERFACE, Host, enter, two_hosts
 
 ROOT = Path(__file__).resolve().parent.parent
-WIDTH = 2048
-NUMEL = WIDTH * WIDTH
+WIDTH, LAYERS = 1024, 4
+NUMEL = LAYERS * WIDTH * WIDTH
 WARMUP_STEPS = 3
 
 
@@ -67,12 +74,12 @@ ROWS: dict[str, Row] = {
     "fp16": compressed("fp16", lambda n: 2 * n, 8),
     "int8": compressed("int8", lambda n: n + 4 * n / 256, 8),
     "topk=0.01": compressed("topk=0.01", lambda n: 8 * 0.01 * n),
-    "powersgd=4": compressed("powersgd=4", lambda n: 4 * 4 * 2 * n**0.5),
+    "powersgd=4": compressed("powersgd=4", lambda n: 4 * 4 * 2 * (LAYERS * n) ** 0.5),
     "qsgd=4": compressed("qsgd=4", lambda n: n / 2 + 4 * n / 512, 8),
     "sign": compressed("sign", lambda n: n / 8),
     "diloco": Row(lambda: DiLoCo(period=50), lambda n: 3 * 4 * n / 147, 147),
     "diloco+int8": Row(
-        lambda: DiLoCo(period=50, fragments=4, delay=5, compress="int8"), lambda n: 3 * (n + 4 * n / 256) / 97, 97
+        lambda: DiLoCo(period=50, fragments=4, delay=5, compress="int8"), lambda n: 5 * (n + 4 * n / 256) / 197, 197
     ),
 }
 """By name what is compared. A round of DiLoCo is 50 steps; the end of the run sends once more what is under way."""
@@ -83,6 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure strategies over a slow link.")
     parser.add_argument("--rows", default="ddp,topk=0.01", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--mbit", type=int, default=100)
+    parser.add_argument("--delay", type=float, default=0, help="milliseconds that a packet takes, each way")
     parser.add_argument("--batch", type=int, default=640, help="samples a rank and step")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quality", help="compressors, with commas: train the digits with them instead")
@@ -94,7 +102,7 @@ def main() -> None:
     elif arguments.quality:
         quality(arguments.quality.split(","), arguments.seeds)
     else:
-        rows = over_links(arguments.rows.split(","), arguments.mbit, arguments.batch)
+        rows = over_links(arguments.rows.split(","), arguments.mbit, arguments.batch, arguments.delay)
         columns = {
             "ms on loopback": ("loopback_ms", ".0f"),
             f"ms at {arguments.mbit} Mbit/s": ("slow_ms", ".0f"),
@@ -104,19 +112,31 @@ def main() -> None:
             "of the formula": ("of_formula", ".3f"),
             "target": ("target", ""),
         }
+        rounds = {
+            "steps within rounds": ("within", ""),
+            "ms on loopback": ("within_loopback_ms", ".2f"),
+            "ms over the link": ("within_ms", ".2f"),
+            "ratio": ("within_ratio", ".3f"),
+            "bytes sent in them": ("within_sent", ""),
+            "s to meet": ("meet_s", ".2f"),
+            "of its bytes' time": ("of_bytes_time", ".3f"),
+        }
         facts = machine()
         print(described(facts))
         print(table(rows, columns))
+        met = {name: row for name, row in rows.items() if row["within"]}
+        if met:
+            print(table(met, rounds))
         if "ddp" in rows:
             link = rows["ddp"]["slow_ms"] - rows["ddp"]["loopback_ms"]
             print(f"gradients over the link take {link / rows['ddp']['loopback_ms']:.1f} x the rest of ddp's step")
         write_json(arguments.json, facts, rows, columns={"": columns}, rounds=1)
 
 
-def over_links(names: list[str], mbit: int, batch: int) -> dict[str, dict[str, Any]]:
+def over_links(names: list[str], mbit: int, batch: int, delay_ms: float) -> dict[str, dict[str, Any]]:
     """Of each row milliseconds a step without and with the slow link, and what was sent over it."""
     rows: dict[str, dict[str, Any]] = {}
-    with two_hosts() as hosts:
+    with two_hosts() as hosts, delay_line(hosts, delay_ms) if delay_ms else contextlib.nullcontext():
         for host in hosts:
             shape = f"tc qdisc add dev {INTERFACE} root tbf rate {mbit}mbit burst 64kb latency 50ms"
             subprocess.run([*enter(host.pid, "--net"), *shape.split()], check=True)
@@ -130,14 +150,42 @@ def over_links(names: list[str], mbit: int, batch: int) -> dict[str, dict[str, A
                 "sent_kb": slow["sent"] / 1000,
                 "of_formula": None if payload is None else slow["sent"] / payload(NUMEL),
                 "target": TARGETS.get(name),
+                "within": slow["within"],
             }
+            if slow["within"]:
+                rows[name] |= {
+                    "within_loopback_ms": fast["within_ms"],
+                    "within_ms": slow["within_ms"],
+                    "within_ratio": slow["within_ms"] / fast["within_ms"],
+                    "within_sent": slow["within_sent"],
+                }
+            if slow["meet_sent"] and slow["meet_sent"] > slow["within_sent"]:
+                seconds = (slow["meet_ms"] - slow["within_ms"]) / 1000
+                rows[name] |= {"meet_s": seconds, "of_bytes_time": seconds / (slow["meet_sent"] * 8 / mbit / 1e6)}
             print(f"{name}: {fast['ms']:.0f} ms a step, {slow['ms']:.0f} ms over the link", file=sys.stderr, flush=True)
     for row in rows.values():
         row["share_of_ddp"] = rows["ddp"]["loopback_ms"] / row["slow_ms"] if "ddp" in rows else None
     return rows
 
 
-def ranks(name: str, hosts: tuple[Host, Host] | None, batch: int) -> dict[str, float]:
+@contextlib.contextmanager
+def delay_line(hosts: tuple[Host, Host], delay_ms: float) -> Iterator[None]:
+    """Replace the cable between hosts by one on which packets take so long, each way."""
+    hosts[0].ip(f"link delete {INTERFACE}")
+    command = [sys.executable, "-m", "benchmarks._delay_line", *(str(host.pid) for host in hosts), str(delay_ms)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": ROOT}
+    with subprocess.Popen(command, **pipes) as line:
+        assert line.stdout is not None
+        if not line.stdout.readline():
+            raise SystemExit("the delay line has ended")
+        for host in hosts:
+            host.ip(f"address add {host.address}/24 dev {INTERFACE}")
+            host.ip(f"link set {INTERFACE} up")
+        yield
+        line.communicate()
+
+
+def ranks(name: str, hosts: tuple[Host, Host] | None, batch: int) -> dict[str, Any]:
     """What rank 0 found, with a rank on each of the hosts, or two on this machine."""
     command = [sys.executable, "-m", "benchmarks.slow_link", "--rank-of", name, "--batch", str(batch)]
     started: list[subprocess.Popen[bytes]] = []
@@ -182,7 +230,7 @@ def ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
 class Wide(Module):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.net(batch[0]).square().mean()
@@ -192,20 +240,38 @@ class Wide(Module):
 
 
 class Marks(Callback):
-    """Time and bytes at the beginning of the timed steps and at their end."""
+    """Time and bytes at the beginning of each timed step and at the end, and whether learners met in it."""
 
     def __init__(self, warmup: int) -> None:
-        self.warmup, self.found = warmup, []
+        self.warmup, self.marks, self.met = warmup, [], []
 
     def _mark(self) -> None:
-        self.found.append((time.perf_counter(), sent_bytes()))
+        self.marks.append((time.perf_counter(), sent_bytes()))
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self.warmup:
+        if trainer.global_step >= self.warmup:
             self._mark()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.marks:
+            self.met.append(trainer.strategy.ranks_meet)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self._mark()
+
+    def found(self) -> dict[str, float | None]:
+        steps = [(t - s, sent - before) for (s, before), (t, sent) in itertools.pairwise(self.marks)]
+        within = [step for step, met in zip(steps, self.met, strict=True) if not met]
+        meets = [step for step, met in zip(steps, self.met, strict=True) if met] if within else []
+        return {
+            "ms": statistics.mean(seconds for seconds, _ in steps) * 1e3,
+            "sent": statistics.mean(sent for _, sent in steps),
+            "within": len(within),
+            "within_ms": statistics.median(seconds for seconds, _ in within) * 1e3 if within else None,
+            "within_sent": sum(sent for _, sent in within),
+            "meet_ms": statistics.median(seconds for seconds, _ in meets) * 1e3 if meets else None,
+            "meet_sent": statistics.median(sent for _, sent in meets) if meets else None,
+        }
 
 
 def on_rank(name: str, batch: int) -> None:
@@ -223,8 +289,7 @@ def on_rank(name: str, batch: int) -> None:
         enable_progress_bar=False,
         num_nodes=2 if os.environ["LOCAL_WORLD_SIZE"] == "1" else 1,
     ).fit(Wide(), DataLoader(data, batch))
-    (begin, before), (end, after) = marks.found
-    print(json.dumps({"ms": (end - begin) / row.steps * 1e3, "sent": (after - before) / row.steps}))
+    print(json.dumps(marks.found()))
 
 
 def sent_bytes() -> int:

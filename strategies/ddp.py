@@ -44,8 +44,9 @@ class DDP(SPMDStrategy):
     `bucket_cap_mb`: size of a communication bucket in MiB; None takes torch's default.
     `activation_checkpointing`: recompute what lies within blocks in the backward; True, or which blocks.
     `compress`: send gradients in fewer bytes, which changes the method: "fp16", "bf16", "int8", "powersgd=4" (its
-        rank), "topk=0.01" and "randomk=0.01" (the share of elements), "qsgd=4" (bits), "terngrad", "sign", or a
-        Compressor. What is not sent is added to the next gradient. See docs/methods/compression.md.
+        rank), "topk=0.01" and "randomk=0.01" (the share of elements), "topk=0.01,warmup=100" (more in the first
+        steps), "qsgd=4" (bits), "terngrad", "sign", or a Compressor. What is not sent is added to the next gradient.
+        See docs/methods/compression.md.
     `all_reduce`: how gradients are summed: "auto", by the engine (gloo, NCCL); or by messages between two ranks,
         "ring", "halving_doubling", "tree" or "hierarchical" (within nodes first). See docs/methods/all-reduce.md.
     `timeout_s`: seconds that a collective waits for the other ranks.

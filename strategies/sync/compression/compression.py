@@ -215,13 +215,14 @@ class Compression:
         payload = self.compressor.encode(finite, encoding)
         spec = [(tensor.shape, tensor.dtype) for tensor in payload]
         key = (torch.Size((len(encoding.means), *encoding.shape)), encoding.dtype)
-        if key not in self._specs:  # what the other ranks send too, whatever they encode
+        if spec != self._specs.get(key):  # what the other ranks send in this step too, whatever they encode
             zeros = self.compressor.encode(torch.zeros_like(finite), replace(encoding))
             self._specs[key] = [(tensor.shape, tensor.dtype) for tensor in zeros]
         if spec != self._specs[key]:
             raise ValueError(
                 f"{self.compressor!r} encodes a gradient of shape {list(encoding.shape)} as {_shown(spec)} and another "
-                f"of that shape as {_shown(self._specs[key])}; the shapes of a payload must follow from the gradient's"
+                f"of that shape as {_shown(self._specs[key])}; the shapes of a payload must follow from the gradient's "
+                "and from the step"
             )
         return payload
 

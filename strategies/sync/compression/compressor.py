@@ -63,7 +63,8 @@ class Compressor(ABC):
     def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
         """The payload of a finite tensor, which stays as it is.
 
-        The shapes and dtypes of its tensors must follow from those of the tensor that is encoded.
+        The shapes and dtypes of its tensors must follow from those of the tensor that is encoded, and from
+        `encoding.step`.
         """
 
     @abstractmethod

@@ -20,7 +20,7 @@ _PLAIN: dict[str, Callable[[], Compressor]] = {
     "terngrad": TernGrad,
     "sign": Sign,
 }
-_SHARES: dict[str, Callable[[float], Compressor]] = {"topk": TopK, "randomk": RandomK}
+_SHARES: dict[str, Callable[..., Compressor]] = {"topk": TopK, "randomk": RandomK}
 _WHOLE: dict[str, tuple[Callable[[int], Compressor], int, int, str]] = {
     "powersgd": (PowerSGD, 1, 2**31, "the rank, a whole number of at least 1"),
     "qsgd": (QSGD, 2, 48, "the bits of a number, a whole number from 2 to 48"),
@@ -52,10 +52,19 @@ def compressor(given: str | Compressor) -> Compressor:
             raise ValueError(f"compress={given!r} has a number, but {name!r} takes none; give compress={name!r}")
         return _PLAIN[name]()
     if name in _SHARES:
+        number, comma, option = number.partition(",")
         share = _number(number)
         if share is None or not 0 < share <= 1:
             raise ValueError(f"compress={given!r} needs the share of elements to send, such as '{name}=0.01', up to 1")
-        return _SHARES[name](share)
+        if not comma:
+            return _SHARES[name](share)
+        option, _, steps = (piece.strip() for piece in option.partition("="))
+        if name != "topk" or option != "warmup" or not steps.isdecimal():
+            raise ValueError(
+                f"compress={given!r} has an option that there is not; write 'topk=0.01,warmup=100', with the number of "
+                "steps at the beginning that send more"
+            )
+        return TopK(share, int(steps))
     if name in _WHOLE:
         make, least, most, what = _WHOLE[name]
         if not number.isdecimal() or not least <= int(number) <= most:

@@ -13,16 +13,27 @@ from lockstep.strategies.sync.compression.compressor import Compressor, Encoding
 
 class TopK(Compressor):
     """Sends the elements of the largest magnitude, and where they are; of equal ones the first. Vectors are sent whole,
-    as they are few numbers."""
+    as they are few numbers.
 
-    def __init__(self, share: float) -> None:
-        self.share = share
+    `warmup`: gradients at the beginning of which more is sent, as in Lin et al., "Deep Gradient Compression" (2018):
+    1/4 of the elements, then 1/16, and so on down to `share`, each for as long.
+    """
+
+    def __init__(self, share: float, warmup: int = 0) -> None:
+        self.share, self.warmup = share, warmup
+
+    def share_of(self, step: int) -> float:
+        """What is sent of gradient number `step`."""
+        stages = math.ceil(-math.log(self.share, 4)) - 1  # with more than `share`
+        if step >= self.warmup or stages < 1:
+            return self.share
+        return 4.0 ** -(1 + step * stages // self.warmup)
 
     def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
         if tensor.dim() < 2:
             return (tensor,)
         flat = tensor.reshape(-1)
-        count = kept(flat.numel(), self.share)
+        count = kept(flat.numel(), self.share_of(encoding.step))
         magnitude = flat.abs()
         least = smallest_of_largest(magnitude, count)
         above, equal = magnitude > least, (magnitude == least).nonzero().squeeze(1)

@@ -16,7 +16,7 @@ from lockstep.strategies import DDP, Compressor, Encoding
 from lockstep.strategies.checkpoint_state import State, Whole
 from lockstep.strategies.sync.compression.compression import Compression, Layout
 from lockstep.strategies.sync.compression.names import compressor
-from lockstep.strategies.sync.compression.sparse import smallest_of_largest
+from lockstep.strategies.sync.compression.sparse import TopK, smallest_of_largest
 from tests.strategies.compression import papers
 
 SHAPES = {"wide": (5, 12), "tall": (9, 4), "kernel": (3, 2, 3, 3), "vector": (7,), "long": (700,), "number": ()}
@@ -142,6 +142,22 @@ def test_ties_are_broken_by_position() -> None:
 
 
 @pytest.mark.unit
+def test_a_warm_up_sends_less_and_less() -> None:
+    run, seen = Run("topk=0.01,warmup=6", {"w": (20, 50)}, 2), []
+    for step in range(9):
+        before = run.mean_residual("w")
+        grads = gradients({"w": (20, 50)}, 2, step)
+        sent = run.step([*grads])[0]
+        kept = run.mean_residual("w") - before
+        assert float((sent + kept - sum(of_share[0] for of_share in grads) / 2).abs().max()) <= 1e-12  # type: ignore[arg-type]
+        zeros = [int((run.compression.residuals["w"][share] == 0).sum()) for share in range(2)]
+        assert zeros[0] == zeros[1]
+        seen.append(zeros[0])
+    assert seen == [250, 250, 63, 63, 16, 16, 10, 10, 10]
+    assert [TopK(1.0, 9).share_of(0), TopK(0.25, 9).share_of(0), TopK(0.1, 9).share_of(8)] == [1.0, 0.25, 0.25]
+
+
+@pytest.mark.unit
 def test_the_threshold_is_found_in_what_a_sample_says_is_large() -> None:
     made = torch.Generator().manual_seed(0)
     for magnitude in (torch.rand(100_003, generator=made), torch.zeros(70_000), torch.arange(70_000.0) % 7):
@@ -207,7 +223,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("name", ["topk=0.3", "powersgd=2", "qsgd=4"])
+@pytest.mark.parametrize("name", ["topk=0.3", "topk=0.01,warmup=5", "powersgd=2", "qsgd=4"])
 def test_a_saved_state_continues_to_the_bit_and_keeps_the_mean_on_other_shares(name: str) -> None:
     run, again = Run(name, SHAPES, 4), Run(name, SHAPES, 4)
     for step in range(2):
@@ -263,6 +279,7 @@ def test_a_compressor_of_ones_own() -> None:
         ("powersgd=0", "needs the rank, a whole number of at least 1, such as 'powersgd=4'"),
         ("qsgd=1", "needs the bits of a number, a whole number from 2 to 48"),
         ("fp16=3", "takes none; give compress='fp16'"),
+        ("topk=0.1,warm=9", "has an option that there is not; write 'topk=0.01,warmup=100'"),
         ("topkk=0.1", "did you mean 'topk=0.01'"),
         ("zip", "must be one of fp16, bf16"),
     ],
