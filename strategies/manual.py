@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,6 +27,8 @@ class ManualOptimization(SPMDHooks):
     def __init__(self) -> None:
         self.precision = Precision()
         self._agreement: StepAgreement | None = None
+        self._peers: dist.ProcessGroup | None = None
+        """The ranks with which this one steps; None for all."""
         self._parameter_hooks = ParameterHooks()
         self._changes: ModelChanges | None = None
         self._watched: list[nn.Parameter] = []

@@ -164,13 +164,30 @@ def as_class(name: str) -> dict[str, Any] | None:
         return {"class": made.args[1], **made.keywords}
     if "=" not in name and "," not in name:
         return None
+    method, arguments = _of_learners(name)
+    if method is not None:
+        return {"class": STRATEGIES[method].args[1], **arguments}  # type: ignore[attr-defined]
     return {"class": "Pipeline", "mesh": name} if "pipeline" in name else {"class": "MeshParallel", "axes": name}
+
+
+def _of_learners(name: str) -> tuple[str | None, dict[str, Any]]:
+    """The method of a mesh such as "diloco=2,fsdp=2", and its arguments; None if it has no axis of learners."""
+    parts = [part.strip() for part in name.split(",")]
+    for part in parts:
+        method, _, size = (word.strip() for word in part.partition("="))
+        if method in ("local_sgd", "diloco") and (not size or size.isdecimal()):
+            inner = ",".join(other for other in parts if other is not part)
+            return method, {"learners": int(size) if size else None, "inner": inner or None}
+    return None, {}
 
 
 def _find(name: str) -> Callable[[], Strategy]:
     if name in STRATEGIES:
         return STRATEGIES[name]
     if "=" in name or "," in name:
+        method, arguments = _of_learners(name)
+        if method is not None:
+            return functools.partial(STRATEGIES[method], **arguments)
         from lockstep.strategies.mesh.mesh import parse  # where a mesh is chosen, as every strategy
 
         if "pipeline" in parse(name):

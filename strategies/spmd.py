@@ -62,6 +62,8 @@ class SPMDStrategy(SPMDStep):
     """How long a collective may wait for the other ranks, in seconds."""
     compressor: Compressor | None = None
     """What gradients are sent by, if they are compressed."""
+    data_groups = 1
+    """Groups of neighboring data ranks that get equal shares of a micro-batch, before the ranks of a group do."""
 
     def __init__(self, *, activation_checkpointing: bool | Rule = False) -> None:
         super().__init__()
@@ -290,6 +292,7 @@ class SPMDStrategy(SPMDStep):
             shuffle=shuffle,
             accumulate=accumulate,
             split=split,
+            groups=self.data_groups,
             sum_over_ranks=lambda n: (
                 int(self.all_reduce(torch.tensor(n))) * self.topology.data_size // self.topology.world_size
             ),

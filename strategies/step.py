@@ -22,6 +22,7 @@ from lockstep.strategies.manual import ManualOptimization
 from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
 from lockstep.strategies.optimizers.fused import allow_sparse, skips_on_device
+from lockstep.strategies.sync import collectives
 from lockstep.strategies.sync.compression.compression import Compression
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
@@ -267,7 +268,7 @@ class SPMDStep(ManualOptimization):
                 found = finite.found(gradients, self.topology.device)
             if not self._on_cpu:
                 if self.cuts_gradients and self._in_group:
-                    dist.all_reduce(found, dist.ReduceOp.MAX)
+                    dist.all_reduce(found, dist.ReduceOp.MAX, group=self._peers)
                 self._non_finite, self._found = (
                     found,
                     torch.zeros_like(found),
@@ -278,8 +279,10 @@ class SPMDStep(ManualOptimization):
             if first is None:
                 return result
             self._found.zero_()
-            name = finite.name(self.unwrap(wrapped)) if self.topology.rank == first else None
-            result = result._replace(non_finite=self.broadcast(name, first))
+            name = finite.name(self.unwrap(wrapped)) if self.topology.rank == first or self._agreement is None else None
+            if self._agreement is not None:
+                name = collectives.broadcast(name, first, self._peers)
+            result = result._replace(non_finite=name)
         self._drop_gradients(wrapped)
         return result
 

@@ -78,7 +78,7 @@ class Streamed(Source):
             )
         if self._fetcher.drop_last:
             raise cannot_share(name, share, "drop_last drops by the number of ranks", [share.planned])
-        if share.whole or share.planned * share.accumulate % share.size:
+        if share.whole or share.groups > 1 or share.planned * share.accumulate % share.size:
             raise cannot_share(
                 name, share, "each rank gets complete batches", divisors(share.planned * share.accumulate, share)
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, islice, product
 from typing import Any
 
 import numpy as np
@@ -163,7 +163,8 @@ class Indexed(Source):
 
     def check_planned(self, start: int) -> None:
         share = self.share
-        if share.whole and share.size < share.planned and (self._batches or self.counts_own):
+        apart = share.groups > 1 or (share.whole and share.size < share.planned)
+        if apart and (self._batches or self.counts_own):
             raise cannot_share(
                 self._fetcher.dataset, share, "each rank gets complete batches, one a step", [share.planned]
             )
@@ -190,8 +191,9 @@ class Indexed(Source):
             if self._batches:
                 batches, passed, _ = self._batches_after(epoch, start)
                 return self._deal(batches if stop is None else islice(batches, max(0, stop - passed)), start)
+            cut = self._cut if share.groups == 1 else self._cut_in_groups
             return self._indices(
-                epoch, self._cut(self._units(epoch, start, self._unit * share.accumulate, stop), start, share)
+                epoch, cut(self._units(epoch, start, self._unit * share.accumulate, stop), start, share)
             )
         if self._batches:
             batches, passed, done = self._batches_after(epoch, start)
@@ -235,11 +237,25 @@ class Indexed(Source):
                 elif number % share.accumulate == 0:
                     closes = share.accumulate
                 for own in share.own:
-                    first, last = bounds(end - begin, own, share.size)
+                    first, last = share.bounds(end - begin, own)
                     mine = unit[begin + first : begin + last] or unit[begin : begin + 1]
                     ends = own == share.own[-1]
                     counted, closing = (end - begin, closes) if ends else (0, 0)
                     yield mine, position + begin + first, last - first, counted, closing
+            position += len(unit)
+
+    def _cut_in_groups(self, units: Iterator[Sequence[Any]], position: int, share: Share) -> Iterator[Task]:
+        """Planned windows, in which a group of ranks keeps what it has of each planned micro-batch."""
+        parts = -(-share.planned // share.size)
+        for unit in units:
+            for begin in range(0, len(unit), self._unit):
+                length, closes = min(self._unit, len(unit) - begin), -(-len(unit) // self._unit)
+                for part, own in product(range(parts), share.own):
+                    first, last = share.bounds(length, own, part, parts)
+                    mine = unit[begin + first : begin + last] or unit[begin : begin + 1]
+                    ends = part + 1 == parts and own == share.own[-1]
+                    closing = closes if ends and begin + length == len(unit) else 0
+                    yield mine, position + begin + first, last - first, length if ends else 0, closing
             position += len(unit)
 
     def _indices(self, epoch: int, tasks: Iterator[Task]) -> Iterator[Task]:

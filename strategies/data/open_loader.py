@@ -114,7 +114,7 @@ class Combined(Source):
 
     def check_planned(self, start: int) -> None:
         share = self.share
-        if share.whole and share.size < share.planned:
+        if share.groups > 1 or (share.whole and share.size < share.planned):
             raise cannot_share(self._combined, share, "each rank gets complete batches, one a step", [share.planned])
 
     def pieces(self, epoch: int, start: int, limit: int | None) -> Iterator[Piece]:

@@ -77,7 +77,8 @@ class ShardedLoader:
 
     `rank` of `size` counts the ranks that see different samples. With `virtual`, `size` is the number of virtual ranks,
     and this rank reads the parts of those of `virtual`; what a dataset draws is then a function of a sample's place
-    without workers too. `sum_over_ranks` is a collective that
+    without workers too. `groups` of ranks share a
+    micro-batch first. `sum_over_ranks` is a collective that
     sums an int over them; it is called once a window where a rank cannot know the others' samples.
 
     Raises ValueError if the loader is empty or cannot be split as asked, TypeError for an object that is not a loader.
@@ -95,6 +96,7 @@ class ShardedLoader:
         split: bool = False,
         sum_over_ranks: Callable[[int], int] | None = None,
         virtual: Sequence[int] = (),
+        groups: int = 1,
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank must be in [0, size), but rank is {rank} and size is {size}")
@@ -103,7 +105,7 @@ class ShardedLoader:
         self.dataset = getattr(loader, "dataset", loader)
         """The dataset of the loader; the loader itself where it has none."""
         self._shuffle = shuffle
-        share = Share(rank, size, seed, _positive(accumulate), split, virtual=tuple(virtual))
+        share = Share(rank, size, seed, _positive(accumulate), split, virtual=tuple(virtual), groups=groups)
         self._source = source_of(loader, share, shuffle)
         self._sum = sum_over_ranks
         self._last: Any = None

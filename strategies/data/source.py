@@ -32,6 +32,8 @@ class Share:
     """Cut a planned window into one micro-batch, where a step of the user's is one."""
     virtual: tuple[int, ...] = ()
     """Virtual ranks, of `size`, that this rank runs one after the other; without them it is `rank` itself."""
+    groups: int = 1
+    """Groups of neighboring ranks, as many in each, that a micro-batch is cut into first: learners of local updates."""
 
     @property
     def own(self) -> tuple[int, ...]:
@@ -45,7 +47,17 @@ class Share:
 
     def num_parts(self) -> int:
         """Micro-batches into which a planned window is cut: no rank gets more samples at once than was planned."""
+        if self.groups > 1:  # each keeps its samples of each planned micro-batch
+            return self.accumulate * -(-self.planned // self.size)
         return 1 if self.whole else -(-self.planned * self.accumulate // self.size)
+
+    def bounds(self, length: int, own: int, part: int = 0, parts: int = 1) -> tuple[int, int]:
+        """Begin and end of what rank `own` reads of a micro-batch, of one of `parts` in which its group reads it."""
+        ranks, begin, end = self.size // self.groups, 0, length
+        for place, places in ((own // ranks, self.groups), (part, parts), (own % ranks, ranks)):
+            first, last = bounds(end - begin, place, places)
+            begin, end = begin + first, begin + last
+        return begin, end
 
 
 class Source(ABC):

@@ -171,8 +171,6 @@ class DeepSpeed(SPMDStrategy):
         wrapped.attach(optimizer, config, trained, self.topology.device, device_index)
         if wrapped.stage > 1:
             self._order = wrapped.call_order = CallOrder(
-                self.topology.rank,
-                self.topology.world_size,
                 self.timeout_s,
                 wrapped.name_of,
                 f"ZeRO-{wrapped.stage}",

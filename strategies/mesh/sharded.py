@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -30,7 +31,7 @@ from lockstep.strategies.optimizers.sharded import ShardedOptimizers
 from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
-from lockstep.strategies.sync.collectives import local, sum_gradients
+from lockstep.strategies.sync.collectives import all_gather, local, sum_gradients
 from lockstep.strategies.sync.compression.compressor import Compressor
 from lockstep.strategies.sync.compression.names import REFUSES, compressor
 
@@ -69,6 +70,7 @@ class ShardedStrategy(ShardedOptimizers):
             self.compressor = compressor(compress)
             self.capabilities = Capabilities(exact=False, refuses=REFUSES)
         self._mesh: DeviceMesh | None = None
+        self._engine: dist.ProcessGroup | None = None
         self._sync_each = self._in_step = self._is_whole = False
         self._micro_batches = 0
         self._steps: steps.Steps | None = None
@@ -109,8 +111,9 @@ class ShardedStrategy(ShardedOptimizers):
         self._mesh = init_device_mesh(
             self.topology.device.type, tuple(self._sizes.values()), mesh_dim_names=tuple(self._sizes)
         )
+        self._engine = steps.engine_group(self._mesh, self.topology)
         if "ddp" in self._sizes or "fsdp" in self._sizes:
-            self._steps = steps.Steps(self.topology.rank, self.topology.world_size, self.timeout_s)
+            self._steps = steps.Steps(self.timeout_s, self._engine)
         tensor = self._sizes.get("tensor", 1)
         self.topology = replace(
             self.topology,
@@ -126,17 +129,14 @@ class ShardedStrategy(ShardedOptimizers):
 
     def teardown(self) -> None:
         super().teardown()
-        if self._steps is not None:
-            self._steps.close()
-        if self._order is not None:
-            self._order.close()
-        self._mesh = self._steps = self._order = None
-        self._named = self._buffered = None
+        for exchange in (self._steps, self._order):
+            if exchange is not None:
+                exchange.close()
+        self._mesh = self._steps = self._order = self._engine = self._named = self._buffered = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        compute_dtype = (
-            self.precision.autocast_dtype if self.options.low_precision_gather and "fsdp" in self._sizes else None
-        )
+        gathers_low = self.options.low_precision_gather and "fsdp" in self._sizes
+        compute_dtype = self.precision.autocast_dtype if gathers_low else None
         from lockstep.strategies.mesh.axes import apply_axes
 
         assert self._mesh is not None
@@ -152,12 +152,11 @@ class ShardedStrategy(ShardedOptimizers):
         self._compared = "tensor" not in self._sizes
         if wrapped.units:
             self._order = wrapped.order = CallOrder(
-                self.topology.rank,
-                self.topology.world_size,
                 self.timeout_s,
                 wrapped.names.__getitem__,
                 type(self).__name__,
                 "give find_unused_parameters=True and leave wrap='auto', which exchanges all of the model at once",
+                self._engine,
             )
         steps.share_rng_state(self.topology.device)
         return wrapped
@@ -165,8 +164,8 @@ class ShardedStrategy(ShardedOptimizers):
     def teardown_module(self, wrapped: nn.Module) -> None:
         wrapped.close()  # type: ignore[operator]
         keeps = self.topology.rank == 0 or not environment.started_by_lockstep()  # the others end with the run
-        pieces = {name: self.local_shard(parameter) for name, parameter in self.unwrap(wrapped).named_parameters()}
-        held = {name: piece for name, piece in pieces.items() if piece is not None}
+        named = self.unwrap(wrapped).named_parameters()
+        held = {name: piece for name, p in named if (piece := self.local_shard(p)) is not None}
         whole = gather_whole(self, State(held), keep=keeps)
         if keeps:
             wrapped.restore(whole.tensors)  # type: ignore[operator]
@@ -213,17 +212,14 @@ class ShardedStrategy(ShardedOptimizers):
         self._in_step, self._micro_batches = True, 0
         try:
             bracket = nullcontext() if hooks.automatic else wrapped.open()  # type: ignore[operator]
-            with (
-                explained("training_step"),
-                steps.losses_by_class(self.options.loss_parallel and "tensor" in self._sizes),
-                bracket,
-            ):
+            by_class = steps.losses_by_class(self.options.loss_parallel and "tensor" in self._sizes)
+            with explained("training_step"), by_class, bracket:
                 result = super().forward_backward(wrapped, step_fn, window, hooks)
         finally:
             self._in_step = False
             wrapped.close()  # type: ignore[operator]
         if self.options.broadcast_buffers:
-            share_buffers(wrapped.modules() if self._buffered is None else self._buffered)
+            share_buffers(wrapped.modules() if self._buffered is None else self._buffered, self._peers)
         return result
 
     def evaluate(
@@ -375,7 +371,7 @@ class ShardedStrategy(ShardedOptimizers):
             return
         self._compare_writes(cut, changed)
         if not self._agreement.is_equal(zlib.crc32(mask)):  # type: ignore[union-attr]
-            masks = self.all_gather(torch.tensor([*mask]))
+            masks = all_gather(torch.tensor([*mask]), self._engine)
             if not allowed:
                 refuse_unequal([name for name, _ in cut], masks)
             mask = bytes(masks.amax(0).tolist())
@@ -385,7 +381,7 @@ class ShardedStrategy(ShardedOptimizers):
             self._order.check(self._agreement.gather(order))  # type: ignore[union-attr]
 
     def _compare_writes(self, cut: list[tuple[str, nn.Parameter]], changed: dict[int, int]) -> None:
-        numbers = self.all_gather(torch.tensor([changed.get(id(p), -1) for _, p in cut]))
+        numbers = all_gather(torch.tensor([changed.get(id(p), -1) for _, p in cut]), self._engine)
         steps.compare_writes(cut, numbers, self._sizes.get("tensor", 1), type(self).__name__)
 
     def _sharded_by_name(self, wrapped: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -12,13 +12,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.strategies.base import StepFn, StepHooks
+from lockstep.strategies.base import StepFn, StepHooks, Topology
 from lockstep.strategies.checkpoint_state import TensorShard
+from lockstep.strategies.mesh.mesh import AXES
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.modules.model_changes import ModelChanges, gradient_marks, own_backward, remarked, shortened
-from lockstep.strategies.sync.collectives import local, sum_gradients
+from lockstep.strategies.sync.collectives import local, own_group, sum_gradients
 from lockstep.strategies.sync.compression.compression import Compression, Layout
 from lockstep.strategies.sync.host_all_gather import open_exchange
+
+
+def engine_group(mesh: DeviceMesh, topology: Topology) -> dist.ProcessGroup | None:
+    """The ranks over which torch shards, None for all: those with the same place on other axes, which are outermost.
+
+    Every rank calls it.
+    """
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    if sizes.keys() <= set(AXES):
+        return None
+    everyone, size = range(mesh.size()), math.prod(sizes[axis] for axis in sizes.keys() & set(AXES))
+    return own_group([everyone[first : first + size] for first in everyone[::size]], backend_of(topology))
+
+
+def backend_of(topology: Topology) -> str:
+    """What the groups of a run need, for tensors on its device and on the host."""
+    return "cpu:gloo,cuda:nccl" if topology.device.type == "cuda" else "gloo"
 
 
 def checked_step(changes: ModelChanges | None, step_fn: StepFn, batch: Any, batch_idx: int) -> Any:
@@ -47,9 +65,10 @@ class Steps:
     """Finds a rank whose step returned None while others run backward and wait for it, before it waits for them for
     ever."""
 
-    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
-        self._rank = rank
-        self._losses = open_exchange(rank, world_size, 1, timeout_s)
+    def __init__(self, timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
+        """Every rank of the group, by default all, calls it."""
+        self._rank = dist.get_rank()
+        self._losses = open_exchange(dist.get_rank(group), dist.get_world_size(group), 1, timeout_s, group)
 
     def announcing(self, run: Callable[..., Any], *first: Any) -> StepFn:
         """`run(*first, batch, batch_idx)`, which then tells the other ranks whether it has a loss."""
@@ -200,20 +219,20 @@ def check_compressible(axes: Mapping[str, int | None], options: Options) -> None
         raise ValueError("compress sends gradients from the device, so it cannot be used with cpu_offload=True")
 
 
-def layout_of_replicas(mesh: DeviceMesh, coordinate: Mapping[str, int]) -> Layout:
-    """For compression: replicas are shares, of which this rank holds a shard."""
+def layout_of_replicas(mesh: DeviceMesh, coordinate: Mapping[str, int], along: str = "ddp") -> Layout:
+    """For compression: replicas along an axis are shares, of which this rank holds a shard."""
     from lockstep.strategies.mesh import dtensors
 
-    places = {axis: at for axis, at in coordinate.items() if axis != "ddp"}
-    replica = coordinate.get("ddp", 0)
+    places = {axis: at for axis, at in coordinate.items() if axis != along}
+    replica = coordinate.get(along, 0)
 
     def place(parameter: Tensor, writes: bool) -> TensorShard | None:
         return dtensors.piece(parameter, places if writes else {})
 
     return Layout(
         (replica,),
-        mesh["ddp"].size() if "ddp" in coordinate else 1,
-        mesh.get_group("ddp") if "ddp" in coordinate else None,
+        mesh[along].size() if along in coordinate else 1,
+        mesh.get_group(along) if along in coordinate else None,
         writes_memory=replica == 0,
         shard="-".join(f"{axis}{at}of{mesh[axis].size()}" for axis, at in places.items()) or "whole",
         place=place,

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from lockstep.strategies.base import Strategy
 from lockstep.strategies.methods.local_updates import LocalUpdates
 from lockstep.strategies.methods.options import Rounds
 from lockstep.strategies.modules.blocks import Rule
@@ -36,9 +37,13 @@ class DiLoCo(LocalUpdates):
     `learners`: how many there are; by default one a rank. Learner l sees share l of each global batch. Which rank runs
         which changes no bit.
     `learners_per_rank`: how many each rank runs, for ranks of different speed; by default equally many.
+    `inner`: what a learner is if it is sharded over several ranks: a mesh such as "fsdp=2", or FSDP(…) or another of
+        these strategies with its options. Each rank then exchanges its own shards.
     `activation_checkpointing`: recompute what lies within blocks in the backward; True, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks; longer than a round takes.
     """
+
+    axis = "diloco"
 
     def __init__(
         self,
@@ -51,6 +56,7 @@ class DiLoCo(LocalUpdates):
         compress: str | Compressor | None = None,
         learners: int | None = None,
         learners_per_rank: Sequence[int] | None = None,
+        inner: str | Strategy | None = None,
         activation_checkpointing: bool | Rule = False,
         timeout_s: float = 1800.0,
     ) -> None:
@@ -64,6 +70,7 @@ class DiLoCo(LocalUpdates):
             outer=outer,
             learners=learners,
             learners_per_rank=learners_per_rank,
+            inner=inner,
             rounds=Rounds(
                 period,
                 fragments=fragments,

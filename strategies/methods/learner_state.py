@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.checkpoint_state import Reader, State, Take, TensorShard, gather_state, restore_state
+from lockstep.strategies.checkpoint_state import LocalShard, Reader, State, Take, gather_state, restore_state
 from lockstep.strategies.methods.learner import Learner
 
 _OPTIMIZER = "optimizer/"
@@ -20,20 +20,22 @@ def save(
     optimizers: dict[str, Optimizer],
     learners: Sequence[Learner],
     put: Callable[[int], None],
+    shard: LocalShard,
     broadcast: Callable[[Any, int], Any],
     ranks: int,
 ) -> None:
-    """Add the optimizer state of all learners but 0 to `state`. Every rank calls it; `put(i)` loads its learner i."""
+    """Add the optimizer state of all learners but 0 to `state`. Every rank calls it; `put(i)` loads its learner i, of
+    which it writes `shard`."""
     mine: dict[str, Any] = {}
     for i, learner in enumerate(learners):
         if learner.number == 0:
             continue
         put(i)
-        gathered = gather_state(model, optimizers, TensorShard.whole)
+        gathered = gather_state(model, optimizers, shard)
         mine[str(learner.number)] = gathered.meta["optimizers"]
-        for name, shard in gathered.tensors.items():
+        for name, mine_of_it in gathered.tensors.items():
             if name.startswith(_OPTIMIZER):
-                state.tensors[_name(learner.number, name)] = shard
+                state.tensors[_name(learner.number, name)] = mine_of_it
     state.meta["learners"] = {}
     for rank in range(ranks):
         state.meta["learners"] |= broadcast(mine, rank)

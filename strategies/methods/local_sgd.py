@@ -9,6 +9,7 @@ from functools import partial
 
 from torch.optim import SGD
 
+from lockstep.strategies.base import Strategy
 from lockstep.strategies.methods.local_updates import LocalUpdates
 from lockstep.strategies.methods.options import Rounds
 from lockstep.strategies.modules.blocks import Rule
@@ -25,9 +26,13 @@ class LocalSGD(LocalUpdates):
     `learners`: how many there are; by default one a rank. Learner l sees share l of each global batch. Which rank runs
         which changes no bit.
     `learners_per_rank`: how many each rank runs, for ranks of different speed; by default equally many.
+    `inner`: what a learner is if it is sharded over several ranks: a mesh such as "fsdp=2", or FSDP(…) or another of
+        these strategies with its options. Each rank then exchanges its own shards.
     `activation_checkpointing`: recompute what lies within blocks in the backward; True, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks; longer than a round takes.
     """
+
+    axis = "local_sgd"
 
     def __init__(
         self,
@@ -36,6 +41,7 @@ class LocalSGD(LocalUpdates):
         start: int = 0,
         learners: int | None = None,
         learners_per_rank: Sequence[int] | None = None,
+        inner: str | Strategy | None = None,
         activation_checkpointing: bool | Rule = False,
         timeout_s: float = 1800.0,
     ) -> None:
@@ -43,6 +49,7 @@ class LocalSGD(LocalUpdates):
             outer=partial(SGD, lr=1.0),
             learners=learners,
             learners_per_rank=learners_per_rank,
+            inner=inner,
             rounds=Rounds(period, start=sys.maxsize if period == 1 else start),
             activation_checkpointing=activation_checkpointing,
             timeout_s=timeout_s,

@@ -7,21 +7,41 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.checkpoint_state import LocalShard, Reader, State, pack, unpack
+from lockstep.strategies.checkpoint_state import LocalShard, Reader, State, Take, TensorShard, pack, unpack
 from lockstep.strategies.methods.averaging import gather_numbers, sum_over_learners
 from lockstep.strategies.methods.learner import Learner
 from lockstep.strategies.methods.options import Rounds
+from lockstep.strategies.sync.collectives import local
 from lockstep.strategies.sync.compression.compression import Compression, Layout
 from lockstep.strategies.sync.tree import total_of
 
 Means = list[Tensor] | None
 """The mean of what learners have moved, by parameter; None if none has counted anything."""
+
+
+class Counterparts(NamedTuple):
+    """Ranks that hold the same part of the model, each of other learners."""
+
+    assignment: Sequence[range]
+    """The learners of each."""
+    rank: int
+    """This rank's place among them."""
+    group: dist.ProcessGroup | None = None
+    shard: LocalShard = TensorShard.whole
+    """What this rank writes of its own learners' state."""
+    layout: Layout | None = None
+    """How parameters are sharded, if they are."""
+
+    @property
+    def own(self) -> range:
+        return self.assignment[self.rank]
 
 
 @dataclass
@@ -44,8 +64,7 @@ class Outer:
         optimizers: Mapping[str, Optimizer],
         rounds: Rounds,
         make: Callable[[list[nn.Parameter]], Optimizer],
-        assignment: Sequence[range],
-        rank: int,
+        counterparts: Counterparts,
         seed: int,
     ) -> None:
         named = list(model.named_parameters())
@@ -55,11 +74,11 @@ class Outer:
         for parameter in self._parameters:
             self._fragment_of.append(seen * rounds.fragments // max(1, total))
             seen += parameter.numel()
-        self._rounds, self._compression = rounds, None
+        self._rounds, self._counterparts, self._compression = rounds, counterparts, None
         if rounds.compress is not None:
-            self._compression = Compression(
-                rounds.compress, Layout(assignment[rank], assignment[-1].stop, writes_memory=rank == 0), seed
-            )
+            own, number, writes = counterparts.own, counterparts.assignment[-1].stop, counterparts.rank == 0
+            layout = counterparts.layout or Layout(own, number, writes_memory=writes)
+            self._compression = Compression(rounds.compress, replace(layout, group=counterparts.group), seed)
             self._compression.watch(model)
         self._weights: dict[int, nn.Parameter] = {}
         self._moving: list[int] = []
@@ -74,7 +93,7 @@ class Outer:
             self.optimizer.param_groups[0]["params"].append(weight)
         self._moving = [place for place in self._weights if self._parameters[place].requires_grad]
         for place in self._moving:
-            self._weights[place].data.copy_(self._parameters[place].data)
+            local(self._weights[place].data).copy_(local(self._parameters[place].data))
 
     def due(self, position: int) -> list[int]:
         """The fragments that are sent after step `position` of a round, counted from 1."""
@@ -87,10 +106,7 @@ class Outer:
         self,
         fragment: int,
         learners: Sequence[Learner],
-        assignment: Sequence[range],
-        rank: int,
         thread: Executor | None = None,
-        group: dist.ProcessGroup | None = None,
         due: int | None = None,
     ) -> None:
         """Begin to average what learners have moved in a fragment since it was last sent, in `thread` if there is one.
@@ -104,14 +120,15 @@ class Outer:
             learner.counted_at[fragment] = learner.counted
         if not places:
             return
-        moved = [[self._weights[place].data - learner.weights[place] for place in places] for learner in learners]
+        moved = [
+            [local(self._weights[place].data) - local(learner.weights[place]) for place in places]
+            for learner in learners
+        ]
         if self._compression is None:
-            work = partial(_average, moved, counts, assignment, rank, group)
+            work = partial(_average, moved, counts, self._counterparts)
         else:
-            weights = {self._names[place]: self._weights[place] for place in places}
-            work = partial(
-                _compressed, self._compression, self.optimizer, weights, moved, counts, assignment, rank, group
-            )
+            weights = {self._names[place]: local(self._weights[place].data) for place in places}
+            work = partial(_compressed, self._compression, self.optimizer, weights, moved, counts, self._counterparts)
         if thread is None:
             means = work()
             self._sent.append(_Sent(fragment, places, due, lambda: means))
@@ -129,16 +146,16 @@ class Outer:
         means = sent.means()
         if means is not None:
             for place, mean in zip(sent.places, means, strict=True):
-                self._weights[place].grad = mean.view_as(self._weights[place])
-            self.optimizer.step()
+                self._weights[place].grad = _laid_out(mean, self._weights[place])
+            self._step()
             self.optimizer.zero_grad()
         for learner in learners:
             for place in sent.places:
-                common = self._weights[place].data
+                common, own = local(self._weights[place].data), local(learner.weights[place])
                 if mixing:
-                    learner.weights[place].mul_(mixing).add_(common, alpha=1 - mixing)
+                    own.mul_(mixing).add_(common, alpha=1 - mixing)
                 else:
-                    learner.weights[place].copy_(common)
+                    own.copy_(common)
 
     def apply_due(self, step: int, learners: Sequence[Learner], mixing: float) -> None:
         """`apply` what is due after `step`."""
@@ -159,6 +176,15 @@ class Outer:
         pairs = zip(self._names, self._parameters, self._versions, strict=False)
         return [name for name, parameter, version in pairs if parameter._version != version]
 
+    def _step(self) -> None:
+        if any(hasattr(weight, "to_local") for weight in self._weights.values()):
+            from lockstep.strategies.mesh.dtensors import groups_by_mesh
+
+            with groups_by_mesh(self.optimizer):
+                self.optimizer.step()
+        else:
+            self.optimizer.step()
+
     def save(self, state: State, shard: LocalShard) -> None:
         """Add the state of the outer optimizer, and what was not sent yet, to a checkpoint's."""
         if self._compression is not None:
@@ -172,7 +198,7 @@ class Outer:
             for weight, entry in self.optimizer.state.items()
         }
 
-    def load(self, reader: Reader) -> None:
+    def load(self, reader: Reader, take: Take) -> None:
         """Take over what `save` added, if it did."""
         if self._compression is not None:
             self._compression.load(reader)
@@ -183,7 +209,9 @@ class Outer:
                 like = weights[name]
                 self.optimizer.state[like] = {
                     key: value.to(like.device) if isinstance(value, Tensor) and value.dim() else value
-                    for key, value in ((key, unpack(packed, reader.read)) for key, packed in entry.items())
+                    for key, value in (
+                        (key, unpack(packed, partial(take, reader, like=like))) for key, packed in entry.items()
+                    )
                 }
 
     def _follow(self, optimizers: Mapping[str, Optimizer]) -> list[nn.Parameter]:
@@ -197,15 +225,23 @@ class Outer:
         return added
 
 
+def _laid_out(mean: Tensor, weight: Tensor) -> Tensor:
+    """What this rank holds of a mean, as a gradient of the weight."""
+    if not hasattr(weight, "to_local"):
+        return mean.view_as(weight)
+    gradient = torch.empty_like(weight)
+    local(gradient).copy_(mean.view_as(local(gradient)))
+    return gradient
+
+
 @torch.no_grad()
 def _average(
     moved: list[list[Tensor]],
     counts: Sequence[float],
-    assignment: Sequence[range],
-    rank: int,
-    group: dist.ProcessGroup | None,
+    counterparts: Counterparts,
 ) -> Means:
     """The mean over learners, each weighted by what it counted; `moved` of each own learner, by parameter."""
+    assignment, rank, group, *_ = counterparts
     total = total_of(gather_numbers(counts, assignment, group))
     if not total:
         return None
@@ -230,17 +266,18 @@ def _compressed(
     weights: Mapping[str, Tensor],
     moved: list[list[Tensor]],
     counts: Sequence[float],
-    assignment: Sequence[range],
-    rank: int,
-    group: dist.ProcessGroup | None,
+    counterparts: Counterparts,
 ) -> Means:
     """The same of what a compressor sends, which adds what it does not send to the learner's next."""
+    assignment, _, group, *_ = counterparts
     total, learners = total_of(gather_numbers(counts, assignment, group)), assignment[-1].stop
     if not total:
         return None
     for tensors, count in zip(moved, counts, strict=True):
         torch._foreach_mul_(tensors, count / total * learners)
-    compression.layout = replace(compression.layout, group=group)
-    means = compression.reduce(weights, moved, 1.0)
+    sent = [i for i, weight in enumerate(weights.values()) if weight.numel()]
+    some = {name: weight for name, weight in weights.items() if weight.numel()}
+    means = compression.reduce(some, [[tensors[i] for i in sent] for tensors in moved], 1.0)
     compression.commit(optimizer)
-    return [mean for mean in means if mean is not None]
+    found = dict(zip(sent, means, strict=True))
+    return [weight if (mean := found.get(i)) is None else mean for i, weight in enumerate(weights.values())]

@@ -10,6 +10,8 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 
+import torch.distributed as dist
+
 from lockstep.strategies.sync.host_all_gather import open_exchange
 
 GATHER, REDUCE, END_FORWARD, END_BACKWARD, GATHER_FOR_BACKWARD = range(5)
@@ -24,17 +26,22 @@ _EVENT = struct.Struct("<ddd")
 
 
 class CallOrder:
-    """One rank's end. All ranks construct it, and note the same events in the same order.
+    """One rank's end. All ranks of `group`, by default all, construct it, and note the same events in the same order.
 
     The rank that comes last to an event finds a difference, before it takes part in what the others wait for. Ranks on
     several nodes do not see each other's events; they compare `take()` after the step.
     """
 
     def __init__(
-        self, rank: int, world_size: int, timeout_s: float, name: Callable[[int], str], engine: str, instead: str
+        self,
+        timeout_s: float,
+        name: Callable[[int], str],
+        engine: str,
+        instead: str,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._rank = rank
-        self._exchange = open_exchange(rank, world_size, 4, timeout_s)
+        self._ranks, self._rank = dist.get_process_group_ranks(group), dist.get_rank()
+        self._exchange = open_exchange(dist.get_rank(group), len(self._ranks), 4, timeout_s, group)
         self._name, self._engine, self._instead = name, engine, instead
         self._hash = 0
 
@@ -48,7 +55,7 @@ class CallOrder:
         if not self._exchange.peeks:
             return
         self._exchange.post(*mine, self._hash)  # the hash shows a difference whose own message is overwritten by now
-        for rank, message in enumerate(self._exchange.peek()):
+        for rank, message in zip(self._ranks, self._exchange.peek(), strict=False):
             if message is not None and message != (*mine, self._hash):
                 theirs = message[:3]
                 where = f": {self._words(mine)} on rank {self._rank}, {self._words(theirs)} on rank {rank}"

@@ -18,26 +18,26 @@ def all_reduce(tensor: Tensor, op: str) -> Tensor:
     return tensor / dist.get_world_size() if op == "mean" else tensor
 
 
-def all_gather(tensor: Tensor) -> Tensor:
-    """The tensors of all ranks, stacked in rank order."""
+def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The tensors of all ranks of the group, stacked in rank order."""
     tensor = tensor.detach().contiguous()
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor)
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
     return torch.stack(parts)
 
 
-def broadcast(value: Any, src: int) -> Any:
-    """Rank `src`'s value: a tensor, or JSON data."""
+def broadcast(value: Any, src: int, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank `src`'s value on all ranks of the group: a tensor, or JSON data."""
     if isinstance(value, Tensor):
         value = value.detach().clone()
-        dist.broadcast(value, src)
+        dist.broadcast(value, src, group)
         return value
     sends = dist.get_rank() == src or dist.get_backend() == "fake"
     data = torch.frombuffer(bytearray(json.dumps(value).encode() if sends else b"?"), dtype=torch.uint8)
     size = torch.tensor(data.numel())
-    dist.broadcast(size, src)
+    dist.broadcast(size, src, group)
     data = data if sends else torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, src)
+    dist.broadcast(data, src, group)
     return json.loads(bytes(data.tolist()))
 
 

@@ -30,20 +30,26 @@ class Ended(ConnectionError):
 
 
 def connect(
-    rank: int, world_size: int, above: Sequence[int], below: Sequence[int], timeout_s: float
+    rank: int,
+    world_size: int,
+    above: Sequence[int],
+    below: Sequence[int],
+    timeout_s: float,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[Connections, Connections]:
     """Connect this rank with each of `above`, of which it is one of `below`, and with each of `below`.
 
-    Every rank of the default process group calls it. Both come back in the order that was given.
+    Every rank of `group`, by default all, calls it with numbers of that group. Both come back in the order that was
+    given.
     """
     address = own_address() if below else ""
     listener = socket.create_server((address, 0), backlog=len(below)) if below else None
     secret = torch.randint(0, 256, (32,), dtype=torch.uint8, generator=_fresh())
-    dist.broadcast(secret, 0)
+    dist.broadcast(secret, group=group, group_src=0)
     port = listener.getsockname()[1] if listener is not None else 0
     text = json.dumps([address, port]).encode().ljust(_ADDRESS_BYTES)
     addresses = [torch.empty(_ADDRESS_BYTES, dtype=torch.uint8) for _ in range(world_size)]
-    dist.all_gather(addresses, torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    dist.all_gather(addresses, torch.frombuffer(bytearray(text), dtype=torch.uint8), group=group)
     hello = bytes(secret.tolist())
     ours: Connections = {}
     for other in above:

@@ -65,8 +65,10 @@ class Exchange(ABC):
         """Use it no more."""
 
 
-def open_exchange(rank: int, world_size: int, width: int, timeout_s: float) -> Exchange:
-    """Set up an exchange between all ranks of the default process group; every rank calls it."""
+def open_exchange(
+    rank: int, world_size: int, width: int, timeout_s: float, group: dist.ProcessGroup | None = None
+) -> Exchange:
+    """Set up an exchange between the ranks of `group`, by default all; this is number `rank`. Each calls it."""
     if dist.get_backend() == "fake":
         return _Alike(world_size)
     size = 8 + world_size * RING * _Memory.record(width).size
@@ -74,15 +76,15 @@ def open_exchange(rank: int, world_size: int, width: int, timeout_s: float) -> E
     file = _create(size, secret) if rank == 0 else -1
     mine = torch.tensor([os.getpid(), file, secret])
     everyone = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(everyone, mine)
+    dist.all_gather(everyone, mine, group=group)
     pid, theirs, named = everyone[0].tolist()
     memory = _open(pid, theirs, named, size)
     opened = torch.tensor(memory is not None)
-    dist.all_reduce(opened, dist.ReduceOp.MIN)
+    dist.all_reduce(opened, dist.ReduceOp.MIN, group=group)
     if file >= 0:
         os.close(file)
     if memory is None or not opened:
-        return _Tree(Links(rank, world_size, timeout_s), timeout_s)
+        return _Tree(Links(rank, world_size, timeout_s, group=group), timeout_s)
     return _Memory(memory, rank, width, [int(row[0]) for row in everyone], timeout_s)
 
 

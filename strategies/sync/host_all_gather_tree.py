@@ -16,6 +16,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import torch.distributed as dist
+
 from lockstep.strategies.sync.connections import Ended, connect, receive_bytes
 
 FANOUT = 8
@@ -27,12 +29,19 @@ _NUMBERS, _ENDED = 0, 1
 class Links:
     """The connections of one rank: `parent` is None on the first, `children` are by rank."""
 
-    def __init__(self, rank: int, world_size: int, timeout_s: float, fanout: int = FANOUT) -> None:
-        """Connect the ranks of the default process group; every rank calls it."""
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        fanout: int = FANOUT,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Connect the ranks of `group`, by default all, of which this is number `rank`; each calls it."""
         self.rank = rank
         below = range(rank * fanout + 1, min(world_size, rank * fanout + fanout + 1))  # the order of what is summed
         above = [(rank - 1) // fanout] if rank else []
-        ours, self.children = connect(rank, world_size, above, below, timeout_s)
+        ours, self.children = connect(rank, world_size, above, below, timeout_s, group)
         self.parent = next(iter(ours.items()), None)
 
     def reduce(self, numbers: tuple[float, ...]) -> tuple[float, ...]:

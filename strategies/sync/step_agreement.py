@@ -59,13 +59,16 @@ _NUMBERS = _EQUAL["step"], _EQUAL["samples"], _EQUAL["collectives"]
 
 
 class StepAgreement:
-    """One rank's end of the control messages. All ranks construct it, and send and receive once a step."""
+    """One rank's end of the control messages. All ranks of `group`, by default all there are, construct it, and send
+    and receive once a step. `rank` is this one's number among them; messages name it by its number among all."""
 
-    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, world_size: int, timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self._ranks = range(world_size) if group is None else dist.get_process_group_ranks(group)
+        self._number, self._rank = rank, self._ranks[rank]
         self._step = 0
-        self._messages = open_exchange(rank, world_size, len(Message._fields) + 2, timeout_s)
-        self._answers = open_exchange(rank, world_size, 4, timeout_s)
+        self._messages = open_exchange(rank, world_size, len(Message._fields) + 2, timeout_s, group)
+        self._answers = open_exchange(rank, world_size, 4, timeout_s, group)
         self._calls = Calls()
         self._names: Callable[[], list[str]] | None = None
         self._sent = self._calls.latest
@@ -89,7 +92,7 @@ class StepAgreement:
 
         def post(count: float, finite: bool, total: float) -> None:
             message = Message(*said, finite, count, total)
-            self._messages.post(*message, message.keys or math.inf, math.inf if finite else self._rank)
+            self._messages.post(*message, message.keys or math.inf, math.inf if finite else self._number)
 
         return post
 
@@ -107,7 +110,7 @@ class StepAgreement:
             rows = [numbers[: len(Message._fields)] for numbers in self._messages.read()]
             self._refuse([Message(*row) for row in rows])  # type: ignore[arg-type]
         self._step += 1
-        bad = None if first_bad == math.inf else f"the loss of rank {first_bad:.0f}"
+        bad = None if first_bad == math.inf else f"the loss of rank {self._ranks[int(first_bad)]}"
         count, loss = total[_COUNT], total[_TOTAL]
         if dist.get_backend() == "fake":  # of a planned run, in which not every rank counts
             count = lowest[_SAMPLES]
@@ -120,7 +123,7 @@ class StepAgreement:
         """The first rank that says so, or None. Waits for every rank; raises RuntimeError where their collectives
         differ by now."""
         first = self._asked(says_so).lowest[-1]
-        return None if first == math.inf else int(first)
+        return None if first == math.inf else self._ranks[int(first)]
 
     def is_equal(self, number: int) -> bool:
         """Whether all ranks give the same number. Waits and raises as `first_rank` does."""
@@ -137,7 +140,7 @@ class StepAgreement:
         self._asked(0)
 
     def _asked(self, number: float) -> Reduced:
-        self._answers.post(number, self.num_calls(), self._calls.hash, self._rank if number else math.inf)
+        self._answers.post(number, self.num_calls(), self._calls.hash, self._number if number else math.inf)
         found = self._answers.reduced()
         self._sent = self._calls.latest
         if found.lowest[1:3] != found.highest[1:3]:
@@ -161,14 +164,14 @@ class StepAgreement:
         """Which names some ranks have logged and others not. Every rank calls it, where all have made the same
         collective calls."""
         data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-        world_size = dist.get_world_size()
+        world_size = len(self._ranks)
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(world_size)]
-        dist.all_gather(sizes, torch.tensor([data.numel()]))
+        dist.all_gather(sizes, torch.tensor([data.numel()]), group=self._group)
         rows = [torch.empty(int(max(sizes)), dtype=torch.uint8) for _ in range(world_size)]
-        dist.all_gather(rows, torch.nn.functional.pad(data, (0, rows[0].numel() - data.numel())))
+        dist.all_gather(rows, torch.nn.functional.pad(data, (0, rows[0].numel() - data.numel())), group=self._group)
         names = [set(json.loads(bytes(row[: int(size)].tolist()))) for row, size in zip(rows, sizes, strict=True)]
         common = set.intersection(*(group for group in names if group))
-        own = [(rank, sorted(group - common)[:8]) for rank, group in enumerate(names)]
+        own = [(rank, sorted(group - common)[:8]) for rank, group in zip(self._ranks, names, strict=True)]
         said = [f"rank {rank} logged {', '.join(map(repr, extra))}" for rank, extra in own if extra]
         return f" ({'; '.join(said)}, which not all did)"
 
@@ -184,7 +187,7 @@ class StepAgreement:
             return
         usual = max(set(values), key=values.count)
         clear = values.count(usual) * 2 > len(values)
-        odd = [rank for rank, value in enumerate(values) if value != usual] if clear else list(range(len(values)))
+        odd = [rank for rank, value in zip(self._ranks, values, strict=True) if value != usual or not clear]
         who = (
             f"rank {', '.join(map(str, odd))} did not do what the others did"
             if clear
@@ -195,7 +198,7 @@ class StepAgreement:
             same_data if what == _EQUAL["samples"] else "call the same collectives and log the same names in each step"
         )
         each = (
-            " (" + ", ".join(f"rank {rank}: {value:.0f}" for rank, value in enumerate(values)) + ")"
+            " (" + ", ".join(f"rank {rank}: {value:.0f}" for rank, value in zip(self._ranks, values, strict=True)) + ")"
             if what in _NUMBERS
             else ""
         )

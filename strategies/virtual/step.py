@@ -113,6 +113,7 @@ class VirtualStep(ShareHooks, SPMDStrategy):
                 int(self.all_reduce(torch.tensor(number))) * self.topology.data_size // self.topology.world_size
             ),
             virtual=self.shares,
+            groups=self.data_groups,
         )
 
     def forward_backward(

@@ -61,7 +61,7 @@ def test_a_model_without_buffers_broadcasts_none(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
     shared = []
-    monkeypatch.setattr(sharded, "share_buffers", lambda modules: shared.append([*modules]))
+    monkeypatch.setattr(sharded, "share_buffers", lambda modules, *_: shared.append([*modules]))
     model = nn.Linear(6, 4)
     strategy = FSDP()
     strategy.configure(devices=1, accelerator="cpu")

@@ -1,0 +1,321 @@
+"""Learners that train by themselves for a round of steps and then average: when they are apart, and what then holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, StepVote
+from lockstep.strategies.checkpoint_state import Reader, State
+from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
+from lockstep.strategies.methods import learner_state
+from lockstep.strategies.methods.learner import Learner, OwnNumbers, make_learners
+from lockstep.strategies.methods.options import Rounds
+from lockstep.strategies.methods.outer import Counterparts, Outer
+from lockstep.strategies.modules.model_changes import shortened
+from lockstep.strategies.optimizers import modes
+from lockstep.strategies.spmd import SPMDStrategy
+from lockstep.strategies.sync.buffers import share_buffers
+from lockstep.strategies.sync.step_agreement import StepAgreement
+
+REFUSES = {
+    "manual_optimization": "local updates step each learner's optimizers, not the module; use automatic optimization",
+    "closures": "local updates compute a gradient once, not by closures that optimizers call; use another optimizer",
+    "16-mixed": "precision='16-mixed' scales losses by what overflowed on a rank; with local updates use 'bf16-mixed'",
+    "gradient_norm": "GradientNorm shows one gradient of all ranks, but each learner has its own; use self.log",
+    "parameter_state": "the learners of local updates have weights of their own between rounds, so that a state beside "
+    "the parameters would be another one on each rank; average weights with the outer optimizer",
+}
+
+
+class LearnerRounds(SPMDStrategy):
+    """Base of the strategies whose learners train by themselves for a round: on a rank, or on an island of ranks.
+
+    Another base gives the step of a learner. It agrees on it with `_own_agreement` and `_own_peers`.
+    """
+
+    def __init__(
+        self, rounds: Rounds, outer: Callable[[list[nn.Parameter]], Optimizer], *arguments: Any, **options: Any
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self.rounds = rounds
+        self.outer = outer
+        self._seed = 0
+        self._counterparts = Counterparts([range(1)], 0)
+        self._own_agreement: StepAgreement | None = None
+        """That of the ranks that run a learner together; None if one rank does."""
+        self._own_peers: dist.ProcessGroup | None = None
+        self._held: StepAgreement | None = None
+        """The agreement of all ranks, while learners step by themselves."""
+        self._turn: Learner | None = None
+        self._opened = False  # whether the step of now is within `turns`
+        self._learners: list[Learner] = []
+        self._loaded = 0  # which of them is in the model
+        self._state_of: Learner | None = None  # whose state is in the optimizers
+        self._together, self._buffers_together = True, True
+        self._windows, self._position = 0, 0
+        """Since the run began; since learners were last together."""
+        self._outer: Outer | None = None
+        self._numbers = OwnNumbers()
+        self._names: dict[int, str] = {}
+        self._thread: ThreadPoolExecutor | None = None
+
+    def shard_loader(
+        self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False
+    ) -> ShardedLoader:
+        self._seed = self._seed or seed
+        return super().shard_loader(loader, seed=seed, shuffle=shuffle, accumulate=accumulate, split=split)
+
+    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+        for optimizer in optimizers.values():
+            if modes.has_modes(optimizer):
+                raise ValueError(
+                    f"{type(optimizer).__name__} evaluates other weights than it trains, which would differ by "
+                    "learner; use an optimizer without train() and eval()"
+                )
+        optimizers = super().setup_optimizers(wrapped, optimizers)
+        self._names = {id(optimizer): key for key, optimizer in optimizers.items()}
+        model = self.unwrap(wrapped)
+        self._outer = Outer(model, optimizers, self.rounds, self.outer, self._counterparts, self._seed)
+        return optimizers
+
+    def teardown(self) -> None:
+        self._end_turns()
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = None
+        super().teardown()
+
+    def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
+        if not self._together:
+            raise RuntimeError(
+                f"requires_grad was changed while learners are apart ({shortened(names)}); change it in a hook such as "
+                "on_train_epoch_start, before which they come together"
+            )
+        super().trainability_changed(wrapped, names)
+
+    def turns(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], window: Window) -> Iterator[Window]:
+        self._opened = True
+        if self._windows < self.rounds.start:
+            self.ranks_meet = True
+            yield window
+        else:
+            yield from self._rounds(wrapped, optimizers, window)
+        self._windows += 1
+        self._opened = False
+
+    def forward_backward(
+        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
+    ) -> StepResult:
+        if not self._opened and not self.capabilities.synchronous:
+            raise RuntimeError(
+                f"{type(self).__name__}.forward_backward was called outside of a learner's turn; call it with each "
+                "window that strategy.turns(wrapped, optimizers, window) yields"
+            )
+        if self._turn is None:
+            return super().forward_backward(wrapped, step_fn, window, hooks)
+        votes: list[StepVote] = []
+
+        def vote() -> StepVote:
+            votes.append(hooks.vote())
+            return votes[0]
+
+        result = super().forward_backward(wrapped, step_fn, window, hooks._replace(vote=vote))
+        self._turn.counted += result.count
+        if not self.ranks_meet or self._turn is not self._learners[-1]:
+            return result._replace(stop=0, loss=None)
+        result = result._replace(loss=None)  # that of one learner
+        if self._held is None:
+            return result
+        self._held.send(votes[0], 0, result.count, result.non_finite is None)
+        of_all = self._held.receive()
+        return result._replace(stop=of_all.stop, non_finite=result.non_finite or of_all.non_finite)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        self._refuse_in_turn("all_reduce")
+        return super().all_reduce(tensor, op)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self._refuse_in_turn("all_gather")
+        return super().all_gather(tensor)
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        self._refuse_in_turn("broadcast")
+        return super().broadcast(value, src)
+
+    def barrier(self) -> None:
+        self._refuse_in_turn("barrier")
+        super().barrier()
+
+    def synchronize(self, wrapped: nn.Module) -> None:
+        outer = self._outer
+        if outer is None or not self._learners:
+            return
+        if not self._together:
+            outer.drain(self._learners, self.rounds.mixing)
+            for fragment in range(self.rounds.fragments):
+                outer.send(fragment, self._learners)
+                outer.apply(self._learners, 0.0)
+            self._meet()
+        if not self._buffers_together:
+            self._load(wrapped, {}, 0)
+            if self._in_group:
+                share_buffers(self.unwrap(wrapped).modules())
+            self._buffers_together = True
+
+    def _rounds(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], window: Window) -> Iterator[Window]:
+        """A window of learners that step by themselves, and what follows it."""
+        outer = self._outer
+        assert outer is not None
+        if self._together:
+            self._part(wrapped, optimizers, outer)
+        self._position += 1
+        self._held, self._agreement, self._peers = self._agreement, self._own_agreement, self._own_peers
+        self.ranks_meet = self._position % self.rounds.period == 0
+        number = len(window.micro_batches) // len(self._learners)
+        for i, learner in enumerate(self._learners):
+            own = window.micro_batches[i * number : (i + 1) * number]
+            self._load(wrapped, optimizers, i)
+            self._turn = learner
+            if window.num_shares:
+                yield Window(own, max(1, sum(part.num_samples for part in own)), 1, window.num_batches)
+            else:  # its ranks have the others
+                yield window
+            if len(self._learners) > 1:
+                learner.state = {key: dict(optimizer.state) for key, optimizer in optimizers.items()}
+                learner.buffers = [buffer.data for buffer in self.unwrap(wrapped).buffers()]
+                outer.note()
+        self._end_turns()
+        outer.apply_due(self._windows, self._learners, self.rounds.mixing)
+        for fragment in outer.due(self._position):
+            if self.rounds.delay:
+                self._thread = self._thread or ThreadPoolExecutor(1, "outer")
+                outer.send(fragment, self._learners, self._thread, self._windows + self.rounds.delay)
+            else:
+                outer.send(fragment, self._learners)
+                outer.apply(self._learners, 0.0)
+        if self.ranks_meet and not self.rounds.delay and self.rounds.fragments == 1:
+            self._meet()
+
+    def _end_turns(self) -> None:
+        if self._held is not None:
+            self._agreement, self._held, self._peers = self._held, None, None
+        self._turn = None
+
+    def _create(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> None:
+        """Make this rank's learners, with what model and optimizers hold now."""
+        self._learners = make_learners(self._counterparts.own, self.unwrap(wrapped), optimizers)
+        self._loaded, self._state_of = 0, None
+
+    def _part(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], outer: Outer) -> None:
+        """The beginning of a round: all learners start from the model's weights."""
+        if not self._learners:
+            self._create(wrapped, optimizers)
+        model = self.unwrap(wrapped)
+        weights, buffers = [p.data for p in model.parameters()], [b.data for b in model.buffers()]
+        for i, learner in enumerate(self._learners):
+            if i == self._loaded:
+                learner.weights = weights
+            else:
+                learner.start_from(weights, buffers if self._buffers_together else [])
+        outer.begin(optimizers)
+        outer.note()
+        self._together = self._buffers_together = False
+        self._position = 0
+
+    def _load(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], index: int) -> None:
+        """Put learner `index` of this rank into the model and into `optimizers`."""
+        learner, together = self._learners[index], self._together and self._buffers_together
+        if len(self._learners) > 1:
+            assert self._outer is not None
+            self._refuse_changes(self._outer, optimizers)
+            for key, optimizer in optimizers.items():
+                optimizer.state.clear()
+                optimizer.state.update(learner.state[key])
+            if optimizers:
+                self._numbers.put(optimizers, learner)
+                self._state_of = learner
+            if together:  # what the model holds is that of all learners
+                return
+            for parameter, value in zip(wrapped.parameters(), learner.weights, strict=True):
+                parameter.data = value
+                parameter.grad = None
+            for buffer, value in zip(wrapped.buffers(), learner.buffers, strict=True):
+                buffer.data = value
+            self._outer.note()
+        self._loaded = index
+
+    def _refuse_changes(self, outer: Outer, optimizers: dict[str, Optimizer]) -> None:
+        """Raise RuntimeError for what other code than a learner's turn has changed, as one learner of several."""
+        changed = [] if self._together and self._buffers_together else outer.changed()
+        for key, optimizer in optimizers.items():
+            if self._state_of is None:
+                break
+            kept = self._state_of.state[key]
+            if kept.keys() != optimizer.state.keys() or any(optimizer.state[p] is not kept[p] for p in kept):
+                changed.append(f"state of optimizer {key!r}")
+        if changed:
+            raise RuntimeError(
+                f"{shortened(changed)} was changed outside of a learner's turn, but this rank runs "
+                f"{len(self._learners)} learners, each with its own; use as many ranks as learners"
+            )
+
+    def _meet(self) -> None:
+        """All learners have the same weights now."""
+        for learner in self._learners:
+            learner.counted, learner.counted_at = 0.0, {}
+        self._together, self._position = True, 0
+
+    def _forget(self) -> None:
+        self._learners, self._numbers = [], OwnNumbers()
+        self._together = self._buffers_together = True
+        self._position = self._loaded = 0
+        self._state_of = None
+        self._opened, self.ranks_meet = False, True
+        self._end_turns()
+
+    def _refuse_in_turn(self, what: str) -> None:
+        if self._turn is not None:
+            raise RuntimeError(
+                f"{what} was called within a learner's step, where its result would depend on the number of ranks; "
+                "call it at the end of an epoch, or train without local updates"
+            )
+
+    def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
+        self.synchronize(wrapped)
+        if not optimizers or not self._learners:
+            return super().state_dict(wrapped, optimizers)
+        self._load(wrapped, optimizers, 0)
+        state = super().state_dict(wrapped, optimizers)
+        put = partial(self._load, wrapped, optimizers)
+        model, ranks = self.unwrap(wrapped), self.topology.world_size
+        learner_state.save(
+            state, model, optimizers, self._learners, put, self._counterparts.shard, self.broadcast, ranks
+        )
+        self._load(wrapped, optimizers, 0)
+        assert self._outer is not None
+        self._outer.save(state, self.local_shard)
+        return state
+
+    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+        super().load_state_dict(wrapped, optimizers, state)
+        self._forget()
+        if not optimizers or not state.meta.get("learners"):
+            return
+        assert self._outer is not None
+        self._create(wrapped, optimizers)
+        numbers = learner_state.load(state, self.unwrap(wrapped), optimizers, self._learners, self.read_shard)
+        self._numbers.restore(optimizers, self._learners, numbers)
+        self._outer.load(state, self.read_shard)
+
+    def extra_state(self, wrapped: nn.Module) -> dict[str, Any]:
+        return {"steps": self._windows}
+
+    def load_extra_state(self, wrapped: nn.Module, saved: dict[str, Any]) -> None:
+        self._windows = saved.get("steps", 0)
