@@ -73,8 +73,8 @@ def launch(
     ranks have started. Called in the main thread, SIGINT, SIGTERM and SIGUSR1 are passed on to the ranks, which may
     finish their way within `grace_s` seconds; a third signal kills them. Where a rank of `spare` is killed in a step,
     one line names it and the others continue; if they then fail for want of it, its RankFailure is raised.
-    Raises TypeError for what cannot be pickled,
-    ValueError for `num_ranks` out of 1 to 200.
+
+    Raises TypeError for what cannot be pickled, ValueError for `num_ranks` out of 1 to 200.
     """
     if not 1 <= num_ranks <= forkserver.MAX_RANKS:
         raise ValueError(
@@ -272,9 +272,7 @@ class _Ranks:
             failure.message = f"rank {rank} was killed by {signal_name(-exitcode)}{place}{hint}"
             if rank in self.spare and step is not None and not self.failures:
                 self.lost.append(failure)
-                _log.warning(
-                    "%s; the others compute its batches; what it logged in this epoch is lost", failure.message
-                )
+                _log.warning("%s", failure.message)
                 return
         else:
             failure.message = f"rank {rank} exited with code {exitcode} before its work was done{place}"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+
+_log = logging.getLogger("lockstep")
 
 
 class Dealer:
@@ -26,6 +29,8 @@ class Dealer:
         self._met: set[int] = set()
         self._meetings: list[list[int]] = []
         """Of each meeting so far who was there."""
+        self._between_steps = False
+        """Whether ranks call collectives, which need all that have met."""
         self._changed = threading.Condition()
 
     def take(self, rank: int, clock: int, vote: int, late: bool = False) -> tuple[int | None, int]:
@@ -33,7 +38,7 @@ class Dealer:
         only such a one. None if all are handed out, with what the ranks conclude of their votes to stop: what the first
         one that has finished with the clock knew, the same for all."""
         with self._changed:
-            self._votes = max(self._votes, vote)
+            self._votes, self._between_steps = max(self._votes, vote), False
             batch = next((batch for batch in self._late if batch // self._workers <= clock), None)
             if batch is not None:
                 self._late.remove(batch)
@@ -72,8 +77,10 @@ class Dealer:
     def died(self, rank: int) -> None:
         """Let others compute what `rank` had, and meet without it."""
         with self._changed:
-            if rank not in self._living:
-                return
+            if not self._between_steps:
+                _log.warning(
+                    "the other ranks compute the batches of the one that died; what it logged in this epoch is lost"
+                )
             self._living.remove(rank)
             self._met.discard(rank)
             own = [self._first * self._workers + share for share in self._own[rank]]
@@ -84,6 +91,7 @@ class Dealer:
     def _meet(self) -> None:
         if self._met.issuperset(self._living):
             self._meetings.append([*self._living])
+            self._between_steps = True
             self._met.clear()
             self._changed.notify_all()
 

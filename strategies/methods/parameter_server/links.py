@@ -60,6 +60,7 @@ class Links:
         self._threads: list[threading.Thread] = []
         self.host: Host | None = None
         self.dealer: Dealer | None = None
+        self._ends = False
 
     def serve(self, host: Host | None, dealer: Dealer | None) -> None:
         self.host, self.dealer = host, dealer
@@ -152,6 +153,7 @@ class Links:
         self._shut()
 
     def _shut(self) -> None:
+        self._ends = True
         for connection in (*self._asked.values(), *self._peers.values()):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
@@ -208,10 +210,11 @@ class Links:
                 else:
                     self._answer_push(peer, numbers)
         except BaseException as error:
-            gone = isinstance(error, OSError)  # of a rank that has ended its own error is the one to see
-            if self.dealer is not None and self.spares_ranks and gone:
+            if self._ends or self.host is None or self.host.failure is not None:
+                return
+            if self.spares_ranks and self.dealer is not None and isinstance(error, OSError):
                 self.dealer.died(peer)
-            elif self.host is not None and self.host.failure is None and not gone:
+            else:
                 self.host.failure = error
 
     def _answer_take(self, peer: int, numbers: Sequence[float]) -> None:

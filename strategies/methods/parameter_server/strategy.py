@@ -44,8 +44,8 @@ class ParameterServer(SPMDStrategy):
 
     `staleness`: how many steps the parameters that a batch is computed on may be old.
     `workers`: batches a clock; a multiple of the number of ranks, which it is by default.
-    `servers`: how many ranks hold parameters, rank 0 first; by default one for each 4 MB, at most all. With `servers=1`
-        the other ranks may die: those that live compute their batches.
+    `servers`: how many ranks hold parameters, rank 0 first; by default one for each 4 MB, at most all. Where it
+        is one, the other ranks may die: those that live compute their batches.
     `replay`: the `schedule.jsonl` of a run, which then is repeated bit for bit on any number of ranks that divides its
         workers. It brings `workers`, `servers` and `staleness`.
     `meet_every`: clocks between those in which all ranks wait for each other, to publish what was logged and to see
@@ -113,7 +113,7 @@ class ParameterServer(SPMDStrategy):
     def launch(self, fn: Callable[..., T], *args: Any) -> T:
         if not self.starts_ranks:
             return fn(*args)
-        spare = range(1, self.num_devices) if self._wanted_servers == 1 else ()
+        spare = range(1, self.num_devices) if self._wanted_servers in (None, 1) else ()  # if there is one server
         return launcher.launch(fn, args, self.num_devices, spare=spare)
 
     def setup(self) -> Topology:

@@ -49,14 +49,15 @@ def check(got: Any, trainer: Trainer, workers: int, folder: Path) -> Path:
 
 @pytest.mark.faults
 def test_others_compute_the_batches_of_a_worker_that_is_killed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     saver = ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)
     options = {**OPTIONS, "callbacks": [_Dies({2: 5}), saver], "enable_checkpointing": True}
-    got, trainer = fit(ParameterServer(2, servers=1), tmp_path, devices=3, slow=0.02, **options)
+    got, trainer = fit(ParameterServer(2), tmp_path, devices=3, slow=0.02, **options)
     [line] = [message for message in caplog.messages if "killed" in message]
     assert line.startswith("rank 2 was killed by SIGKILL (step ")
-    assert line.endswith("the others compute its batches; what it logged in this epoch is lost")
+    said = "the other ranks compute the batches of the one that died; what it logged in this epoch is lost"
+    assert capfd.readouterr().err.count(said) == 1  # rank 0 does
     record = check(got, trainer, 3, tmp_path)
     later = next(path for path in saver.best_k_models if "step=12" in path)  # of two ranks
     resumed, _ = fit(ParameterServer(replay=record), tmp_path, devices=3, ckpt_path=later, **OPTIONS)
@@ -108,12 +109,27 @@ def test_a_worker_may_be_killed_at_any_instant(tmp_path: Path) -> None:
         check(got, trainer, 3, folder)
 
 
+class _TwoServers(ParameterServer):
+    """What a model of 8 MB gets."""
+
+    def _enough_servers(self, wrapped: Any) -> int:
+        return 2
+
+
 @pytest.mark.faults
 @pytest.mark.slow
-@pytest.mark.parametrize(("servers", "rank"), [(1, 0), (2, 2)])
-def test_without_its_servers_a_run_ends_by_name(tmp_path: Path, servers: int, rank: int) -> None:
-    """The rank of the only server; any rank, where there are servers on several."""
-    strategy = ParameterServer(2, servers=servers)
+@pytest.mark.parametrize(
+    ("strategy", "rank"),
+    [
+        pytest.param(ParameterServer(2, servers=1), 0, id="the only server"),
+        pytest.param(ParameterServer(2, servers=2), 2, id="a worker of two servers"),
+        pytest.param(_TwoServers(2), 1, id="a server of two by default"),
+        pytest.param(_TwoServers(2), 2, id="a worker of two by default"),
+    ],
+)
+def test_a_run_that_cannot_do_without_a_rank_ends_by_its_name(
+    tmp_path: Path, strategy: ParameterServer, rank: int
+) -> None:
     with pytest.raises(RankFailure, match=f"rank {rank} was killed by SIGKILL"):
         fit(strategy, tmp_path, devices=3, callbacks=[_Dies({rank: 5})], **OPTIONS)
 
