@@ -49,6 +49,8 @@ class Window:
     num_batches: int = 0
     """What it adds to the loader's count of batches: its micro-batches; after `resume_windows` those of the run that
     began."""
+    in_group: int = 0
+    """Samples asked for over all micro-batches and the ranks of this rank's group, if there are several groups."""
     more: bool = False
     """Whether this is a part of a window that another part follows on this rank: its last batch ends like any."""
 
@@ -77,8 +79,7 @@ class ShardedLoader:
 
     `rank` of `size` counts the ranks that see different samples. With `virtual`, `size` is the number of virtual ranks,
     and this rank reads the parts of those of `virtual`; what a dataset draws is then a function of a sample's place
-    without workers too. `groups` of ranks share a
-    micro-batch first. `sum_over_ranks` is a collective that
+    without workers too. `groups` of ranks share a micro-batch first. `sum_over_ranks` is a collective that
     sums an int over them; it is called once a window where a rank cannot know the others' samples.
 
     Raises ValueError if the loader is empty or cannot be split as asked, TypeError for an object that is not a loader.
@@ -248,25 +249,28 @@ class ShardedLoader:
 
     def _windows(self, epoch: int, start: int, limit: int | None) -> Iterator[Window]:
         micro_batches: list[MicroBatch] = []
-        total, empty = 0, start == 0 and limit != 0
+        total, in_group, empty, share = 0, 0, start == 0 and limit != 0, self._source.share
         counts = self._source.may_filter
         for batch, num_samples, all_samples, closes in self._source.pieces(epoch, start, limit):
             micro_batches.append(self._micro_batch(batch, num_samples) if counts else MicroBatch(batch, num_samples))
             total += all_samples
+            in_group += share.in_group(all_samples)
             if closes:
-                yield self._window(micro_batches, self._over_ranks(total), closes)
-                micro_batches, total, empty = [], 0, False
+                yield self._window(micro_batches, self._over_ranks(total), closes, in_group)
+                micro_batches, total, in_group, empty = [], 0, 0, False
         if micro_batches:
-            num_batches = self._source.batches_of(len(micro_batches) // len(self._source.share.own))
-            yield self._window(micro_batches, self._over_ranks(total), num_batches)
+            num_batches = self._source.batches_of(len(micro_batches) // len(share.own))
+            yield self._window(micro_batches, self._over_ranks(total), num_batches, in_group)
         elif empty:
             raise ValueError(f"the loader yielded no batch in epoch {epoch}: {self._source.describe()}")
 
-    def _window(self, micro_batches: list[MicroBatch], num_samples: int, num_batches: int) -> Window:
+    def _window(self, micro_batches: list[MicroBatch], num_samples: int, num_batches: int, in_group: int) -> Window:
         """A window of micro-batches as they were read; those of a virtual rank come one after the other."""
         virtual = self._source.share.virtual
         if not virtual:
-            return Window(micro_batches, num_samples, num_batches=num_batches)
+            if self._source.counts_own:  # what is in the batches of other ranks is known in all only
+                in_group = num_samples // self._source.share.groups
+            return Window(micro_batches, num_samples, num_batches=num_batches, in_group=in_group)
         for i, micro_batch in enumerate(micro_batches):
             micro_batch.share = virtual[i % len(virtual)]
         ordered = [part for i in range(len(virtual)) for part in micro_batches[i :: len(virtual)]]

@@ -51,6 +51,11 @@ class Share:
             return self.accumulate * -(-self.planned // self.size)
         return 1 if self.whole else -(-self.planned * self.accumulate // self.size)
 
+    def in_group(self, length: int) -> int:
+        """How many samples of a micro-batch the group of this rank reads."""
+        first, last = bounds(length, self.rank * self.groups // self.size, self.groups)
+        return last - first
+
     def bounds(self, length: int, own: int, part: int = 0, parts: int = 1) -> tuple[int, int]:
         """Begin and end of what rank `own` reads of a micro-batch, of one of `parts` in which its group reads it."""
         ranks, begin, end = self.size // self.groups, 0, length

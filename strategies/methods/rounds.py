@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -128,6 +129,9 @@ class LearnerRounds(SPMDStrategy):
 
         result = super().forward_backward(wrapped, step_fn, window, hooks._replace(vote=vote))
         self._turn.counted += result.count
+        if not result.count:  # no step follows, which would clear what padding has left
+            for parameter in wrapped.parameters():
+                parameter.grad = None
         if not self.ranks_meet or self._turn is not self._learners[-1]:
             return result._replace(stop=0, loss=None)
         result = result._replace(loss=None)  # that of one learner
@@ -186,7 +190,7 @@ class LearnerRounds(SPMDStrategy):
             if window.num_shares:
                 yield Window(own, max(1, sum(part.num_samples for part in own)), 1, window.num_batches)
             else:  # its ranks have the others
-                yield window
+                yield replace(window, num_samples=max(1, window.in_group))
             if len(self._learners) > 1:
                 learner.state = {key: dict(optimizer.state) for key, optimizer in optimizers.items()}
                 learner.buffers = [buffer.data for buffer in self.unwrap(wrapped).buffers()]

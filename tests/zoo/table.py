@@ -50,6 +50,7 @@ METHODS: dict[str, tuple[Callable[[], Strategy], dict[str, Any]]] = {
     "compress in 2 shares": (lambda: DDP(compress="topk=0.3"), {"virtual_ranks": 2}),
     "local SGD of each step": (lambda: LocalSGD(period=1), {}),
     "2 learners": (lambda: DiLoCo(learners=2, period=2), {}),
+    "2 islands": (lambda: DiLoCo(learners=2, period=2, inner="fsdp=2"), {}),
     "parameter server without staleness": (lambda: ParameterServer(staleness=0), {}),
 }
 """What changes the method, with options of the Trainer; by a name that `train` takes for a strategy."""

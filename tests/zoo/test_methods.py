@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.zoo.table import DOCUMENTED, expected_results, is_refusal, outcome, results, train_all
+from tests.zoo.table import DOCUMENTED, distance, expected_results, is_refusal, outcome, results, train_all
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -35,4 +35,19 @@ def test_one_rank_and_two_have_the_same_bits(method: str) -> None:
             continue
         assert [key for key, value in one.values.items() if not torch.equal(value, two.values[key])] == [], name
         equal.append(name)
+    assert len(equal) > len(names) / 2
+
+
+def test_learners_that_are_sharded_have_the_numbers_of_those_that_are_not() -> None:
+    names = list(expected_results("single"))
+    alone, sharded = train_all(names, "2 learners", 1, "64-true"), results("2 islands", 4, names)
+    equal = []
+    for name in names:
+        one, other = alone[name], sharded[name]
+        if one.error or other.error:
+            assert all(is_refusal(error) for error in (one.error, other.error) if error), (name, one.error, other.error)
+        elif name not in DOCUMENTED:
+            found = {key: distance(other.values[key], value) for key, value in one.values.items()}
+            assert max(found.values()) < 1e-12, (name, found)
+            equal.append(name)
     assert len(equal) > len(names) / 2

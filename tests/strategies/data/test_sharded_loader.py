@@ -41,6 +41,18 @@ def test_a_billion_samples_start_and_resume_at_once(shuffle: bool, split: bool) 
         assert to_list(late.micro_batches[0].batch)[0] == 5 * 10**8 + (12 if split else 192)
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_a_window_knows_how_many_samples_a_group_of_ranks_has(split: bool) -> None:
+    ranks = [
+        ShardedLoader(DataLoader(Numbers(23), 6), rank=rank, size=4, seed=0, accumulate=2, split=split, groups=2)
+        for rank in range(4)
+    ]
+    for windows in zip(*(loader.windows(0) for loader in ranks), strict=True):
+        own = [sum(part.num_samples for part in window.micro_batches) for window in windows]
+        assert [window.in_group for window in windows] == [own[0] + own[1]] * 2 + [own[2] + own[3]] * 2
+        assert {window.num_samples for window in windows} == {sum(own)}
+
+
 @pytest.mark.parametrize(
     "make",
     [
