@@ -23,7 +23,7 @@ from lockstep import Module
 
 
 class Client(Module):
-    """A perceptron of hidden layers of one width on the digits, trained with plain SGD, that measures each sample for `ClientMetrics`."""
+    """A perceptron with hidden layers of one width, which measures each sample for `ClientMetrics`."""
 
     def __init__(self, width: int = 128, lr: float = 0.2, layers: int = 1):
         super().__init__()
