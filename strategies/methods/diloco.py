@@ -28,7 +28,7 @@ class DiLoCo(LocalUpdates):
 
     `period`: optimizer steps of a round.
     `outer`: makes the outer optimizer of a list of parameters; by default SGD with a learning rate of 0.7 and Nesterov
-        momentum of 0.9. Its parameters are whole on every rank, and all ranks step it alike.
+        momentum of 0.9. Its parameters are whole on every rank, or its shards with `inner`; all learners step it alike.
     `fragments`: parts of the model that are sent in turn within a round, each once.
     `delay`: steps for which learners train on while a fragment is sent.
     `mixing`: with `delay`, how much of its own weights a learner keeps when it takes the common ones over.
@@ -37,8 +37,8 @@ class DiLoCo(LocalUpdates):
     `learners`: how many there are; by default one a rank. Learner l sees share l of each global batch. Which rank runs
         which changes no bit.
     `learners_per_rank`: how many each rank runs, for ranks of different speed; by default equally many.
-    `inner`: what a learner is if it is sharded over several ranks: a mesh such as "fsdp=2", or FSDP(…) or another of
-        these strategies with its options. Each rank then exchanges its own shards.
+    `inner`: what a learner is if it is sharded over several ranks: a mesh such as "fsdp=2", or FSDP(…),
+        TensorParallel(…) or MeshParallel(…) with their options. Each rank then exchanges its own shards.
     `activation_checkpointing`: recompute what lies within blocks in the backward; True, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks; longer than a round takes.
     """

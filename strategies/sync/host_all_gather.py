@@ -14,12 +14,13 @@ import struct
 import time
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from lockstep.strategies.sync.host_all_gather_tree import Links, Worker
+from lockstep.strategies.sync.host_all_gather_tree import Links, Worker, numbers
 
 RING = 256
 """How many messages a rank may be ahead of one that reads its messages."""
@@ -85,7 +86,7 @@ def open_exchange(
         os.close(file)
     if memory is None or not opened:
         return _Tree(Links(rank, world_size, timeout_s, group=group), timeout_s)
-    return _Memory(memory, rank, width, [int(row[0]) for row in everyone], timeout_s)
+    return _Memory(memory, rank, width, [int(row[0]) for row in everyone], timeout_s, numbers(world_size, group))
 
 
 def _create(size: int, secret: int) -> int:
@@ -144,11 +145,13 @@ class _Memory(Exchange):
     def record(width: int) -> struct.Struct:
         return struct.Struct(f"<q{width}dq")
 
-    def __init__(self, memory: mmap.mmap, rank: int, width: int, pids: list[int], timeout_s: float) -> None:
+    def __init__(
+        self, memory: mmap.mmap, rank: int, width: int, pids: list[int], timeout_s: float, names: Sequence[int]
+    ) -> None:
         self._memory = memory
         self._record = self.record(width)
         self._checked = struct.Struct(f"<q{width}d")
-        self._pids = pids
+        self._pids, self._names = pids, names
         self._timeout_s = timeout_s
         self._rings = [8 + i * RING * self._record.size for i in range(len(pids))]
         self._mine = self._rings[rank]
@@ -186,7 +189,8 @@ class _Memory(Exchange):
             return tuple(numbers)
         if turn > self._turn and zlib.crc32(message[:-8]) == check:
             raise RuntimeError(
-                f"rank {rank} is {RING} messages ahead, so what it said is lost; every rank must take part in each step"
+                f"rank {self._names[rank]} is {RING} messages ahead, so what it said is lost; every rank must take "
+                "part in each step"
             )
         return None
 
@@ -207,11 +211,11 @@ class _Memory(Exchange):
         try:
             os.kill(self._pids[rank], 0)
         except ProcessLookupError:
-            raise RuntimeError(f"rank {rank} has ended: see its own error") from None
+            raise RuntimeError(f"rank {self._names[rank]} has ended: see its own error") from None
         if waited > self._timeout_s:
             raise RuntimeError(
-                f"rank {rank} did not come to the end of its step within {self._timeout_s:g} s: see its own error, or "
-                "give a longer timeout_s"
+                f"rank {self._names[rank]} did not come to the end of its step within {self._timeout_s:g} s: see "
+                "its own error, or give a longer timeout_s"
             )
 
 

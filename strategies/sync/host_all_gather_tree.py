@@ -12,7 +12,7 @@ import queue
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +24,11 @@ FANOUT = 8
 """Children of a rank. 64 ranks are two levels below the first, 4,096 are four."""
 _HEADER = struct.Struct("<qq")  # what kind of message, and how many numbers follow
 _NUMBERS, _ENDED = 0, 1
+
+
+def numbers(world_size: int, group: dist.ProcessGroup | None) -> Sequence[int]:
+    """The numbers among all ranks of those of a group, by which messages name them."""
+    return range(world_size) if group is None else dist.get_process_group_ranks(group)
 
 
 class Links:
@@ -38,7 +43,7 @@ class Links:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """Connect the ranks of `group`, by default all, of which this is number `rank`; each calls it."""
-        self.rank = rank
+        self.rank, self.names = rank, numbers(world_size, group)
         below = range(rank * fanout + 1, min(world_size, rank * fanout + fanout + 1))  # the order of what is summed
         above = [(rank - 1) // fanout] if rank else []
         ours, self.children = connect(rank, world_size, above, below, timeout_s, group)
@@ -113,7 +118,7 @@ class Worker:
             if self._done == self._given:
                 return self._agreement
         if self._ended is not None:
-            raise RuntimeError(f"rank {self._ended} has ended: see its own error")
+            raise RuntimeError(f"rank {self._links.names[self._ended]} has ended: see its own error")
         raise RuntimeError(
             f"a rank did not come to the end of its step within {timeout_s:g} s: see its own error, or give a longer "
             "timeout_s"

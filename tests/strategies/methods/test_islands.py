@@ -15,12 +15,14 @@ from torch.utils.data import DataLoader
 from lockstep import Loss, Module, Trainer
 from lockstep.callbacks import ModelCheckpoint
 from lockstep.strategies import DDP, FSDP, DiLoCo, LocalSGD, Strategy
+from lockstep.strategies.methods import outer
 from lockstep.strategies.registry import as_class, build
 from tests.strategies.methods.test_local_updates import CallsInStep, CountsCalls, Logs, fit
 from tests.strategies.methods.toys import Regression, data, difference, train
 
 ADAMW = partial(AdamW, lr=1e-2)
 MOMENTUM = partial(SGD, lr=0.05, momentum=0.9, nesterov=True)
+EIGHT: dict[str, Any] = {"learners": 2, "period": 8, "fragments": 8, "delay": 2}
 HARD = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "batch_size": 11, "max_steps": 11}
 """Accumulation, clipping, and tails that learners and ranks share unevenly."""
 
@@ -42,7 +44,7 @@ def test_an_island_is_a_learner_of_one_rank() -> None:
         ("fsdp=2,diloco=2", DiLoCo(learners=2)),
         (DiLoCo(learners=2, period=4, inner="ddp=2"), DiLoCo(learners=2, period=4)),
         (DiLoCo(learners=2, period=4, inner=FSDP(cpu_offload=True)), DiLoCo(learners=2, period=4)),
-        (DiLoCo(learners=2, period=5, compress="topk=1.0", inner="fsdp"), DiLoCo(learners=2, period=5)),
+        (DiLoCo(**EIGHT, compress="topk=1.0", inner="fsdp"), DiLoCo(**EIGHT)),  # the last has one weight, on one rank
         (LocalSGD(learners=2, period=2, start=3, inner="fsdp"), LocalSGD(learners=2, period=2, start=3)),
         (DiLoCo(learners=1, period=4, inner="fsdp"), DiLoCo(learners=1, period=4)),
         (DiLoCo(period=4, learners=4, inner="fsdp"), DiLoCo(learners=4, period=4)),
@@ -148,11 +150,21 @@ class CountsMessages(CountsCalls):
     def __init__(self, period: int) -> None:
         super().__init__(period)
         self.said: tuple[int, int] | None = None
+        self.sent = 0
+
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        gather = outer.gather_numbers
+
+        def counting(*arguments: Any) -> list[float]:
+            self.sent += 1
+            return gather(*arguments)
+
+        outer.gather_numbers = counting  # in a process of its own
 
     def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
         super().on_train_batch_end(trainer, *arguments)
         strategy: Any = trainer.strategy
-        said = strategy._across._get_sequence_number_for_group(), strategy._agreement._step
+        said = self.sent, strategy._agreement._step
         assert (said == self.said) == (trainer.global_step % self.period > 0 and self.said is not None)
         self.said = said
 
@@ -230,7 +242,7 @@ class Freezes(Logs):
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("module", "outer", "message"),
+    ("module", "common", "message"),
     [
         (Steps(), None, "Whole needs whole parameters"),
         (Logs(), partial(Whole, lr=0.7), "outer=Whole needs whole parameters"),
@@ -241,7 +253,7 @@ class Freezes(Logs):
     ],
     ids=["optimizer", "outer", "collective", "hook", "nan", "freeze"],
 )
-def test_what_islands_cannot_do_is_refused(module: Module, outer: Any, message: str) -> None:
-    options = {} if outer is None else {"outer": outer}
+def test_what_islands_cannot_do_is_refused(module: Module, common: Any, message: str) -> None:
+    options = {} if common is None else {"outer": common}
     with pytest.raises((ValueError, RuntimeError, FloatingPointError), match=message):
         fit(DiLoCo(learners=2, period=4, inner="fsdp=2", **options), module, devices=4)

@@ -17,6 +17,7 @@ from lockstep.strategies.base import StepVote
 from lockstep.strategies.launch import environment, launcher, process_group
 from lockstep.strategies.launch.failure import RankFailure
 from lockstep.strategies.sync import connections, host_all_gather, host_all_gather_tree
+from lockstep.strategies.sync.collectives import own_group
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
 pytestmark = pytest.mark.ranks
@@ -147,6 +148,34 @@ def test_a_number_that_means_something_else_on_this_machine_is_not_shared_memory
     assert memory is not None and len(memory) == 64
     for number in (*ends, *files, whole):
         os.close(number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", [False, True])
+def test_groups_of_ranks_hear_their_own_and_name_ranks_among_all(tree: bool) -> None:
+    def work() -> None:
+        world = environment.detect()
+        assert world is not None
+        process_group.init_process_group(world, "gloo", 20.0)
+        if tree:
+            del os.memfd_create
+        first, place = world.rank // 2 * 2, world.rank % 2
+        group = own_group([(0, 1), (2, 3)], "gloo")
+        opened = host_all_gather.open_exchange(place, 2, 1, 3.0, group)
+        for turn in range(first, 30):  # one group has more to say
+            opened.post(world.rank + turn)
+            assert opened.read() == [(first + turn,), (first + 1 + turn,)]
+        agreement = StepAgreement(place, 2, 3.0, group)
+        agreement.send(StepVote(), 4, 1.0, finite=place == 0)
+        assert agreement.receive().non_finite == f"the loss of rank {first + 1}"
+        if not place:  # the other has nothing more to say
+            opened.post(0)
+            with pytest.raises(RuntimeError, match="a rank did not come" if tree else f"rank {first + 1} did not come"):
+                opened.read()
+        dist.barrier()
+        process_group.destroy_process_group()
+
+    launcher.launch(work, (), 4)
 
 
 NUM_DEEP = 11
