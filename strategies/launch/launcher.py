@@ -78,8 +78,8 @@ def launch(
     """
     if not 1 <= num_ranks <= forkserver.MAX_RANKS:
         raise ValueError(
-            f"The number of ranks on a node must be from 1 to {forkserver.MAX_RANKS}, but it is {num_ranks}: give "
-            "another number of devices"
+            f"devices must be from 1 to {forkserver.MAX_RANKS}, the ranks that one node can start, but "
+            f"devices={num_ranks}"
         )
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # none, as in some daemons; gone; closed

@@ -46,6 +46,11 @@ def predict(run: Run, output: str | None) -> None:
     from safetensors.torch import save_file
 
     trainer = run.trainer
+    if output is not None:
+        try:
+            Path(output).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"output={output} cannot be written: {error.strerror}; give another path") from error
     predictions = trainer.predict(run.module, datamodule=run.datamodule, ckpt_path=run.ckpt_path)
     if not trainer.is_global_zero:
         return

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {"<frozen"}
+    | {"<frozen", "<string>"}  # the __init__ of a dataclass
 )
 FRAMEWORK = tuple(
     str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("trainer", "strategies", "callbacks")

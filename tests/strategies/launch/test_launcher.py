@@ -214,7 +214,7 @@ def test_a_program_that_ends_without_ranks_does_not_wait_for_the_imports_of_its_
 
 @pytest.mark.parametrize("num_ranks", [0, 201])
 def test_number_of_ranks_is_checked(num_ranks: int) -> None:
-    with pytest.raises(ValueError, match=f"must be from 1 to 200, but it is {num_ranks}"):
+    with pytest.raises(ValueError, match=f"must be from 1 to 200, .*, but devices={num_ranks}"):
         launch(print, (), num_ranks)
 
 

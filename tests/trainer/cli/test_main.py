@@ -205,6 +205,8 @@ def test_config_prints_what_can_be_run_again(capsys: pytest.CaptureFixture[str])
         (["fit", "run.yaml", "data.size=0"], 1, r".*empty.*"),
         (["fit", "run.yaml", "ckpt_path=runs/none"], 2, r".*runs/none.*"),
         (["fit", "run.yaml", "default_root_dir=tiny.py"], 2, r".*tiny\.py.*"),
+        (["fit", "run.yaml", "max_epochs=0"], 2, r"max_epochs must be a whole number of at least 1, but max_epochs=0"),
+        (["predict", "run.yaml", "ckpt_path=null", "output=tiny.py/a"], 2, r"output=tiny\.py/a cannot be written: .*"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line(
