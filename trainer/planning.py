@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.callbacks._support.collectives import collective
 from lockstep.callbacks.base import Callback, Logger
-from lockstep.strategies.base import Strategy
+from lockstep.strategies.base import StepVote, Strategy
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import find_blocks
@@ -30,12 +30,14 @@ from lockstep.strategies.planning.fake_model import (
 )
 from lockstep.strategies.planning.fake_world import fake_world
 from lockstep.strategies.planning.measure import axes_of, rank_plan, refuse_unplanned
+from lockstep.strategies.planning.memory import FORWARD, REDUCTION, ROUND
 from lockstep.strategies.planning.plan import PipelineSchedule, Plan, RankPlan
+from lockstep.strategies.planning.rounds import learners_by_rank, notes_of, round_steps, short_round
 from lockstep.strategies.planning.trial_mode import CollectiveCall, TrialMode
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import fit as loop_of_fit
 from lockstep.trainer.run import lifecycle
-from lockstep.trainer.run.hooks import Hooks
+from lockstep.trainer.run.hooks import Hooks, turns
 from lockstep.trainer.setup import checks, prepare
 from lockstep.trainer.setup.loaders import Sources
 from lockstep.trainer.trainer import Trainer
@@ -103,7 +105,9 @@ class _Trial:
         checks.fit(run, copy, sources)
         self.axes = axes_of(run.strategy, self.world_size)
         stages = self.axes.get("pipeline", 1)
+        learners = learners_by_rank(run.strategy, self.world_size)
         self.other_ranks = [self.world_size // stages * stage for stage in range(stages - 1, 0, -1)]
+        self.other_ranks += [learners.index(number) for number in set(learners) - set(learners[:1])]
         run.hooks = Hooks()
         run.begun = run.active = True
         attach(copy, trainer)
@@ -112,16 +116,31 @@ class _Trial:
             make_fake(copy, self.mode)
             self.num_parameters = sum(p.numel() for p in copy.parameters())
             blocks = list(find_blocks(copy, "auto"))
-            with self.mode.watching_resizes(), converting_in_place(), _noting_optimizers(self.mode):
+            with (
+                self.mode.watching_resizes(),
+                converting_in_place(),
+                _noting_optimizers(self.mode),
+                short_round(run.strategy) as steps,
+                lifecycle.metrics_of_all(run, copy),
+            ):
                 with self.mode:
                     loop = prepare.fit(run, copy, sources)
-                held = self._steps(run, copy, loop, blocks)
-            role = "all ranks" if stages == 1 else f"pipeline rank {self.rank * stages // self.world_size}"
-            return rank_plan(self.mode, self.rank, role, self.world_size // stages, held, self.axes)
+                held = self._steps(run, copy, loop, blocks, steps)
+            role, num_ranks = self._role(stages, learners)
+            return rank_plan(self.mode, self.rank, role, num_ranks, held, self.axes, steps)
         finally:
             lifecycle.undo_run(run)
 
-    def _steps(self, run: RunState, module: Module, loop: FitLoop, blocks: Sequence[str]) -> dict[str, int]:
+    def _role(self, stages: int, learners: Sequence[int]) -> tuple[str, int]:
+        """Which ranks this one stands for, and how many they are."""
+        if stages > 1:
+            return f"pipeline rank {self.rank * stages // self.world_size}", self.world_size // stages
+        if len(set(learners)) < 2:
+            return "all ranks", self.world_size
+        own = learners[self.rank]
+        return f"ranks of {own} learner{'s' * (own > 1)}", learners.count(own)
+
+    def _steps(self, run: RunState, module: Module, loop: FitLoop, blocks: Sequence[str], steps: int) -> dict[str, int]:
         window = next(iter(loop.train_loader.windows(0, 0, loop.limit)))
         self.samples = window.num_samples
         batches = [fake_batch(micro_batch.batch, self.mode) for micro_batch in window.micro_batches]
@@ -134,9 +153,11 @@ class _Trial:
             seen: list[Counter[CollectiveCall]] = []
             while not _is_steady(seen):
                 with self.mode.record():
-                    _step(run, module, loop, _filled(window, batches), self.mode, held)
+                    for _ in range(steps):
+                        _step(run, module, loop, _filled(window, batches), self.mode, held)
                 self.mode.mark("optimizer", _states(run))
                 held["optimizer"] = self.mode.mark_what_stays("optimizer")
+                held["other_state"] = self.mode.mark_other_state()
                 seen.append(Counter(self.mode.calls))
         return held
 
@@ -153,7 +174,8 @@ class _Trial:
             ranks=ranks,
             accumulate_grad_batches=arguments.accumulate_grad_batches,
             pipeline=_schedule(self.original.strategy, self.axes.get("pipeline", 1)),
-            notes=(*self.mode.notes, *NOTES),
+            round_steps=round_steps(self.original.strategy),
+            notes=(*self.mode.notes, *notes_of(self.original.strategy), *NOTES),
         )
 
 
@@ -178,26 +200,48 @@ def _step(run: RunState, module: Module, loop: FitLoop, window: Window, mode: Tr
     held["inputs"] = mode.mark("inputs", _leaves([micro_batch.batch for micro_batch in window.micro_batches]))
     hooks = loop_of_fit.step_hooks_of(run, loop, automatic)
 
+    def vote() -> StepVote:  # after the last forward
+        mode.stage = REDUCTION
+        return hooks.vote()
+
     def step_fn(batch: Any, batch_idx: int) -> Any:
         mode.places.begin_micro_batch()
         return loop.training_step(batch, batch_idx)
 
-    result = strategy.forward_backward(wrapped, step_fn, window, hooks)
-    here = filter(is_here, module.parameters())
-    held["gradients"] = mode.mark("gradients", [p.grad for p in here if p.grad is not None])
-    stepped = run.manually_stepped
-    for optimizer, handle in zip(optimizers if automatic else [], run.user_optimizers, strict=False):
-        for hook in run.hooks.on_before_optimizer_step:
-            hook(optimizer)
-        if loop.clip is not None:
-            loop.clip(optimizer)
-        if loop.own_step is None:
-            refuse = handle.hooks.pop(id(handle))
-            stepped |= strategy.optimizer_step(wrapped, optimizer)
-            handle.hooks[id(handle)] = refuse
-        else:
-            stepped |= loop.own_step(optimizer, window)
+    for part in _parts(run, window, mode):
+        result = strategy.forward_backward(wrapped, step_fn, part, hooks._replace(vote=vote))
+        here = filter(is_here, module.parameters())
+        held["gradients"] = mode.mark("gradients", [p.grad for p in here if p.grad is not None])
+        stepped = run.manually_stepped
+        for optimizer, handle in zip(optimizers if automatic else [], run.user_optimizers, strict=False):
+            for hook in run.hooks.on_before_optimizer_step:
+                hook(optimizer)
+            if loop.clip is not None:
+                loop.clip(optimizer)
+            if loop.own_step is None:
+                refuse = handle.hooks.pop(id(handle))
+                stepped |= strategy.optimizer_step(wrapped, optimizer)
+                handle.hooks[id(handle)] = refuse
+            else:
+                stepped |= loop.own_step(optimizer, part)
+    mode.stage = FORWARD
     loop_of_fit.finish_window(run, module, loop, window, result, optimizers if automatic else [], stepped)
+
+
+def _parts(run: RunState, window: Window, mode: TrialMode) -> Iterator[Window]:
+    """The window, or that of each learner; what happens between these is of the round."""
+    if run.strategy.capabilities.synchronous:
+        mode.stage = FORWARD
+        yield window
+        return
+    parts = turns(run, window)
+    while True:
+        mode.stage = ROUND
+        part = next(parts, None)
+        if part is None:
+            return
+        mode.stage = FORWARD
+        yield part
 
 
 def _filled(window: Window, batches: list[Any]) -> Window:

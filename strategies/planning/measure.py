@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mesh.mesh import resolve
-from lockstep.strategies.planning.memory import find_kept, find_peak
-from lockstep.strategies.planning.plan import Block, Collective, RankPlan
+from lockstep.strategies.methods.local_updates import LocalUpdates
+from lockstep.strategies.planning.memory import ROUND, find_kept, find_peak
+from lockstep.strategies.planning.plan import Block, Collective, RankPlan, Work
 from lockstep.strategies.planning.trial_mode import TrialMode
+
+T = TypeVar("T", Collective, Work)
 
 
 def refuse_unplanned(strategy: Strategy) -> None:
@@ -18,16 +23,17 @@ def refuse_unplanned(strategy: Strategy) -> None:
     cannot try."""
     name, can = type(strategy).__name__, strategy.capabilities
     why = can.refuses.get("planning", "")
-    if not why and (not can.exact or not can.synchronous):
-        why = "it changes the method, and what its ranks exchange depends on values"
-    if not why and strategy.virtual_ranks:
-        why = "with virtual_ranks the shares of a rank exchange gradients in a tree of their own"
+    if not why and isinstance(strategy, LocalUpdates):
+        if strategy.rounds.delay:
+            why = "with delay learners send beside their steps, at moments that a plan does not know"
+    elif not why and not can.synchronous:
+        why = "its ranks do not meet in every step, and what they exchange depends on when they come"
+    elif not why and strategy.virtual_ranks and hasattr(strategy, "schedule"):
+        why = "with virtual_ranks the stages of a pipeline send the values of random streams, and a plan has none"
     if not why and getattr(strategy, "single_process", False) and strategy.num_devices > 1:
         why = "it runs several devices in one process, and a plan is of a process with one"
     if why:
-        raise ValueError(
-            f"{name} cannot be planned: {why}; plan strategy='ddp', 'fsdp', 'tensor', 'pipeline' or a mesh of them"
-        )
+        raise ValueError(f"{name} cannot be planned: {why}; plan another strategy, or measure the run on its devices")
 
 
 def axes_of(strategy: Strategy, world_size: int) -> dict[str, int]:
@@ -51,8 +57,8 @@ def axis_of(ranks: Sequence[int], axes: Mapping[str, int], world_size: int) -> s
     return "+".join(spanned) or "world"
 
 
-def collectives_of(mode: TrialMode, axes: Mapping[str, int], world_size: int) -> tuple[Collective, ...]:
-    """What the trial's step has called, by kind, axis, dtype and phase."""
+def collectives_of(mode: TrialMode, axes: Mapping[str, int], world_size: int, steps: int) -> tuple[Collective, ...]:
+    """What a step of the trial's `steps` has called, by kind, axis, dtype and phase."""
     calls: Counter[tuple[str, str, int, str, str]] = Counter()
     sizes: Counter[tuple[str, str, int, str, str]] = Counter()
     known: dict[tuple[int, ...], str] = {}
@@ -63,13 +69,26 @@ def collectives_of(mode: TrialMode, axes: Mapping[str, int], world_size: int) ->
         key = call.kind, known[call.ranks], num_ranks, call.dtype, call.phase
         calls[key] += 1
         sizes[key] += call.num_bytes
-    return tuple(Collective(*key, calls[key], sizes[key]) for key in sorted(calls))
+    found = (Collective(*key, calls[key], sizes[key]) for key in sorted(calls))
+    return tuple(_of_a_step(entry, steps) for entry in found)
+
+
+def _of_a_step(entry: T, steps: int) -> T:
+    """An entry of `steps` equal steps as one of a step; what belongs to the round stays whole."""
+    if steps == 1 or entry.phase == ROUND:
+        return entry
+    changed: dict[str, Any] = {"calls": entry.calls // steps, "bytes": entry.bytes // steps}
+    if isinstance(entry, Work):
+        changed["flops"] = entry.flops / steps
+    return replace(entry, **changed)
 
 
 def rank_plan(
-    mode: TrialMode, rank: int, role: str, num_ranks: int, held: Mapping[str, int], axes: Mapping[str, int]
+    mode: TrialMode, rank: int, role: str, num_ranks: int, held: Mapping[str, int], axes: Mapping[str, int], steps: int
 ) -> RankPlan:
-    """`held`: bytes of parameters, gradients, optimizer, buffers and inputs, as the trial has marked them."""
+    """`held`: bytes of parameters, gradients, optimizer, buffers, other state and inputs, as the trial has marked them.
+    `steps`: how many the trial has recorded.
+    """
     peak, kept = find_peak(mode.at_start, mode.events), find_kept(mode.events)
     names = mode.places.blocks
     order = {name: i for i, name in enumerate(names)}
@@ -86,11 +105,12 @@ def rank_plan(
         blocks=tuple(Block(name, size) for name, size in blocks),
         logits_and_loss=kept.tail,
         gathered=peak.by_kind.get("gathered", 0),
+        other_state=held["other_state"],
         inputs=held["inputs"],
         peak=peak.size,
         peak_by_kind=tuple(peak.by_kind.items()),
         peak_moment=peak.phase,
         peak_at=f"{peak.module or 'the step'}: {peak.op}",
-        collectives=collectives_of(mode, axes, math.prod(axes.values())),
-        work=mode.work.entries(),
+        collectives=collectives_of(mode, axes, math.prod(axes.values()), steps),
+        work=tuple(_of_a_step(entry, steps) for entry in mode.work.entries()),
     )

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
-ACTIVATIONS, TEMPORARY, GATHERED = "activations", "temporary", "gathered"
+FORWARD, BACKWARD, OPTIMIZER, ROUND = "forward", "backward", "optimizer", "round"
+REDUCTION = "reduction"
+"""After the last backward and before the optimizer steps; shown as a part of the optimizer's phase."""
+ACTIVATIONS, TEMPORARY, GATHERED, OTHER = "activations", "temporary", "gathered", "other_state"
 
 
 @dataclass(eq=False, slots=True)

@@ -22,7 +22,8 @@ class Collective:
     dtype: str
     """As torch names it, such as bfloat16."""
     phase: str
-    """Phase of the step in which it is issued: forward, backward or optimizer."""
+    """Phase of the step in which it is issued: forward, backward, optimizer (all that follows the last backward), or
+    round: calls and bytes are of a round of `Plan.round_steps` steps."""
     calls: int
     bytes: int
     """Sum over the calls: of the tensor for all-reduce, broadcast, send and recv, of the whole for all-gather and
@@ -38,7 +39,7 @@ class Work:
     dtype: str
     """Dtype in which it computes."""
     phase: str
-    """Phase of the step: forward, backward (what activation checkpointing recomputes too) or optimizer."""
+    """As of `Collective`; what activation checkpointing recomputes is in the backward."""
     calls: int
     flops: float
     """Floating point operations, two for a multiply-add; 0 for operators that only move or transform elements."""
@@ -84,31 +85,35 @@ class RankPlan:
     peak: int
     """The most bytes at one moment of the step, of all kinds together."""
     peak_by_kind: tuple[tuple[str, int], ...]
-    """What makes up `peak`: parameters, gradients, optimizer, buffers, activations, gathered, inputs, temporary."""
+    """What makes up `peak`: parameters, gradients, optimizer, buffers, other_state, activations, gathered,
+    inputs, temporary."""
     peak_moment: str
-    """forward, backward or optimizer."""
+    """forward, backward, optimizer or round."""
     peak_at: str
     """Qualified name of the module that ran at the peak, and the operator."""
     collectives: tuple[Collective, ...]
     work: tuple[Work, ...]
+    other_state: int = 0
+    """What else stays from step to step: residuals of compression, the weights that learners have in common, the
+    state of an outer optimizer, buffers of engines."""
 
     @property
     def flops(self) -> float:
         """Floating point operations of one optimizer step."""
-        return sum(entry.flops for entry in self.work)
+        return sum(entry.flops for entry in self.work if entry.phase != "round")
 
     @property
     def flops_by_dtype(self) -> dict[str, float]:
         found: dict[str, float] = {}
         for entry in self.work:
-            if entry.flops:
+            if entry.flops and entry.phase != "round":
                 found[entry.dtype] = found.get(entry.dtype, 0.0) + entry.flops
         return found
 
     @property
     def memory_traffic(self) -> int:
         """Bytes that operators read and write in one optimizer step."""
-        return sum(entry.bytes for entry in self.work)
+        return sum(entry.bytes for entry in self.work if entry.phase != "round")
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,8 @@ class Plan:
     ranks: tuple[RankPlan, ...]
     """One of each kind, the one with the highest peak first."""
     accumulate_grad_batches: int = 1
+    round_steps: int = 1
+    """Optimizer steps between two exchanges of learners that train by themselves."""
     pipeline: PipelineSchedule | None = None
     notes: tuple[str, ...] = ()
     """What the figures do not hold, one sentence each."""

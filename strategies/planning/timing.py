@@ -23,7 +23,7 @@ ALLOCATOR = 0.12
 CONTEXT_BYTES = 1 * 2**30
 """What the driver, kernels and communication buffers hold on a device beside the allocator."""
 
-PHASES = ("forward", "backward", "optimizer")
+PHASES = ("forward", "backward", "optimizer", "round")
 HIDDEN = {"ddp": ("backward",), "fsdp": ("forward", "backward")}
 """Axes whose communication runs beside computation, with the phases in which it does. All other is waited for, and all
 under a pipeline, which communicates with its data ranks before and after its schedule."""
@@ -31,7 +31,7 @@ under a pipeline, which communicates with its data ranks before and after its sc
 
 @dataclass(frozen=True)
 class Communication:
-    """Collectives of one axis in one phase of a step."""
+    """Collectives of one axis in one phase of a step; those of a round count a step's share of their seconds."""
 
     axis: str
     phase: str
@@ -51,6 +51,7 @@ class RankTime:
     forward: float
     backward: float
     optimizer: float
+    """With a step's share of what learners do once in a round."""
     communication: tuple[Communication, ...]
 
     @property
@@ -137,6 +138,7 @@ def _rank_time(rank: RankPlan, plan: Plan, axes: Mapping[str, int], device: Devi
     for (axis, phase), calls in groups.items():
         speed, crosses = _link(axis, axes, plan.world_size, device)
         seconds = sum(_seconds(call, speed * efficiency) for call in calls)
+        seconds /= plan.round_steps if phase == "round" else 1
         num_calls = sum(call.calls for call in calls)
         exposed = seconds
         if plan.pipeline is None and phase in HIDDEN.get(axis, ()):
@@ -147,7 +149,8 @@ def _rank_time(rank: RankPlan, plan: Plan, axes: Mapping[str, int], device: Devi
         found.append(
             Communication(axis, phase, num_calls, sum(call.bytes for call in calls), seconds, exposed, crosses)
         )
-    return RankTime(rank.role, spent["forward"], spent["backward"], spent["optimizer"], tuple(found))
+    optimizer = spent["optimizer"] + spent["round"] / plan.round_steps
+    return RankTime(rank.role, spent["forward"], spent["backward"], optimizer, tuple(found))
 
 
 def _link(axis: str, axes: Mapping[str, int], world_size: int, device: Device) -> tuple[float, bool]:

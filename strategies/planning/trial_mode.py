@@ -21,7 +21,17 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.strategies.planning.known import Known
-from lockstep.strategies.planning.memory import BACKWARD, FORWARD, GATHERED, Allocation, Event
+from lockstep.strategies.planning.memory import (
+    BACKWARD,
+    FORWARD,
+    GATHERED,
+    OPTIMIZER,
+    OTHER,
+    REDUCTION,
+    ROUND,
+    Allocation,
+    Event,
+)
 from lockstep.strategies.planning.modules import Places
 from lockstep.strategies.planning.work import Tally
 
@@ -64,6 +74,8 @@ class TrialMode(FakeTensorMode):
         self.places = Places()
         self.notes: dict[str, None] = {}
         self.recording = self.optimizing = False
+        self.stage = FORWARD
+        """The phase outside of backwards and of steps of optimizers."""
         self._depth = self._recorded_depth = 0
         self._op = ""
         self._known = Known(self)
@@ -134,11 +146,15 @@ class TrialMode(FakeTensorMode):
         call = self._collective(func, tuple(args), output)
         if call is not None:
             ranks = _ranks(args)
-            self.calls.append(CollectiveCall(*call, self.phase, ranks))
+            self.calls.append(CollectiveCall(*call, _shown(self.phase), ranks))
             if call[0] in ("all-gather", "reduce-scatter"):
                 self._mark_whole(args, output, call[2])
+            if self._op == "c10d::allgather_":  # into a list: Gloo and NCCL gather into one tensor and copy from it
+                staged = Allocation(call[2], GATHERED)
+                self._log(staged, call[2])
+                self._log(staged, -call[2])
         elif func.namespace == "aten":
-            self.work.add(func, args, output, inputs, results, self.phase)
+            self.work.add(func, args, output, inputs, results, _shown(self.phase))
 
     def _mark_whole(self, args: Any, output: Any, num_bytes: int) -> None:
         for side in (*args, output):
@@ -171,7 +187,7 @@ class TrialMode(FakeTensorMode):
         """What runs now; the recompute of activation checkpointing is a part of the backward."""
         if torch._C._current_graph_task_id() != -1:
             return BACKWARD
-        return "optimizer" if self.optimizing else FORWARD
+        return OPTIMIZER if self.optimizing and self.stage != ROUND else self.stage
 
     def _note(self, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
@@ -200,7 +216,7 @@ class TrialMode(FakeTensorMode):
             module = self.places.name
             if not module and self.phase == BACKWARD:
                 module = self.places.of_backward()
-            self.events.append(Event(allocation, change, self.phase, module, self._op))
+            self.events.append(Event(allocation, change, _shown(self.phase), module, self._op))
 
     def mark(self, kind: str, tensors: Iterable[Tensor]) -> int:
         """Say what tensors are for; returns their bytes, each storage counted once."""
@@ -226,6 +242,13 @@ class TrialMode(FakeTensorMode):
             if allocation.made_in == kind and not allocation.kind:
                 allocation.kind = kind
         return sum(allocation.size for allocation in alive if allocation.kind == kind)
+
+    def mark_other_state(self) -> int:
+        """Say that what is alive between two steps and is nothing else is state as well; returns its bytes."""
+        alive = [allocation for allocation, _ in self._alive.values()]
+        for allocation in alive:
+            allocation.kind = allocation.kind or OTHER
+        return sum(allocation.size for allocation in alive if allocation.kind == OTHER)
 
     @contextmanager
     def watching_resizes(self) -> Iterator[None]:
@@ -260,6 +283,10 @@ class TrialMode(FakeTensorMode):
             yield
         finally:
             self.recording = False
+
+
+def _shown(phase: str) -> str:
+    return OPTIMIZER if phase == REDUCTION else phase
 
 
 def _is_real(func: Any, made: list[Tensor]) -> bool:

@@ -96,7 +96,7 @@ def _life(run: RunState, module: Module, sources: Sources, stage: str, ckpt_path
     run.signals.catch()
     try:
         open_run(run, module, sources.datamodule, stage, ckpt_path)
-        with _metrics_of_all(run, module):
+        with metrics_of_all(run, module):
             yield
         _close(run, module, stage)
     except BaseException as caught:
@@ -241,7 +241,7 @@ def undo_run(run: RunState) -> None:
 
 
 @contextmanager
-def _metrics_of_all(run: RunState, module: Module) -> Iterator[None]:
+def metrics_of_all(run: RunState, module: Module) -> Iterator[None]:
     """While it lasts torchmetrics objects compute over all ranks, or over all shares."""
     if not run.strategy.virtual_ranks:
         with synced_metrics(module, run.strategy):

@@ -48,8 +48,8 @@ def test_a_step_is_its_products_and_its_memory_traffic() -> None:
 def test_what_hides_behind_what() -> None:
     ring = 1.5 * 10**10 / 1e10 + 10 * LATENCY_S  # all-reduce over 4 ranks within a node
 
-    def seconds(*collectives: Collective, accumulate: int = 1, **axes: int) -> float:
-        made = replace(plan(rank(*collectives), **axes), accumulate_grad_batches=accumulate)
+    def seconds(*collectives: Collective, accumulate: int = 1, steps: int = 1, **axes: int) -> float:
+        made = replace(plan(rank(*collectives), **axes), accumulate_grad_batches=accumulate, round_steps=steps)
         return estimate(made, DEVICE, efficiency=1.0).seconds - 5.5
 
     hidden = collective("all-reduce", "ddp", 4, "backward")
@@ -59,6 +59,7 @@ def test_what_hides_behind_what() -> None:
     assert seconds(collective("all-gather", "fsdp", 4, "forward"), fsdp=4) == pytest.approx(0.075 + LATENCY_S)
     assert seconds(collective("all-reduce", "tensor", 4, "forward"), tensor=4) == pytest.approx(ring)
     assert seconds(collective("all-reduce", "fsdp", 4, "optimizer"), fsdp=4) == pytest.approx(ring)
+    assert seconds(collective("all-reduce", "ddp", 4, "round"), steps=50, ddp=4) == pytest.approx(ring / 50)
 
 
 def test_links_of_axes_within_and_between_nodes() -> None:

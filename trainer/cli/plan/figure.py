@@ -19,6 +19,7 @@ COLORS = {
     "gradients": "#f58518",
     "optimizer": "#54a24b",
     "buffers": "#b279a2",
+    "other_state": "#ff9da6",
     "activations": "#e45756",
     "gathered": "#72b7b2",
     "inputs": "#9d755d",

@@ -9,8 +9,18 @@ from lockstep.strategies.planning.plan import Plan, RankPlan
 from lockstep.strategies.planning.timing import Estimate, RankTime
 
 GIB = 2.0**30
-KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations", "logits_and_loss", "gathered", "inputs")
-LETTERS = {"gathered": "U"}
+KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "buffers",
+    "other_state",
+    "activations",
+    "logits_and_loss",
+    "gathered",
+    "inputs",
+)
+LETTERS = {"gathered": "U", "other_state": "S"}
 """Of kinds in a bar that do not go by their first letter; U is unsharded."""
 BAR_WIDTH = 60
 
@@ -27,7 +37,8 @@ def text(
     tokens = "" if plan.tokens is None else f" ({plan.tokens:,} tokens)"
     parts = [
         f"{plan.strategy} on {_count(plan.world_size, 'rank')}, {plan.precision}: {plan.num_parameters:,} parameters, "
-        f"{_count(plan.samples, 'sample')}{tokens} a step",
+        f"{_count(plan.samples, 'sample')}{tokens} a step"
+        + (f", a round of {plan.round_steps:,} steps" if plan.round_steps > 1 else ""),
         memory(plan, device),
         "\n".join(line for rank in plan.ranks for line in bar(rank, device)),
         "\n".join(_blocks(rank) for rank in plan.ranks if rank.blocks),
@@ -77,7 +88,7 @@ def bar(rank: RankPlan, device: Device | None) -> list[str]:
         line += _letter(kind) * (round(done / whole * BAR_WIDTH) - len(line))
     if device is not None:
         line += "~" * (round(timing.reserved(rank) / whole * BAR_WIDTH) - len(line))
-    shown = [f"{_letter(kind)} {kind} {size(value)}" for kind, value in peak_parts(rank)]
+    shown = [f"{_letter(kind)} {kind.replace('_', ' ')} {size(value)}" for kind, value in peak_parts(rank)]
     shown += [] if device is None else ["~ allowance"]
     return [
         f"{_role(rank)}: peak in {rank.peak_moment} at {rank.peak_at}",

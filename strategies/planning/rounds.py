@@ -1,0 +1,58 @@
+"""Methods whose learners train by themselves for a round: the shortest round with all that happens in a long one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.methods.local_updates import LocalUpdates
+from lockstep.strategies.methods.options import assign
+
+
+@contextmanager
+def short_round(strategy: Strategy) -> Iterator[int]:
+    """While it lasts a round of `strategy` is short: its fragments are sent in turn, with a step between them that
+    sends nothing. Yields its steps; 1 for a strategy without rounds."""
+    if not has_rounds(strategy):
+        yield 1
+        return
+    assert isinstance(strategy, LocalUpdates)
+    rounds = strategy.rounds
+    steps = 2 * rounds.fragments
+    strategy.rounds = replace(rounds, period=steps, start=0)
+    try:
+        yield steps
+    finally:
+        strategy.rounds = rounds
+
+
+def has_rounds(strategy: Strategy) -> bool:
+    """Whether learners train by themselves between exchanges."""
+    return isinstance(strategy, LocalUpdates) and not strategy.capabilities.synchronous
+
+
+def round_steps(strategy: Strategy) -> int:
+    """Steps between exchanges, as the strategy was given them."""
+    return strategy.rounds.period if isinstance(strategy, LocalUpdates) and has_rounds(strategy) else 1
+
+
+def notes_of(strategy: Strategy) -> tuple[str, ...]:
+    """What the plan of a method does not hold."""
+    if not isinstance(strategy, LocalUpdates) or not has_rounds(strategy):
+        return ()
+    found = [
+        f"learners exchange weights once in {strategy.rounds.period} steps: calls and bytes in the phase round are of "
+        "all these steps together, their time is a step's share"
+    ]
+    if strategy.rounds.start:
+        found.append(f"the first {strategy.rounds.start} steps are synchronous, as with ddp, and not in the figures")
+    return tuple(found)
+
+
+def learners_by_rank(strategy: Strategy, num_ranks: int) -> list[int]:
+    """How many learners each rank runs; empty for a strategy without learners."""
+    if not isinstance(strategy, LocalUpdates):
+        return []
+    return [len(own) for own in assign(strategy.learners, strategy.learners_per_rank, num_ranks)]
