@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mesh.mesh import resolve
-from lockstep.strategies.methods.local_updates import LocalUpdates
+from lockstep.strategies.methods.rounds import LearnerRounds
 from lockstep.strategies.planning.memory import ROUND, find_kept, find_peak
 from lockstep.strategies.planning.plan import Block, Collective, RankPlan, Work
 from lockstep.strategies.planning.trial_mode import TrialMode
@@ -23,7 +23,7 @@ def refuse_unplanned(strategy: Strategy) -> None:
     cannot try."""
     name, can = type(strategy).__name__, strategy.capabilities
     why = can.refuses.get("planning", "")
-    if not why and isinstance(strategy, LocalUpdates):
+    if not why and isinstance(strategy, LearnerRounds):
         if strategy.rounds.delay:
             why = "with delay learners send beside their steps, at moments that a plan does not know"
     elif not why and not can.synchronous:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.methods.local_updates import LocalUpdates
 from lockstep.strategies.methods.options import assign
+from lockstep.strategies.methods.rounds import LearnerRounds
 
 
 @contextmanager
@@ -18,7 +19,7 @@ def short_round(strategy: Strategy) -> Iterator[int]:
     if not has_rounds(strategy):
         yield 1
         return
-    assert isinstance(strategy, LocalUpdates)
+    assert isinstance(strategy, LearnerRounds)
     rounds = strategy.rounds
     steps = 2 * rounds.fragments
     strategy.rounds = replace(rounds, period=steps, start=0)
@@ -30,17 +31,17 @@ def short_round(strategy: Strategy) -> Iterator[int]:
 
 def has_rounds(strategy: Strategy) -> bool:
     """Whether learners train by themselves between exchanges."""
-    return isinstance(strategy, LocalUpdates) and not strategy.capabilities.synchronous
+    return isinstance(strategy, LearnerRounds) and not strategy.capabilities.synchronous
 
 
 def round_steps(strategy: Strategy) -> int:
     """Steps between exchanges, as the strategy was given them."""
-    return strategy.rounds.period if isinstance(strategy, LocalUpdates) and has_rounds(strategy) else 1
+    return strategy.rounds.period if isinstance(strategy, LearnerRounds) and has_rounds(strategy) else 1
 
 
 def notes_of(strategy: Strategy) -> tuple[str, ...]:
     """What the plan of a method does not hold."""
-    if not isinstance(strategy, LocalUpdates) or not has_rounds(strategy):
+    if not isinstance(strategy, LearnerRounds) or not has_rounds(strategy):
         return ()
     found = [
         f"learners exchange weights once in {strategy.rounds.period} steps: calls and bytes in the phase round are of "

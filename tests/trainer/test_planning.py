@@ -124,6 +124,7 @@ METHODS: dict[str, tuple[Callable[[], Any], int]] = {
     "LocalSGD of one step": (lambda: LocalSGD(period=1), 2),
     "DiLoCo in fragments, in int8": (lambda: DiLoCo(period=4, fragments=2, compress="int8"), 2),
     "DiLoCo of uneven ranks": (lambda: DiLoCo(period=2, learners_per_rank=[2, 1]), 2),
+    "DiLoCo of islands": (lambda: DiLoCo(period=2, learners=2, inner="fsdp=2"), 4),
     "topk": (lambda: DDP(compress="topk=0.1"), 2),
     "powersgd": (lambda: DDP(compress="powersgd=2"), 2),
     "replicas in int8": (lambda: FSDP(replicas=2, compress="int8"), 4),
