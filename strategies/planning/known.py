@@ -10,12 +10,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-NEW, IN_PLACE, OTHER = range(3)
+NEW, IN_PLACE, VIEW, OTHER = range(4)
 _PLAIN = (bool, int, float, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Known:
-    """Results of the operators that make one new tensor, or write to their first argument, by all they depend on."""
+    """Results of the operators that make one new tensor, view their first argument or write to it, by all they depend
+    on."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -27,6 +28,9 @@ class Known:
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind(func)
+        storage = args[0].untyped_storage() if kind == VIEW and isinstance(args[0], FakeTensor) else None
+        if storage is not None and not storage.nbytes():  # an engine has emptied it
+            return ask()
         question = None if kind == OTHER else _question(func, args, kwargs)
         if question is None:
             return ask()
@@ -35,21 +39,38 @@ class Known:
             output = ask()
             if kind == IN_PLACE and output is args[0]:
                 self._results[question] = ()
-            elif kind == NEW and type(output) is FakeTensor and output.constant is None:
-                if _shares(output, args):  # _unsafe_view and the like, which do not say so
-                    self._kinds[func] = OTHER
-                else:
-                    self._results[question] = output.size(), output.stride(), output.dtype, output.fake_device
+            elif kind != IN_PLACE and all(map(_can_be_made, output if type(output) is list else (output,))):
+                self._keep(func, kind, question, args, output)
             return output
         if kind == IN_PLACE:
             return args[0]
-        size, stride, dtype, device = known
-        return FakeTensor(self._mode, torch.empty_strided(size, stride, dtype=dtype, device="meta"), device)
+        made = [self._made(storage, *each) for each in known[1:]]
+        return made if known[0] else made[0]
+
+    def _keep(self, func: Any, kind: int, question: Any, args: Sequence[Any], output: Any) -> None:
+        outputs = output if type(output) is list else [output]
+        if kind == NEW and any(_shares(each, args) for each in outputs):  # _unsafe_view and the like do not say so
+            self._kinds[func] = OTHER
+        elif kind == NEW or all(each is not args[0] and _shares(each, args[:1]) for each in outputs):
+            found = [(t.size(), t.stride(), t.storage_offset(), t.dtype, t.fake_device) for t in outputs]
+            self._results[question] = (outputs is output, *found)
+
+    def _made(self, storage: Any, size: Any, stride: Any, offset: int, dtype: Any, device: Any) -> FakeTensor:
+        if storage is None:
+            return FakeTensor(self._mode, torch.empty_strided(size, stride, dtype=dtype, device="meta"), device)
+        view = torch.empty((0,), dtype=dtype, device="meta")
+        return FakeTensor(self._mode, view.set_(storage, offset, size, stride), device)
+
+
+def _can_be_made(value: Any) -> bool:
+    return type(value) is FakeTensor and value.constant is None
 
 
 def _kind(func: Any) -> int:
     arguments, returns = func._schema.arguments, func._schema.returns
-    if func.namespace != "aten" or len(returns) != 1 or str(returns[0].type) != "Tensor" or not arguments:
+    if func.namespace not in ("aten", "prims") or len(returns) != 1 or not arguments:
+        return OTHER
+    if str(returns[0].type) not in ("Tensor", "List[Tensor]"):
         return OTHER
     aliases = [value.alias_info for value in (*arguments[1:], *arguments[:1], *returns)]
     *rest, first, out = aliases
@@ -57,8 +78,10 @@ def _kind(func: Any) -> int:
         return OTHER
     if not first and not out:
         return NEW
+    if func.is_view and torch.Tag.inplace_view not in func.tags:
+        return VIEW
     writes = first is not None and first.is_write and out is not None and torch.Tag.inplace_view not in func.tags
-    return IN_PLACE if writes else OTHER
+    return IN_PLACE if writes and str(returns[0].type) == "Tensor" else OTHER
 
 
 def _shares(output: FakeTensor, args: Sequence[Any]) -> bool:
@@ -78,7 +101,9 @@ def _part(value: Any) -> Any:
     if kind is FakeTensor or kind is nn.Parameter:
         if not isinstance(value, FakeTensor) or value.layout is not torch.strided or value.constant is not None:
             return None
-        return value.shape, value.stride(), value.dtype, value.fake_device
+        if value.dtype.is_complex:  # which may be lazily conjugated
+            return None
+        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
     if kind in _PLAIN:
         return kind, value
     if kind in (list, tuple, torch.Size):
