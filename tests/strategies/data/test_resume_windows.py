@@ -215,3 +215,32 @@ def test_another_batch_size_or_accumulation_is_taken_for_what_is_wanted() -> Non
         "the run began on 2 data ranks and continues on 3: global batches keep 16 samples, in 2 micro-batches a step "
         "(accumulate_grad_batches=2 at its start); batches are counted as before"
     )
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("ranks", [2, 6, 12], ids=str)
+@pytest.mark.parametrize("samples", [48, 43], ids=str)
+def test_a_group_keeps_its_samples_on_other_ranks(ranks: int, samples: int) -> None:
+    def seen(size: int, planned: bool) -> list[list[set[int]]]:
+        """Of each window the samples of each of two groups."""
+        windows: list[list[set[int]]] = []
+        for rank in range(size):
+            loader = ShardedLoader(
+                DataLoader(range(samples), 3, shuffle=True), rank=rank, size=size, seed=1, accumulate=2, groups=2
+            )
+            plan = {"ranks": 4, "batch_size": 3, "accumulate": 2, "split": False}
+            assert (loader.resume_windows(plan) is not None) == planned
+            for i, window in enumerate(loader.windows(0)):
+                if rank == 0:
+                    windows.append([set(), set()])
+                    assert window.num_samples == min(24, samples - 24 * i)
+                for part in window.micro_batches:
+                    new = set(part.batch.tolist()) if part.num_samples else set()
+                    mine = windows[i][rank * 2 // size]
+                    assert len(new) == part.num_samples <= 3 and not mine & new
+                    mine |= new
+        return windows
+
+    expected = seen(4, False)
+    assert sorted(number for window in expected for group in window for number in group) == [*range(samples)]
+    assert seen(ranks, True) == expected
