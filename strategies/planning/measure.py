@@ -23,6 +23,8 @@ def refuse_unplanned(strategy: Strategy) -> None:
     cannot try."""
     name, can = type(strategy).__name__, strategy.capabilities
     why = can.refuses.get("planning", "")
+    if not why and getattr(getattr(strategy, "options", None), "cpu_offload", False):
+        why = "cpu_offload keeps shards in the host's memory, which a plan does not tell from the device's"
     if not why and isinstance(strategy, LearnerRounds):
         if strategy.rounds.delay:
             why = "with delay learners send beside their steps, at moments that a plan does not know"

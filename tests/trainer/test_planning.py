@@ -276,8 +276,9 @@ def test_a_layout_that_cannot_be_is_refused_by_the_strategy() -> None:
         ("federated", "depends on the data"),
         ("parameter_server", "do not meet in steps"),
         (DiLoCo(delay=1), "beside their steps"),
+        (FSDP(cpu_offload=True), "the host's memory"),
     ],
-    ids=["deepspeed", "dp", "federated", "parameter_server", "diloco-with-delay"],
+    ids=["deepspeed", "dp", "federated", "parameter_server", "diloco-with-delay", "fsdp-with-offload"],
 )
 def test_what_cannot_be_planned_is_refused_by_name(strategy: Any, why: str) -> None:
     with pytest.raises(ValueError, match=f"cannot be planned: .*{why}"):
