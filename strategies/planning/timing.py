@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from lockstep.strategies.pipeline.schedules import schedule
 from lockstep.strategies.planning.devices import Device
 from lockstep.strategies.planning.plan import Collective, PipelineSchedule, Plan, RankPlan
 
-EFFICIENCY = 0.65
+EFFICIENCY = 0.68
 """Share of every peak (FLOP/s, memory bandwidth, links) that is reached."""
+SPREAD = 0.04
+"""Standard deviation of the time that equal devices take for equal work; a step waits for the slowest of them."""
 LATENCY_S = 20e-6
 """Seconds that a call of a collective takes beside its bytes."""
 ALLOCATOR = 0.12
@@ -111,7 +114,7 @@ def estimate(plan: Plan, device: Device, *, efficiency: float = EFFICIENCY) -> E
     times = tuple(_rank_time(rank, plan, axes, device, efficiency) for rank in plan.ranks)
     bubble = 0.0 if plan.pipeline is None else _bubble(plan.pipeline, axes.get("pipeline", 1))
     seconds = max(time.forward + time.backward + time.exposed for time in times) / (1 - bubble)
-    seconds += max(time.optimizer for time in times)
+    seconds = (seconds + max(time.optimizer for time in times)) * slowest(plan.world_size)
     useful = sum(rank.num_ranks * _useful_seconds(rank, plan, device) for rank in plan.ranks)
     return Estimate(
         device=device,
@@ -123,6 +126,12 @@ def estimate(plan: Plan, device: Device, *, efficiency: float = EFFICIENCY) -> E
         tokens_per_s=None if plan.tokens is None else plan.tokens / seconds,
         mfu=useful / (seconds * plan.world_size),
     )
+
+
+def slowest(num_ranks: int) -> float:
+    """Time of the slowest of `num_ranks` equal devices over that of the average one: about the expected largest of so
+    many normal draws (Blom's formula)."""
+    return 1 + SPREAD * NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
 
 
 def _rank_time(rank: RankPlan, plan: Plan, axes: Mapping[str, int], device: Device, efficiency: float) -> RankTime:

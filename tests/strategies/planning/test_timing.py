@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
+from lockstep.strategies.planning import timing
 from lockstep.strategies.planning.devices import Device
 from lockstep.strategies.planning.plan import Collective, PipelineSchedule, Plan, RankPlan, Work
 from lockstep.strategies.planning.timing import ALLOCATOR, CONTEXT_BYTES, LATENCY_S, estimate, fits, reserved
@@ -19,6 +21,11 @@ WORK = (
     Work("aten.add", "bfloat16", "forward", 1, 0, 10**11),  # 1 s of memory
     Work("aten.add", "float32", "optimizer", 1, 0, 5 * 10**10),
 )
+
+
+@pytest.fixture(autouse=True)
+def equal_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "SPREAD", 0.0)
 
 
 def rank(*collectives: Collective, peak: int = 2**30) -> RankPlan:
@@ -43,6 +50,14 @@ def test_a_step_is_its_products_and_its_memory_traffic() -> None:
     assert found.mfu == pytest.approx(3 / 5.5)  # recomputation does not count
     assert found.hours(3600) == pytest.approx(5.5)
     assert estimate(plan(rank(), ddp=1), DEVICE, efficiency=0.5).seconds == pytest.approx(11)
+
+
+def test_a_step_waits_for_the_slowest_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "SPREAD", 0.1)
+    assert estimate(plan(rank(), ddp=1), DEVICE, efficiency=1.0).seconds == pytest.approx(5.5)
+    assert timing.slowest(2) == pytest.approx(1 + 0.1 / math.pi**0.5, abs=5e-3)  # the expected larger of two draws
+    assert estimate(plan(rank(), ddp=4), DEVICE, efficiency=1.0).seconds == pytest.approx(5.5 * timing.slowest(4))
+    assert timing.slowest(1024) > timing.slowest(64) > timing.slowest(4)
 
 
 def test_what_hides_behind_what() -> None:

@@ -28,7 +28,7 @@ COLORS = {
     "forward": "#4c78a8",
     "backward": "#e45756",
     "communication": "#72b7b2",
-    "bubble": "#d0d0d0",
+    "waiting": "#d0d0d0",
 }
 LEFT, WIDTH, ROW, BAR = 200, 760, 64, 26
 """Pixels: margin of the labels, length of the longest bar, height of a row and of its bar."""
@@ -106,5 +106,5 @@ def _time(estimate: Estimate) -> Bar:
     slowest = max(estimate.ranks, key=lambda rank: rank.seconds)
     parts = [("forward", slowest.forward), ("backward", slowest.backward), ("communication", slowest.exposed)]
     parts += [("optimizer", slowest.optimizer)]
-    parts.append(("bubble", max(0.0, estimate.seconds - sum(value for _, value in parts))))
+    parts.append(("waiting", max(0.0, estimate.seconds - sum(value for _, value in parts))))
     return "a step", report.seconds(estimate.seconds), [(name, value) for name, value in parts if value]

@@ -137,6 +137,8 @@ def time(plan: Plan, estimate: Estimate, steps: int | None, price: float | None)
     ]
     if estimate.bubble:
         rows.append(("  bubble", f"{estimate.bubble:.1%}", "of the time of forward and backward, stages being equal"))
+    if plan.world_size > 1:
+        rows.append(("  slowest device", f"{timing.slowest(plan.world_size) - 1:.1%}", "of all this is waited for"))
     rows.append(("samples/s", f"{estimate.samples_per_s:,.1f}", ""))
     if estimate.tokens_per_s is not None:
         rows.append(
