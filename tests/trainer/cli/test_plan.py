@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,8 +19,6 @@ from lockstep.strategies.planning.plan import Block, Plan, RankPlan, Work
 from lockstep.trainer.cli.main import main
 from lockstep.trainer.cli.plan import search, trial
 from tests.conftest import REPO_ROOT
-
-pytestmark = pytest.mark.unit
 
 PROGRAM = """
 import torch
@@ -149,6 +149,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return made(strategy, chunks), ""
 
     monkeypatch.setattr(trial, "try_config", try_config)
+    monkeypatch.setattr(search, "MAX_PROCESSES", 1)
     return found
 
 
@@ -163,8 +164,25 @@ def test_the_search_finds_the_mildest_options_that_fit(tried: list[str], capsys:
     assert lines[-1].endswith('"trainer.strategy={class: FSDP, activation_checkpointing: [net.1]}"')
     assert sum("'DDP'" in text or text.startswith("ddp ") for text in tried) == 1  # no option helps
     assert len(tried) == len(set(tried)) or "precision" in said.out
-    assert "1 of " in said.err and "trying precision bf16-mixed" in said.err
+    assert "1 of " in said.err and "fsdp with precision bf16-mixed " in said.err
     assert "keep gathered after forward" in said.out and "loss in 8 chunks" in said.out
+
+
+@pytest.mark.ranks
+def test_a_search_in_processes_finds_what_one_process_finds(
+    tried: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "run.yaml", "--devices", "4", "--gpu", "memory=30,flops=1e12", "--fit", "--json"]
+    assert main(words) == 0
+    alone, count = capsys.readouterr().out, len(tried)
+    monkeypatch.setattr(search, "MAX_PROCESSES", 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    assert main(words) == 0
+    assert capsys.readouterr().out == alone
+    assert len(tried) == count  # no trial in this process
+    monkeypatch.setattr(trial, "try_config", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    assert main(words) == 2
+    assert "a process that tried a layout was killed" in capsys.readouterr().err
 
 
 def test_a_search_in_json_and_one_in_which_nothing_fits(tried: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +26,15 @@ from lockstep.trainer.module import Module
 MAX_PIPELINE = 16
 """Ranks of the longest pipeline that a search tries."""
 
+MAX_PROCESSES = 4
+"""Processes that try candidates side by side, each with up to half a GB; fewer if there are fewer cores."""
+
 Settings = dict[str, str]
 """Overrides by key."""
+Job = tuple[str | None, str | None, Settings, Settings]
+"""A layout, words for its options, arguments of the strategy and overrides; words of None: those with which it fits."""
+_FORK = multiprocessing.get_context("fork")
+"""What a search has imported is there in each process; no trial runs here, so torch has started no thread to lose."""
 
 
 @dataclass(frozen=True)
@@ -66,28 +78,63 @@ class Search:
         self._settings: dict[str, Any] = settings
         self._blocks: list[str] = []
         self._tried: dict[tuple[str, ...], Candidate] = {}
+        self._started = time.monotonic()
 
     def layouts(self) -> list[Candidate]:
         """Every layout, as it is and with the mildest options with which it fits; those that fit come first, the
         fastest first."""
-        layouts = [*layouts_of(self._num_devices, self._device.node)]
-        found = []
-        for number, layout in enumerate(layouts, 1):
-            started = time.monotonic()
-            found.append(self._fitting(layout))
-            verdict = "fits" if found[-1].fits else "does not fit"
-            self._show(f"{number} of {len(layouts)}: {layout} {verdict} ({time.monotonic() - started:.1f} s)")
+        found = self._each([(layout, None, {}, {}) for layout in layouts_of(self._num_devices, self._device.node)])
         return sorted(found, key=lambda entry: (not entry.fits, entry.seconds_a_sample))
 
     def options(self, layout: str | None = None, base: str = "") -> list[Candidate]:
         """Options that change what a layout with the options `base` needs, one at a time; None is the config's own
         layout."""
-        found = [self._try(layout, base, *self._rung(base))]
         strategy, settings = self._rung(base)
-        for words, of_strategy, others in self._changes(layout, found[0].plan):
-            self._show(f"trying {words}")
-            found.append(self._try(layout, words, {**strategy, **of_strategy}, {**settings, **others}))
+        (first,) = self._each([(layout, base, strategy, settings)])
+        changes: list[Job] = [
+            (layout, words, {**strategy, **of_strategy}, {**settings, **others})
+            for words, of_strategy, others in self._changes(layout, first.plan)
+        ]
+        found = [first, *self._each(changes)]
         return list({entry.overrides: entry for entry in reversed(found)}.values())[::-1]  # without what is the same
+
+    def _each(self, jobs: Sequence[Job]) -> list[Candidate]:
+        """The candidate of each job, in their order, tried side by side in processes. The first of a search is tried
+        alone: it finds the names of the model's blocks, which the others need."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_processes = min(MAX_PROCESSES, cores)
+        if num_processes == 1:
+            return [self._shown(number, len(jobs), self._run(job)) for number, job in enumerate(jobs, 1)]
+        found: dict[int, Candidate] = {}
+        first = 0 if self._blocks else 1
+        with ProcessPoolExecutor(num_processes, _FORK, _begin_process, (self,)) as pool:
+            try:
+                for indices in (range(first), range(first, len(jobs))):
+                    futures = {pool.submit(_run_in_process, jobs[i], self._blocks): i for i in indices}
+                    for future in as_completed(futures):
+                        candidate, tried, self._blocks = future.result()
+                        self._tried.update(tried)
+                        found[futures[future]] = self._shown(len(found) + 1, len(jobs), candidate)
+            except BrokenProcessPool:
+                raise ConfigError(
+                    "a process that tried a layout was killed, probably for its memory; plan layouts without --fit"
+                ) from None
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+        return [found[i] for i in range(len(jobs))]
+
+    def _run(self, job: Job) -> Candidate:
+        layout, words, strategy, settings = job
+        if words is not None:
+            return self._try(layout, words, strategy, settings)
+        assert layout is not None
+        return self._fitting(layout)
+
+    def _shown(self, number: int, total: int, found: Candidate) -> Candidate:
+        name = " with ".join(filter(None, (found.layout, found.options)))
+        verdict = "fits" if found.fits else "does not fit"
+        self._show(f"{number} of {total}: {name} {verdict} ({time.monotonic() - self._started:.0f} s)")
+        return found
 
     def _fitting(self, layout: str) -> Candidate:
         """The candidate with the fewest memory-saving options that fits; else the last that was tried."""
@@ -185,6 +232,25 @@ class Search:
             return Candidate(name, options, words, None, None, " ".join(str(error).split()))
         self._blocks = self._blocks or [block.name for rank in plan.ranks for block in rank.blocks if block.name]
         return Candidate(name, options, words, plan, trial.timed(plan, self._device), why_not(plan, self._device))
+
+
+_search: Search
+"""In a process of a search: the search that began it."""
+
+
+def _begin_process(search: Search) -> None:
+    global _search
+    _search = search
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt ends it without a traceback
+
+
+def _run_in_process(job: Job, blocks: list[str]) -> tuple[Candidate, dict[tuple[str, ...], Candidate], list[str]]:
+    """The candidate of a job, all that were tried for it, and the names of the model's blocks."""
+    _search._blocks = blocks or _search._blocks
+    before = set(_search._tried)
+    candidate = _search._run(job)
+    tried = {words: entry for words, entry in _search._tried.items() if words not in before}
+    return candidate, tried, _search._blocks
 
 
 def why_not(plan: Plan, device: Device) -> str:
