@@ -12,7 +12,6 @@ look like Python, and in TensorBoard the loss, tokens per second and samples of 
 import argparse
 import sys
 import sysconfig
-import time
 from itertools import chain
 from pathlib import Path
 
@@ -118,15 +117,6 @@ class TextModel(Module):
             "muon": torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options),
             "adamw": torch.optim.AdamW(others, betas=(0.9, 0.95), **options),
         }
-
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        self.started = time.perf_counter()
-
-    def on_train_batch_end(self, outputs, batch: Tensor, batch_idx: int) -> None:
-        tokens = (
-            batch[:, 1:].numel() * self.trainer.strategy.topology.data_size
-        )  # of all ranks, whose shares are about equal
-        self.log("tokens_per_s", tokens / (time.perf_counter() - self.started), prog_bar=True)
 
     def on_validation_epoch_end(self) -> None:
         if self.hparams.sample_bytes and not self.trainer.sanity_checking:

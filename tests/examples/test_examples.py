@@ -94,7 +94,7 @@ def test_gpt_learns_and_writes_text(tmp_path: Path) -> None:
     losses = column(tmp_path, "train/loss")
     assert losses[0] > 4
     assert losses[-1] < 2.6
-    assert min(column(tmp_path, "tokens_per_s")) > 0
+    assert min(column(tmp_path, "throughput/samples_per_s")) > 0
     assert re.search(r"---- text after 60 steps ----\ndef ", output)
 
 
