@@ -101,7 +101,7 @@ class SPMDStrategy(SPMDStep):
             self.single_process, self.max_devices = True, 1
         fault_injection.parse(os.environ)
         watchdog.limit_s()
-        check_launcher(type(self).__name__, self.single_process, devices, self.num_devices, num_nodes)
+        check_launcher(self.name, self.single_process, devices, self.num_devices, num_nodes)
         if self.one_rank is None or not alone:
             self._refuse(self.precision.name)
             return self
@@ -184,7 +184,7 @@ class SPMDStrategy(SPMDStep):
         if self.topology.rank == 0 or not self.capabilities.builds_on_meta:
             materialize(model)
         keep(model)  # a run that failed may have left some
-        refuse_max_norm(model, self.topology.data_size, type(self).__name__)
+        refuse_max_norm(model, self.topology.data_size, self.name)
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
         self._parameter_hooks = ParameterHooks()
         self._parameter_hooks.take(model.named_parameters())
@@ -314,7 +314,7 @@ class SPMDStrategy(SPMDStep):
             state.meta["scaler"] = self.precision.scaler.state_dict()
         extra = self.extra_state(wrapped)
         if extra:
-            state.meta["extra"] = {type(self).__name__: extra}
+            state.meta["extra"] = {self.name: extra}
         if self._compression is not None and optimizers:
             self._compression.save(state)
         return state
@@ -336,7 +336,7 @@ class SPMDStrategy(SPMDStep):
         if self._compression is not None and optimizers:
             self._compression.load(state)
         if optimizers:
-            self.load_extra_state(wrapped, state.meta.get("extra", {}).get(type(self).__name__, {}))
+            self.load_extra_state(wrapped, state.meta.get("extra", {}).get(self.name, {}))
 
 
 def _nothing() -> None: ...

@@ -303,7 +303,7 @@ class SPMDStep(ManualOptimization):
         """Raise RuntimeError for parameters that came during the run and would not be trained as on one process."""
         if names and not self.sees_whole_gradients:
             raise RuntimeError(
-                f"parameters were added or replaced during the run ({shortened(names)}), which {type(self).__name__} "
+                f"parameters were added or replaced during the run ({shortened(names)}), which {self.name} "
                 "cannot "
                 "take over; create them in __init__, setup or configure_model, or copy values into the existing ones"
             )

@@ -254,7 +254,7 @@ class ShardedLoader:
         for batch, num_samples, all_samples, closes in self._source.pieces(epoch, start, limit):
             micro_batches.append(self._micro_batch(batch, num_samples) if counts else MicroBatch(batch, num_samples))
             total += all_samples
-            in_group += share.in_group(all_samples)
+            in_group += share.in_group(all_samples) if share.groups > 1 else 0
             if closes:
                 yield self._window(micro_batches, self._over_ranks(total), closes, in_group)
                 micro_batches, total, in_group, empty = [], 0, 0, False
@@ -266,10 +266,10 @@ class ShardedLoader:
 
     def _window(self, micro_batches: list[MicroBatch], num_samples: int, num_batches: int, in_group: int) -> Window:
         """A window of micro-batches as they were read; those of a virtual rank come one after the other."""
-        virtual = self._source.share.virtual
+        share, virtual = self._source.share, self._source.share.virtual
         if not virtual:
-            if self._source.counts_own:  # what is in the batches of other ranks is known in all only
-                in_group = num_samples // self._source.share.groups
+            if share.groups > 1 and self._source.counts_own:  # of other ranks' batches only the sum is known
+                in_group = num_samples // share.groups
             return Window(micro_batches, num_samples, num_batches=num_batches, in_group=in_group)
         for i, micro_batch in enumerate(micro_batches):
             micro_batch.share = virtual[i % len(virtual)]

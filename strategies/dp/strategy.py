@@ -100,7 +100,7 @@ class DataParallel(SPMDStrategy):
         super().teardown()
 
     def setup_module(self, model: nn.Module) -> nn.Module:
-        refuse_max_norm(model, self.num_devices, type(self).__name__)
+        refuse_max_norm(model, self.num_devices, self.name)
         return super().setup_module(model)
 
     def wrap(self, model: nn.Module) -> nn.Module:

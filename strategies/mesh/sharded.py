@@ -140,7 +140,7 @@ class ShardedStrategy(ShardedOptimizers):
         from lockstep.strategies.mesh.axes import apply_axes
 
         assert self._mesh is not None
-        refuse_sparse(model, type(self).__name__)
+        refuse_sparse(model, self.name)
         wrapped = apply_axes(
             model,
             self._mesh,
@@ -154,7 +154,7 @@ class ShardedStrategy(ShardedOptimizers):
             self._order = wrapped.order = CallOrder(
                 self.timeout_s,
                 wrapped.names.__getitem__,
-                type(self).__name__,
+                self.name,
                 "give find_unused_parameters=True and leave wrap='auto', which exchanges all of the model at once",
                 self._engine,
             )
@@ -184,7 +184,7 @@ class ShardedStrategy(ShardedOptimizers):
             return
         if self._in_step or wrapped.depth:
             raise RuntimeError(
-                f"whole() was called within a step, where {type(self).__name__} has not reduced the gradients yet; "
+                f"whole() was called within a step, where {self.name} has not reduced the gradients yet; "
                 "call it in on_after_backward, on_before_optimizer_step or later"
             )
         from lockstep.strategies.mesh.whole_model import whole_model
@@ -192,7 +192,7 @@ class ShardedStrategy(ShardedOptimizers):
         wrapped.close()  # type: ignore[operator]
         self._is_whole = True
         try:
-            with whole_model(self.unwrap(wrapped), type(self).__name__):
+            with whole_model(self.unwrap(wrapped), self.name):
                 yield
         finally:
             self._is_whole = False
@@ -319,13 +319,13 @@ class ShardedStrategy(ShardedOptimizers):
         if self._in_step and self._micro_batches and wrapped.units:
             raise RuntimeError(
                 f"requires_grad of {shortened(names)} changed between the micro-batches of an accumulation window, "
-                f"whose gradients {type(self).__name__} reduces as one; change it before the first of them "
+                f"whose gradients {self.name} reduces as one; change it before the first of them "
                 "(on_train_epoch_start, or on_train_batch_end of the last)"
             )
         if wrapped.trains_several_dtypes():  # type: ignore[operator]
             raise RuntimeError(
                 f"{shortened(names)} changed requires_grad, and another dtype is trained in the same block, which "
-                f"{type(self).__name__} reduces at once; convert both to one dtype, or set requires_grad before fit"
+                f"{self.name} reduces at once; convert both to one dtype, or set requires_grad before fit"
             )
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
@@ -382,7 +382,7 @@ class ShardedStrategy(ShardedOptimizers):
 
     def _compare_writes(self, cut: list[tuple[str, nn.Parameter]], changed: dict[int, int]) -> None:
         numbers = all_gather(torch.tensor([changed.get(id(p), -1) for _, p in cut]), self._engine)
-        steps.compare_writes(cut, numbers, self._sizes.get("tensor", 1), type(self).__name__)
+        steps.compare_writes(cut, numbers, self._sizes.get("tensor", 1), self.name)
 
     def _sharded_by_name(self, wrapped: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """The parameters whose gradients torch brings together."""

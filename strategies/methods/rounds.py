@@ -116,7 +116,7 @@ class LearnerRounds(SPMDStrategy):
     ) -> StepResult:
         if not self._opened and not self.capabilities.synchronous:
             raise RuntimeError(
-                f"{type(self).__name__}.forward_backward was called outside of a learner's turn; call it with each "
+                f"{self.name}.forward_backward was called outside of a learner's turn; call it with each "
                 "window that strategy.turns(wrapped, optimizers, window) yields"
             )
         if self._turn is None:

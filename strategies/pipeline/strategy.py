@@ -237,7 +237,7 @@ class StagedStrategy(SPMDStrategy):
             self._save_both(wrapped, optimizers, state, for_now)
         own = wrapped.tensors.keep_own(state, self._ranks.stage_rank == 0)
         merge_meta(state, [self.broadcast(own, i) for i in range(0, self.topology.world_size, self.topology.data_size)])
-        state.meta["extra"] = {type(self).__name__: self.extra_state(wrapped)}
+        state.meta["extra"] = {self.name: self.extra_state(wrapped)}
         return state
 
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:

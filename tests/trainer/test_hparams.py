@@ -111,5 +111,5 @@ def test_load_from_checkpoint_rebuilds_what_was_saved(tmp_path: Path) -> None:
             self.head = nn.Linear(1, 1)
 
     assert isinstance(More.load_from_checkpoint(saved(Derived(3), tmp_path / "less"), strict=False).head, nn.Linear)
-    with pytest.raises(CheckpointError, match="lacks \\['head.bias', 'head.weight'\\]"):
+    with pytest.raises(CheckpointError, match="lacks head.bias, head.weight"):
         More.load_from_checkpoint(saved(Derived(3), tmp_path / "strict"))

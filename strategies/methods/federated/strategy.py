@@ -341,14 +341,14 @@ class Federated(ClientSteps):
             saved["control"] = pack(self._control.server, "strategy/control", state.tensors, self.local_shard)
             for client in self._control.states.clients():
                 state.tensors[f"strategy/clients/{client}"] = TensorShard.whole(self._control.mapped(client))
-        state.meta.setdefault("extra", {})[type(self).__name__] = saved
+        state.meta.setdefault("extra", {})[self.name] = saved
         return state
 
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
         super().load_state_dict(wrapped, optimizers, state)
         if not optimizers:
             return
-        saved = state.meta.get("extra", {}).get(type(self).__name__, {})
+        saved = state.meta.get("extra", {}).get(self.name, {})
         now = self.server if isinstance(self.server, str) else "own"
         if saved and saved["server"] != now:
             raise ValueError(

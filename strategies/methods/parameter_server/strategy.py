@@ -367,7 +367,7 @@ class ParameterServer(SPMDStrategy):
             saved = state.meta["optimizers"][key]
             parts = [self.broadcast(saved["state"], rank) for rank in range(self.topology.world_size)]
             saved["state"] = {name: entry for part in parts for name, entry in part.items()}
-        state.meta["extra"] = {type(self).__name__: self.extra_state(wrapped)}
+        state.meta["extra"] = {self.name: self.extra_state(wrapped)}
         return state
 
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:

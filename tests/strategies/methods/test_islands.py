@@ -144,6 +144,17 @@ def test_a_killed_run_is_resumed_on_islands_or_without(
     assert abs(loss - theirs) <= (0 if devices == 4 else 1e-12)
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_synchronous_steps_of_a_run_are_not_repeated_without_islands(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"learners": 2, "period": 4, "start": 5}
+    expected, _ = run(LocalSGD(**options), 2, tmp_path / "whole")
+    run(LocalSGD(**options, inner="fsdp"), 4, tmp_path / "islands")
+    (saved,) = (tmp_path / "islands").rglob("*step=7*")
+    found, _ = run(LocalSGD(**options), 2, tmp_path / "resumed", saved)
+    assert difference(found, expected) <= 1e-12
+
+
 class CountsMessages(CountsCalls):
     """Fails if a message went to another island within a round."""
 
