@@ -30,7 +30,9 @@ RUNS = {
     "ddp": ["strategy=ddp"],
     "local_sgd": ["strategy=local_sgd"],
     "post-local": ["strategy=local_sgd", "strategy.start=256"],
-    "diloco": ["strategy=diloco", "strategy.period=50"],
+    "diloco, period 50": ["strategy=diloco", "strategy.period=50"],
+    "diloco, period 20": ["strategy=diloco", "strategy.period=20"],
+    "diloco, period 5": ["strategy=diloco", "strategy.period=5"],
     "int8": ["strategy=ddp", "strategy.compress=int8"],
     "powersgd=4": ["strategy=ddp", "strategy.compress=powersgd=4"],
     "topk=0.01": ["strategy=ddp", "strategy.compress=topk=0.01,warmup=200"],
@@ -57,7 +59,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="of examples/gpt.yaml")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--match", default="", help="ddp, and only runs whose name contains it")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if arguments.what == "speed":
         speed()
     else:
