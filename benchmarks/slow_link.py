@@ -59,7 +59,7 @@ class Row:
 
     make: Callable[[], Strategy]
     payload: Callable[[int], float] | None = None
-    """Bytes that one of two ranks sends per step, by the number of parameters; None if there is no formula."""
+    """Bytes sent per step by each of two ranks, from the number of parameters; None without a formula."""
     steps: int = 8
     """To be timed over the slow link, after the first ones."""
     warmup: int = WARMUP_STEPS

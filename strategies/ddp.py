@@ -42,7 +42,7 @@ class DDP(SPMDStrategy):
     `broadcast_buffers`: rank 0's buffers (BatchNorm statistics) overwrite the others' at each forward.
     `sync_batchnorm`: BatchNorm layers compute their statistics over the samples of all ranks, as one process does.
     `bucket_cap_mb`: size of a communication bucket in MiB; None takes torch's default.
-    `activation_checkpointing`: recompute what lies within blocks in the backward; True, or which blocks.
+    `activation_checkpointing`: recompute the blocks' activations in the backward; True, or which blocks.
     `compress`: send gradients in fewer bytes, which changes the method: "fp16", "bf16", "int8", "powersgd=4" (its
         rank), "topk=0.01" and "randomk=0.01" (the share of elements), "topk=0.01,warmup=100" (more in the first
         steps), "qsgd=4" (bits), "terngrad", "sign", or a Compressor. What is not sent is added to the next gradient.

@@ -23,7 +23,7 @@ class ModelParallel(SPMDStrategy):
     `device_map`: index of a device for submodules by name, such as `{"net.0": 0, "net.1": 1}`; what is inside a
         named submodule goes with it, and every parameter must be covered. None cuts the model into contiguous
         parts of about equal parameter bytes.
-    `activation_checkpointing`: recompute what lies within blocks in the backward; True, or which blocks.
+    `activation_checkpointing`: recompute the blocks' activations in the backward; True, or which blocks.
 
     On CPU the devices are logical: the same code runs, and all tensors stay in the same memory.
     """

@@ -50,7 +50,7 @@ class DeepSpeed(SPMDStrategy):
         accumulation, precision and the options above must agree with the run; its `gradient_clipping` holds
         where the run clips nothing itself.
     `broadcast_buffers`: rank 0's buffers (BatchNorm statistics) overwrite the others' after each step.
-    `activation_checkpointing`: recompute what lies within blocks in the backward; True, or which blocks.
+    `activation_checkpointing`: recompute the blocks' activations in the backward; True, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
 

@@ -57,7 +57,7 @@ class DataParallel(SPMDStrategy):
     merged. A step that draws random numbers runs its slices one after the other, since threads would share one random
     stream. Evaluation runs on the first device. The samples of a batch must be certain: see `SampleCutter`.
 
-    `activation_checkpointing`: recompute what lies within blocks in the backward; True, or which blocks.
+    `activation_checkpointing`: recompute the blocks' activations in the backward; True, or which blocks.
     """
 
     single_process = True

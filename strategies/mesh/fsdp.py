@@ -19,7 +19,7 @@ class FSDP(ShardedStrategy):
     `replicas`: 1 cuts over all ranks; n cuts over groups of ranks / n, which hold the same (hybrid sharding).
     `wrap`, `reshard_after_forward`, `cpu_offload`, `find_unused_parameters`, `sync_every_micro_batch`,
     `low_precision_gather`, `broadcast_buffers`: as in `Options`.
-    `activation_checkpointing`: recompute what lies within blocks in the backward; True for those of `wrap`, or
+    `activation_checkpointing`: recompute the blocks' activations in the backward; True for those of `wrap`, or
     which blocks.
     `compress`: send gradients between replicas, which are the slow links as a rule, in fewer bytes; see
         docs/methods/compression.md.

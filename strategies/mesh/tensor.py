@@ -17,7 +17,7 @@ class TensorParallel(ShardedStrategy):
     them whole. What is in no plan is repeated on every rank.
 
     `plan`, `sequence_parallel`, `loss_parallel`, `broadcast_buffers`, `wrap`: as in `Options`.
-    `activation_checkpointing`: recompute what lies within blocks in the backward; True for those of `wrap`, or
+    `activation_checkpointing`: recompute the blocks' activations in the backward; True for those of `wrap`, or
     which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """

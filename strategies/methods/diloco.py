@@ -39,7 +39,7 @@ class DiLoCo(LocalUpdates):
     `learners_per_rank`: how many each rank runs, for ranks of different speed; by default equally many.
     `inner`: what a learner is if it is sharded over several ranks: a mesh such as "fsdp=2", or FSDP(…),
         TensorParallel(…) or MeshParallel(…) with their options. Each rank then exchanges its own shards.
-    `activation_checkpointing`: recompute what lies within blocks in the backward; True, or which blocks.
+    `activation_checkpointing`: recompute the blocks' activations in the backward; True, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks; longer than a round takes.
     """
 

@@ -92,7 +92,7 @@ def needs_whole(
         why = "it has a step hook, which would see one rank's parameters only"
     if why:
         raise ValueError(
-            f"optimizer {key!r} ({type(optimizer).__name__}) cannot be stepped by {type(ranks).__name__}, where each "
+            f"optimizer {key!r} ({type(optimizer).__name__}) cannot be stepped by {ranks.name}, where each "
             f"rank holds shards of the parameters, because {why}; use strategy='ddp', or another optimizer"
         )
     return found

@@ -84,7 +84,7 @@ class LightningCLI:
     # ---- what a subclass may override ------------------------------------------------------------------
 
     def add_arguments_to_parser(self, parser: Any) -> None:
-        """Not called: there is no parser."""
+        """Never called, and refused where a subclass overrides it: no argument parser is built."""
 
     def before_instantiate_classes(self) -> None:
         """Called when `config` is there."""
