@@ -28,7 +28,7 @@ class ChannelsLast(Callback):
                 f"but {type(module).__name__} has none; remove it"
             )
         if not trainer.strategy.capabilities.preserves_memory_format:
-            name = type(trainer.strategy).__name__
+            name = trainer.strategy.name
             raise ValueError(
                 f"ChannelsLast has no effect under strategy {name}, which sets the memory format itself; remove it, or "
                 "use strategy='ddp'"

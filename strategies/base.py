@@ -192,15 +192,18 @@ class Strategy(ABC):
     virtual_ranks: int = 0
     """Shares into which each step is cut, as if there were so many ranks; 0 for none."""
     ranks_meet: bool = True
-    """Whether all ranks meet in the step of now, so that a caller may call collectives after it; always, if the
-    strategy is synchronous."""
+    """Whether all ranks meet in the step of now, after which collectives may follow. Always, if synchronous."""
+    _stands_for = ""
     starts_ranks: bool
-    """True if this process is the launcher and the ranks are still to be started by `launch`; valid after
-    `configure`."""
+    """True if this process is the launcher and `launch` is to start the ranks. Valid after `configure`."""
+
+    @property
+    def name(self) -> str:
+        """What messages and checkpoints call it: its class, or that of the strategy in whose place it runs."""
+        return self._stands_for or type(self).__name__
 
     @property
     def optimizers(self) -> Any:
-        """Not there, as in other trainers: a strategy holds no optimizers."""
         raise AttributeError("a strategy holds no optimizers; they are in trainer.optimizers")
 
     @optimizers.setter
@@ -219,19 +222,17 @@ class Strategy(ABC):
         """Take the run's layout and return the strategy to use, which is another one if one rank needs no code of its
         own.
 
-        One process calls it, before anything starts; starts nothing.
-
-        `devices` is the number of devices on this node. Raises ValueError for a layout that this
-        strategy or this machine cannot give.
+        One process calls it, before anything starts; starts nothing. `devices` is the number of devices on this node.
+        Raises ValueError for a layout that this strategy or this machine cannot give.
         """
 
     @abstractmethod
     def launch(self, fn: Callable[..., T], *args: Any) -> T:
         """Run `fn(*args)` on every rank and return what rank 0 returned.
 
-        Where the ranks run already (one process, torchrun, Slurm, MPI, or inside `launch`) it calls
-        `fn` here. An exception of a rank comes out as itself, its traceback on that rank as cause; a
-        rank that died without one raises RankFailure.
+        Where the ranks run already (one process, torchrun, Slurm, MPI, or inside `launch`) it calls `fn` here. An
+        exception of a rank comes out as itself, its traceback on that rank as cause; a rank that died without one
+        raises RankFailure.
         """
 
     @abstractmethod
@@ -262,10 +263,10 @@ class Strategy(ABC):
         return optimizers
 
     def adopt_changes(self, wrapped: nn.Module) -> None:  # noqa: B027 - one process notices by itself
-        """Take over what user code has changed in the model since it was wrapped; call it after such code.
+        """Take over `requires_grad` and gradient hooks that user code has changed since the model was wrapped.
 
-        That is `requires_grad` of parameters and gradient hooks registered on them. Raises RuntimeError for what this
-        strategy cannot take over, such as parameters added during a run, by name.
+        Call it after such code. Raises RuntimeError for what this strategy cannot take over, such as parameters added
+        during a run, by name.
         """
 
     @contextmanager
@@ -300,13 +301,12 @@ class Strategy(ABC):
     ) -> StepResult:
         """Compute the gradient of one optimizer step and leave it in `.grad`, equal on all replicas.
 
-        `step_fn(batch, batch_idx)` returns the mean loss of a micro-batch, `Loss`, a dict with
-        `"loss"`, a dict of losses by optimizer name (with `hooks.parameters`), or
-        None for no weight. `window` holds this rank's micro-batches and the global number of samples,
-        by which plain means are weighted.
+        `step_fn(batch, batch_idx)` returns the mean loss of a micro-batch, `Loss`, a dict with `"loss"`, a dict of
+        losses by optimizer name (with `hooks.parameters`), or None for no weight. `window` holds this rank's
+        micro-batches and the global number of samples, by which plain means are weighted.
 
-        Raises RuntimeError where ranks disagree on the step, on the collectives issued so far or on
-        the names logged, naming the rank, before any parameter changes.
+        Raises RuntimeError where ranks disagree on the step, on the collectives issued so far or on the names logged,
+        naming the rank, before any parameter changes.
         """
 
     def turns(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], window: Window) -> Iterable[Window]:
@@ -383,10 +383,10 @@ class Strategy(ABC):
     ) -> ShardedLoader:
         """Return this rank's share of `loader`.
 
-        Global batch k holds the same samples on any number of ranks. `shuffle` None keeps what the
-        loader does: a RandomSampler becomes the permutation of (seed, epoch), other samplers keep
-        their order. `accumulate` is the number of micro-batches a window; with `split` the loader's
-        batch is the global batch of a window and is split over ranks and micro-batches.
+        Global batch k holds the same samples on any number of ranks. `shuffle` None keeps what the loader does: a
+        RandomSampler becomes the permutation of (seed, epoch), other samplers keep their order. `accumulate` is the
+        number of micro-batches a window; with `split` the loader's batch is the global batch of a window and is split
+        over ranks and micro-batches.
         """
 
     # ---- 4. checkpointing ------------------------------------------------------------------------

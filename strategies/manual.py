@@ -38,11 +38,6 @@ class ManualOptimization(SPMDHooks):
         self._reduced: set[int] = set()
         """Parameters whose gradient is summed over data ranks."""
 
-    @property
-    def name(self) -> str:
-        """What messages and checkpoints call it: the class that a user gives."""
-        return type(self).__name__
-
     def _refuse(self, what: str) -> None:
         """Raise ValueError if the strategy says that it refuses this."""
         if what in self.capabilities.refuses:

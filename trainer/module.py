@@ -313,7 +313,7 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
         run = self._running()
         if run.metrics.in_batch and not run.strategy.capabilities.runs_step_once:
             raise RuntimeError(
-                f"random_stream({name!r}) was called in a step, but {type(run.strategy).__name__} runs the parts of a "
+                f"random_stream({name!r}) was called in a step, but {run.strategy.name} runs the parts of a "
                 "step apart; "
                 "draw from torch's own stream there, which begins alike for each part on all ranks"
             )

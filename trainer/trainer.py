@@ -36,7 +36,7 @@ class Trainer(Facts):
             arguments=arguments,
             given=given.described(),
             strategy=strategy,
-            strategy_reason=f"strategy {type(strategy).__name__}: {reason}" if given.strategy == "auto" else None,
+            strategy_reason=f"strategy {strategy.name}: {reason}" if given.strategy == "auto" else None,
             callbacks=callbacks,
             compile_options=compilation.check(given.compile, strategy),
             max_epochs=arguments.max_epochs,
@@ -85,7 +85,7 @@ class Trainer(Facts):
         if run.arguments.strategy == "auto":  # now that the model is known
             strategy, reason = build("auto", **run.arguments.layout, model=model)
             if type(strategy) is not type(run.strategy):
-                run.strategy, run.strategy_reason = strategy, f"strategy {type(strategy).__name__}: {reason}"
+                run.strategy, run.strategy_reason = strategy, f"strategy {strategy.name}: {reason}"
         with lifecycle.noted(run, model, "fit", sources):
             if run.arguments.max_restarts or run.strategy.starts_ranks:
                 ranks.launch_fit(run, model, sources, path)

@@ -45,7 +45,7 @@ def _find_rate(run: RunState, finder: LRFinder, module: Module, sources: Sources
     recorded = RisingRate(finder)
     if not run.strategy.capabilities.synchronous:
         raise ValueError(
-            f"LRFinder needs the loss of each step over all ranks, and those of {type(run.strategy).__name__} do not "
+            f"LRFinder needs the loss of each step over all ranks, and those of {run.strategy.name} do not "
             "meet in every step; search with strategy='ddp', and give the rate"
         )
     _trial(run, module, sources, finder.num_training_steps, [recorded, Guard(non_finite="skip", max_in_a_row=1)])

@@ -141,7 +141,7 @@ class RisingRate(Callback):
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         if not trainer.strategy.capabilities.synchronous:
             raise ValueError(
-                f"LRFinder needs the loss of all ranks in each step, but those of {type(trainer.strategy).__name__} do "
+                f"LRFinder needs the loss of all ranks in each step, but those of {trainer.strategy.name} do "
                 "not meet in every step; search with strategy='ddp'"
             )
         for i, optimizer in enumerate(trainer.optimizers):

@@ -84,14 +84,10 @@ class Islands(LearnerRounds, ShardedStrategy):
     def __init__(self, given: LocalUpdates, inner: ShardedStrategy, axes: Mapping[str, int | None]) -> None:
         recomputed = inner.activation_checkpointing or given.activation_checkpointing
         super().__init__(given.rounds, given.outer, inner.options, given.timeout_s, recomputed)
-        self._axes, self._axis, self._name = dict(axes), given.axis, given.name
+        self._axes, self._axis, self._stands_for = dict(axes), given.axis, given.name
         self._number = self.data_groups = axes[given.axis] or 1
         self._synchronous = given.capabilities.synchronous
         self._across: dist.ProcessGroup | None = None
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     @property
     def axes(self) -> Mapping[str, int | None]:

@@ -22,10 +22,7 @@ def plan(strategy: Strategy, model: nn.Module) -> str:
     Raises ValueError for a model that it cannot cut.
     """
     if not isinstance(strategy, Pipeline):
-        return (
-            f"{type(strategy).__name__} has no schedule: every rank runs every layer. `strategy=pipeline devices=2` "
-            "has one."
-        )
+        return f"{strategy.name} has no schedule: every rank runs every layer. `strategy=pipeline devices=2` has one."
     num_ranks, num_parts, schedule = strategy.num_stage_ranks, strategy.num_parts, strategy.schedule
     if num_ranks == 1:
         return "A pipeline of one rank is that rank: give devices=2 or more."

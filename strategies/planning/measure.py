@@ -21,7 +21,7 @@ T = TypeVar("T", Collective, Work)
 def refuse_unplanned(strategy: Strategy) -> None:
     """Raise ValueError for a strategy whose step on one rank does not say what the others do, or that one process
     cannot try."""
-    name, can = type(strategy).__name__, strategy.capabilities
+    name, can = strategy.name, strategy.capabilities
     why = can.refuses.get("planning", "")
     if not why and getattr(getattr(strategy, "options", None), "cpu_offload", False):
         why = "cpu_offload keeps shards in the host's memory, which a plan does not tell from the device's"

@@ -26,7 +26,7 @@ def virtual(strategy: Strategy, number: int) -> Strategy:
     if not strategy.capabilities.bitwise:
         raise ValueError(
             f"virtual_ranks={number} needs a strategy that can add gradients in one order on any number of ranks, "
-            f"which {type(strategy).__name__} cannot; use single, ddp, fsdp or pipeline, or a mesh of ddp and one of "
+            f"which {strategy.name} cannot; use single, ddp, fsdp or pipeline, or a mesh of ddp and one of "
             "the others"
         )
     if isinstance(strategy, VirtualStep):
@@ -57,7 +57,7 @@ def virtual(strategy: Strategy, number: int) -> Strategy:
     elif isinstance(strategy, Pipeline):
         return VirtualPipeline(strategy, number)
     else:
-        raise TypeError(f"{type(strategy).__name__} says that it takes virtual_ranks; derive it from VirtualStep")
+        raise TypeError(f"{strategy.name} says that it takes virtual_ranks; derive it from VirtualStep")
     return VirtualReplicas(
         number,
         activation_checkpointing=strategy.activation_checkpointing,

@@ -72,7 +72,7 @@ class VirtualPipeline(StagedStrategy, VirtualStep):
             timeout_s=strategy.timeout_s,
         )
         self.axes = dict(strategy.axes)
-        self.virtual_ranks = virtual_ranks
+        self.virtual_ranks, self._stands_for = virtual_ranks, strategy.name
         self.one_rank = partial(VirtualReplicas, virtual_ranks)
         self._streams = Streams()
         self._buffered: list[nn.Module] = []

@@ -34,6 +34,7 @@ class VirtualReplicas(VirtualStep):
     ) -> None:
         super().__init__(activation_checkpointing=activation_checkpointing)
         self.virtual_ranks = virtual_ranks
+        self._stands_for = "SingleDevice" if on_one_device else "DDP"
         self.timeout_s = timeout_s
         self.compressor = compressor
         if compressor is not None:

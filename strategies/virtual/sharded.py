@@ -33,7 +33,7 @@ class VirtualSharded(ShardedStrategy, VirtualStep):
     def __init__(self, strategy: ShardedStrategy, virtual_ranks: int) -> None:
         options = replace(strategy.options, low_precision_gather=False)  # weights are cast where one process casts them
         super().__init__(options, strategy.timeout_s, strategy.activation_checkpointing)
-        self.virtual_ranks = virtual_ranks
+        self.virtual_ranks, self._stands_for = virtual_ranks, strategy.name
         self.one_rank = None
         self._axes = dict(strategy.axes)
 

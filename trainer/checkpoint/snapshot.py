@@ -89,7 +89,7 @@ def _shared_state(
     return {
         "progress": run.progress.state_dict(),
         "seed": run.seed,
-        "strategy_name": type(run.strategy).__name__,
+        "strategy_name": run.strategy.name,
         "strategy": meta,
         "schedulers": [
             pack(config.scheduler.state_dict(), f"schedulers/{i}", tensors) for i, config in enumerate(run.schedulers)

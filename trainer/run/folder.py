@@ -172,7 +172,7 @@ class RunFolder:
             "computed_steps": executed,
             "useful_step_share": round(useful / executed, 6) if executed else 1.0,
             "world_size": run.world_size,
-            "strategy": type(run.strategy).__name__,
+            "strategy": run.strategy.name,
         }
         _write_json(self.path / "summary.json", summary)
 

@@ -61,7 +61,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
     if run.guard.non_finite != "raise" and not run.strategy.capabilities.synchronous:
         raise ValueError(
             f"Guard(non_finite={run.guard.non_finite!r}) needs ranks that agree in every step, but those of "
-            f"{type(run.strategy).__name__} do not meet in every step; give non_finite='raise'"
+            f"{run.strategy.name} do not meet in every step; give non_finite='raise'"
         )
     validates = run.arguments.limit_val_batches != 0 and not run.arguments.overfit_batches
     if validates and not overrides(module, "validation_step", Module) and _is_given(sources, module, "val"):

@@ -36,7 +36,7 @@ def check(compile: bool | Mapping[str, Any], strategy: Strategy) -> dict[str, An
         return options
     if options.get("dynamic"):
         raise ValueError(
-            f"compile must not set dynamic under strategy {type(strategy).__name__}, but compile={compile}: "
+            f"compile must not set dynamic under strategy {strategy.name}, but compile={compile}: "
             "torch cannot compile sharded layers for all shapes at once, and each shape gets a graph of its own"
         )
     return options | {"dynamic": False}

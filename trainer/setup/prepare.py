@@ -319,7 +319,7 @@ def _refuse_monitor_in_step(run: RunState, schedulers: list[SchedulerConfig]) ->
         if config.reduce_on_plateau and config.interval == "step":
             raise ValueError(
                 f"a scheduler monitors {config.monitor!r} in each step, which is a mean over ranks, but those of "
-                f'{type(run.strategy).__name__} do not meet in every step; give it interval="epoch"'
+                f'{run.strategy.name} do not meet in every step; give it interval="epoch"'
             )
 
 
