@@ -27,6 +27,8 @@ class DiLoCo(LocalUpdates):
     `delay` "Streaming DiLoCo with Overlapping Communication" (2025).
 
     `period`: optimizer steps of a round.
+    `start`: optimizer steps at the beginning that are synchronous, as by ddp. The paper starts from a trained model;
+        with few rounds, DiLoCo needs a start.
     `outer`: makes the outer optimizer of a list of parameters; by default SGD with a learning rate of 0.7 and Nesterov
         momentum of 0.9. Its parameters are whole on every rank, or its shards with `inner`; all learners step it alike.
     `fragments`: parts of the model that are sent in turn within a round, each once.
@@ -49,6 +51,7 @@ class DiLoCo(LocalUpdates):
         self,
         *,
         period: int = 100,
+        start: int = 0,
         outer: Callable[[list[nn.Parameter]], Optimizer] = NESTEROV,
         fragments: int = 1,
         delay: int = 0,
@@ -73,6 +76,7 @@ class DiLoCo(LocalUpdates):
             inner=inner,
             rounds=Rounds(
                 period,
+                start=start,
                 fragments=fragments,
                 delay=delay,
                 mixing=mixing,

@@ -32,6 +32,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "streaming": lambda: DiLoCo(learners=4, period=4, fragments=2, delay=1),
     "compressed": lambda: DiLoCo(learners=4, period=4, fragments=2, delay=1, compress="topk=0.1"),
     "int8": lambda: DiLoCo(learners=4, period=2, compress="int8"),
+    "started": lambda: DiLoCo(learners=4, period=4, start=1, fragments=2, delay=1, compress="int8"),
 }
 
 
@@ -90,8 +91,10 @@ def test_one_learner_is_one_process(strategy: Strategy) -> None:
             DiLoCo(learners=2, period=4, fragments=2, delay=3),
             {"period": 4, "fragments": 2, "delay": 3, "mixing": 0.5},
         ),
+        (DiLoCo(learners=2, period=4, start=5), {"period": 4, "start": 5}),
+        (LocalSGD(learners=2, period=2, start=9), {"outer": partial(SGD, lr=1.0), "period": 2, "start": 9}),
     ],
-    ids=["local_sgd", "diloco", "fragments", "delay"],
+    ids=["local_sgd", "diloco", "fragments", "delay", "started", "post-local"],
 )
 def test_each_round_is_that_of_the_papers_algorithm(strategy: Strategy, options: dict[str, Any]) -> None:
     make = partial(AdamW, lr=1e-2)
@@ -279,6 +282,8 @@ class Plateau(Logs):
     [
         (lambda: LocalSGD(period=0), {}, "period must be a whole number of at least 1"),
         (lambda: LocalSGD(learners=3, start=2), {}, "learners must be a power of two"),
+        (lambda: DiLoCo(learners=3, start=2), {}, "learners must be a power of two"),
+        (lambda: DiLoCo(start=-1), {}, "start must be a whole number of at least 0, but start=-1"),
         (lambda: DiLoCo(period=4, delay=4), {}, "delay=4 must be less than period=4"),
         (lambda: DiLoCo(period=4, fragments=5), {}, "fragments=5 are sent in turn"),
         (lambda: DiLoCo(learners=4, learners_per_rank=(2, 1)), {}, "must add up to learners=4"),
@@ -294,7 +299,7 @@ class Plateau(Logs):
         (DiLoCo, {"module": CallsInStep()}, "all_gather was called within a learner's step"),
         (lambda: DiLoCo(learners=2), {"module": Edits()}, "changed outside of a learner's turn"),
     ],
-    ids=range(16),
+    ids=range(18),
 )
 def test_what_would_differ_between_learners_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, RuntimeError, TypeError), match=message):

@@ -75,10 +75,12 @@ def simulate(
     fragments: int = 1,
     delay: int = 0,
     mixing: float = 0.0,
+    start: int = 0,
     ends: Sequence[int] = (),
 ) -> list[list[Tensor]]:
     """DiLoCo and Streaming DiLoCo in one process: the common weights at each of `ends`, which end a round early.
 
+    The first `start` steps are those of one learner on all samples, from whose weights and optimizer all then start.
     `batches` are those of step 0 of all learners, then of step 1, and so on. A fragment is a list of parameters.
     """
     common = Regression(make).net
@@ -113,7 +115,18 @@ def simulate(
                 own = list(net.parameters())[i]
                 own.copy_(keep * own + (1 - keep) * weights[i])
 
-    for step in range(len(batches) // learners):
+    for step in range(start):
+        inner[0].zero_grad()
+        losses = [loss(nets[0], batch) for batch in batches[step * learners : (step + 1) * learners]]
+        (sum(total for total, _ in losses) / sum(count for _, count in losses)).backward()
+        inner[0].step()
+        if step + 1 in ends:
+            found.append([p.detach().clone() for p in nets[0].parameters()])
+    for net, optimizer in zip([common, *nets[1:]], [None, *inner[1:]], strict=True):
+        net.load_state_dict(nets[0].state_dict())
+        if optimizer is not None:
+            optimizer.load_state_dict(copy.deepcopy(inner[0].state_dict()))
+    for step in range(start, len(batches) // learners):
         for learner, (net, optimizer) in enumerate(zip(nets, inner, strict=True)):
             optimizer.zero_grad()
             total, count = loss(net, batches[step * learners + learner])
