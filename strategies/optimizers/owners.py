@@ -10,12 +10,10 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,6 +21,7 @@ from lockstep.strategies.base import Strategy
 from lockstep.strategies.checkpoint_state import State, names_of, parameter_names
 from lockstep.strategies.modules.absent import Absent
 from lockstep.strategies.optimizers.copies import Contents
+from lockstep.strategies.optimizers.exchange import Exchange, Owned, Piece
 from lockstep.strategies.optimizers.hidden_state import HiddenState
 from lockstep.strategies.optimizers.modes import has_modes
 from lockstep.strategies.optimizers.numbers import changes, numbers_of, put
@@ -33,37 +32,6 @@ if TYPE_CHECKING:
     from lockstep.strategies.spmd import SPMDStrategy
 
 _SPREAD = "the state of {} is spread over the ranks, and each has only that of the parameters that it steps"
-
-
-class Piece(NamedTuple):
-    """The part of a parameter that a rank holds."""
-
-    rank: int
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def of(self, whole: Tensor) -> Tensor:
-        return whole[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.shape, strict=True))]
-
-
-@dataclass
-class Owned:
-    """A parameter, and where it is stepped."""
-
-    sharded: nn.Parameter
-    name: str
-    pieces: list[Piece]
-    """What each rank holds of it, without the ranks that hold no element."""
-    owner: int
-    stepped: Any
-    """The whole parameter on its owner, which holds memory within a step only; elsewhere a stand-in."""
-
-    def sources(self) -> list[Piece]:
-        """The pieces that make it whole, from the ranks nearest to the owner."""
-        nearest: dict[tuple[int, ...], Piece] = {}
-        for piece in sorted(self.pieces, key=lambda piece: abs(piece.rank - self.owner)):
-            nearest.setdefault(piece.offsets, piece)
-        return list(nearest.values())
 
 
 def needs_whole(
@@ -111,6 +79,7 @@ class Owners:
         self._ranks, self._rank = ranks, ranks.topology.rank
         self._load = [0] * (1 if finding.kind == "coupled" else ranks.topology.world_size)
         self._owned: dict[int, Owned] = {}
+        self._exchange = Exchange(self._rank)
         self._held: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         """The optimizer's groups while it steps, with their parameters as user code sees them."""
         self._before: list[dict[str, Any]] = []
@@ -265,18 +234,7 @@ class Owners:
         """Bring values and gradients to the owners, and give the optimizer what this rank steps."""
         groups = self.optimizer.param_groups
         self._held = [(group, list(group["params"])) for group in groups]
-        all_held = [self._owned[id(p)] for _, params in self._held for p in params]
-        for each in all_held:
-            if not isinstance(each.stepped, Absent):
-                each.stepped.data = torch.empty(each.sharded.shape, dtype=each.sharded.dtype, device=self._device(each))
-                each.stepped.requires_grad_(each.sharded.requires_grad)
-        _gather(self._rank, all_held, lambda each: each.sharded, lambda each: each.stepped)
-        with_gradient = [each for each in all_held if each.sharded.grad is not None]
-        for each in with_gradient:
-            if not isinstance(each.stepped, Absent):
-                gradient: Any = each.sharded.grad
-                each.stepped.grad = torch.empty_like(each.stepped, dtype=gradient.dtype)
-        _gather(self._rank, with_gradient, lambda each: each.sharded.grad, lambda each: each.stepped.grad)
+        self._exchange.gather([self._owned[id(p)] for _, params in self._held for p in params])
         self._before = [numbers_of(group) for group in groups]
         for group, params in self._held:
             stepped = [self._owned[id(p)].stepped for p in params]
@@ -292,13 +250,12 @@ class Owners:
             group["params"][:] = params
         all_held = [self._owned[id(p)] for _, params in self._held for p in params]
         if scatters:
-            _scatter(self._rank, all_held)
+            self._exchange.scatter(all_held)
+        else:
+            self._exchange.forget()
         for each in all_held:
             if not isinstance(each.stepped, Absent):
                 each.stepped.data, each.stepped.grad = _without_memory(each.sharded), None
-
-    def _device(self, owned: Owned) -> torch.device:
-        return local(owned.sharded).device
 
     def _share_numbers(self) -> None:
         """Give all ranks what the step has left in the groups besides parameters, from an owner that stepped some of
@@ -328,60 +285,6 @@ def _cost(parameter: Tensor) -> int:
     """Of a product of a matrix with itself, the most that optimizers compute; that of a vector is its length."""
     rows = len(parameter) if parameter.dim() > 1 else 1
     return parameter.numel() * max(1, min(rows, parameter.numel() // max(1, rows)))
-
-
-def _gather(rank: int, moved: Sequence[Owned], part: Callable[[Owned], Any], whole: Callable[[Owned], Any]) -> None:
-    """Fill `whole` of each on its owner from the ranks' parts."""
-    sends, receives = _Lists(moved, part), _Lists(moved, part)
-    for each in moved:
-        for piece in each.sources():
-            if piece.rank == rank:
-                sends.add(each, each.owner, local(part(each)))
-            if each.owner == rank:
-                receives.add(each, piece.rank, piece.of(whole(each)))
-    _exchange(sends, receives)
-
-
-def _scatter(rank: int, moved: Sequence[Owned]) -> None:
-    """Write what owners have to what each rank holds."""
-    sends, receives = _Lists(moved, lambda each: each.sharded), _Lists(moved, lambda each: each.sharded)
-    for each in moved:
-        for piece in each.pieces:
-            if each.owner == rank:
-                sends.add(each, piece.rank, piece.of(each.stepped))
-            if piece.rank == rank:
-                receives.add(each, each.owner, local(each.sharded))
-    _exchange(sends, receives)
-
-
-class _Lists:
-    """Tensors to send to each rank, or to receive from it, apart by dtype and device."""
-
-    def __init__(self, moved: Sequence[Owned], part: Callable[[Owned], Tensor]) -> None:
-        size = dist.get_world_size()
-        self.kinds: dict[Any, list[list[Tensor]]] = {
-            (part(each).dtype, local(part(each)).device): [[] for _ in range(size)] for each in moved
-        }
-        self._part = part
-
-    def add(self, owned: Owned, rank: int, tensor: Tensor) -> None:
-        part = self._part(owned)
-        self.kinds[part.dtype, local(part).device][rank].append(tensor.detach())
-
-
-def _exchange(sends: _Lists, receives: _Lists) -> None:
-    """Send and receive, by one call for each dtype. Every rank calls it, with the same dtypes."""
-    for (dtype, device), rows in sends.kinds.items():
-        to = receives.kinds[dtype, device]
-        flat = torch.cat([torch.empty(0, dtype=dtype, device=device), *(t.reshape(-1) for row in rows for t in row)])
-        double = 2 if dtype.is_complex else 1
-        theirs, mine = ([double * sum(t.numel() for t in row) for row in lists] for lists in (to, rows))
-        got = torch.empty(sum(theirs) // double, dtype=dtype, device=device)
-        into, out = (torch.view_as_real(t).view(-1) if dtype.is_complex else t for t in (got, flat))
-        dist.all_to_all_single(into, out, theirs, mine)
-        targets = [t for row in to for t in row]
-        for target, part in zip(targets, got.split([t.numel() for t in targets]), strict=True):
-            target.copy_(part.view(target.shape))
 
 
 def _whole_tensors(value: Any) -> Any:

@@ -1,0 +1,220 @@
+"""How values and gradients of sharded parameters come to the ranks that step them whole, and new values back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.sync.collectives import local
+
+_Kind = tuple[torch.dtype, torch.device]
+
+
+class Piece(NamedTuple):
+    """The part of a parameter that a rank holds."""
+
+    rank: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        return whole[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.shape, strict=True))]
+
+
+@dataclass
+class Owned:
+    """A parameter, and where it is stepped."""
+
+    sharded: nn.Parameter
+    name: str
+    pieces: list[Piece]
+    """What each rank holds of it, without the ranks that hold no element."""
+    owner: int
+    stepped: Any
+    """The whole parameter on its owner, which has value and gradient within a step only; elsewhere a stand-in."""
+    sent: Tensor | None = None
+    """The whole value that its owner has sent last, if it keeps that."""
+
+    @cached_property
+    def sources(self) -> list[Piece]:
+        """The pieces that make it whole, from the ranks nearest to the owner."""
+        nearest: dict[tuple[int, ...], Piece] = {}
+        for piece in sorted(self.pieces, key=lambda piece: abs(piece.rank - self.owner)):
+            nearest.setdefault(piece.offsets, piece)
+        return list(nearest.values())
+
+
+class Exchange:
+    """Brings values and gradients of an optimizer's parameters to their owners, and new values back. Every rank calls
+    each method, with the same parameters.
+
+    On the CPU an owner keeps the values that it has sent, and each rank what it has received, one shard. As long as all
+    shards have the bits that were received, only gradients are sent. Any edit is found, however it was made.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._known: list[Owned] = []
+        """The parameters whose values owners keep: the same on all ranks."""
+        self._received: dict[_Kind, Tensor] = {}
+        """What this rank has got of their new values."""
+
+    def forget(self) -> None:
+        """Keep no value."""
+        for each in self._known:
+            each.sent = None
+        self._known, self._received = [], {}
+
+    def gather(self, held: Sequence[Owned]) -> None:
+        """Give value and gradient to what this rank steps of these parameters."""
+        if not held:
+            return
+        if not _identical(held, self._known):
+            self.forget()
+        have_gradients = [each for each in held if each.sharded.grad is not None]
+        for each in filter(_is_stepped_here, held):
+            value = each.sent
+            if value is None:
+                value = torch.empty(each.sharded.shape, dtype=each.sharded.dtype, device=local(each.sharded).device)
+            each.stepped.data = value
+            each.stepped.requires_grad_(each.sharded.requires_grad)
+            if each.sharded.grad is not None:
+                each.stepped.grad = torch.empty_like(each.stepped, dtype=each.sharded.grad.dtype)
+        kinds = _kinds([*map(_value, held), *map(_gradient, have_gradients)])
+        sends, receives = Rows(kinds), Rows(kinds)
+        flags = local(held[0].sharded).new_zeros(dist.get_world_size())
+        if self._known:
+            edited = flags.new_full((1,), float(not self._has_received(held)))
+            for rank in range(len(flags)):
+                sends.add(rank, edited)
+                receives.add(rank, flags[rank : rank + 1])
+        else:
+            self._add_sources(sends, receives, held, _value, _stepped)
+        self._add_sources(sends, receives, have_gradients, _gradient, _stepped_gradient)
+        _send(sends, receives)
+        if self._known and flags.any():
+            sends, receives = Rows(_kinds(map(_value, held))), Rows(_kinds(map(_value, held)))
+            self._add_sources(sends, receives, held, _value, _stepped)
+            _send(sends, receives)
+
+    def scatter(self, held: Sequence[Owned]) -> None:
+        """Write what owners have to what each rank holds."""
+        sends = Rows(_kinds(map(_value, held)))
+        for each in filter(_is_stepped_here, held):
+            for piece in each.pieces:
+                sends.add(piece.rank, piece.of(each.stepped))
+        received = _send(sends, self._shards(held))
+        self.forget()
+        if all(device.type == "cpu" for _, device in received):  # elsewhere the host would wait for the comparison
+            self._known, self._received = list(held), received
+            for each in filter(_is_stepped_here, held):
+                each.sent = each.stepped.detach()
+
+    def _shards(self, held: Sequence[Owned]) -> Rows:
+        """What this rank holds of them, by owner."""
+        found = Rows(_kinds(map(_value, held)))
+        for each in held:
+            if any(piece.rank == self._rank for piece in each.pieces):
+                found.add(each.owner, local(each.sharded))
+        return found
+
+    def _has_received(self, held: Sequence[Owned]) -> bool:
+        """Whether all that this rank holds of them has the bits that it has received."""
+        now = self._shards(held).flat()
+        return now.keys() == self._received.keys() and all(
+            _same_bits(now[kind], flat) for kind, flat in self._received.items()
+        )
+
+    def _add_sources(
+        self, sends: Rows, receives: Rows, moved: Sequence[Owned], part: Callable[[Owned], Any],
+        whole: Callable[[Owned], Any],
+    ) -> None:  # fmt: skip
+        """Let `whole` of each on its owner be filled from the ranks' parts."""
+        for each in moved:
+            for piece in each.sources:
+                if piece.rank == self._rank:
+                    sends.add(each.owner, local(part(each)))
+                if each.owner == self._rank:
+                    receives.add(piece.rank, piece.of(whole(each)))
+
+
+class Rows:
+    """Tensors to send to each rank, or to receive from it, apart by dtype and device."""
+
+    def __init__(self, kinds: Iterable[_Kind]) -> None:
+        size = dist.get_world_size()
+        self.kinds: dict[_Kind, list[list[Tensor]]] = {kind: [[] for _ in range(size)] for kind in kinds}
+
+    def add(self, rank: int, tensor: Tensor) -> None:
+        self.kinds[tensor.dtype, tensor.device][rank].append(tensor.detach())
+
+    def flat(self) -> dict[_Kind, Tensor]:
+        """All of a kind in one tensor, in the order of ranks."""
+        return {
+            (dtype, device): torch.cat(
+                [torch.empty(0, dtype=dtype, device=device), *(t.reshape(-1) for row in rows for t in row)]
+            )
+            for (dtype, device), rows in self.kinds.items()
+        }
+
+
+def _send(sends: Rows, receives: Rows) -> dict[_Kind, Tensor]:
+    """Send and receive, by one call for each dtype and device. Every rank calls it, with the same ones. Returns what
+    came, as `flat` does."""
+    arrived = {}
+    for kind, flat in sends.flat().items():
+        rows = receives.kinds[kind]
+        double = 2 if flat.is_complex() else 1
+        theirs, mine = ([double * sum(t.numel() for t in row) for row in lists] for lists in (rows, sends.kinds[kind]))
+        arrived[kind] = got = flat.new_empty(sum(theirs) // double)
+        into, out = (torch.view_as_real(t).view(-1) if double == 2 else t for t in (got, flat))
+        dist.all_to_all_single(into, out, theirs, mine)
+        targets = [t for row in rows for t in row]
+        for target, part in zip(targets, got.split([t.numel() for t in targets]), strict=True):
+            target.copy_(part.view(target.shape))
+    return arrived
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two flat tensors are equal in every bit, the sign of a zero and NaN too."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    size = next(size for size in (8, 4, 2, 1) if one.nbytes % size == 0)
+    dtype = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[size]
+    return torch.equal(one.view(dtype), other.view(dtype))
+
+
+def _kinds(tensors: Iterable[Any]) -> dict[_Kind, None]:
+    """Their dtypes and devices, in the same order on each rank."""
+    return dict.fromkeys((tensor.dtype, local(tensor).device) for tensor in tensors)
+
+
+def _identical(some: Sequence[Owned], others: Sequence[Owned]) -> bool:
+    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
+
+
+def _is_stepped_here(owned: Owned) -> bool:
+    return is_here(owned.stepped)
+
+
+def _value(owned: Owned) -> Any:
+    return owned.sharded
+
+
+def _gradient(owned: Owned) -> Any:
+    return owned.sharded.grad
+
+
+def _stepped(owned: Owned) -> Any:
+    return owned.stepped
+
+
+def _stepped_gradient(owned: Owned) -> Any:
+    return owned.stepped.grad
