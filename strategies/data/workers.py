@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -97,10 +99,17 @@ class _QuietLoader(DataLoader[Any]):
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for worker in iterator._workers:  # torch, and Python at its end, ask those that do not react to end: they must
             worker._popen.terminate = worker._popen.kill
+        _end_in_silence()
         return iterator
 
     def check_worker_number_rationality(self) -> None:
         """Warn of nothing: the user's own loader has warned of too many workers."""
+
+
+@cache
+def _end_in_silence() -> None:
+    """Let workers that a failed program has left be killed at its end without torch's error about killed workers."""
+    atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)
 
 
 @dataclass(slots=True)

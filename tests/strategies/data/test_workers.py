@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -181,3 +183,20 @@ def test_random_states_change_hands_with_the_gaussian_numbers_that_they_hold() -
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
+
+
+HELD = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from lockstep.strategies import SingleDevice
+
+loader = DataLoader(TensorDataset(torch.zeros(64, 1)), 2, num_workers=2)
+held = [SingleDevice().shard_loader(loader, seed=0).windows(0) for _ in range(4)]
+for windows in held:
+    next(windows)
+"""
+
+
+def test_a_program_that_ends_with_open_loaders_says_nothing_of_their_workers() -> None:
+    ended = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
