@@ -58,6 +58,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
                     check_weight(run, part, part.micro_batches[-1])
                 skipped = (result.non_finite is not None or result.later is not None) and guards.skips(result)
                 steps, stepped = automatic and result.count and not skipped, run.manually_stepped
+                loop.learned = loop.learned or result.count > 0
                 if steps:
                     set_phase(progress.global_step, "optimizer step")
                     if guards.unowned:
@@ -144,7 +145,8 @@ def finish_window(
 ) -> bool:
     """All that follows the optimizers' steps; whether training is to stop."""
     progress, metrics, guards, hooks = run.progress, run.metrics, loop.guards, run.hooks
-    if stepped_optimizers and stepped and run.schedulers:
+    apart = not run.strategy.capabilities.synchronous  # where a window is a step on ranks without samples too
+    if stepped and run.schedulers and (stepped_optimizers or apart):
         _step_schedulers(run, module, "step")
     for optimizer in stepped_optimizers:
         for hook in hooks.on_before_zero_grad:
@@ -158,7 +160,6 @@ def finish_window(
 
     run.last_loss, run.manually_stepped = result.loss, False
     loop.windows_seen += 1
-    loop.learned = loop.learned or result.count > 0
     progress.global_step += stepped
     run.executed[0] += stepped
     set_phase(progress.global_step, "end of the step")
@@ -215,7 +216,7 @@ def _finish_epoch(
 def _finish(run: RunState, module: Module, loop: FitLoop, optimizers: list[Optimizer]) -> None:
     """The end of training: what must hold of it, and its hooks."""
     loop.guards.finish()
-    if loop.windows_seen and not loop.learned and module.automatic_optimization:
+    if loop.windows_seen and not _learned(run, loop) and module.automatic_optimization:
         raise ValueError(
             f"training_step of {type(module).__name__} returned a loss in none of the run's {loop.windows_seen} steps, "
             "so nothing was trained; return a loss, or set automatic_optimization = False and step by hand"
@@ -229,6 +230,13 @@ def _finish(run: RunState, module: Module, loop: FitLoop, optimizers: list[Optim
     saving.agree_to_stop(run)
     for hook in run.hooks.on_fit_end:
         hook()
+
+
+def _learned(run: RunState, loop: FitLoop) -> bool:
+    """Whether any window had a loss, on any rank."""
+    if run.strategy.capabilities.synchronous:
+        return loop.learned
+    return bool(run.strategy.all_reduce(torch.tensor(int(loop.learned)), "max"))
 
 
 def vote(run: RunState) -> StepVote:

@@ -197,6 +197,7 @@ for windows in held:
 """
 
 
+@pytest.mark.ranks
 def test_a_program_that_ends_with_open_loaders_says_nothing_of_their_workers() -> None:
     ended = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, "")

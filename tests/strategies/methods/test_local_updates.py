@@ -240,16 +240,33 @@ class Logs(Module):
         return SGD(self.parameters(), lr=0.1)
 
 
-def fit(strategy: Strategy, module: Module | None = None, **options: Any) -> Trainer:
+def fit(strategy: Strategy, module: Module | None = None, loader: Any = None, **options: Any) -> Trainer:
     settings = {"devices": 1, "max_steps": 8, "logger": False, "enable_progress_bar": False} | options
+    loader = loader or DataLoader(TensorDataset(torch.ones(64, 3)), 2)
     trainer = Trainer(strategy=strategy, **settings, enable_checkpointing=False, accelerator="cpu", seed=1)
-    trainer.fit(Logs() if module is None else module, DataLoader(TensorDataset(torch.ones(64, 3)), 2))
+    trainer.fit(Logs() if module is None else module, loader)
     return trainer
 
 
 @pytest.mark.ranks
 def test_no_rank_waits_for_another_within_a_round() -> None:
     fit(DiLoCo(period=4), devices=2, callbacks=[CountsCalls(4)], log_every_n_steps=1)
+
+
+class Scheduled(Logs):
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("strategy", [LocalSGD(learners=2, period=2), DiLoCo(learners=3, period=2)])
+def test_a_schedule_moves_with_steps_for_which_the_last_learner_has_no_samples(strategy: Strategy) -> None:
+    module = Scheduled()
+    trainer = fit(strategy, module, loader=DataLoader(TensorDataset(torch.ones(1, 3)), 1), max_steps=3)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 1 / 8
+    assert float(trainer.callback_metrics["loss"]) > 0
 
 
 class CallsInStep(Logs):
