@@ -78,6 +78,7 @@ class ModelCheckpoint(Callback):
     """Path of the `last` checkpoint, or ""."""
     current_score: Tensor | None
     """The metric when it was last checked."""
+    _extension = ""
 
     def __init__(
         self,
@@ -175,9 +176,8 @@ class ModelCheckpoint(Callback):
         self.dirpath = self.dirpath or self._moved_from
         folder = self._moved_from or ""
         self.best_k_models = {os.path.join(folder, path): _tensor(score) for path, score in state_dict["best_k_models"]}
-        self.last_model_path = (
-            os.path.join(folder, state_dict["last_model_path"]) if state_dict["last_model_path"] else ""
-        )
+        last = state_dict["last_model_path"]
+        self.last_model_path = os.path.join(folder, last) if last else ""
         self.current_score = None if state_dict["current_score"] is None else _tensor(state_dict["current_score"])
         self._considered_step = state_dict["considered_step"]
         if self._metric and self._metric.at_epoch_end is None:
@@ -290,7 +290,7 @@ class ModelCheckpoint(Callback):
         kept = dict(self.best_k_models)
         name = self._name(trainer)
         if os.path.dirname(replaced) == self.dirpath and re.fullmatch(
-            re.escape(name) + r"(-v\d+)?", os.path.basename(replaced)
+            re.escape(name) + r"(-v\d+)?" + re.escape(self._extension), os.path.basename(replaced)
         ):
             path = replaced  # the same name again: replaced atomically
             del self.best_k_models[path]
@@ -369,7 +369,7 @@ class ModelCheckpoint(Callback):
     def _free_path(self, trainer: Trainer, name: str) -> str:
         """A path for this name that nothing has, equal on all ranks."""
         path = os.path.join(str(self.dirpath), name)
-        return str(trainer.strategy.broadcast(versioned(path) if trainer.is_global_zero else path))
+        return str(trainer.strategy.broadcast(versioned(path, self._extension) if trainer.is_global_zero else path))
 
     def _warn_once(self, trainer: Trainer, text: str) -> None:
         if trainer.is_global_zero and text not in self._warnings:

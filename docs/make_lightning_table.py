@@ -54,7 +54,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "global_step": "one for each step of the loop, whatever the number of optimizers",
         "model": "the module as the strategy has wrapped it, while it runs",
         "predict": "each sample once, in order, on every rank",
-        "save_checkpoint": "a folder, written by all ranks; `.ckpt` by `lockstep checkpoint export`",
+        "save_checkpoint": "a folder, written by all ranks; `.ckpt` by `lockstep checkpoint export`; refused after a "
+        "fit that failed",
         "callback_metrics": "also those of the validation before training, until training begins",
         "should_stop": "ends after the next step at the latest, on all ranks alike; a shortened epoch does not count",
         "state": "`status`, `fn` and `stage` are strings",
@@ -65,7 +66,10 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "all_gather": "no gradient flows",
         "configure_optimizers": "also a dict of optimizers by name, each with its loss, in automatic optimization",
         "global_step": "one for each step of the loop, whatever the number of optimizers",
-        "load_from_checkpoint": "reads folders and `.ckpt` files",
+        "hparams": "a config of omegaconf that is given whole becomes a dict with attributes; loggers get the values "
+        "at the start of fit; a module that is built in another's `__init__` has its own arguments only",
+        "load_from_checkpoint": "reads folders and `.ckpt` files of Lightning 1.0 and later; refuses `hparams_file` "
+        "and arguments that `__init__` lacks; modules, classes and functions are given again",
         "log": "a step's value is the mean since the previous one; values always span all ranks",
         "log_dict": "as `log`",
         "on_before_zero_grad": "after the step",
@@ -77,12 +81,13 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
     },
     "Methods and hooks of LightningDataModule": {
         "from_datasets": "with `lockstep.lightning`",
+        "hparams": "those that the module has too are logged as `data.<name>`; checkpoints do not hold them",
         "state_dict": "tensors and JSON data",
     },
     "Hooks and attributes of Callback": {
         "on_before_zero_grad": "after the step",
         "on_load_checkpoint": "the dict is what `on_save_checkpoint` filled; weights are not in it",
-        "on_save_checkpoint": "fill it with tensors and JSON data; weights are not in it",
+        "on_save_checkpoint": "fill it with tensors and JSON data; weights are not in it; before `state_dict`",
         "on_train_batch_end": "`outputs` is what `training_step` returned, detached",
         "state_dict": "tensors and JSON data",
         "state_key": "the class's name, so two callbacks of a class need names of their own",
@@ -94,7 +99,10 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "DeviceStatsMonitor": "`DeviceStats`, whose values have other names",
         "EMAWeightAveraging": "`WeightAveraging(decay)`; buffers are not averaged: `use_buffers=False` for BatchNorm",
         "LearningRateFinder": "`LRFinder`; trials are runs of their own",
-        "ModelCheckpoint": "a checkpoint is a folder; also asynchronous",
+        "ModelCheckpoint": "a checkpoint is a folder, with `lockstep.lightning` of the name of Lightning's file; a `/` "
+        "in a name becomes `_`; `save_last` is the same save under another name, once; without `monitor` the `save_top_k` "
+        "newest are kept, in `best_k_models` too; a metric of training steps is there when steps are logged; NaN stays "
+        "NaN; `train_time_interval` is checked every `log_every_n_steps` steps; `save_on_exception` is refused",
         "ProgressBar": "not a base class for bars of your own",
         "RichModelSummary": "`ModelSummary`",
         "RichProgressBar": "`ProgressBar`",

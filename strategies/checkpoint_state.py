@@ -83,7 +83,8 @@ class Reader(Protocol):
 def pack(value: Any, name: str, tensors: dict[str, TensorShard], shard: LocalShard = TensorShard.whole) -> Any:
     """Turn a nested structure into JSON data, moving its tensors into `tensors` under `name`.
 
-    Tuples, paths, arrays of numpy and dicts with keys that are not strings are kept as what they are. A number
+    Tuples, paths, arrays of numpy, configs of omegaconf and dicts with keys that are not strings are kept as what they
+    are. A number
     of numpy and a member of an Enum that is a str or an int too become the plain number or string. Everything
     else that JSON does not know raises TypeError with its key path. `shard` is what this rank writes of a
     tensor, None where another rank writes it.
@@ -104,6 +105,9 @@ def pack(value: Any, name: str, tensors: dict[str, TensorShard], shard: LocalSha
         return str.__str__(value) if isinstance(value, str) else int(value) if isinstance(value, int) else float(value)
     if isinstance(value, PurePath):
         return {"$path": os.fspath(value)}
+    plain = plain_config(value)
+    if plain is not value:
+        return {"$config": pack(plain, name, tensors, shard)}
     if isinstance(value, (list, tuple)):
         items = [pack(item, f"{name}.{i}", tensors, shard) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
@@ -135,11 +139,24 @@ def unpack(value: Any, read: Callable[[str], Tensor]) -> Any:
         return unpack(value["$array"], read).numpy()
     if "$path" in value:
         return Path(value["$path"])
+    if "$config" in value:
+        from omegaconf import OmegaConf
+
+        return OmegaConf.create(unpack(value["$config"], read))
     if "$tuple" in value:
         return tuple(unpack(item, read) for item in value["$tuple"])
     if "$items" in value:
         return {unpack(key, read): unpack(item, read) for key, item in value["$items"]}
     return {key: unpack(item, read) for key, item in value.items()}
+
+
+def plain_config(value: Any) -> Any:
+    """A config of omegaconf as dicts and lists, with its interpolations resolved; anything else as it is."""
+    if not type(value).__module__.startswith("omegaconf."):
+        return value
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def gather_state(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import inspect
 import re
-import sys
 import typing
 from collections.abc import Mapping
 from types import FrameType
@@ -74,7 +73,7 @@ class HyperParameters:
         if names and not all(isinstance(name, str) for name in names):
             values: dict[str, Any] = {}
             for value in names:
-                values.update(_plain(value) if isinstance(value, Mapping) else vars(value))
+                values.update(_entries(value))
             given = _init_arguments(self, caller)
             self.__dict__["_hparams_name"] = next(
                 (name for name, value in given.items() if len(names) == 1 and value is names[0]), None
@@ -131,14 +130,16 @@ def _classes(annotation: Any, cls: type) -> list[Any]:
     return found
 
 
-def _plain(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`value` without the containers of omegaconf, which a checkpoint does not take."""
-    omegaconf = sys.modules.get("omegaconf")
-    return (
-        omegaconf.OmegaConf.to_container(value, resolve=True)
-        if omegaconf is not None and omegaconf.OmegaConf.is_config(value)
-        else value
-    )
+def _entries(value: Any) -> dict[str, Any]:
+    """The hyperparameters in an object that was given in place of names. Raises ValueError if it has none."""
+    if isinstance(value, Mapping):
+        return dict(value.items())
+    if isinstance(value, str) or not hasattr(value, "__dict__"):
+        raise ValueError(
+            "save_hyperparameters takes names of arguments, or a dict, a Namespace or a config in place of them, "
+            f"got {value!r}"
+        )
+    return vars(value)
 
 
 def _init_arguments(owner: Any, frame: FrameType | None) -> dict[str, Any]:

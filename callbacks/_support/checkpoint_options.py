@@ -80,12 +80,12 @@ def filled(template: str, values: Mapping[str, Any], with_names: bool) -> str:
     return _PLACEHOLDER.sub(fill, template).replace("/", "_").replace(os.sep, "_")
 
 
-def versioned(path: str) -> str:
-    """`path`, or the first of `path-v1`, `path-v2`, … that nothing has."""
-    free, version = path, 0
+def versioned(path: str, extension: str = "") -> str:
+    """`path`, or the first of `path-v1`, `path-v2`, … that nothing has, each followed by `extension`."""
+    free, version = path + extension, 0
     while os.path.lexists(free):
         version += 1
-        free = f"{path}-v{version}"
+        free = f"{path}-v{version}{extension}"
     return free
 
 

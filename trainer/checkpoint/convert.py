@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.callbacks._support.files import replacing
-from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
+from lockstep.strategies.checkpoint_state import TensorShard, pack, plain_config, unpack
 from lockstep.trainer.checkpoint import safetensors_file
 from lockstep.trainer.checkpoint.manifest import reason
 from lockstep.trainer.checkpoint.safetensors_file import PAIRS
@@ -140,6 +140,7 @@ def _torch_state(saved: dict[str, Any], plain: Callable[[Any], Any]) -> dict[str
 
 def _plain(value: Any) -> Any:
     """`value` in types that torch's restricted unpickler takes: paths as strings, arrays of numpy as tensors."""
+    value = plain_config(value)
     if isinstance(value, dict):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

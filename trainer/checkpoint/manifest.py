@@ -41,6 +41,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or used. The message names the path and what to do."""
 
 
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at a path."""
+
+
 def manifest_fault(manifest: dict[str, Any]) -> str | None:
     """What is wrong with a parsed manifest, or None."""
     if manifest.pop("checksum", None) != manifest_checksum(manifest):

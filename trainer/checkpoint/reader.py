@@ -25,6 +25,7 @@ from lockstep.trainer.checkpoint.manifest import (
     MAX_JSON_BYTES,
     STATE,
     CheckpointError,
+    MissingCheckpointError,
     manifest_fault,
     reason,
     split_name,
@@ -201,7 +202,7 @@ def _locate(path: Path) -> Path:
         for aside in asides(path):
             if is_checkpoint(aside):
                 return aside
-        raise CheckpointError(f"there is no checkpoint at {path}: pass the path of an existing one") from None
+        raise MissingCheckpointError(f"there is no checkpoint at {path}: pass the path of an existing one") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"the checkpoint {path} cannot be opened: {reason(error)}; pass a readable path"

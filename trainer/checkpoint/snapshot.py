@@ -22,7 +22,8 @@ from lockstep.strategies.checkpoint_state import TensorShard, pack, restore_mode
 from lockstep.strategies.optimizers.saved_groups import is_alike
 from lockstep.trainer.checkpoint import convert, rank_state, schema, store
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
-from lockstep.trainer.hparams import restored
+from lockstep.trainer.hparams import Namespace, restored
+from lockstep.trainer.lightning_names import nearest
 from lockstep.trainer.run import publish
 from lockstep.trainer.run.hook_content import HookContent, facts_of
 from lockstep.trainer.setup import frozen, resume
@@ -284,7 +285,7 @@ def load_module(
         raise CheckpointError(
             f"checkpoint {path} cannot be used: state.json has no valid hyperparameters; load another one"
         )
-    module = _built(cls, {name: hparams} if name is not None else hparams, overrides, path)
+    module = _built(cls, {name: Namespace(hparams)} if name is not None else hparams, overrides, path)
     _load_extra_of(module, checkpoint)
     with refused(path):
         frozen.check_module(checkpoint, module)
@@ -295,13 +296,16 @@ def load_module(
 def _built(cls: Any, saved: dict[str, Any], overrides: dict[str, Any], path: Any) -> Any:
     """A module of saved hyperparameters; a base class may have been given more than `cls` takes."""
     takes = inspect.signature(cls).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    if not takes_any:
         saved = {key: value for key, value in saved.items() if key in takes}
     with refused(path):
         saved = restored(cls, saved)
     given = saved | overrides
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     lacking = [p.name for p in takes.values() if p.kind in named and p.default is p.empty and p.name not in given]
+    if strange := [key for key in overrides if key not in takes and not takes_any]:
+        raise TypeError(f"{cls.__name__} takes no argument {strange[0]!r}{nearest(strange[0], takes)}")
     if lacking:
         raise TypeError(
             f"{cls.__name__} needs {', '.join(lacking)}, which checkpoint {path} does not hold; give them to "

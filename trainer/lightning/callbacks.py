@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,55 +18,6 @@ from lockstep.strategies.data.source import bounds
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
     from lockstep.trainer.trainer import Trainer
-
-
-class Checkpoint(Callback):
-    """Base of callbacks that save."""
-
-
-class ModelCheckpoint(callbacks.ModelCheckpoint, Checkpoint):
-    """`lockstep.callbacks.ModelCheckpoint`. Raises TypeError for `save_on_exception`, and for `save_last="link"`."""
-
-    def __init__(
-        self,
-        dirpath: str | os.PathLike[str] | None = None,
-        filename: str | None = None,
-        monitor: str | None = None,
-        verbose: bool = False,
-        save_last: bool | None = None,
-        save_top_k: int = 1,
-        save_on_exception: bool = False,
-        save_weights_only: bool = False,
-        mode: str = "min",
-        auto_insert_metric_name: bool = True,
-        every_n_train_steps: int | None = None,
-        train_time_interval: timedelta | None = None,
-        every_n_epochs: int | None = None,
-        save_on_train_epoch_end: bool | None = None,
-        enable_version_counter: bool = True,
-        **options: Any,
-    ) -> None:
-        if save_on_exception or save_last not in (None, True, False):
-            raise TypeError(
-                "ModelCheckpoint has no save_on_exception and no links; a signal commits a checkpoint by itself, and "
-                "save_last=True writes the newest once"
-            )
-        super().__init__(
-            dirpath,
-            filename,
-            monitor,
-            verbose=verbose,
-            save_last=bool(save_last),
-            save_top_k=save_top_k,
-            save_weights_only=save_weights_only,
-            mode=mode,
-            auto_insert_metric_name=auto_insert_metric_name,
-            every_n_train_steps=every_n_train_steps,
-            train_time_interval=train_time_interval,
-            every_n_epochs=every_n_epochs,
-            save_on_train_epoch_end=save_on_train_epoch_end,
-            **options,
-        )
 
 
 class EarlyStopping(callbacks.EarlyStopping):

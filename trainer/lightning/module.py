@@ -12,8 +12,36 @@ from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.module import Module
 
 
+class _OfClass(classmethod):
+    """A class method that builds an object: called on an object it would leave that one as it is."""
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return super().__get__(instance, owner)
+
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise TypeError(
+                f"{self.__name__} makes a new object and changes nothing of this one; call "
+                f"{type(instance).__name__}.{self.__name__}(…)"
+            )
+
+        return refuse
+
+
 class LightningModule(Module):
     """`lockstep.Module`."""
+
+    @_OfClass  # type: ignore[arg-type]
+    def load_from_checkpoint(
+        cls, checkpoint_path: Any, map_location: Any = None, hparams_file: Any = None, **options: Any
+    ) -> Any:
+        """As `lockstep.Module.load_from_checkpoint`. Raises TypeError on an object, and for `hparams_file`."""
+        if hparams_file is not None:
+            raise TypeError(
+                "load_from_checkpoint has no argument 'hparams_file'; hyperparameters are in the checkpoint, and "
+                "keyword arguments replace or complete them"
+            )
+        return super().load_from_checkpoint(checkpoint_path, map_location, **options)
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:

@@ -35,8 +35,9 @@ PATHS: Mapping[str, Mapping[str, str]] = {
     },
     "pytorch.callbacks": {
         "callbacks": "Callback LambdaCallback LearningRateMonitor GradientAccumulationScheduler",
-        f"{OURS}.callbacks": "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Checkpoint "
-        "DeviceStatsMonitor EarlyStopping LearningRateFinder ModelCheckpoint ModelSummary ProgressBar "
+        f"{OURS}.model_checkpoint": "Checkpoint ModelCheckpoint",
+        f"{OURS}.callbacks": "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder "
+        "DeviceStatsMonitor EarlyStopping LearningRateFinder ModelSummary ProgressBar "
         "RichModelSummary=ModelSummary RichProgressBar TQDMProgressBar Timer EMAWeightAveraging WeightAveraging",
     },
     "pytorch.loggers": {

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep import callbacks as _callbacks
 from lockstep.callbacks.base import Callback
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.devices import device_count
 from lockstep.trainer.lightning.loggers import TensorBoardLogger
+from lockstep.trainer.lightning.model_checkpoint import ModelCheckpoint
 from lockstep.trainer.lightning.names import ACCEPTED
 from lockstep.trainer.lightning_names import ARGUMENTS
 from lockstep.trainer.trainer import Trainer as _Trainer
@@ -67,7 +69,7 @@ def _ours(given: dict[str, Any]) -> dict[str, Any]:
     if arguments.get("profiler") == "pytorch":
         arguments["profiler"] = "torch"
     _choose_strategy(arguments)
-    _choose_logger(arguments)
+    _choose_callbacks(arguments)
     return arguments
 
 
@@ -92,10 +94,13 @@ def _choose_strategy(arguments: dict[str, Any]) -> None:
         raise TypeError(f"Trainer has no argument 'sync_batchnorm'; {ARGUMENTS['sync_batchnorm']}")
 
 
-def _choose_logger(arguments: dict[str, Any]) -> None:
+def _choose_callbacks(arguments: dict[str, Any]) -> None:
     arguments.setdefault("default_root_dir", ".")
-    callbacks = arguments.get("callbacks") or []
-    given = [callbacks] if isinstance(callbacks, Callback) else callbacks
+    given = arguments.get("callbacks") or []
+    given = [given] if isinstance(given, Callback) else list(given)
     if arguments.get("logger", True) is True and not arguments.get("fast_dev_run"):
         arguments["logger"] = TensorBoardLogger(arguments["default_root_dir"])
-    arguments["callbacks"] = list(given)
+    saves = arguments.get("enable_checkpointing", True) and not arguments.get("fast_dev_run")
+    if saves and not any(isinstance(item, _callbacks.ModelCheckpoint) for item in given):
+        given.append(ModelCheckpoint())
+    arguments["callbacks"] = given

@@ -1,0 +1,95 @@
+"""What is saved, under which names and when: as Lightning saves it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import lockstep.lightning.pytorch as pl
+from lockstep.lightning.pytorch.callbacks import ModelCheckpoint
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", -float(self.global_step))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def data(batches: int) -> DataLoader:
+    return DataLoader(torch.ones(batches, 4))
+
+
+def fit(folder: Path, saver: ModelCheckpoint | None, **arguments: Any) -> pl.Trainer:
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    callbacks = [] if saver is None else [saver]
+    trainer = pl.Trainer(**quiet, **arguments, default_root_dir=folder, callbacks=callbacks)
+    trainer.fit(Net(), data(10), data(1))
+    return trainer
+
+
+TWO: dict[str, Any] = {"max_epochs": 2}
+OFTEN: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "expected"),
+    [
+        ({}, TWO, ["epoch=1-step=20.ckpt"]),
+        ({"save_last": True}, TWO, ["epoch=1-step=20.ckpt", "last.ckpt"]),
+        ({"save_last": "link", "save_top_k": 0}, TWO, ["last.ckpt"]),
+        ({"every_n_epochs": 0}, TWO, []),
+        ({"every_n_epochs": 0, "every_n_train_steps": 15, "filename": "{step}"}, TWO, ["step=15.ckpt"]),
+        ({"every_n_epochs": 2, "save_top_k": -1, "filename": "{epoch}"}, {"max_epochs": 3}, ["epoch=1.ckpt"]),
+        ({"save_top_k": -1, "filename": "{step}"}, OFTEN, [f"step={step}.ckpt" for step in (13, 16, 19, 3, 6, 9)]),
+        ({"save_top_k": -1, "filename": "{step}", "monitor": "loss"}, {"max_steps": 4}, ["step=4.ckpt"]),
+        ({"filename": "{epoch}"}, {"max_steps": 4}, ["epoch=0.ckpt"]),
+    ],
+    ids=str,
+)
+def test_files(tmp_path: Path, options: Any, arguments: Any, expected: list[str]) -> None:
+    fit(tmp_path / "run", ModelCheckpoint(dirpath=tmp_path / "saved", **options), **arguments)
+    assert sorted(os.listdir(tmp_path / "saved")) == expected
+
+
+def test_versions_are_counted_before_the_extension(tmp_path: Path) -> None:
+    for counts in (True, True, False):
+        fit(tmp_path, ModelCheckpoint(tmp_path / "saved", "one", enable_version_counter=counts), max_steps=1)
+    assert sorted(os.listdir(tmp_path / "saved")) == ["one-v1.ckpt", "one.ckpt"]
+
+
+def test_the_extension_and_the_name_of_last_are_attributes(tmp_path: Path) -> None:
+    class Renamed(ModelCheckpoint):
+        FILE_EXTENSION = ".pt"
+        CHECKPOINT_NAME_LAST = "newest"
+
+    saver = Renamed(tmp_path / "saved", save_last=True)
+    fit(tmp_path, saver, max_epochs=1)
+    assert sorted(os.listdir(tmp_path / "saved")) == ["epoch=0-step=10.pt", "newest.pt"]
+    assert saver.last_model_path == str(tmp_path / "saved" / "newest.pt")
+    with pytest.raises(TypeError, match=r"CHECKPOINT_NAME_LAST='\{epoch\}' of ModelCheckpoint must be one name"):
+        type("Filled", (ModelCheckpoint,), {"CHECKPOINT_NAME_LAST": "{epoch}"})()
+
+
+def test_the_default_is_the_same_callback_and_can_be_resumed(tmp_path: Path) -> None:
+    first = fit(tmp_path, None, max_epochs=1)
+    saver = first.checkpoint_callback
+    assert isinstance(saver, ModelCheckpoint) and saver.best_model_path.endswith("checkpoints/epoch=0-step=10.ckpt")
+    saver.to_yaml(tmp_path / "best.yaml")
+    assert (tmp_path / "best.yaml").read_text() == f"{saver.best_model_path}: 10.0\n"
+    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", logger=False, default_root_dir=tmp_path)
+    trainer.fit(Net(), data(10), ckpt_path=saver.best_model_path)
+    assert trainer.global_step == 20
