@@ -29,11 +29,22 @@ from examples.gpt import TextModel
 from examples.llama import SIZES, LlamaModel, Size
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
-from lockstep.strategies import DDP, FSDP, DiLoCo, MeshParallel, Pipeline, SingleDevice, Strategy, TensorParallel
+from lockstep.strategies import (
+    DDP,
+    FSDP,
+    DeepSpeed,
+    DiLoCo,
+    MeshParallel,
+    Pipeline,
+    SingleDevice,
+    Strategy,
+    TensorParallel,
+)
 from lockstep.trainer.planning import plan
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planning.md"
 WARM_STEPS = 3  # the last of a round of two steps is measured
+BUCKETS = {"zero_optimization": {"reduce_bucket_size": 500_000, "stage3_prefetch_bucket_size": 500_000}}
 STRATEGIES: dict[str, tuple[int, Any]] = {
     "single": (1, SingleDevice),
     "ddp": (2, DDP),
@@ -42,6 +53,9 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
     "fsdp": (2, FSDP),
     "fsdp, not resharded": (2, lambda **options: FSDP(reshard_after_forward=False, **options)),
     "fsdp=4": (4, FSDP),
+    "deepspeed, stage 1": (2, lambda **options: DeepSpeed(stage=1, config=BUCKETS, **options)),
+    "deepspeed, stage 2": (2, lambda **options: DeepSpeed(stage=2, config=BUCKETS, **options)),
+    "deepspeed, stage 3": (2, lambda **options: DeepSpeed(stage=3, config=BUCKETS, **options)),
     "tensor": (2, TensorParallel),
     "pipeline, gpipe": (2, lambda **options: Pipeline(schedule="gpipe", num_micro_batches=4, **options)),
     "pipeline, 1f1b": (2, lambda **options: Pipeline(num_micro_batches=4, **options)),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
@@ -29,6 +30,7 @@ from lockstep.strategies.planning.fake_model import (
     without_memory,
 )
 from lockstep.strategies.planning.fake_world import fake_world
+from lockstep.strategies.planning.held import gradients_of, parameters_of
 from lockstep.strategies.planning.measure import axes_of, rank_plan, refuse_unplanned
 from lockstep.strategies.planning.memory import FORWARD, REDUCTION, ROUND
 from lockstep.strategies.planning.plan import PipelineSchedule, Plan, RankPlan
@@ -148,7 +150,7 @@ class _Trial:
         held = {}
         loop.windows_seen = 1  # the first is shown
         with self.mode, self.mode.places.following(module, blocks):
-            held["parameters"] = self.mode.mark("parameters", filter(is_here, module.parameters()))
+            held["parameters"] = self.mode.mark("parameters", parameters_of(module))
             held["buffers"] = self.mode.mark("buffers", filter(is_here, module.buffers()))
             seen: list[Counter[CollectiveCall]] = []
             while not _is_steady(seen):
@@ -210,8 +212,7 @@ def _step(run: RunState, module: Module, loop: FitLoop, window: Window, mode: Tr
 
     for part in _parts(run, window, mode):
         result = strategy.forward_backward(wrapped, step_fn, part, hooks._replace(vote=vote))
-        here = filter(is_here, module.parameters())
-        held["gradients"] = mode.mark("gradients", [p.grad for p in here if p.grad is not None])
+        held["gradients"] = mode.mark("gradients", gradients_of(strategy, wrapped))
         stepped = run.manually_stepped
         for optimizer, handle in zip(optimizers if automatic else [], run.user_optimizers, strict=False):
             for hook in run.hooks.on_before_optimizer_step:
@@ -297,13 +298,15 @@ def _count(op: Any, args: tuple[Any, ...], result: Any) -> tuple[str, str, int] 
 
 @contextmanager
 def _noting_optimizers(mode: TrialMode) -> Iterator[None]:
-    def set_to(value: bool) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            mode.optimizing = value
+    def begin(optimizer: Optimizer, *_: Any) -> None:
+        mode.optimizing = True
+        if mode.stage != ROUND:  # an outer optimizer steps what learners have in common
+            mode.mark("optimizer", mode.unknown(p for group in optimizer.param_groups for p in group["params"]))
 
-        return hook
+    def end(*_: Any) -> None:
+        mode.optimizing = False
 
-    handles = [register_optimizer_step_pre_hook(set_to(True)), register_optimizer_step_post_hook(set_to(False))]
+    handles = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
     try:
         yield
     finally:

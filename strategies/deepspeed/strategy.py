@@ -64,7 +64,6 @@ class DeepSpeed(SPMDStrategy):
             "parameter_state": "DeepSpeed partitions the weights that it steps; use strategy='ddp' or 'fsdp'",
             "several_optimizers": "DeepSpeed's engine steps one optimizer; return one from configure_optimizers, with "
             "parameter groups if rates differ, or use strategy='ddp'",
-            "planning": "DeepSpeed's engine reads values while it partitions a model, and a plan has none",
             "closures": "DeepSpeed's engine steps without a closure; use another optimizer, or strategy='ddp'",
         }
         | {
@@ -120,6 +119,11 @@ class DeepSpeed(SPMDStrategy):
         self._given_batches = {key: self._config.pop(key) for key in BATCH_KEYS if key in self._config}
         self._given_clip = self._config.pop("gradient_clipping", None) or None
         return chosen
+
+    @property
+    def zero(self) -> dict[str, Any]:
+        """`zero_optimization` of DeepSpeed's configuration, once `configure` has read it."""
+        return self._config["zero_optimization"]
 
     def setup(self) -> Topology:
         # torch 2.13 renamed collectives that DeepSpeed calls by their old names, several times a step.

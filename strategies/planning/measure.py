@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.deepspeed.strategy import DeepSpeed
 from lockstep.strategies.mesh.mesh import resolve
 from lockstep.strategies.methods.rounds import LearnerRounds
 from lockstep.strategies.planning.memory import ROUND, find_kept, find_peak
@@ -23,6 +24,12 @@ def refuse_unplanned(strategy: Strategy) -> None:
     cannot try."""
     name, can = strategy.name, strategy.capabilities
     why = can.refuses.get("planning", "")
+    if (
+        not why
+        and isinstance(strategy, DeepSpeed)
+        and any((strategy.zero.get(f"offload_{part}") or {}).get("device") == "cpu" for part in ("optimizer", "param"))
+    ):
+        why = "offload keeps a part of its state in the host's memory, which a plan does not tell from the device's"
     if not why and getattr(getattr(strategy, "options", None), "cpu_offload", False):
         why = "cpu_offload keeps shards in the host's memory, which a plan does not tell from the device's"
     if not why and isinstance(strategy, LearnerRounds):
@@ -43,6 +50,8 @@ def axes_of(strategy: Strategy, world_size: int) -> dict[str, int]:
     axes = getattr(strategy, "axes", None)
     if isinstance(axes, Mapping):
         return resolve(axes, world_size)
+    if isinstance(strategy, DeepSpeed):
+        return {f"zero{strategy.zero['stage']}": world_size}
     return {"ddp": world_size} if world_size > 1 else {}
 
 

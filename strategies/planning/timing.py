@@ -27,7 +27,7 @@ CONTEXT_BYTES = 1 * 2**30
 """What the driver, kernels and communication buffers hold on a device beside the allocator."""
 
 PHASES = ("forward", "backward", "optimizer", "round")
-HIDDEN = {"ddp": ("backward",), "fsdp": ("forward", "backward")}
+HIDDEN = {"ddp": ("backward",), "fsdp": ("forward", "backward"), "zero3": ("forward", "backward")}
 """Axes whose communication runs beside computation, with the phases in which it does. All other is waited for, and all
 under a pipeline, which communicates with its data ranks before and after its schedule."""
 

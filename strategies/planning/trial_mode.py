@@ -41,6 +41,7 @@ _PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor, nn.Buffer})
 _FRAMEWORK = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", "..")) + os.sep
 _OWN = tuple(os.path.join(_FRAMEWORK, name) + os.sep for name in ("strategies", "trainer", "callbacks", "lockstep"))
 _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python")
+_DEEPSPEED = f"{os.sep}site-packages{os.sep}deepspeed{os.sep}"
 
 _READS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default})
 
@@ -160,7 +161,11 @@ class TrialMode(FakeTensorMode):
         for side in (*args, output):
             tensors = [leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)]
             if sum(tensor.nbytes for tensor in tensors) == num_bytes:
-                self.mark(GATHERED, tensors)
+                self.mark(GATHERED, (tensor for tensor in tensors if not self._known_as(tensor)))
+
+    def _known_as(self, tensor: Tensor) -> str:
+        found = self._alive.get(tensor.untyped_storage()._cdata)
+        return found[0].kind if found is not None else ""
 
     def _read(self, tensor: Tensor, func: Any) -> bool | int | float:
         """A value of a tensor. What the strategies themselves read, such as losses and whether ranks agree, is 1.
@@ -168,8 +173,11 @@ class TrialMode(FakeTensorMode):
         Raises ValueError if user code reads what is not a floating point number, on which shapes or its path depend.
         """
         is_branch = tensor.dtype == torch.bool or func is torch.ops.aten.equal.default
-        if _nearest_file().startswith(_OWN):
+        file = _nearest_file()
+        if file.startswith(_OWN):
             return True if is_branch else 1.0 if tensor.is_floating_point() else 1
+        if is_branch and _DEEPSPEED in file:  # has something overflowed?
+            return False
         line = _user_line()
         if is_branch or not tensor.is_floating_point():
             what = "branches on" if is_branch else "reads"
@@ -190,7 +198,7 @@ class TrialMode(FakeTensorMode):
         return OPTIMIZER if self.optimizing and self.stage != ROUND else self.stage
 
     def _note(self, tensor: Tensor) -> None:
-        if tensor.layout is not torch.strided:
+        if not _has_bytes(tensor):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -223,7 +231,7 @@ class TrialMode(FakeTensorMode):
         seen, total = set(), 0
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)
-            if local.layout is not torch.strided:
+            if not _has_bytes(local):
                 continue
             key = local.untyped_storage()._cdata
             if key in seen:
@@ -233,6 +241,13 @@ class TrialMode(FakeTensorMode):
             self._alive[key][0].kind = kind
             total += self._alive[key][0].size
         return total
+
+    def unknown(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Those that were there before the step and of which nothing is said: copies that an engine steps."""
+        for tensor in filter(_has_bytes, tensors):
+            found = self._alive.get(tensor.untyped_storage()._cdata)
+            if found is not None and not found[0].kind and not found[0].made_in:
+                yield tensor
 
     def mark_what_stays(self, kind: str) -> int:
         """Say what is alive of what was allocated in the phase `kind`; returns the bytes of all that is of this
@@ -283,6 +298,10 @@ class TrialMode(FakeTensorMode):
             yield
         finally:
             self.recording = False
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
 def _shown(phase: str) -> str:

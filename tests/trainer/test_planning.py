@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from examples.digits import Digits, DigitsData
 from examples.gpt import Text, TextModel
 from lockstep import Module, Trainer
 from lockstep.callbacks import CommunicationLedger
-from lockstep.strategies import DDP, FSDP, DiLoCo, LocalSGD, Pipeline
+from lockstep.strategies import DDP, FSDP, DeepSpeed, DiLoCo, LocalSGD, Pipeline
 from lockstep.strategies.planning.plan import Plan
 from lockstep.trainer.planning import plan, without_memory
 from tests.trainer.toy import Net, loader
@@ -132,6 +133,41 @@ METHODS: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
+SMALL = {"reduce_bucket_size": 5000, "stage3_param_persistence_threshold": 1000, "stage3_prefetch_bucket_size": 3000}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("model", "stage", "zero", "devices", "options"),
+    [
+        ("digits", 3, {}, 2, {}),
+        *(
+            pytest.param(*case, marks=SLOW)
+            for case in (
+                ("digits", 1, {}, 2, {}),
+                ("digits", 2, {}, 4, {"accumulate_grad_batches": 2}),
+                ("gpt", 1, SMALL, 4, {"precision": "bf16-mixed"}),
+                ("gpt", 2, {}, 2, {"precision": "bf16-true"}),
+                ("gpt", 2, SMALL | {"overlap_comm": True}, 2, {}),
+                ("gpt", 3, {}, 4, {"accumulate_grad_batches": 2}),
+                ("gpt", 3, SMALL, 2, {"precision": "bf16-true"}),
+            )
+        ),
+    ],
+    ids=lambda value: "-".join(map(str, value)) or "default" if isinstance(value, dict) else str(value),
+)
+def test_collectives_of_deepspeed_are_those_of_a_run(
+    model: str, stage: int, zero: dict[str, Any], devices: int, options: dict[str, Any]
+) -> None:
+    make, strategy = {"gpt": gpt, "digits": digits}[model], partial(DeepSpeed, stage=stage)
+    config = {"zero_optimization": zero} if zero else None
+    module, data = make()
+    found = plan(
+        Trainer(strategy=strategy(config=config), devices=devices, max_steps=1, **QUIET, **options), module, None, data
+    )
+    assert planned(found) == counted(make, strategy(config=config), devices, **options)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", [name if name == "DiLoCo" else pytest.param(name, marks=SLOW) for name in METHODS])
 def test_collectives_of_a_method_are_those_of_a_run(name: str) -> None:
@@ -159,6 +195,20 @@ def test_bytes_of_a_rank_by_kind() -> None:
         assert rank.peak == sum(size for _, size in rank.peak_by_kind)
         assert rank.peak >= rank.parameters + rank.inputs
         assert rank.role == "all ranks" and rank.num_ranks == 2
+
+
+@SLOW
+@pytest.mark.unit
+def test_stages_of_deepspeed_shard_optimizer_state_gradients_and_parameters() -> None:
+    """In float32 the engine steps a copy of the weights, which is state of the optimizer beside AdamW's two."""
+    module = Net(width=1000)
+    half = 2 * sum(p.numel() for p in module.parameters())
+    zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 5000}
+    for stage in (1, 2, 3):
+        (rank,) = of_net(DeepSpeed(stage=stage, config={"zero_optimization": zero}), 2, module).ranks
+        for size, halves in ((rank.parameters, 1 if stage == 3 else 2), (rank.optimizer, 3)):
+            assert halves * half <= size < halves * half + 1000, stage
+        assert half <= rank.gradients < 1.5 * half, stage  # a gradient that two ranks share is whole on both
 
 
 @pytest.mark.unit
@@ -271,14 +321,14 @@ def test_a_layout_that_cannot_be_is_refused_by_the_strategy() -> None:
 @pytest.mark.parametrize(
     ("strategy", "why"),
     [
-        ("deepspeed", "reads values"),
+        (DeepSpeed(offload_optimizer=True), "the host's memory"),
         ("dp", "several devices in one process"),
         ("federated", "depends on the data"),
         ("parameter_server", "do not meet in steps"),
         (DiLoCo(delay=1), "beside their steps"),
         (FSDP(cpu_offload=True), "the host's memory"),
     ],
-    ids=["deepspeed", "dp", "federated", "parameter_server", "diloco-with-delay", "fsdp-with-offload"],
+    ids=["deepspeed-with-offload", "dp", "federated", "parameter_server", "diloco-with-delay", "fsdp-with-offload"],
 )
 def test_what_cannot_be_planned_is_refused_by_name(strategy: Any, why: str) -> None:
     with pytest.raises(ValueError, match=f"cannot be planned: .*{why}"):
