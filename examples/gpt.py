@@ -84,6 +84,7 @@ class TextModel(Module):
         context: int = 128,
         lr: float = 2e-3,
         optimizer: str = "adamw",
+        betas: tuple[float, float] = (0.9, 0.95),  # of AdamW
         prompt: str = "def ",
         sample_bytes: int = 300,
     ):
@@ -108,14 +109,15 @@ class TextModel(Module):
 
     def configure_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         options = {"lr": self.hparams.lr, "weight_decay": 0.1}
+        betas = tuple(self.hparams.betas)
         if self.hparams.optimizer == "adamw":
-            return {"adamw": torch.optim.AdamW(self.parameters(), betas=(0.9, 0.95), **options)}
+            return {"adamw": torch.optim.AdamW(self.parameters(), betas=betas, **options)}
         if self.hparams.optimizer != "muon":
             raise ValueError(f"optimizer must be adamw or muon, but is {self.hparams.optimizer!r}")
         matrices, others = split_parameters(self.gpt, besides=["head"])
         return {
             "muon": torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options),
-            "adamw": torch.optim.AdamW(others, betas=(0.9, 0.95), **options),
+            "adamw": torch.optim.AdamW(others, betas=betas, **options),
         }
 
     def on_validation_epoch_end(self) -> None:

@@ -45,7 +45,8 @@ class DDP(SPMDStrategy):
     `activation_checkpointing`: recompute the blocks' activations in the backward; True, or which blocks.
     `compress`: send gradients in fewer bytes, which changes the method: "fp16", "bf16", "int8", "powersgd=4" (its
         rank), "topk=0.01" and "randomk=0.01" (the share of elements), "topk=0.01,warmup=100" (more in the first
-        steps), "qsgd=4" (bits), "terngrad", "sign", or a Compressor. What is not sent is added to the next gradient.
+        steps), "topk=0.01,momentum=0.9" (momentum correction), "powersgd=4,start=100" (all in the first steps),
+        "qsgd=4" (bits), "terngrad", "sign", or a Compressor. What is not sent is added to the next gradient.
         See docs/methods/compression.md.
     `all_reduce`: how gradients are summed: "auto", by the engine (gloo, NCCL); or by messages between two ranks,
         "ring", "halving_doubling", "tree" or "hierarchical" (within nodes first). See docs/methods/all-reduce.md.

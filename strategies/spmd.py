@@ -212,7 +212,7 @@ class SPMDStrategy(SPMDStep):
         self._watched = list(wrapped.parameters())
         self._watch_changes(wrapped)
         if self._compression is not None:
-            self._compression.watch(self.unwrap(wrapped))
+            self._compression.watch(self.unwrap(wrapped), optimizers.values())
         self._evaluation = None
         modes.train(optimizers.values(), partial(self.open_optimizer, wrapped))
         return optimizers

@@ -38,6 +38,11 @@ class Rounds:
                 f"delay={self.delay} must be less than period={self.period}, so that a fragment is taken over before "
                 "it is sent again"
             )
+        if self.compress is not None and self.compress.momentum:
+            raise ValueError(
+                f"compress={self.compress!r} has momentum={self.compress.momentum} in place of an optimizer's, but "
+                "what learners have moved has that of the outer optimizer; remove it"
+            )
         if not 0 <= self.mixing < 1:
             raise ValueError(f"mixing must be in [0, 1), but mixing={self.mixing!r}")
 

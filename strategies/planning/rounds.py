@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,23 +11,39 @@ from lockstep.strategies.base import Strategy
 from lockstep.strategies.methods.local_updates import LocalUpdates
 from lockstep.strategies.methods.options import assign
 from lockstep.strategies.methods.rounds import LearnerRounds
+from lockstep.strategies.sync.compression.compressor import Compressor
+from lockstep.strategies.sync.compression.sparse import TopK
 
 
 @contextmanager
 def short_round(strategy: Strategy) -> Iterator[int]:
     """While it lasts a round of `strategy` is short: its fragments are sent in turn, with a step between them that
-    sends nothing. Yields its steps; 1 for a strategy without rounds."""
+    sends nothing; and its compressor sends what it does after its first steps. Yields the steps of the round; 1 for a
+    strategy without rounds."""
+    compression = getattr(strategy, "_compression", None)
+    if compression is not None:
+        compression.compressor = _settled(compression.compressor)
     if not has_rounds(strategy):
         yield 1
         return
     assert isinstance(strategy, LearnerRounds)
     rounds = strategy.rounds
     steps = 2 * rounds.fragments
-    strategy.rounds = replace(rounds, period=steps, start=0)
+    settled = None if rounds.compress is None else _settled(rounds.compress)
+    strategy.rounds = replace(rounds, period=steps, start=0, compress=settled)
     try:
         yield steps
     finally:
         strategy.rounds = rounds
+
+
+def _settled(compressor: Compressor) -> Compressor:
+    """`compressor` after its synchronous start and its warm-up."""
+    settled = copy.copy(compressor)
+    settled.start = 0
+    if isinstance(settled, TopK):
+        settled.warmup = 0
+    return settled
 
 
 def has_rounds(strategy: Strategy) -> bool:
@@ -41,6 +58,12 @@ def round_steps(strategy: Strategy) -> int:
 
 def notes_of(strategy: Strategy) -> tuple[str, ...]:
     """What the plan of a method does not hold."""
+    compressor: Compressor | None = getattr(strategy, "compressor", None)
+    first = 0 if compressor is None else compressor.start + getattr(compressor, "warmup", 0)
+    if first:
+        return (
+            f"the first {first} steps send more than compress={compressor!r} does later, and are not in the figures",
+        )
     if not isinstance(strategy, LearnerRounds) or not has_rounds(strategy):
         return ()
     found = [

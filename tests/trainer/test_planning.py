@@ -266,6 +266,12 @@ def test_what_methods_keep_between_steps_is_counted() -> None:
     assert rank.other_state < small
     (rank,) = of_net(DDP(compress="int8")).ranks
     assert size <= rank.other_state < size + small
+    first, later = of_net(DDP(compress="topk=0.1,start=5,warmup=7")), of_net(DDP(compress="topk=0.1"))
+    assert first.ranks[0].collectives == later.ranks[0].collectives, "those after the first steps"
+    assert (
+        first.notes[0].startswith("the first 12 steps send more than compress=TopK(")
+        and later.notes[0] != first.notes[0]
+    )
     found = of_net(DiLoCo(period=7, learners_per_rank=[2, 1]))
     two, one = found.ranks
     assert (two.role, two.num_ranks, one.role) == ("ranks of 2 learners", 1, "ranks of 1 learner")

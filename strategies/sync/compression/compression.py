@@ -1,13 +1,14 @@
 """The compressed reduction of gradients: what is sent, what is left for the next step, and what a checkpoint holds.
 
 A share's gradient, in units of the true mean gradient, and what was left of those before it (the residual) are encoded
-by parameter. What the optimizer gets is the mean over shares of what was decoded. Residuals change only with the
-optimizer's step: one that is skipped leaves them as they were.
+by parameter. What the optimizer gets is the mean over shares of what was decoded. With momentum correction a share's
+velocity takes the place of its gradient. Residuals and velocities change only with the optimizer's step: one that is
+skipped leaves them as they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,12 +19,12 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.checkpoint_state import Reader, State, TensorShard
 from lockstep.strategies.sync.collectives import local
-from lockstep.strategies.sync.compression.compressor import Compressor, Encoding
+from lockstep.strategies.sync.compression.compressor import Compressor, Encoding, Exact
 from lockstep.strategies.sync.compression.exchange import Exchange, Payload
 
 PREFIX = "strategy/compression"
-"""Of names in a checkpoint: `/residual/<parameter>`, with the shares as first dimension, and
-`/memory/<shard>/<key>/<parameter>`."""
+"""Of names in a checkpoint: `/residual/<parameter>` and `/velocity/<parameter>`, with the shares as first dimension,
+and `/memory/<shard>/<key>/<parameter>`."""
 
 Gradients = Sequence[Tensor | None]
 
@@ -33,6 +34,7 @@ class _Left:
     """What a reduction leaves to the next, once the optimizer has stepped."""
 
     residuals: dict[int, Tensor]
+    velocities: dict[int, Tensor]
     memory: dict[str, Tensor]
 
 
@@ -67,18 +69,30 @@ class Compression:
     step: int = 0
     residuals: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """By parameter and own share."""
+    velocities: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    """The same, with momentum correction."""
     memory: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """By parameter and the compressor's key; the same on all ranks."""
     _parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
     _left: dict[str, _Left] = field(default_factory=dict)
+    _current: Compressor = field(default_factory=Exact)
+    """What encodes now."""
+    _moving: list[list[Tensor]] = field(default_factory=list)
+    """With momentum correction, of each own share and parameter the velocity that the reduction leaves."""
     _specs: dict[tuple[torch.Size, torch.dtype], list[tuple[torch.Size, torch.dtype]]] = field(default_factory=dict)
 
     def seed_once(self, seed: int) -> None:
         self.seed = seed if self.seed is None else self.seed
 
-    def watch(self, model: nn.Module) -> None:
-        """Take the names of the parameters, by which everything is kept."""
+    def watch(self, model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Take the names of the parameters, by which everything is kept.
+
+        Raises ValueError if gradients would have the momentum of the compressor and that of an optimizer.
+        """
+        if self.compressor.momentum:
+            for optimizer in optimizers:
+                _refuse_momentum(self.compressor, optimizer)
         self._parameters = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
 
@@ -119,18 +133,23 @@ class Compression:
             Encoding(name, tuple(like.shape), _working_dtype(like), like.device, self.seed or 0, self.step)
             for name, like in zip(names, likes, strict=True)
         ]
+        self._current = Exact() if self.step < self.compressor.start else self.compressor
         self.step += 1
         inputs: list[list[Tensor]] = []
         flags: list[Tensor] = []
+        self._moving = []
         for share, gradients in zip(self.layout.own, shares, strict=True):
+            if self.compressor.momentum:
+                self._moving.append([])
             inputs.append([self._input(e, share, g, scale) for e, g in zip(encodings, gradients, strict=True)])
             flags.append(_flags(inputs[-1], gradients))
         exchange = Exchange(self.layout.own, self.layout.num_shares, self.layout.group)
-        run = self._averaged if self.compressor.linear else self._gathered
+        run = self._averaged if self._current.linear else self._gathered
         means, found = run(exchange, encodings, inputs, flags)
         for i, encoding in enumerate(encodings):
             left = {share: values[i] for share, values in zip(self.layout.own, inputs, strict=True)}
-            self._left[encoding.name] = _Left(left if self.compressor.feedback else {}, encoding.memory)
+            moving = {share: values[i] for share, values in zip(self.layout.own, self._moving, strict=False)}
+            self._left[encoding.name] = _Left(left if self.compressor.feedback else {}, moving, encoding.memory)
         return self._completed(parameters, shares, means, found)
 
     def commit(self, optimizer: Optimizer, skipped: Tensor | None = None) -> None:
@@ -141,7 +160,12 @@ class Compression:
         stepped = {self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"]} - {None}
         for name in [name for name in self._left if not stepped or name in stepped]:  # none: it steps copies
             left = self._left.pop(name)
-            for kept, new in ((self.residuals, left.residuals), (self.memory, left.memory)):
+            pairs = (
+                (self.residuals, left.residuals),
+                (self.velocities, left.velocities),
+                (self.memory, left.memory),
+            )
+            for kept, new in pairs:
                 own: dict[Any, Tensor] = kept.setdefault(name, {})
                 for key, value in new.items():
                     if skipped is not None:
@@ -158,6 +182,11 @@ class Compression:
         else:
             total = _real(gradient).to(encoding.dtype) * scale
         encoding.memory = dict(self.memory.get(encoding.name, {}))
+        if self.compressor.momentum:
+            before = self.velocities.get(encoding.name, {}).get(share)
+            if before is not None:
+                total.add_(before, alpha=self.compressor.momentum)
+            self._moving[-1].append(total.clone())
         return total if residual is None else total.add_(residual)
 
     def _gathered(
@@ -175,9 +204,10 @@ class Compression:
         for i, encoding in enumerate(encodings):
             total = None
             for share, payloads in enumerate(everyone):
-                decoded = self.compressor.decode(payloads[i + 1], replace(encoding, share=share))
+                decoded = self._current.decode(payloads[i + 1], replace(encoding, share=share))
                 if 0 <= share - first < len(inputs):
                     inputs[share - first][i].sub_(decoded)
+                    self._stop(share - first, i, payloads[i + 1], encoding)
                 total = decoded if total is None else total.add_(decoded)
             assert total is not None
             means.append(total.div_(len(everyone)))
@@ -189,7 +219,7 @@ class Compression:
         """The same, where payloads are averaged before they are decoded."""
         last: list[list[Payload]] = []
         averages: list[Payload] = []
-        for _ in range(self.compressor.rounds):
+        for _ in range(self._current.rounds):
             for encoding, mean in zip(encodings, averages, strict=False):
                 encoding.means.append(mean)
             last = [
@@ -198,11 +228,20 @@ class Compression:
             ]
             averages = exchange.mean(last)
         found = exchange.gather([[(row,)] for row in flags])
-        for values, payloads in zip(inputs, last, strict=True):
-            for value, payload, encoding in zip(values, payloads, encodings, strict=True):
-                value.sub_(self.compressor.decode(payload, encoding))
-        means = [self.compressor.decode(mean, e) for mean, e in zip(averages, encodings, strict=True)]
+        for own, (values, payloads) in enumerate(zip(inputs, last, strict=True)):
+            for i, (value, payload, encoding) in enumerate(zip(values, payloads, encodings, strict=True)):
+                value.sub_(self._current.decode(payload, encoding))
+                self._stop(own, i, payload, encoding)
+        means = [self._current.decode(mean, e) for mean, e in zip(averages, encodings, strict=True)]
         return means, torch.stack([payloads[0][0] for payloads in found])
+
+    def _stop(self, own: int, i: int, payload: Payload, encoding: Encoding) -> None:
+        """Let the velocity of what a share has sent start over (momentum factor masking), but not if it sends all."""
+        places = self._current.places(payload, encoding) if self._moving else None
+        if places is not None:
+            sent = torch.zeros(self._moving[own][i].numel(), dtype=torch.bool, device=places.device)
+            sent[places] = True
+            self._moving[own][i].masked_fill_(sent.view(encoding.shape), 0.0)
 
     def _encoded(self, encodings: list[Encoding], share: int, values: list[Tensor], row: Tensor) -> list[Payload]:
         """The payloads of values; those of zeros for what is not finite, so that only its flag says so."""
@@ -212,15 +251,15 @@ class Compression:
         return [self._checked(replace(e, share=share), value) for e, value in zip(encodings, values, strict=True)]
 
     def _checked(self, encoding: Encoding, finite: Tensor) -> Payload:
-        payload = self.compressor.encode(finite, encoding)
+        payload = self._current.encode(finite, encoding)
         spec = [(tensor.shape, tensor.dtype) for tensor in payload]
         key = (torch.Size((len(encoding.means), *encoding.shape)), encoding.dtype)
         if spec != self._specs.get(key):  # what the other ranks send in this step too, whatever they encode
-            zeros = self.compressor.encode(torch.zeros_like(finite), replace(encoding))
+            zeros = self._current.encode(torch.zeros_like(finite), replace(encoding))
             self._specs[key] = [(tensor.shape, tensor.dtype) for tensor in zeros]
         if spec != self._specs[key]:
             raise ValueError(
-                f"{self.compressor!r} encodes a gradient of shape {list(encoding.shape)} as {_shown(spec)} and another "
+                f"{self._current!r} encodes a gradient of shape {list(encoding.shape)} as {_shown(spec)} and another "
                 f"of that shape as {_shown(self._specs[key])}; the shapes of a payload must follow from the gradient's "
                 "and from the step"
             )
@@ -250,15 +289,10 @@ class Compression:
 
     def save(self, state: State) -> None:
         """Add what is remembered to what this rank writes. Every rank calls it."""
-        first, total = self.layout.own[0], self.layout.num_shares
-        for name, residuals in self.residuals.items():
-            piece = self.layout.place(self._parameters[name], True)
-            if residuals and piece is not None:
-                mine = torch.stack([residuals[share] for share in self.layout.own])
-                shape, offsets = piece.global_shape, piece.offsets
-                if mine.dim() > len(shape) + 1:  # a complex parameter's pairs
-                    shape, offsets = (*shape, 2), (*offsets, 0)
-                state.tensors[f"{PREFIX}/residual/{name}"] = TensorShard(mine, (total, *shape), (first, *offsets))
+        for kind, kept in self._by_share().items():
+            for name, of_share in kept.items():
+                if of_share:
+                    self._save_shares(state, f"{PREFIX}/{kind}/{name}", self._parameters[name], of_share)
         for name, memory in self.memory.items():
             for key, value in memory.items():
                 if self.layout.writes_memory:
@@ -269,30 +303,62 @@ class Compression:
         """Take over what any number of shares has saved: of as many each its own, else each the mean of all."""
         saved = state.meta.get("compression", {})
         self.seed, self.step = saved.get("seed", self.seed), saved.get("step", 0)
-        self.residuals, self.memory, self._left = {}, {}, {}
-        prefix = f"{PREFIX}/residual/"
-        for name in (found.removeprefix(prefix) for found in state.names(prefix)):
-            piece = self.layout.place(self._parameters[name], False) if name in self._parameters else None
-            if piece is None:
-                continue
-            shape, offsets = piece.tensor.shape, piece.offsets
-            number, *whole = state.shape(prefix + name)
-            if len(whole) > len(shape):
-                shape, offsets = torch.Size((*shape, 2)), (*offsets, 0)
-            of_share = {}
-            for share in self.layout.own:
-                begin, count = (share, 1) if number == self.layout.num_shares else (0, number)
-                rows = state.read(prefix + name, (begin, *offsets), (count, *shape))
-                of_share[share] = rows.mean(0).to(piece.tensor.device)
-            self.residuals[name] = of_share
+        self.residuals, self.velocities, self.memory, self._left = {}, {}, {}, {}
+        kinds = self._by_share()
+        if not self.compressor.momentum:
+            del kinds["velocity"]
+        for kind, kept in kinds.items():
+            prefix = f"{PREFIX}/{kind}/"
+            for found in state.names(prefix):
+                name = found.removeprefix(prefix)
+                piece = self.layout.place(self._parameters[name], False) if name in self._parameters else None
+                if piece is not None:
+                    kept[name] = self._load_shares(state, found, piece)
         prefix = f"{PREFIX}/memory/{self.layout.shard}/"
         for found in state.names(prefix):
             key, _, name = found.removeprefix(prefix).partition("/")
             if name in self._parameters:
                 self.memory.setdefault(name, {})[key] = state.read(found).to(local(self._parameters[name]).device)
 
+    def _by_share(self) -> dict[str, dict[str, dict[int, Tensor]]]:
+        return {"residual": self.residuals, "velocity": self.velocities}
+
+    def _save_shares(self, state: State, key: str, parameter: Tensor, of_share: Mapping[int, Tensor]) -> None:
+        piece = self.layout.place(parameter, True)
+        if piece is None:
+            return
+        mine = torch.stack([of_share[share] for share in self.layout.own])
+        shape, offsets = piece.global_shape, piece.offsets
+        if mine.dim() > len(shape) + 1:  # a complex parameter's pairs
+            shape, offsets = (*shape, 2), (*offsets, 0)
+        first, total = self.layout.own[0], self.layout.num_shares
+        state.tensors[key] = TensorShard(mine, (total, *shape), (first, *offsets))
+
+    def _load_shares(self, state: Reader, key: str, piece: TensorShard) -> dict[int, Tensor]:
+        shape, offsets = piece.tensor.shape, piece.offsets
+        number, *whole = state.shape(key)
+        if len(whole) > len(shape):
+            shape, offsets = torch.Size((*shape, 2)), (*offsets, 0)
+        of_share = {}
+        for share in self.layout.own:
+            begin, count = (share, 1) if number == self.layout.num_shares else (0, number)
+            rows = state.read(key, (begin, *offsets), (count, *shape))
+            of_share[share] = rows.mean(0).to(piece.tensor.device)
+        return of_share
+
 
 _ABSENT, _NOT_FINITE = 0, 2
+
+
+def _refuse_momentum(compressor: Compressor, optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        first = (group.get("betas") or (0.0,))[0]
+        if group.get("momentum") or first:
+            what = f"betas={group['betas']}" if first else f"momentum={group['momentum']}"
+            raise ValueError(
+                f"{compressor!r} has momentum={compressor.momentum} and {type(optimizer).__name__} has {what}, so that "
+                "momentum would be added up twice; set that of the optimizer to 0, as the compressor's takes its place"
+            )
 
 
 def _flags(values: list[Tensor], gradients: Gradients) -> Tensor:

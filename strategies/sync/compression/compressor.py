@@ -58,6 +58,11 @@ class Compressor(ABC):
     feedback = True
     """Whether what was not sent of a gradient is added to the next one (error feedback), without which a biased
     compressor diverges. False only if what is decoded is on average what was encoded."""
+    start: int = 0
+    """Gradients at the beginning that are sent as they are, by an all-reduce."""
+    momentum: float = 0.0
+    """With momentum correction each share adds up a velocity of its gradients before they are encoded, in place of the
+    optimizer's momentum (Lin et al., "Deep Gradient Compression", 2018)."""
 
     @abstractmethod
     def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
@@ -71,6 +76,25 @@ class Compressor(ABC):
     def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
         """The tensor of `encoding.shape` and `encoding.dtype` that a payload stands for; it may share its memory."""
 
+    def places(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor | None:
+        """Which elements of the flat tensor a payload sends, int64; None if it stands for all of them.
+
+        With `momentum` the velocity of these starts over.
+        """
+        return None
+
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({options})"
+
+
+class Exact(Compressor):
+    """Sends everything: what others do in their first `start` gradients."""
+
+    linear = True
+
+    def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
+        return (tensor,)
+
+    def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
+        return payload[0]

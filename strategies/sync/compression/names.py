@@ -46,33 +46,48 @@ def compressor(given: str | Compressor) -> Compressor:
         return given
     if not isinstance(given, str):
         raise TypeError(f"compress must be a name such as 'topk=0.01' or a Compressor, but compress={given!r}")
-    name, equals, number = (piece.strip() for piece in given.partition("="))
+    named, *options = given.split(",")
+    name, equals, number = (piece.strip() for piece in named.partition("="))
+    made: Compressor | None = None
     if name in _PLAIN:
         if equals:
             raise ValueError(f"compress={given!r} has a number, but {name!r} takes none; give compress={name!r}")
-        return _PLAIN[name]()
-    if name in _SHARES:
-        number, comma, option = number.partition(",")
+        made = _PLAIN[name]()
+    elif name in _SHARES:
         share = _number(number)
         if share is None or not 0 < share <= 1:
             raise ValueError(f"compress={given!r} needs the share of elements to send, such as '{name}=0.01', up to 1")
-        if not comma:
-            return _SHARES[name](share)
-        option, _, steps = (piece.strip() for piece in option.partition("="))
-        if name != "topk" or option != "warmup" or not steps.isdecimal():
-            raise ValueError(
-                f"compress={given!r} has an option that there is not; write 'topk=0.01,warmup=100', with the number of "
-                "steps at the beginning that send more"
-            )
-        return TopK(share, int(steps))
-    if name in _WHOLE:
+        made = _SHARES[name](share)
+    elif name in _WHOLE:
         make, least, most, what = _WHOLE[name]
         if not number.isdecimal() or not least <= int(number) <= most:
             raise ValueError(f"compress={given!r} needs {what}, such as '{name}=4'")
-        return make(int(number))
+        made = make(int(number))
+    if made is not None:
+        for option in options:
+            _set(made, option, given)
+        return made
     near = difflib.get_close_matches(given, [*_EXAMPLES, *_PLAIN, *_SHARES, *_WHOLE], n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"compress must be one of {', '.join(_EXAMPLES)} or a Compressor, but compress={given!r}{hint}")
+
+
+def _set(made: Compressor, option: str, given: str) -> None:
+    """Set what is after a comma. Raises ValueError in one sentence."""
+    key, _, value = (piece.strip() for piece in option.partition("="))
+    if (key == "start" or (key == "warmup" and isinstance(made, TopK))) and value.isdecimal():
+        setattr(made, key, int(value))
+        return
+    number = _number(value)
+    if key == "momentum" and isinstance(made, TopK) and number is not None and 0 <= number < 1:
+        made.momentum = number
+        return
+    name = given.partition(",")[0]
+    examples = [f"'{name},start=100' (so many gradients at the beginning are sent as they are)"]
+    if isinstance(made, TopK):
+        examples.append(f"'{name},warmup=100' (and of so many more is sent)")
+        examples.append(f"'{name},momentum=0.9' (momentum correction, below 1)")
+    raise ValueError(f"compress={given!r} has an option that there is not, {option!r}; write {', '.join(examples)}")
 
 
 def _number(text: str) -> float | None:

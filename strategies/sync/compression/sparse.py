@@ -16,8 +16,8 @@ class TopK(Compressor):
     """Sends the elements of the largest magnitude, and where they are; of equal ones the first. Vectors are sent whole,
     as they are few numbers.
 
-    `warmup`: gradients at the beginning of which more is sent, as in Lin et al., "Deep Gradient Compression" (2018):
-    1/4 of the elements, then 1/16, and so on down to `share`, each for as long.
+    `warmup`: gradients at the beginning, after the first `start`, of which more is sent, as in Lin et al., "Deep
+    Gradient Compression" (2018): 1/4 of the elements, then 1/16, and so on down to `share`, each for as long.
     """
 
     def __init__(self, share: float, warmup: int = 0) -> None:
@@ -25,6 +25,7 @@ class TopK(Compressor):
 
     def share_of(self, step: int) -> float:
         """What is sent of gradient number `step`."""
+        step -= self.start
         stages = math.ceil(-math.log(self.share, 4)) - 1  # with more than `share`
         if step >= self.warmup or stages < 1:
             return self.share
@@ -35,6 +36,8 @@ class TopK(Compressor):
             return (tensor,)
         flat = tensor.reshape(-1)
         count = kept(flat.numel(), self.share_of(encoding.step))
+        if count == flat.numel():
+            return (tensor,)
         magnitude = flat.abs()
         if dist.is_initialized() and dist.get_backend() == "fake":  # of a planned run, in which none is the largest
             places = magnitude.topk(count, sorted=False).indices
@@ -50,6 +53,9 @@ class TopK(Compressor):
             return payload[0]
         values, places = payload
         return scattered(values, places.long(), encoding)
+
+    def places(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor | None:
+        return payload[1].long() if len(payload) == 2 else None
 
 
 class RandomK(Compressor):

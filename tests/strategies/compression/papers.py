@@ -42,6 +42,30 @@ def top_k(state: dict, grads: Tensor, draw: Draw, share: float) -> Tensor:
     return with_feedback(state, grads, compress)
 
 
+def deep_gradient_compression(
+    state: dict, grads: Tensor, draw: Draw, share: float, momentum: float, start: int = 0
+) -> Tensor:
+    """Lin and others (2018), algorithm 4 without clipping: momentum correction and momentum factor masking.
+
+    Vectors, and all gradients before `start`, are sent whole: by ordinary momentum, without masks.
+    """
+    step = state["step"] = state.get("step", -1) + 1
+    velocity = state.setdefault("velocity", torch.zeros_like(grads))
+    left = state.setdefault("left", torch.zeros_like(grads))
+    sent = torch.zeros_like(grads)
+    for worker, gradient in enumerate(grads):
+        velocity[worker] = momentum * velocity[worker] + gradient
+        left[worker] += velocity[worker]
+        values = left[worker].flatten().tolist()
+        chosen = sorted(range(len(values)), key=lambda i: (-abs(values[i]), i))[: math.ceil(share * len(values))]
+        mask = torch.tensor([i in chosen for i in range(len(values))]).view_as(gradient)
+        whole = grads.dim() < 3 or step < start
+        sent[worker] = left[worker] if whole else left[worker] * mask
+        left[worker] = 0 * left[worker] if whole else left[worker] * ~mask
+        velocity[worker] = velocity[worker] if whole else velocity[worker] * ~mask
+    return sent.mean(0)
+
+
 def random_k(state: dict, grads: Tensor, draw: Draw, share: float) -> Tensor:
     """The same with coordinates at random, the same of all workers."""
     if grads.dim() < 3:
@@ -99,9 +123,10 @@ def terngrad(state: dict, grads: Tensor, draw: Draw) -> Tensor:
     return qsgd(state, grads, draw, bits=2, bucket=grads[0].numel())
 
 
-def power_sgd(state: dict, grads: Tensor, draw: Draw, rank: int) -> Tensor:
+def power_sgd(state: dict, grads: Tensor, draw: Draw, rank: int, start: int = 0) -> Tensor:
     """Vogels and others (2019), algorithms 1 and 2; of matrices that are not taller than wide."""
-    if grads.dim() < 3:
+    step = state["step"] = state.get("step", -1) + 1
+    if grads.dim() < 3 or step < start:
         return grads.mean(0)
     matrices = grads.flatten(2)
     is_tall = matrices.shape[1] > matrices.shape[2]

@@ -22,6 +22,10 @@ from tests.strategies.compression import papers
 SHAPES = {"wide": (5, 12), "tall": (9, 4), "kernel": (3, 2, 3, 3), "vector": (7,), "long": (700,), "number": ()}
 SPECIFIED: dict[str, Callable[..., Tensor]] = {
     "topk=0.3": functools.partial(papers.top_k, share=0.3),
+    "topk=0.3,momentum=0.9": functools.partial(papers.deep_gradient_compression, share=0.3, momentum=0.9),
+    "topk=0.3,momentum=0.9,start=2": functools.partial(
+        papers.deep_gradient_compression, share=0.3, momentum=0.9, start=2
+    ),
     "randomk=0.3": functools.partial(papers.random_k, share=0.3),
     "sign": papers.sign,
     "int8": papers.int8,
@@ -31,6 +35,7 @@ SPECIFIED: dict[str, Callable[..., Tensor]] = {
     "qsgd=7": functools.partial(papers.qsgd, bits=7),
     "terngrad": papers.terngrad,
     "powersgd=2": functools.partial(papers.power_sgd, rank=2),
+    "powersgd=2,start=2": functools.partial(papers.power_sgd, rank=2, start=2),
 }
 UNBIASED = ("qsgd=4", "qsgd=7", "terngrad")
 
@@ -60,8 +65,14 @@ class Run:
         return [p.grad for p in self.parameters]
 
     def mean_residual(self, name: str) -> Tensor | float:
-        left = self.compression.residuals.get(name, {})
-        return sum(left.values()) / len(left) if left else 0.0
+        return _mean(self.compression.residuals.get(name, {}))
+
+    def mean_velocity(self, name: str) -> Tensor | float:
+        return _mean(self.compression.velocities.get(name, {}))
+
+
+def _mean(of_share: dict[int, Tensor]) -> Tensor | float:
+    return sum(of_share.values()) / len(of_share) if of_share else 0.0
 
 
 def gradients(shapes: dict[str, tuple[int, ...]], shares: int, seed: int) -> list[list[Tensor]]:
@@ -100,14 +111,15 @@ def test_it_computes_what_the_paper_says(name: str, shares: int) -> None:
 @given(seed=st.integers(0, 10**6), shares=st.integers(1, 5), scale=st.sampled_from([1e-6, 1.0, 1e5]))
 @settings(max_examples=8, deadline=None)
 def test_nothing_is_lost(name: str, seed: int, shares: int, scale: float) -> None:
-    """What is sent and what is kept for later are together the gradient."""
+    """What is sent and what is kept for later are together the gradient, or the velocity of momentum correction."""
     run = Run(name, SHAPES, shares)
     for step in range(3):
         before = [run.mean_residual(shape) for shape in SHAPES]
+        slowed = [run.mean_velocity(shape) * run.compression.compressor.momentum for shape in SHAPES]
         grads = [[g * scale for g in of_share] for of_share in gradients(SHAPES, shares, seed + step)]
         sent = run.step([*grads])
         for i, shape in enumerate(SHAPES):
-            mean = sum(of_share[i] for of_share in grads) / shares
+            mean = sum(of_share[i] for of_share in grads) / shares + slowed[i]
             kept = run.mean_residual(shape) - before[i]
             assert float((sent[i] + kept - mean).abs().max()) <= 1e-12 * max(scale, 1.0)
 
@@ -125,13 +137,29 @@ def test_what_is_rounded_at_random_is_right_on_average(name: str) -> None:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("name", ["topk=1", "randomk=1", "powersgd=12", "qsgd=48"])
+@pytest.mark.parametrize("name", ["topk=1", "randomk=1", "powersgd=12", "qsgd=48", "sign,start=3"])
 def test_what_sends_all_is_the_mean(name: str) -> None:
     run = Run(name, SHAPES, 4)
     for step in range(3):
         grads = gradients(SHAPES, 4, step)
         for found, *own in zip(run.step([*grads]), *grads, strict=True):
             torch.testing.assert_close(found, sum(own) / 4, rtol=0, atol=1e-13)
+
+
+@pytest.mark.unit
+def test_what_sends_all_with_momentum_is_that_of_sgd() -> None:
+    run = Run("topk=1,momentum=0.9", SHAPES, 4)
+    weights = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in SHAPES.values()]
+    optimizer, found = torch.optim.SGD(weights, lr=0.1, momentum=0.9), [w.detach().clone() for w in weights]
+    for step in range(5):
+        grads = gradients(SHAPES, 4, step)
+        for weight, *own in zip(weights, *grads, strict=True):
+            weight.grad = sum(own) / 4  # type: ignore[assignment]
+        optimizer.step()
+        for weight, sent in zip(found, run.step([*grads]), strict=True):
+            weight.sub_(0.1 * sent)  # type: ignore[operator]
+    for one, other in zip(found, weights, strict=True):
+        torch.testing.assert_close(one, other.detach(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.unit
@@ -175,12 +203,15 @@ def test_what_float16_cannot_hold_is_sent_later() -> None:
 
 @pytest.mark.unit
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["topk=0.3", "randomk=0.01", "sign", "int8", "fp16", "qsgd=4", "powersgd=2"])
+@pytest.mark.parametrize(
+    "name", ["topk=0.3", "topk=0.3,momentum=0.9", "randomk=0.01", "sign", "int8", "fp16", "qsgd=4", "powersgd=2"]
+)
 def test_a_gradient_that_is_not_finite_is_seen_and_leaves_nothing(name: str, bad: float) -> None:
     shapes = {"wide": (5, 12), "vector": (7,)}
     run = Run(name, shapes, 2)
     run.step([*gradients(shapes, 2, 0)])
     before = {n: {s: r.clone() for s, r in left.items()} for n, left in run.compression.residuals.items()}
+    moving = {n: {s: v.clone() for s, v in own.items()} for n, own in run.compression.velocities.items()}
     grads = gradients(shapes, 2, 1)
     grads[1][0][3, 2] = bad
     wide, vector = run.step([*grads], commit=False)
@@ -189,6 +220,9 @@ def test_a_gradient_that_is_not_finite_is_seen_and_leaves_nothing(name: str, bad
     run.step([[None, None], [None, None]])
     after = run.compression.residuals
     assert all(torch.equal(before[n][s], after[n][s]) for n in before for s in before[n])
+    after = run.compression.velocities
+    assert all(torch.equal(moving[n][s], after[n][s]) for n in moving for s in moving[n])
+    assert any(moving.values()) == bool(run.compression.compressor.momentum)
 
 
 @pytest.mark.unit
@@ -218,13 +252,15 @@ def test_dtypes(dtype: torch.dtype) -> None:
             assert parameter.grad is not None and parameter.grad.dtype == dtype
             total += parameter.grad
         left = compression.residuals["w"]
-        if left and dtype.is_complex:
+        if left and dtype.is_complex and not compression.compressor.momentum:
             kept = torch.view_as_complex(sum(left.values()) / 2)
             torch.testing.assert_close(total + kept, sum(grads), rtol=0, atol=1e-12)
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("name", ["topk=0.3", "topk=0.01,warmup=5", "powersgd=2", "qsgd=4"])
+@pytest.mark.parametrize(
+    "name", ["topk=0.3", "topk=0.01,warmup=5", "topk=0.1,momentum=0.9", "powersgd=2", "powersgd=2,start=3", "qsgd=4"]
+)
 def test_a_saved_state_continues_to_the_bit_and_keeps_the_mean_on_other_shares(name: str) -> None:
     run, again = Run(name, SHAPES, 4), Run(name, SHAPES, 4)
     for step in range(2):
@@ -241,9 +277,11 @@ def test_a_saved_state_continues_to_the_bit_and_keeps_the_mean_on_other_shares(n
     fewer = Run(name, SHAPES, 2)
     fewer.compression.load(saved)
     for shape in SHAPES:
-        whole = saved.tensors.get(f"strategy/compression/residual/{shape}")
-        if whole is not None:
-            torch.testing.assert_close(fewer.mean_residual(shape), whole.mean(0), rtol=0, atol=1e-12)
+        for kind, found in (("residual", fewer.mean_residual(shape)), ("velocity", fewer.mean_velocity(shape))):
+            whole = saved.tensors.get(f"strategy/compression/{kind}/{shape}")
+            assert (whole is None) == isinstance(found, float)
+            if whole is not None:
+                torch.testing.assert_close(found, whole.mean(0), rtol=0, atol=1e-12)
 
 
 class Halving(Compressor):
@@ -280,7 +318,10 @@ def test_a_compressor_of_ones_own() -> None:
         ("powersgd=0", "needs the rank, a whole number of at least 1, such as 'powersgd=4'"),
         ("qsgd=1", "needs the bits of a number, a whole number from 2 to 48"),
         ("fp16=3", "takes none; give compress='fp16'"),
-        ("topk=0.1,warm=9", "has an option that there is not; write 'topk=0.01,warmup=100'"),
+        ("topk=0.1,warm=9", "has an option that there is not, 'warm=9'; write 'topk=0.1,start=100'"),
+        ("topk=0.1,momentum=1", "'topk=0.1,momentum=0.9' \\(momentum correction, below 1"),
+        ("powersgd=4,momentum=0.9", "not, 'momentum=0.9'; write 'powersgd=4,start=100'"),
+        ("int8,start=-1", "not, 'start=-1'; write 'int8,start=100'"),
         ("topkk=0.1", "did you mean 'topk=0.01'"),
         ("zip", "must be one of fp16, bf16"),
     ],

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Loss, Module, Trainer
 from lockstep.callbacks import Callback, Guard, ModelCheckpoint
-from lockstep.strategies import DDP, FSDP, Strategy, build
+from lockstep.strategies import DDP, FSDP, DiLoCo, Strategy, build
 from lockstep.strategies.sync.compression.compression import Compression, Layout
 from lockstep.strategies.sync.compression.names import compressor
 from lockstep.trainer.checkpoint.store import Checkpoint
@@ -25,14 +25,16 @@ pytestmark = pytest.mark.ranks
 SHARES = 4
 WARM = "topk=0.1,warmup=6"
 """Sends 1/4 at first; less when the run that these tests save is resumed."""
+STARTED = "topk=0.1,start=2,momentum=0.8"
+"""Has a velocity and a residual when that run is resumed."""
 
 
 class Net(Module):
     """Losses that count other than samples, a parameter that is not used in every step, tied weights."""
 
-    def __init__(self, bad: str = "") -> None:
+    def __init__(self, bad: str = "", momentum: float = 0.9) -> None:
         super().__init__()
-        self.bad = bad
+        self.bad, self.momentum = bad, momentum
         self.net = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 3))
         self.net[2].weight = nn.Parameter(self.net[2].weight)
         self.again = nn.Linear(9, 9)
@@ -53,7 +55,7 @@ class Net(Module):
         return Loss(losses[kept].sum(), int(kept.sum())) if batch_idx % 2 else losses.mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)
 
 
 def train(strategy: Any, devices: int, *, steps: int = 9, resume: Any = None, bad: str = "", **options: Any) -> Trainer:
@@ -67,20 +69,20 @@ def train(strategy: Any, devices: int, *, steps: int = 9, resume: Any = None, ba
         precision="64-true",
         max_steps=steps,
         accumulate_grad_batches=3,
-        gradient_clip_val=0.3,
         seed=3,
         logger=False,
         enable_progress_bar=False,
-        **{"callbacks": [], "enable_checkpointing": "callbacks" in options} | options,
+        **{"callbacks": [], "enable_checkpointing": "callbacks" in options, "gradient_clip_val": 0.3} | options,
     )
-    trainer.fit(Net(bad), DataLoader(TensorDataset(x, y), 4, shuffle=True), ckpt_path=resume)
+    corrects = getattr(strategy, "compressor", None) is not None and strategy.compressor.momentum
+    trainer.fit(Net(bad, 0.0 if corrects else 0.9), DataLoader(TensorDataset(x, y), 4, shuffle=True), ckpt_path=resume)
     return trainer
 
 
-def saved(folder: Path, devices: int, **options: Any) -> Path:
+def saved(folder: Path, devices: int, compress: str = WARM, **options: Any) -> Path:
     """The checkpoint after four steps."""
     saver = ModelCheckpoint(every_n_train_steps=4, monitor=None)
-    strategy = DDP(compress=WARM)
+    strategy = DDP(compress=compress)
     train(strategy, devices, steps=4, default_root_dir=folder, callbacks=[saver], **options)
     (path,) = folder.rglob("*step=4*")
     return path
@@ -91,7 +93,7 @@ def weights(trainer: Trainer) -> Tensor:
 
 
 DAILY = (("powersgd=9",), 2)
-RARELY = ("topk=1", "randomk=1", "qsgd=48")
+RARELY = ("topk=1", "randomk=1", "qsgd=48", "sign,start=50")
 
 
 @pytest.mark.parametrize(
@@ -101,6 +103,14 @@ def test_what_sends_all_is_ddp(names: tuple[str, ...], devices: int) -> None:
     exact = weights(train(DDP(find_unused_parameters=True), devices, steps=50))
     for name in names:
         assert float((weights(train(DDP(compress=name), devices, steps=50)) - exact).abs().max()) <= 1e-12
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_momentum_before_what_sends_all_is_that_of_the_optimizer(devices: int) -> None:
+    exact = weights(train(DDP(find_unused_parameters=True), devices, steps=50, gradient_clip_val=None))
+    strategy = DDP(compress="topk=1,momentum=0.9")
+    found = weights(train(strategy, devices, steps=50, gradient_clip_val=None))
+    assert float((found - exact).abs().max()) <= 1e-12
 
 
 def digests(strategy: Strategy) -> dict[str, str]:
@@ -121,7 +131,7 @@ def digests(strategy: Strategy) -> dict[str, str]:
                 compression.commit(Stepper(list(model.parameters())))  # type: ignore[arg-type]
                 for parameter in model.parameters():
                     digest.update(parameter.grad.numpy().tobytes())  # type: ignore[union-attr]
-            for left in compression.residuals.values():
+            for left in [*compression.residuals.values(), *compression.velocities.values()]:
                 if left:
                     mine = torch.stack([left[share] for share in own])
                     digest.update(strategy.all_gather(mine).flatten().numpy().tobytes())
@@ -185,10 +195,11 @@ def test_a_step_that_is_skipped_leaves_weights_and_residuals(bad: str, monkeypat
 @pytest.mark.parametrize(
     ("first", "then"), [(2, 1), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((2, 2), (1, 4)))]
 )
-def test_a_run_is_resumed_on_any_ranks_to_the_bit(first: int, then: int, tmp_path: Path) -> None:
-    half = saved(tmp_path, first, virtual_ranks=SHARES)
-    resumed = train(DDP(compress=WARM), then, resume=half, virtual_ranks=SHARES)
-    assert torch.equal(weights(resumed), weights(train(DDP(compress=WARM), 2, virtual_ranks=SHARES)))
+@pytest.mark.parametrize("name", [WARM, pytest.param(STARTED, marks=pytest.mark.slow)])
+def test_a_run_is_resumed_on_any_ranks_to_the_bit(name: str, first: int, then: int, tmp_path: Path) -> None:
+    half = saved(tmp_path, first, name, virtual_ranks=SHARES)
+    resumed = train(DDP(compress=name), then, resume=half, virtual_ranks=SHARES)
+    assert torch.equal(weights(resumed), weights(train(DDP(compress=name), 2, virtual_ranks=SHARES)))
 
 
 def test_what_is_saved_after_fit_has_the_residuals(tmp_path: Path) -> None:
@@ -217,7 +228,7 @@ def test_residuals_are_read_on_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["topk=0.1", "powersgd=2"])
+@pytest.mark.parametrize("name", ["topk=0.1", STARTED, "powersgd=2"])
 def test_replicas_of_shards_resume_to_the_bit(name: str, tmp_path: Path) -> None:
     def strategy() -> Strategy:
         return FSDP(replicas=2, compress=name)
@@ -225,8 +236,8 @@ def test_replicas_of_shards_resume_to_the_bit(name: str, tmp_path: Path) -> None
     saver = ModelCheckpoint(every_n_train_steps=4, monitor=None, save_top_k=-1)
     whole = train(strategy(), 4, steps=8, default_root_dir=tmp_path, callbacks=[saver])
     (half,) = tmp_path.rglob("*step=4*")
-    shape = Checkpoint.open(half).shape("strategy/compression/residual/net.0.weight")
-    assert shape == (2, 9, 6)
+    for kind in ("residual", "velocity") if name == STARTED else ("residual",):
+        assert Checkpoint.open(half).shape(f"strategy/compression/{kind}/net.0.weight") == (2, 9, 6)
     assert torch.equal(weights(train(strategy(), 4, steps=8, resume=half)), weights(whole))
     train(FSDP(replicas=2, compress=name), 2, steps=8, resume=half)  # one shard
     train(DDP(compress=name), 2, steps=8, resume=half)
@@ -234,9 +245,13 @@ def test_replicas_of_shards_resume_to_the_bit(name: str, tmp_path: Path) -> None
 
 def test_what_cannot_be_compressed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Sparse(Net):
-        def __init__(self, bad: str = "") -> None:
+        def __init__(self, *_: Any) -> None:
             super().__init__()
             self.table = nn.Embedding(3, 2, sparse=True)
+
+    class Adam(Net):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), betas=(0.8, 0.9))
 
     with pytest.raises(ValueError, match="16-mixed"):
         DDP(compress="sign").configure(devices=2, accelerator="cpu", precision="16-mixed")
@@ -246,6 +261,12 @@ def test_what_cannot_be_compressed_is_refused(monkeypatch: pytest.MonkeyPatch) -
         build(FSDP(replicas=2, compress="sign"), devices=4, accelerator="cpu", virtual_ranks=4)
     with pytest.raises(ValueError, match="static_graph=True concerns torch's reduction"):
         DDP(compress="sign", static_graph=True)
+    corrected = DDP(compress="topk=0.1,momentum=0.5")
+    for module, what in ((Net(), "SGD has momentum=0.9"), (Adam(), r"Adam has betas=\(0.8, 0.9\)")):
+        with pytest.raises(ValueError, match=f"momentum=0.5 and {what}, so that momentum would be added up twice"):
+            Trainer(strategy=corrected, devices=1, accelerator="cpu", max_steps=1, logger=False).fit(module, [0])
+    with pytest.raises(ValueError, match="has momentum=0.9 in place of an optimizer.s, but what learners"):
+        DiLoCo(compress="topk=0.1,momentum=0.9")
     monkeypatch.setattr("tests.strategies.compression.test_ranks.Net", Sparse)
     with pytest.raises(ValueError, match="table has sparse=True, and compress sends dense gradients"):
         train(DDP(compress="sign"), 1)
