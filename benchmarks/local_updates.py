@@ -1,19 +1,23 @@
 """What local updates give: throughput on ranks of different speed, and the validation loss of examples/gpt.yaml.
 
     python -m benchmarks.local_updates speed
-    python -m benchmarks.local_updates quality [--seeds 3] [--match TEXT] [overrides of the config]
+    python -m benchmarks.local_updates quality [--seeds 3] [--match TEXT] [--results FILE] [overrides]
 
 `speed`: four learners on two ranks, whose second takes three times as long for each micro-batch (both sleep, so that
 the machine's cores do not matter), spread equally and as 3 + 1; with a digest of the weights, which must be one.
-`quality`: two ranks with ddp, local SGD (from the start, and after 256 synchronous steps), DiLoCo and compressed
-gradients on the same samples; the worst seed beside ddp's of that seed. 45 s a run on two cores.
+`quality`: two ranks with ddp, local updates and compressed gradients, each on the same samples: one epoch of two million
+bytes of text, 879 steps. Prints the validation loss at its end, that beside ddp's of the same seed, and the worst seed.
+Each run is added to the results file, and a run that is there is not repeated, so that rows may be measured one by one
+(`--match`) and in several processes; 90 s a run on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,17 +30,24 @@ from lockstep.strategies import DiLoCo
 
 SECONDS = 0.05
 STEPS = 40
+SENT = ["strategy=ddp", "module.betas=[0.0,0.99]"]
 RUNS = {
     "ddp": ["strategy=ddp"],
-    "local_sgd": ["strategy=local_sgd"],
-    "post-local": ["strategy=local_sgd", "strategy.start=256"],
-    "diloco, period 50": ["strategy=diloco", "strategy.period=50"],
-    "diloco, period 20": ["strategy=diloco", "strategy.period=20"],
-    "diloco, period 5": ["strategy=diloco", "strategy.period=5"],
+    "LocalSGD(period=8)": ["strategy=local_sgd"],
+    "LocalSGD(period=8, start=220)": ["strategy=local_sgd", "strategy.start=220"],
+    "DiLoCo(period=50)": ["strategy=diloco", "strategy.period=50"],
+    "DiLoCo(period=50, start=220)": ["strategy=diloco", "strategy.period=50", "strategy.start=220"],
+    "DiLoCo(period=50, start=220, fragments=4, delay=5, compress='int8')": [
+        *("strategy=diloco", "strategy.period=50", "strategy.start=220"),
+        *("strategy.fragments=4", "strategy.delay=5", "strategy.compress=int8"),
+    ],
     "int8": ["strategy=ddp", "strategy.compress=int8"],
-    "powersgd=4": ["strategy=ddp", "strategy.compress=powersgd=4"],
-    "topk=0.01": ["strategy=ddp", "strategy.compress=topk=0.01,warmup=200"],
+    "powersgd=4,start=220": ["strategy=ddp", "strategy.compress='powersgd=4,start=220'"],
+    "topk=0.01,warmup=400": ["strategy=ddp", "strategy.compress='topk=0.01,warmup=400'"],
+    "topk=0.01,warmup=400,momentum=0.5": [*SENT, "strategy.compress='topk=0.01,warmup=400,momentum=0.5'"],
+    "topk=0.01,warmup=400,momentum=0.8": [*SENT, "strategy.compress='topk=0.01,warmup=400,momentum=0.8'"],
 }
+"""By name the options that differ from those of `examples/gpt.yaml`."""
 
 
 class Uneven(Module):
@@ -58,12 +69,13 @@ def main() -> None:
     parser.add_argument("what", choices=["speed", "quality"])
     parser.add_argument("overrides", nargs="*", help="of examples/gpt.yaml")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--match", default="", help="ddp, and only runs whose name contains it")
+    parser.add_argument("--match", default="", help="only runs whose name contains it")
+    parser.add_argument("--results", type=Path, default=Path("build/local_updates.jsonl"), help="of all runs, so far")
     arguments = parser.parse_intermixed_args()
     if arguments.what == "speed":
         speed()
     else:
-        quality(arguments.seeds, arguments.match, arguments.overrides)
+        quality(arguments.seeds, arguments.match, arguments.results, arguments.overrides)
 
 
 def speed() -> None:
@@ -96,20 +108,30 @@ def run(per_rank: tuple[int, int]) -> tuple[float, str]:
     return seconds[2] - seconds[1], hashlib.sha256(weights).hexdigest()
 
 
-def quality(seeds: int, match: str, overrides: list[str]) -> None:
-    print("| | seed | val/loss | of ddp's | wall s |\n|---|---|---|---|---|")
-    losses: dict[tuple[str, int], float] = {}
-    for name, options in RUNS.items():
-        if name != "ddp" and match not in name:
-            continue
-        for seed in range(seeds):
-            at_end = ["devices=2", f"seed={seed}", "trainer.val_check_interval=1.0"]
-            history, wall_s, _ = measure("gpt", [*options, *at_end, *overrides])
-            losses[name, seed] = history["val/loss"][-1][1]
-            ratio = losses[name, seed] / losses["ddp", seed]
-            print(f"| {name} | {seed} | {losses[name, seed]:.4f} | {ratio:.4f} | {wall_s:.0f} |", flush=True)
-        worst = max(losses[name, seed] / losses["ddp", seed] for seed in range(seeds))
-        print(f"| {name} | worst | | {worst:.4f} | |", flush=True)
+def quality(seeds: int, match: str, file: Path, overrides: list[str]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for name in RUNS:
+        for seed in range(seeds) if match in name else ():
+            if (name, seed) not in measured(file, overrides):
+                at_end = ["devices=2", f"seed={seed}", "trainer.val_check_interval=1.0", "data.max_bytes=2_000_000"]
+                history, wall_s, _ = measure("gpt", [*at_end, *RUNS[name], *overrides])
+                row = {"run": name, "seed": seed, "loss": history["val/loss"][-1][1], "wall_s": round(wall_s)}
+                with open(file, "a") as lines:
+                    lines.write(json.dumps(row | {"options": [*RUNS[name], *overrides]}) + "\n")
+    losses = measured(file, overrides)
+    print("| | val/loss, by seed | of ddp's | worst |\n|---|---|---|---|")
+    for name in RUNS:
+        own = {seed: loss for (run, seed), loss in losses.items() if run == name}
+        ratios = [loss / losses["ddp", seed] for seed, loss in sorted(own.items()) if ("ddp", seed) in losses]
+        if own and match in name:
+            cells = [", ".join(f"{value:.3f}" for value in values) for values in (own.values(), ratios)]
+            print(f"| {name} | {' | '.join(cells)} | {max(ratios, default=float('nan')):.3f} |")
+
+
+def measured(file: Path, overrides: list[str]) -> dict[tuple[str, int], float]:
+    """The validation loss of each run in the file, by name and seed, if it had these overrides."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return {(r["run"], r["seed"]): r["loss"] for r in rows if r["options"] == [*RUNS.get(r["run"], ()), *overrides]}
 
 
 if __name__ == "__main__":
