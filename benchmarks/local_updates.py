@@ -5,7 +5,7 @@
 
 `speed`: four learners on two ranks, whose second takes three times as long for each micro-batch (both sleep, so that
 the machine's cores do not matter), spread equally and as 3 + 1; with a digest of the weights, which must be one.
-`quality`: two ranks with ddp, local updates and compressed gradients, each on the same samples: one epoch of two million
+`quality`: two ranks with ddp, local updates and compressed gradients, all on the same samples: an epoch of two million
 bytes of text, 879 steps. Prints the validation loss at its end, that beside ddp's of the same seed, and the worst seed.
 Each run is added to the results file, and a run that is there is not repeated, so that rows may be measured one by one
 (`--match`) and in several processes; 90 s a run on two cores.
