@@ -74,8 +74,8 @@ class Combined(Source):
             )
         if share.virtual:
             raise ValueError(
-                "virtual_ranks cannot be used with several loaders, whose batches cannot be split: use one; the "
-                "workers of a parameter server are virtual ranks"
+                "virtual_ranks, learners and workers of a parameter server cannot be used with several loaders, whose "
+                "batches cannot be split between them: use one loader"
             )
         self.share = share
         self.window_micro_batches = share.accumulate
