@@ -101,8 +101,9 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "LearningRateFinder": "`LRFinder`; trials are runs of their own",
         "ModelCheckpoint": "a checkpoint is a folder, with `lockstep.lightning` of the name of Lightning's file; a `/` "
         "in a name becomes `_`; `save_last` is the same save under another name, once; without `monitor` the "
-        "`save_top_k` newest are kept, in `best_k_models` too; a metric of training steps is there when steps are logged; NaN stays "
-        "NaN; `train_time_interval` is checked every `log_every_n_steps` steps; `save_on_exception` is refused",
+        "`save_top_k` newest are kept, in `best_k_models` too; a metric of training steps is there when steps are "
+        "logged; NaN stays NaN; `train_time_interval` is checked every `log_every_n_steps` steps; "
+        "`save_on_exception` is refused",
         "ProgressBar": "not a base class for bars of your own",
         "RichModelSummary": "`ModelSummary`",
         "RichProgressBar": "`ProgressBar`",
