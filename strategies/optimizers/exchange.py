@@ -91,15 +91,15 @@ class Exchange:
         sends, receives = Rows(kinds), Rows(kinds)
         flags = local(held[0].sharded).new_zeros(dist.get_world_size())
         if self._known:
-            edited = flags.new_full((1,), float(not self._has_received(held)))
+            unchanged = flags.new_full((1,), float(self._has_received(held)))
             for rank in range(len(flags)):
-                sends.add(rank, edited)
+                sends.add(rank, unchanged)
                 receives.add(rank, flags[rank : rank + 1])
         else:
             self._add_sources(sends, receives, held, _value, _stepped)
         self._add_sources(sends, receives, have_gradients, _gradient, _stepped_gradient)
         _send(sends, receives)
-        if self._known and flags.any():
+        if self._known and not flags.all():
             sends, receives = Rows(_kinds(map(_value, held))), Rows(_kinds(map(_value, held)))
             self._add_sources(sends, receives, held, _value, _stepped)
             _send(sends, receives)

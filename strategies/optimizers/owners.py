@@ -300,4 +300,4 @@ def _whole_tensors(value: Any) -> Any:
 
 def _without_memory(like: Tensor) -> Tensor:
     """A tensor of the shape of `like` that holds one number."""
-    return torch.zeros((), dtype=like.dtype, device=local(like).device).expand(like.shape)
+    return local(like).detach().new_zeros(()).expand(like.shape)

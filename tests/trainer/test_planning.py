@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from examples.digits import Digits, DigitsData
 from examples.gpt import Text, TextModel
-from lockstep import Module, Trainer
+from lockstep import Module, Trainer, split_parameters
 from lockstep.callbacks import CommunicationLedger
 from lockstep.strategies import DDP, FSDP, DeepSpeed, DiLoCo, LocalSGD, Pipeline
 from lockstep.strategies.planning.plan import Plan
@@ -209,6 +209,22 @@ def test_stages_of_deepspeed_shard_optimizer_state_gradients_and_parameters() ->
         for size, halves in ((rank.parameters, 1 if stage == 3 else 2), (rank.optimizer, 3)):
             assert halves * half <= size < halves * half + 1000, stage
         assert half <= rank.gradients < 1.5 * half, stage  # a gradient that two ranks share is whole on both
+
+
+@pytest.mark.unit
+def test_matrices_that_are_stepped_whole() -> None:
+    """Gradients are sent to owners, and new values back; what owners and ranks keep of these is counted."""
+
+    class Orthogonal(Net):
+        def configure_optimizers(self) -> Any:
+            matrices, others = split_parameters(self)
+            return {"muon": torch.optim.Muon(matrices, lr=0.1), "sgd": torch.optim.SGD(others, lr=0.1)}
+
+    module = Orthogonal()
+    sizes = [4 * p.numel() for p in module.parameters() if p.dim() == 2]
+    (rank,) = of_net("fsdp", 2, module).ranks
+    assert [call.calls for call in rank.collectives if call.op == "all-to-all"] == [2]
+    assert rank.other_state >= sum(sizes) // 2 + max(sizes)
 
 
 @pytest.mark.unit
