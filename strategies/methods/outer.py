@@ -137,18 +137,24 @@ class Outer:
             self._sent.append(_Sent(fragment, places, due, future.result))
 
     @torch.no_grad()
-    def apply(self, learners: Sequence[Learner], mixing: float) -> None:
+    def apply(self, learners: Sequence[Learner], mixing: float, early: bool = False) -> None:
         """Wait for what was sent first, step the common weights, and let learners take them over: `mixing` of their own
-        stays."""
+        stays. After a round that has ended `early` the common weights are the mean of the learners', without the outer
+        optimizer, whose momentum is that of whole rounds."""
         if not self._sent:  # an empty fragment
             return
         sent = self._sent.popleft()
         means = sent.means()
         if means is not None:
             for place, mean in zip(sent.places, means, strict=True):
-                self._weights[place].grad = _laid_out(mean, self._weights[place])
-            self._step()
-            self.optimizer.zero_grad()
+                if early:
+                    common = local(self._weights[place].data)
+                    common.sub_(mean.view_as(common))
+                else:
+                    self._weights[place].grad = _laid_out(mean, self._weights[place])
+            if not early:
+                self._step()
+                self.optimizer.zero_grad()
         for learner in learners:
             for place in sent.places:
                 common, own = local(self._weights[place].data), local(learner.weights[place])

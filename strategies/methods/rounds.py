@@ -165,7 +165,7 @@ class LearnerRounds(SPMDStrategy):
             outer.drain(self._learners, self.rounds.mixing)
             for fragment in range(self.rounds.fragments):
                 outer.send(fragment, self._learners)
-                outer.apply(self._learners, 0.0)
+                outer.apply(self._learners, 0.0, early=True)
             self._meet()
         if not self._buffers_together:
             self._load(wrapped, {}, 0)

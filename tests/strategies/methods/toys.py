@@ -78,7 +78,8 @@ def simulate(
     start: int = 0,
     ends: Sequence[int] = (),
 ) -> list[list[Tensor]]:
-    """DiLoCo and Streaming DiLoCo in one process: the common weights at each of `ends`, which end a round early.
+    """DiLoCo and Streaming DiLoCo in one process: the common weights at each of `ends`, which end a round early:
+    by the mean of the learners' weights, without the outer optimizer.
 
     The first `start` steps are those of one learner on all samples, from whose weights and optimizer all then start.
     `batches` are those of step 0 of all learners, then of step 1, and so on. A fragment is a list of parameters.
@@ -105,10 +106,13 @@ def simulate(
         weighted = [[c / total * tensor for tensor in tensors] for c, tensors in zip(mine, moved, strict=True)]
         return [torch.stack(tensors).sum(0) for tensors in zip(*weighted, strict=True)]
 
-    def apply(part: int, means: list[Tensor] | None, keep: float) -> None:
+    def apply(part: int, means: list[Tensor] | None, keep: float, early: bool = False) -> None:
         outer.zero_grad()
         for i, mean in zip(parts[part], means or (), strict=False):
-            weights[i].grad = mean
+            if early:
+                weights[i] -= mean
+            else:
+                weights[i].grad = mean
         outer.step()
         for net in nets:
             for i in parts[part]:
@@ -147,7 +151,7 @@ def simulate(
                 while flying:
                     apply(*flying.pop(0)[1:], mixing)
                 for part in range(fragments):
-                    apply(part, send(part), 0.0)
+                    apply(part, send(part), 0.0, early=True)
                 position = 0
                 found.append([p.detach().clone() for p in weights])
     return found
