@@ -37,9 +37,9 @@ RUNS = {
     "LocalSGD(period=8, start=220)": ["strategy=local_sgd", "strategy.start=220"],
     "DiLoCo(period=50)": ["strategy=diloco", "strategy.period=50"],
     "DiLoCo(period=50, start=220)": ["strategy=diloco", "strategy.period=50", "strategy.start=220"],
-    "DiLoCo(period=50, start=220, fragments=4, delay=5, compress='int8')": [
+    "DiLoCo(period=50, start=220, fragments=4, delay=5, mixing=0, compress='int8')": [
         *("strategy=diloco", "strategy.period=50", "strategy.start=220"),
-        *("strategy.fragments=4", "strategy.delay=5", "strategy.compress=int8"),
+        *("strategy.fragments=4", "strategy.delay=5", "strategy.mixing=0.0", "strategy.compress=int8"),
     ],
     "int8": ["strategy=ddp", "strategy.compress=int8"],
     "powersgd=4,start=220": ["strategy=ddp", "strategy.compress='powersgd=4,start=220'"],
