@@ -131,9 +131,10 @@ class Trainer(Facts):
 
         `model` as in `validate`.
         A list for each loader if there are several. On several ranks the last batches may be split
-        differently from one process, so concatenate the items to compare runs. Every rank holds the predictions of
-        all ranks: for more than fits into memory give `return_predictions=False`, which returns None, and write them
-        in `predict_step` or a callback's `on_predict_batch_end`, rank by rank.
+        differently from one process, so concatenate the items to compare runs. Rank 0 gets the predictions of all
+        ranks and the others None, which shows if torchrun or a cluster has started the ranks. For more than fits
+        into rank 0's memory give `return_predictions=False`, which returns None, and write them in `predict_step` or a
+        callback's `on_predict_batch_end`, rank by rank.
         """
         self._run.keeps_predictions = return_predictions
         return self._evaluate("predict", model, dataloaders, datamodule, ckpt_path, False)

@@ -11,6 +11,9 @@ from torch import Tensor
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.checkpoint_state import pack, unpack
 
+MESSAGE_BYTES = 2**24
+"""What ranks send at once of a list that only rank 0 keeps, all of them together."""
+
 
 def gather_values(strategy: Strategy, value: Any, name: str = "value") -> list[Any]:
     """The value of each rank, in rank order, with tensors on the CPU. Every rank calls it.
@@ -26,15 +29,58 @@ def gather_values(strategy: Strategy, value: Any, name: str = "value") -> list[A
     return [unpack(part, read.__getitem__) for part, read in zip(parts, tensors, strict=True)]
 
 
-def _gather_bytes(strategy: Strategy, data: bytes) -> list[bytes]:
+def gather_items(strategy: Strategy, items: list[Any], name: str = "items") -> list[list[Any]] | None:
+    """The items of each rank, in rank order, on rank 0; None on other ranks. Empties `items`. Every rank calls it.
+
+    Ranks send about `MESSAGE_BYTES` at once, so that beside its own items a rank other than 0 holds one message of all
+    ranks and the item that it sends. Raises TypeError as `gather_values`, on the rank that has such an item.
+    """
+    keeps = strategy.topology.rank == 0
+    gathered: list[list[Any]] = [[] for _ in range(strategy.topology.world_size)]
+    items.reverse()  # sent from the end, so that what was sent is free
+    sent = 0
+    while True:
+        pieces: dict[str, Any] = {}
+        layout: list[Any] = []
+        while items and sum(shard.tensor.nbytes for shard in pieces.values()) < MESSAGE_BYTES and len(layout) < 1000:
+            layout.append(pack(items.pop(), f"{name}.{sent + len(layout)}", pieces))
+        sent += len(layout)
+        data = _as_bytes({key: shard.tensor for key, shard in pieces.items()}) if pieces else b""
+        texts = _gather_bytes(strategy, json.dumps([layout, bool(items)]).encode())
+        parts = [json.loads(text) for text in texts]
+        for rank, received in enumerate(_gather_bytes(strategy, data, keeps)):
+            tensors = _from_bytes(received) if received else {}
+            gathered[rank] += unpack(parts[rank][0], tensors.__getitem__)
+        if not any(more for _, more in parts):
+            return gathered if keeps else None
+
+
+def _gather_bytes(strategy: Strategy, data: bytes, keeps: bool = True) -> list[bytes]:
+    """The bytes of each rank, sent in messages of `MESSAGE_BYTES`; nothing on a rank that does not keep them."""
     sizes = strategy.all_gather(torch.tensor([len(data)])).flatten().tolist()
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return [bytes(row[:size].numpy()) for row, size in zip(strategy.all_gather(padded), sizes, strict=True)]
+    found = [bytearray() for _ in sizes]
+    length = max(1, MESSAGE_BYTES // len(sizes))
+    for start in range(0, max(sizes), length):
+        message = torch.zeros(min(length, max(sizes) - start), dtype=torch.uint8)
+        own = data[start : start + length]
+        message[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else message[:0]
+        rows = strategy.all_gather(message)
+        for row, size, part in zip(rows, sizes, found, strict=True):
+            part += bytes(row[: max(0, size - start)].numpy()) if keeps else b""
+    return [bytes(part) for part in found] if keeps else []
 
 
 def _gather_tensors(strategy: Strategy, tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    from safetensors.torch import load, save  # only few runs need it
+    return [_from_bytes(part) for part in _gather_bytes(strategy, _as_bytes(tensors))]
 
-    data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    return [load(part) for part in _gather_bytes(strategy, data)]
+
+def _as_bytes(tensors: dict[str, Tensor]) -> bytes:
+    from safetensors.torch import save  # only few runs need it
+
+    return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+
+
+def _from_bytes(data: bytes) -> dict[str, Tensor]:
+    from safetensors.torch import load
+
+    return load(data)

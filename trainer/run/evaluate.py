@@ -17,7 +17,7 @@ from lockstep.strategies.launch.phase import set_phase
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.checkpoint.snapshot import load_extra, restore_weights
 from lockstep.trainer.metrics.entry import Reduced
-from lockstep.trainer.metrics.gathering import gather_values
+from lockstep.trainer.metrics.gathering import gather_items
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import publish
@@ -126,6 +126,8 @@ def run_stage(run: RunState, module: Module, sources: Sources, stage: str) -> An
     if not run.keeps_predictions:
         return None
     ordered = [in_dataset_order(run, part) for part in outputs]
+    if not run.is_global_zero:
+        return None
     return ordered[0] if len(ordered) == 1 else ordered
 
 
@@ -275,20 +277,22 @@ def on_host(output: Any) -> Any:
 
 
 def in_dataset_order(run: RunState, outputs: list[Any]) -> list[Any]:
-    """The predictions of all ranks, a batch of one data rank an item, in the order of the dataset. Every rank calls
-    it."""
+    """On rank 0 the predictions of all ranks, a batch of one data rank an item, in the order of the dataset; nothing on
+    other ranks. Every rank calls it."""
     strategy = run.strategy
     if strategy.topology.world_size == 1:
         return [output for *_, output in outputs] if run.shares is not None else outputs
     outputs = outputs if strategy.topology.is_reporting_rank else []
     places = strategy.all_gather(torch.tensor(strategy.topology.data_rank)).tolist()
     try:
-        unpacked = gather_values(strategy, outputs, "predictions")
+        unpacked = gather_items(strategy, outputs, "predictions")
     except TypeError as error:
         raise TypeError(
             "predict_step on several ranks must return tensors, numbers, strings, or lists, tuples and dicts of them: "
             f"{error}"
         ) from None
+    if unpacked is None:
+        return []
     if run.shares is not None:
         return [output for *_, output in sorted((part for rank in unpacked for part in rank), key=lambda p: p[:2])]
     ranks = [part for _, part in sorted(zip(places, unpacked, strict=True), key=lambda pair: pair[0]) if part]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lockstep.strategies.launch.launcher import launch
+from lockstep.trainer.metrics import gathering
 from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
 
 
@@ -89,6 +92,22 @@ def test_predictions_of_every_kind_come_in_dataset_order(devices: int) -> None:
     assert all(isinstance(part["more"][0], tuple) for part in found)
     several = trainer.predict(Ids(), [numbered(3, 2), numbered(4, 3)])
     assert [torch.cat(part).tolist() for part in several] == [[0, 1, 2], [0, 1, 2, 3]]
+
+
+def predict_on_this_rank(folder: Path) -> Any:
+    gathering.MESSAGE_BYTES = 48  # many messages, and items larger than one
+    trainer = quiet(devices=2)
+    found = trainer.predict(Ids("nested"), [numbered(21, 2), numbered(1, 2)])
+    (folder / f"rank{trainer.global_rank}").write_text(json.dumps(found is None))
+    return found
+
+
+@pytest.mark.ranks
+def test_only_rank_0_gets_the_predictions_of_all_ranks_in_small_messages(tmp_path: Path) -> None:
+    found = launch(predict_on_this_rank, (tmp_path,), 2)
+    assert (tmp_path / "rank0").read_text() == "false" and (tmp_path / "rank1").read_text() == "true"
+    assert [torch.cat([part["ids"] for part in loader]).tolist() for loader in found] == [list(range(21)), [0]]
+    assert all(part["more"][1] == {"n": len(part["ids"]), "none": None} for part in found[0])
 
 
 @pytest.mark.ranks
