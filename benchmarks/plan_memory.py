@@ -52,6 +52,7 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
     "diloco": (2, lambda **options: DiLoCo(period=2, **options)),
     "fsdp": (2, FSDP),
     "fsdp, not resharded": (2, lambda **options: FSDP(reshard_after_forward=False, **options)),
+    "fsdp, offloaded": (2, lambda **options: FSDP(cpu_offload=True, **options)),
     "fsdp=4": (4, FSDP),
     "deepspeed, stage 1": (2, lambda **options: DeepSpeed(stage=1, config=BUCKETS, **options)),
     "deepspeed, stage 2": (2, lambda **options: DeepSpeed(stage=2, config=BUCKETS, **options)),
@@ -186,7 +187,7 @@ def main() -> None:
                 if given.match not in f"{model} {name}":
                     continue
                 module, data = MODELS[model]("large")
-                predicted = plan(trainer_of(name, recomputes, 1, [], world), module, data).ranks[0].peak
+                predicted = plan(trainer_of(name, recomputes, 1, [], world), module, data).ranks[0].peak_of_both
                 reached = measured(model, name, recomputes)
                 rows.append((model, name, "on" if recomputes else "off", predicted, reached))
                 print(*rows[-1], f"{100 * (predicted / reached - 1):+.1f} %", flush=True)

@@ -31,7 +31,7 @@ from lockstep.strategies.planning.fake_model import (
 )
 from lockstep.strategies.planning.fake_world import fake_world
 from lockstep.strategies.planning.held import gradients_of, parameters_of
-from lockstep.strategies.planning.measure import axes_of, rank_plan, refuse_unplanned
+from lockstep.strategies.planning.measure import axes_of, gathered_from_host, offload_of, rank_plan, refuse_unplanned
 from lockstep.strategies.planning.memory import FORWARD, REDUCTION, ROUND
 from lockstep.strategies.planning.plan import PipelineSchedule, Plan, RankPlan
 from lockstep.strategies.planning.rounds import learners_by_rank, notes_of, round_steps, short_round
@@ -54,6 +54,10 @@ __all__ = ["plan", "without_memory"]
 NOTES = (
     "memory that compiled code saves or takes is not known: the plan is of the code as it is written",
     "the allocator's reserve, the CUDA context and workspaces of kernels are not in the figures",
+)
+OFFLOADED = (
+    "parameters, gradients and optimizer state are in the host's memory, where the optimizer steps: whether a node has "
+    "that much for each of its devices is not checked"
 )
 
 
@@ -106,6 +110,7 @@ class _Trial:
         trainer._take_callbacks(copy)
         checks.fit(run, copy, sources)
         self.axes = axes_of(run.strategy, self.world_size)
+        offload = offload_of(run.strategy)
         stages = self.axes.get("pipeline", 1)
         learners = learners_by_rank(run.strategy, self.world_size)
         self.other_ranks = [self.world_size // stages * stage for stage in range(stages - 1, 0, -1)]
@@ -117,6 +122,8 @@ class _Trial:
             lifecycle.open_run(run, copy, datamodule, "fit", None, lambda: self.mode)
             make_fake(copy, self.mode)
             self.num_parameters = sum(p.numel() for p in copy.parameters())
+            if offload is not None:
+                self.mode.offloads = gathered_from_host(copy, self.axes, self.world_size)
             blocks = list(find_blocks(copy, "auto"))
             with (
                 self.mode.watching_resizes(),
@@ -129,7 +136,7 @@ class _Trial:
                     loop = prepare.fit(run, copy, sources)
                 held = self._steps(run, copy, loop, blocks, steps)
             role, num_ranks = self._role(stages, learners)
-            return rank_plan(self.mode, self.rank, role, num_ranks, held, self.axes, steps)
+            return rank_plan(self.mode, self.rank, role, num_ranks, held, self.axes, steps, offload)
         finally:
             lifecycle.undo_run(run)
 
@@ -177,7 +184,12 @@ class _Trial:
             accumulate_grad_batches=arguments.accumulate_grad_batches,
             pipeline=_schedule(self.original.strategy, self.axes.get("pipeline", 1)),
             round_steps=round_steps(self.original.strategy),
-            notes=(*self.mode.notes, *notes_of(self.original.strategy), *NOTES),
+            notes=(
+                *self.mode.notes,
+                *notes_of(self.original.strategy),
+                *[OFFLOADED] * any(r.host for r in ranks),
+                *NOTES,
+            ),
         )
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-NUMBERS = ("memory", "flops", "bandwidth", "link", "network", "node")
-"""What `--gpu` takes as numbers: bytes (below 10,000: GiB), FLOP/s, bytes/s three times, and devices of a node."""
+NUMBERS = ("memory", "flops", "bandwidth", "link", "network", "host", "host_memory", "node")
+"""What `--gpu` takes as numbers: bytes (below 10,000: GiB), FLOP/s, bytes/s five times, and devices of a node."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ class Device:
     """Bytes/s that a device sends to other nodes."""
     node: int
     """Devices of a node."""
+    host: float = math.inf
+    """Bytes/s that a device copies to the memory of its host, or from there."""
+    host_memory: float | None = math.inf
+    """Bytes/s of the host's memory, a device's share."""
     source: str = field(default="given", compare=False)
 
     def peak(self, dtype: str, *, tf32: bool = False) -> float:
@@ -60,6 +64,8 @@ def known_devices() -> dict[str, Device]:
             link=entry["link"] * 1e9,
             network=None if entry["network"] is None else entry["network"] * 1e9,
             node=entry["node"],
+            host=entry["host"] * 1e9,
+            host_memory=None if entry["host_memory"] is None else entry["host_memory"] * 1e9,
             source=entry["source"],
         )
         for name, entry in content.items()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
+
+import torch
+from torch import nn
 
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.deepspeed.strategy import DeepSpeed
 from lockstep.strategies.mesh.mesh import resolve
 from lockstep.strategies.methods.rounds import LearnerRounds
-from lockstep.strategies.planning.memory import ROUND, find_kept, find_peak
+from lockstep.strategies.planning.memory import ROUND, Offload, apart, find_kept, find_peak
 from lockstep.strategies.planning.plan import Block, Collective, RankPlan, Work
-from lockstep.strategies.planning.trial_mode import TrialMode
+from lockstep.strategies.planning.trial_mode import CollectiveCall, TrialMode
 
 T = TypeVar("T", Collective, Work)
 
@@ -30,8 +33,6 @@ def refuse_unplanned(strategy: Strategy) -> None:
         and any((strategy.zero.get(f"offload_{part}") or {}).get("device") == "cpu" for part in ("optimizer", "param"))
     ):
         why = "offload keeps a part of its state in the host's memory, which a plan does not tell from the device's"
-    if not why and getattr(getattr(strategy, "options", None), "cpu_offload", False):
-        why = "cpu_offload keeps shards in the host's memory, which a plan does not tell from the device's"
     if not why and isinstance(strategy, LearnerRounds):
         if strategy.rounds.delay:
             why = "with delay learners send beside their steps, at moments that a plan does not know"
@@ -43,6 +44,26 @@ def refuse_unplanned(strategy: Strategy) -> None:
         why = "it runs several devices in one process, and a plan is of a process with one"
     if why:
         raise ValueError(f"{name} cannot be planned: {why}; plan another strategy, or measure the run on its devices")
+
+
+def offload_of(strategy: Strategy) -> Offload | None:
+    """What the strategy keeps in the host's memory."""
+    if getattr(getattr(strategy, "options", None), "cpu_offload", False):
+        return Offload(frozenset({"parameters", "gradients", "optimizer"}))
+    return None
+
+
+def gathered_from_host(
+    model: nn.Module, axes: Mapping[str, int], world_size: int
+) -> Callable[[tuple[int, ...]], torch.dtype | None]:
+    """Of the ranks that take part in a collective: the dtype of the parameters that they gather from hosts, if they
+    do."""
+    dtype = next((p.dtype for p in model.parameters()), None)
+
+    def offloads(ranks: tuple[int, ...]) -> torch.dtype | None:
+        return dtype if len(ranks) < 2 or "fsdp" in axis_of(ranks, axes, world_size) else None
+
+    return offloads
 
 
 def axes_of(strategy: Strategy, world_size: int) -> dict[str, int]:
@@ -68,12 +89,14 @@ def axis_of(ranks: Sequence[int], axes: Mapping[str, int], world_size: int) -> s
     return "+".join(spanned) or "world"
 
 
-def collectives_of(mode: TrialMode, axes: Mapping[str, int], world_size: int, steps: int) -> tuple[Collective, ...]:
+def collectives_of(
+    noted: Sequence[CollectiveCall], axes: Mapping[str, int], world_size: int, steps: int
+) -> tuple[Collective, ...]:
     """What a step of the trial's `steps` has called, by kind, axis, dtype and phase."""
     calls: Counter[tuple[str, str, int, str, str]] = Counter()
     sizes: Counter[tuple[str, str, int, str, str]] = Counter()
     known: dict[tuple[int, ...], str] = {}
-    for call in mode.calls:
+    for call in noted:
         if call.ranks not in known:
             known[call.ranks] = axis_of(call.ranks, axes, world_size)
         num_ranks = 2 if call.kind in ("send", "recv") else len(call.ranks) or world_size
@@ -95,12 +118,23 @@ def _of_a_step(entry: T, steps: int) -> T:
 
 
 def rank_plan(
-    mode: TrialMode, rank: int, role: str, num_ranks: int, held: Mapping[str, int], axes: Mapping[str, int], steps: int
+    mode: TrialMode,
+    rank: int,
+    role: str,
+    num_ranks: int,
+    held: Mapping[str, int],
+    axes: Mapping[str, int],
+    steps: int,
+    offload: Offload | None = None,
 ) -> RankPlan:
     """`held`: bytes of parameters, gradients, optimizer, buffers, other state and inputs, as the trial has marked them.
     `steps`: how many the trial has recorded.
     """
     peak, kept = find_peak(mode.at_start, mode.events), find_kept(mode.events)
+    both, host = peak.size, 0
+    if offload is not None:
+        on_device, on_host = apart(mode.at_start, mode.events, offload)
+        peak, host = find_peak(*on_device), find_peak(*on_host).size
     names = mode.places.blocks
     order = {name: i for i, name in enumerate(names)}
     blocks = sorted(kept.by_block.items(), key=lambda item: (order.get(item[0], -1), item[0]))
@@ -122,6 +156,11 @@ def rank_plan(
         peak_by_kind=tuple(peak.by_kind.items()),
         peak_moment=peak.phase,
         peak_at=f"{peak.module or 'the step'}: {peak.op}",
-        collectives=collectives_of(mode, axes, math.prod(axes.values()), steps),
+        collectives=collectives_of(mode.calls, axes, math.prod(axes.values()), steps),
+        host=host,
+        peak_of_both=both,
+        transfers=tuple(
+            replace(copied, axis="host", num_ranks=1) for copied in collectives_of(mode.transfers, {}, 1, steps)
+        ),
         work=tuple(_of_a_step(entry, steps) for entry in mode.work.entries()),
     )

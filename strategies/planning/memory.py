@@ -67,6 +67,34 @@ class Kept(NamedTuple):
     """What of it was computed behind the last block; not in `by_block`."""
 
 
+class Offload(NamedTuple):
+    """What of a step is in the host's memory: `kinds` of allocations, and all that the optimizer's phase makes."""
+
+    kinds: frozenset[str]
+
+    def holds(self, allocation: Allocation) -> bool:
+        return allocation.final_kind in self.kinds or allocation.made_in in (REDUCTION, OPTIMIZER)
+
+
+def apart(
+    at_start: Iterable[tuple[Allocation, int]], events: Sequence[Event], offload: Offload
+) -> tuple[tuple[list[tuple[Allocation, int]], list[Event]], tuple[list[tuple[Allocation, int]], list[Event]]]:
+    """The same of the device, and of the host. Gradients that go to the host are computed on the device."""
+    starts: tuple[list[tuple[Allocation, int]], ...] = ([], [])
+    found: tuple[list[Event], list[Event]] = ([], [])
+    for each in at_start:
+        starts[offload.holds(each[0])].append(each)
+    for event in events:
+        on_host = offload.holds(event.allocation)
+        found[on_host].append(event)
+        if on_host and event.phase == BACKWARD and event.change > 0:
+            staged = Allocation(event.change, GATHERED)
+            found[0].extend(
+                (event._replace(allocation=staged), event._replace(allocation=staged, change=-event.change))
+            )
+    return (starts[0], found[0]), (starts[1], found[1])
+
+
 def find_peak(at_start: Iterable[tuple[Allocation, int]], events: Sequence[Event]) -> Peak:
     """Where the sum of what is alive is highest. `at_start`: what was alive before the first event, with its size."""
     by_kind: Counter[str] = Counter()

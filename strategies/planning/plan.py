@@ -93,6 +93,12 @@ class RankPlan:
     """Qualified name of the module that ran at the peak, and the operator."""
     collectives: tuple[Collective, ...]
     work: tuple[Work, ...]
+    host: int = 0
+    """The most bytes at one moment in the host's memory, where the strategy offloads; `peak` has none of them."""
+    peak_of_both: int = 0
+    """The most bytes at one moment in the device's and the host's memory together: what a run on CPU ranks holds."""
+    transfers: tuple[Collective, ...] = ()
+    """Copies over the host link: op is "to device" or "to host", axis is host."""
     other_state: int = 0
     """What else stays from step to step: residuals of compression, the weights that learners have in common, the
     state of an outer optimizer, buffers of engines."""

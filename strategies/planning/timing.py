@@ -28,6 +28,7 @@ CONTEXT_BYTES = 1 * 2**30
 
 PHASES = ("forward", "backward", "optimizer", "round")
 HIDDEN = {"ddp": ("backward",), "fsdp": ("forward", "backward"), "zero3": ("forward", "backward")}
+HIDDEN["host"] = HIDDEN["fsdp"]
 """Axes whose communication runs beside computation, with the phases in which it does. All other is waited for, and all
 under a pipeline, which communicates with its data ranks before and after its schedule."""
 
@@ -111,6 +112,11 @@ def estimate(plan: Plan, device: Device, *, efficiency: float = EFFICIENCY) -> E
             f"{plan.world_size} ranks are on several nodes of {device.node} {device.name}, whose data sheet has no "
             f"network: give its bytes/s, as in --gpu {device.name},network=50e9"
         )
+    if device.host_memory is None and any(rank.host for rank in plan.ranks):
+        raise ValueError(
+            f"the optimizer steps in the host's memory, of whose speed the data sheet of {device.name} says nothing: "
+            f"give a device's share of its bytes/s, as in --gpu {device.name},host_memory=50e9"
+        )
     times = tuple(_rank_time(rank, plan, axes, device, efficiency) for rank in plan.ranks)
     bubble = 0.0 if plan.pipeline is None else _bubble(plan.pipeline, axes.get("pipeline", 1))
     seconds = max(time.forward + time.backward + time.exposed for time in times) / (1 - bubble)
@@ -139,13 +145,15 @@ def _rank_time(rank: RankPlan, plan: Plan, axes: Mapping[str, int], device: Devi
     spent = dict.fromkeys(PHASES, 0.0)
     for work in rank.work:
         flops = work.flops / device.peak(work.dtype, tf32=tf32)
-        spent[work.phase] += max(flops, work.bytes / device.bandwidth) / efficiency
+        offloaded = rank.host and work.phase == "optimizer"
+        bandwidth = device.host_memory if offloaded and device.host_memory else device.bandwidth
+        spent[work.phase] += max(flops, work.bytes / bandwidth) / efficiency
     groups: dict[tuple[str, str], list[Collective]] = {}
-    for call in rank.collectives:
+    for call in (*rank.collectives, *rank.transfers):
         groups.setdefault((call.axis, call.phase), []).append(call)
     found = []
     for (axis, phase), calls in groups.items():
-        speed, crosses = _link(axis, axes, plan.world_size, device)
+        speed, crosses = (device.host, False) if axis == "host" else _link(axis, axes, plan.world_size, device)
         seconds = sum(_seconds(call, speed * efficiency) for call in calls)
         seconds /= plan.round_steps if phase == "round" else 1
         num_calls = sum(call.calls for call in calls)

@@ -71,6 +71,10 @@ class TrialMode(FakeTensorMode):
         self.at_start: list[tuple[Allocation, int]] = []
         self.events: list[Event] = []
         self.calls: list[CollectiveCall] = []
+        self.transfers: list[CollectiveCall] = []
+        """Over the host link, where `offloads` says so."""
+        self.offloads: Callable[[tuple[int, ...]], torch.dtype | None] = lambda _: None
+        """Dtype of the parameters that ranks gather from the host's memory and whose gradients they send there."""
         self.work = Tally()
         self.places = Places()
         self.notes: dict[str, None] = {}
@@ -150,12 +154,28 @@ class TrialMode(FakeTensorMode):
             self.calls.append(CollectiveCall(*call, _shown(self.phase), ranks))
             if call[0] in ("all-gather", "reduce-scatter"):
                 self._mark_whole(args, output, call[2])
+            self._note_transfer(self.calls[-1])
             if self._op == "c10d::allgather_":  # into a list: Gloo and NCCL gather into one tensor and copy from it
-                staged = Allocation(call[2], GATHERED)
-                self._log(staged, call[2])
-                self._log(staged, -call[2])
+                self._stage(call[2])
         elif func.namespace == "aten":
             self.work.add(func, args, output, inputs, results, _shown(self.phase))
+
+    def _note_transfer(self, call: CollectiveCall) -> None:
+        dtype = self.offloads(call.ranks) if call.phase in (FORWARD, BACKWARD) else None
+        if dtype is None or call.kind not in ("all-gather", "reduce-scatter"):
+            return
+        numel = call.num_bytes // getattr(torch, call.dtype).itemsize // max(1, len(call.ranks))
+        gathers = call.kind == "all-gather"
+        kind, name = "to device" if gathers else "to host", str(dtype).removeprefix("torch.")
+        self.transfers.append(CollectiveCall(kind, name, numel * dtype.itemsize, call.phase, ()))
+        if gathers:
+            self._stage(numel * dtype.itemsize)
+
+    def _stage(self, size: int) -> None:
+        """Note bytes that are there for the moment of a call."""
+        staged = Allocation(size, GATHERED)
+        self._log(staged, size)
+        self._log(staged, -size)
 
     def _mark_whole(self, args: Any, output: Any, num_bytes: int) -> None:
         for side in (*args, output):
@@ -292,7 +312,7 @@ class TrialMode(FakeTensorMode):
         self.at_start = [(allocation, allocation.size) for allocation, _ in self._alive.values()]
         for allocation, _ in self.at_start:
             allocation.made_in = ""
-        self.events, self.calls, self.work = [], [], Tally()
+        self.events, self.calls, self.transfers, self.work = [], [], [], Tally()
         self.recording, self._recorded_depth = True, self._depth
         try:
             yield

@@ -129,6 +129,7 @@ METHODS: dict[str, tuple[Callable[[], Any], int]] = {
     "topk": (lambda: DDP(compress="topk=0.1"), 2),
     "powersgd": (lambda: DDP(compress="powersgd=2"), 2),
     "replicas in int8": (lambda: FSDP(replicas=2, compress="int8"), 4),
+    "offload": (lambda: FSDP(cpu_offload=True), 2),
     "virtual ranks": (lambda: "fsdp", 2),
 }
 
@@ -225,6 +226,18 @@ def test_matrices_that_are_stepped_whole() -> None:
     (rank,) = of_net("fsdp", 2, module).ranks
     assert [call.calls for call in rank.collectives if call.op == "all-to-all"] == [2]
     assert rank.other_state >= sum(sizes) // 2 + max(sizes)
+
+
+@pytest.mark.unit
+def test_what_fsdp_offloads_is_in_the_hosts_memory() -> None:
+    (here,), (away,) = (of_net(FSDP(cpu_offload=on), 2, Net(width=1000)).ranks for on in (False, True))
+    shards = away.parameters
+    assert shards == here.parameters and away.collectives == here.collectives
+    assert away.host >= shards + away.gradients + away.optimizer and here.host == 0
+    assert not {"parameters", "gradients", "optimizer"} & dict(away.peak_by_kind).keys()
+    assert away.peak < here.peak <= away.peak_of_both <= away.peak + away.host
+    copied = {(call.op, call.phase): call.bytes for call in away.transfers}
+    assert copied[("to device", "forward")] == copied[("to host", "backward")] == shards
 
 
 @pytest.mark.unit
@@ -348,9 +361,8 @@ def test_a_layout_that_cannot_be_is_refused_by_the_strategy() -> None:
         ("federated", "depends on the data"),
         ("parameter_server", "do not meet in steps"),
         (DiLoCo(delay=1), "beside their steps"),
-        (FSDP(cpu_offload=True), "the host's memory"),
     ],
-    ids=["deepspeed-with-offload", "dp", "federated", "parameter_server", "diloco-with-delay", "fsdp-with-offload"],
+    ids=["deepspeed-with-offload", "dp", "federated", "parameter_server", "diloco-with-delay"],
 )
 def test_what_cannot_be_planned_is_refused_by_name(strategy: Any, why: str) -> None:
     with pytest.raises(ValueError, match=f"cannot be planned: .*{why}"):

@@ -52,6 +52,22 @@ def test_a_step_is_its_products_and_its_memory_traffic() -> None:
     assert estimate(plan(rank(), ddp=1), DEVICE, efficiency=0.5).seconds == pytest.approx(11)
 
 
+def test_a_step_that_offloads_waits_for_the_host() -> None:
+    """Copies run beside forward and backward; the optimizer reads and writes the host's memory."""
+    copies = (
+        Collective("to device", "host", 1, "float32", "forward", 10, 3 * 10**10),  # 3 s, of which 2 s are hidden
+        Collective("to host", "host", 1, "float32", "backward", 10, 10**10),
+    )
+    offloaded = plan(replace(rank(), host=1, transfers=copies), ddp=1)
+    device = replace(DEVICE, host=1e10, host_memory=1e10)
+    found = estimate(offloaded, device, efficiency=1.0)
+    waited = [entry.exposed for entry in found.ranks[0].communication]
+    assert waited == pytest.approx([1, 0.1], rel=1e-2) and found.ranks[0].optimizer == pytest.approx(5)
+    assert found.seconds == pytest.approx(2 + 3 + 5 + sum(waited))
+    with pytest.raises(ValueError, match="give a device's share of its bytes/s, as in --gpu unit,host_memory=50e9"):
+        estimate(offloaded, replace(device, host_memory=None))
+
+
 def test_a_step_waits_for_the_slowest_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "SPREAD", 0.1)
     assert estimate(plan(rank(), ddp=1), DEVICE, efficiency=1.0).seconds == pytest.approx(5.5)

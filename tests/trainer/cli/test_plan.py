@@ -193,6 +193,7 @@ def test_a_search_in_json_and_one_in_which_nothing_fits(tried: list[str], capsys
     assert main(["plan", "run.yaml", "strategy=fsdp", "--devices", "4", *words[4:6], "--options", "--json"]) == 1
     options = json.loads(capsys.readouterr().out)["options"]
     assert [entry["options"] for entry in options[:2]] == ["", "checkpointing off"]
+    assert "offload to the host" in {entry["options"] for entry in options}
     full = next(entry for entry in options if entry["options"] == "checkpointing full")
     assert full["peak"] < options[0]["peak"] and full["seconds"] > options[0]["seconds"]
 
@@ -212,3 +213,5 @@ def test_the_documented_devices_are_those_of_the_file() -> None:
         assert float(cells[0]) * 2**30 == device.memory and float(cells[4]) * 1e9 == device.bandwidth
         assert float(cells[5]) * 1e9 == device.link and int(cells[7]) == device.node
         assert (cells[6] == "-") == (device.network is None)
+        assert float(cells[8]) * 1e9 == device.host
+        assert (None if cells[9] == "-" else float(cells[9]) * 1e9) == device.host_memory

@@ -6,7 +6,7 @@ from lockstep.callbacks._support.tables import columns
 from lockstep.strategies.planning import timing
 from lockstep.strategies.planning.devices import Device
 from lockstep.strategies.planning.plan import Plan, RankPlan
-from lockstep.strategies.planning.timing import Estimate, RankTime
+from lockstep.strategies.planning.timing import Communication, Estimate, RankTime
 
 GIB = 2.0**30
 KINDS = (
@@ -61,11 +61,13 @@ def size(value: float) -> str:
 def memory(plan: Plan, device: Device | None) -> str:
     """A row for each kind of rank."""
     kinds = [kind for kind in KINDS if any(getattr(rank, kind) for rank in plan.ranks)]
-    head = ["memory of a rank", *(kind.replace("_", " ") for kind in kinds), "peak"]
+    offloads = any(rank.host for rank in plan.ranks)
+    head = ["memory of a rank", *(kind.replace("_", " ") for kind in kinds), *["in the host"] * offloads, "peak"]
     head += [] if device is None else ["reserved", f"of {size(device.memory)}"]
     rows = [head]
     for rank in plan.ranks:
-        row = [_role(rank), *(size(getattr(rank, kind)) for kind in kinds), size(rank.peak)]
+        row = [_role(rank), *(size(getattr(rank, kind)) for kind in kinds)]
+        row += [*[size(rank.host)] * offloads, size(rank.peak)]
         if device is not None:
             needed = timing.reserved(rank)
             row += [size(needed), "fits" if needed <= device.memory else "does not fit"]
@@ -120,7 +122,7 @@ def collectives(plan: Plan) -> str:
                 f"{call.calls:,}",
                 f"{call.bytes:,}",
             )
-            for call in rank.collectives
+            for call in (*rank.collectives, *rank.transfers)
         ]
     return "\n".join(columns(rows, right=(2, 6, 7))) if len(rows) > 1 else ""
 
@@ -164,10 +166,16 @@ def _communication(rank: RankTime) -> list[tuple[str, str, str]]:
         (
             f"  {entry.axis} in {entry.phase}",
             seconds(entry.exposed),
-            f"waited for, of {seconds(entry.seconds)}, {'between nodes' if entry.crosses_nodes else 'within a node'}",
+            f"waited for, of {seconds(entry.seconds)}, {_where(entry)}",
         )
         for entry in rank.communication
     ]
+
+
+def _where(entry: Communication) -> str:
+    if entry.axis == "host":
+        return "to and from the host"
+    return "between nodes" if entry.crosses_nodes else "within a node"
 
 
 def _blocks(rank: RankPlan) -> str:

@@ -139,9 +139,11 @@ class Search:
     def _fitting(self, layout: str) -> Candidate:
         """The candidate with the fewest memory-saving options that fits; else the last that was tried."""
         first = self._try(layout, "", {}, {})
-        if first.fits or first.plan is None or self._state_is_too_large(first.plan):
+        if first.fits or first.plan is None:
             return first
-        rungs = self._ladder()
+        rungs = self._ladder(layout, self._state_is_too_large(first.plan))
+        if not rungs:
+            return first
         last = self._try(layout, rungs[-1], *self._rung(rungs[-1]))
         if not last.fits:
             return last
@@ -151,15 +153,20 @@ class Search:
     def _state_is_too_large(self, plan: Plan) -> bool:
         """Whether no option that saves activations can help."""
         return any(
-            rank.parameters + rank.gradients + rank.optimizer + timing.CONTEXT_BYTES > self._device.memory
+            not rank.host
+            and rank.parameters + rank.gradients + rank.optimizer + timing.CONTEXT_BYTES > self._device.memory
             for rank in plan.ranks
         )
 
-    def _ladder(self) -> list[str]:
+    def _ladder(self, layout: str, state_is_too_large: bool) -> list[str]:
         """Options that save memory at the price of time, the mildest first."""
         rungs = ["checkpointing selective", "checkpointing full"]
         if self._takes("loss_chunks"):
             rungs.append("checkpointing full, loss in 8 chunks")
+        if state_is_too_large:
+            rungs.clear()
+        if "fsdp" in layout and "pipeline" not in layout and self._device.host_memory is not None:
+            rungs.append("checkpointing full, offload to the host")
         return rungs
 
     def _rung(self, words: str) -> tuple[Settings, Settings]:
@@ -167,6 +174,8 @@ class Search:
         strategy = {}
         if "checkpointing" in words:
             strategy["activation_checkpointing"] = self._rule("selective" if "selective" in words else "full")
+        if "offload" in words:
+            strategy["cpu_offload"] = "true"
         return strategy, {"module.loss_chunks": "8"} if "chunks" in words else {}
 
     def _rule(self, name: str) -> str:
@@ -184,6 +193,8 @@ class Search:
             if axes.get("fsdp", 1) > 1 and "pipeline" not in axes:
                 for value, words in (("true", "reshard after forward"), ("false", "keep gathered after forward")):
                     yield words, {"reshard_after_forward": value}, {}
+                if self._device.host_memory is not None:
+                    yield "offload to the host", {"cpu_offload": "true"}, {}
         if self._takes("loss_chunks"):
             for chunks in (1, 8):
                 yield f"loss in {chunks} chunk{'s' * (chunks > 1)}", {}, {"module.loss_chunks": str(chunks)}
