@@ -44,6 +44,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "max_epochs": "a run without an end is an error; 1,000 epochs with `lockstep.lightning`",
         "plugins": "an empty list is accepted by `lockstep.lightning`",
         "profiler": "`'simple'` or `'torch'`",
+        "reload_dataloaders_every_n_epochs": "loads both loaders at the start of an epoch",
         "strategy": "`lockstep.lightning` maps Lightning's names and classes; also pipelines and meshes",
         "sync_batchnorm": "`strategy=DDP(sync_batchnorm=True)`; mapped by `lockstep.lightning`",
         "use_distributed_sampler": "True is accepted by `lockstep.lightning`",
@@ -52,6 +53,9 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "estimated_stepping_batches": "infinity if the length of the data is not known",
         "fit": "needs an end; a second `fit` counts on",
         "global_step": "one for each step of the loop, whatever the number of optimizers",
+        "is_last_batch": "False if the length of the loader is not known",
+        "logger": "read-only",
+        "loggers": "read-only",
         "model": "the module as the strategy has wrapped it, while it runs",
         "predict": "each sample once, in order, on every rank",
         "save_checkpoint": "a folder, written by all ranks; `.ckpt` by `lockstep checkpoint export`; refused after a "

@@ -338,10 +338,10 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
+    def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:
         """Manual optimization: accumulate the gradient of `loss` times `weight` on this rank only.
 
-        `clip_gradients` and `optimizer_step` bring the ranks together.
+        `clip_gradients` and `optimizer_step` bring the ranks together. `retain_graph` as torch's, or RuntimeError.
         """
 
     @abstractmethod

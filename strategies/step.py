@@ -170,13 +170,14 @@ class SPMDStep(ManualOptimization):
         with self.precision.autocast(self.topology.device):
             return step_fn(micro_batch.batch, *args)
 
-    def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
+    def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:
         self._refuse("manual_optimization")
         if self._scaler_used:
             self._update_scaler()
         loss = loss if weight == 1.0 else loss * weight
         self._begin_local_gradients()
-        (loss if self.precision.scaler is None else self.precision.scaler.scale(loss)).backward()
+        loss = loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
+        loss.backward(retain_graph=retain_graph)
 
     def clip_gradients(
         self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"

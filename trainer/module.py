@@ -235,9 +235,10 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
         schedulers = [config.scheduler for config in self._running().schedulers]
         return (schedulers[0] if len(schedulers) == 1 else schedulers) if schedulers else None
 
-    def manual_backward(self, loss: Tensor) -> None:
-        """Run backward from `loss`, the mean over this batch; for `automatic_optimization = False`."""
-        manual_backward(self._running(), loss)
+    def manual_backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Run backward from `loss`, the mean over this batch; for `automatic_optimization = False`. `retain_graph`
+        keeps the graph for another backward; strategies that shard parameters refuse it."""
+        manual_backward(self._running(), loss, retain_graph)
 
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None

@@ -20,7 +20,7 @@ class CombinedLoader:
       the shorter ones start again, in a new order;
     - "max_size": the same, with None in place of what a shorter one no longer has;
     - "min_size": the same, as long as the shortest;
-    - "sequential": one loader after the other, each batch by itself.
+    - "sequential": one loader after the other, each batch by itself; in an evaluation they are several loaders.
 
     Every loader keeps its own order, a function of seed, epoch and its place among the others. A batch of each
     loader makes one that is not cut: they go to the ranks in turn, which fetch only their own where the
@@ -31,6 +31,8 @@ class CombinedLoader:
     def __init__(self, loaders: Mapping[str, Any] | Sequence[Any], mode: str = "max_size_cycle") -> None:
         if mode not in MODES:
             raise ValueError(f"mode of CombinedLoader must be one of {', '.join(map(repr, MODES))}, but mode={mode!r}")
+        if not isinstance(loaders, Mapping | Sequence):
+            loaders, mode = [loaders], "sequential"  # whose batches stand by themselves, as those of one loader do
         self.loaders = loaders
         self.mode = mode
         self._named = dict(_leaves(loaders))

@@ -64,6 +64,10 @@ def refuse_dataset(loader: Any) -> None:
         )
 
 
+def _restores(loader: Any) -> bool:
+    return not isinstance(loader, DataLoader) and hasattr(loader, "load_state_dict")
+
+
 class Combined(Source):
     """Batches of several loaders, each a unit that one rank gets; the units go to the ranks in turn."""
 
@@ -121,6 +125,12 @@ class Combined(Source):
         share, end = self.share, self._length
         if limit is not None:
             end = limit * share.ranks if end is None else min(end, limit * share.ranks)
+        own = [name for name, loader in self._combined.named().items() if start and _restores(loader)]
+        if own:
+            raise ValueError(
+                f"CombinedLoader resumes within an epoch by reading its loaders again, but {own[0]!r} has a state of "
+                "its own; resume a checkpoint of the end of an epoch"
+            )
         first = self._units_before(epoch, start) if start else 0
         a_window = share.ranks * share.accumulate
 

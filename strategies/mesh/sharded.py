@@ -240,7 +240,9 @@ class ShardedStrategy(ShardedOptimizers):
         finally:
             wrapped.close()  # type: ignore[operator]
 
-    def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0) -> None:
+    def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:
+        if retain_graph:
+            raise RuntimeError("retain_graph=True: sharded parameters are freed after backward; add the losses up")
         if self._scaler_used:
             self._update_scaler()
         loss = loss if weight == 1.0 else loss * weight

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import math
+import os
+from contextlib import suppress
 from typing import Any
+
+from torch import Tensor
 
 from lockstep import callbacks as _callbacks
 from lockstep.callbacks.base import Callback
@@ -12,6 +18,7 @@ from lockstep.trainer.lightning.loggers import TensorBoardLogger
 from lockstep.trainer.lightning.model_checkpoint import ModelCheckpoint
 from lockstep.trainer.lightning.names import ACCEPTED
 from lockstep.trainer.lightning_names import ARGUMENTS
+from lockstep.trainer.metrics.reduction import of_kind
 from lockstep.trainer.trainer import Trainer as _Trainer
 
 _BAREBONES = {
@@ -21,6 +28,14 @@ _BAREBONES = {
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
 }
+_MEASURED = {
+    **_BAREBONES,
+    "fast_dev_run": False,
+    "detect_anomaly": False,
+    "log_every_n_steps": 0,
+    "profiler": None,
+}
+"""What `barebones` allows: that which has no part in the time of a step."""
 _DDP = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
 
 
@@ -28,24 +43,59 @@ class Trainer(_Trainer):
     """`lockstep.Trainer` with Lightning's arguments and defaults: 1,000 epochs if nothing limits a run, and runs in
     `lightning_logs/version_N`.
 
-    It takes Lockstep's own arguments too. None stands for a default. Raises TypeError for an argument that is not
-    offered, with what to write instead.
+    It takes Lockstep's own arguments too. None stands for a default, and `PL_TRAINER_MAX_EPOCHS` and the like in the
+    environment for what is not given. Raises TypeError for an argument that is not offered, with what to write instead.
     """
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**_ours(arguments))
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The last epoch's number; -1 if only steps or time limit the run."""
+        return -1 if super().max_epochs is None else super().max_epochs
+
+    @max_epochs.setter
+    def max_epochs(self, value: int | None) -> None:
+        self._run.max_epochs = None if value == -1 else value
+
+    @property
+    def max_steps(self) -> int | None:
+        """Optimizer steps; -1 for no limit."""
+        return -1 if super().max_steps is None else super().max_steps
+
+    @max_steps.setter
+    def max_steps(self, value: int | None) -> None:
+        self._run.max_steps = None if value == -1 else value
+
+    @property
+    def log_dir(self) -> str | None:
+        """Folder of the run; `default_root_dir` without a logger."""
+        return super().log_dir or (None if self.loggers else str(self.arguments.default_root_dir))
+
+    @property
+    def num_sanity_val_steps(self) -> int | float:
+        """Batches of the validation before training; infinity for all."""
+        steps = self.arguments.num_sanity_val_steps
+        return math.inf if steps < 0 else steps
+
+    @property
+    def progress_bar_metrics(self) -> Any:
+        """What `self.log(…, prog_bar=True)` shows, as floats."""
+        shown: dict[str, Tensor] = super().progress_bar_metrics
+        return {name: float(value) for name, value in shown.items()}
 
     def fit(self, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> None:
         """As `lockstep.Trainer.fit`; `weights_only` changes nothing, as no checkpoint is unpickled."""
         super().fit(*args, **kwargs)
 
     def validate(self, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> list[dict[str, float]]:
-        """As `lockstep.Trainer.validate`."""
-        return super().validate(*args, **kwargs)
+        """As `lockstep.Trainer.validate`; a value logged per step and per epoch is there once."""
+        return _of_epochs(super().validate(*args, **kwargs))
 
     def test(self, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> list[dict[str, float]]:
-        """As `lockstep.Trainer.test`."""
-        return super().test(*args, **kwargs)
+        """As `lockstep.Trainer.test`; a value logged per step and per epoch is there once."""
+        return _of_epochs(super().test(*args, **kwargs))
 
     def predict(self, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> list[Any] | None:
         """As `lockstep.Trainer.predict`; `return_predictions=None` returns them."""
@@ -54,10 +104,21 @@ class Trainer(_Trainer):
         return super().predict(*args, **kwargs)
 
 
+def _of_epochs(returned: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{name: v for name, v in found.items() if of_kind(name, "epoch") not in found} for found in returned]
+
+
 def _ours(given: dict[str, Any]) -> dict[str, Any]:
+    given = _from_environment() | given
     arguments = {name: value for name, value in given.items() if value is not None}
+    if "check_val_every_n_epoch" in given:
+        arguments["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
     if arguments.pop("barebones", False):
+        wrong = next((name for name, off in _MEASURED.items() if arguments.get(name, off) != off), None)
+        if wrong is not None:
+            raise ValueError(f"barebones=True turns {wrong} off, but {wrong}={arguments[wrong]!r}; remove one of them")
         arguments = _BAREBONES | arguments
+        arguments.pop("log_every_n_steps", None)
     for name in ACCEPTED.keys() & arguments.keys():
         if arguments.pop(name) not in ACCEPTED[name]:
             raise TypeError(f"Trainer has no argument {name!r}; {ARGUMENTS[name]}")
@@ -104,3 +165,21 @@ def _choose_callbacks(arguments: dict[str, Any]) -> None:
     if saves and not any(isinstance(item, _callbacks.ModelCheckpoint) for item in given):
         given.append(ModelCheckpoint())
     arguments["callbacks"] = given
+    for name, kind in (
+        ("enable_progress_bar", _callbacks.ProgressBar),
+        ("enable_model_summary", _callbacks.ModelSummary),
+    ):
+        if arguments.get(name) is False and any(isinstance(item, kind) for item in given):
+            raise ValueError(f"{name}=False contradicts a {kind.__name__} among the callbacks; drop one of them")
+
+
+def _from_environment() -> dict[str, Any]:
+    """The arguments that `PL_TRAINER_…` gives."""
+    found: dict[str, Any] = {}
+    for name, text in os.environ.items():
+        if name.startswith("PL_TRAINER_"):
+            value: Any = text
+            with suppress(ValueError, SyntaxError):
+                value = ast.literal_eval(text)
+            found[name.removeprefix("PL_TRAINER_").lower()] = value
+    return found

@@ -84,3 +84,19 @@ def of_two_kinds(name: str) -> ValueError:
         f"self.log({name!r}) was given both numbers and a torchmetrics Metric, in this run or the one that it resumes; "
         "log them under names of their own"
     )
+
+
+def nowhere(name: str, *_: Any) -> None:
+    """`MetricStore.log` while nothing is measured."""
+    raise RuntimeError(
+        f"self.log({name!r}) would be seen by nobody here; log in training_step, validation_step, test_step, or in "
+        "hooks from the start of training, validation or test to the end of an epoch"
+    )
+
+
+def too_late(name: str, *_: Any) -> None:
+    """`MetricStore.log` once the metrics were reduced."""
+    raise RuntimeError(
+        f"self.log({name!r}) came after the metrics were reduced, so nobody would see it; log in a step, or in a hook "
+        "up to the end of the epoch"
+    )

@@ -92,7 +92,7 @@ def _values(
     total = float(combine(numbers))
     entry.number, entry.count, entry.seen = entry.start, 0.0, 0.0
     both = entry.on_step and entry.on_epoch
-    step_name = f"{entry.name}_step" if both else entry.name
+    step_name = of_kind(entry.name, "step") if both else entry.name
     is_mean = entry.reduce_fx == "mean"
     if count:
         if entry.on_step and (not epoch_end or not entry.on_epoch or training):  # at the end the rest of the interval
@@ -102,7 +102,7 @@ def _values(
             entry.epoch_count += count
     if epoch_end:
         if entry.on_epoch and entry.epoch_count:
-            name = f"{entry.name}_epoch" if both else entry.name
+            name = of_kind(entry.name, "epoch") if both else entry.name
             if entry.metric is not None:
                 shown.update(_metric_values(name, entry.metric))
             else:
@@ -110,6 +110,12 @@ def _values(
         if reset:
             entry.epoch_value, entry.epoch_count = float(entry.start), 0.0
     return shown
+
+
+def of_kind(name: str, kind: str) -> str:
+    """The name of a value of each "step" or "epoch"; the number of a loader stays at its end."""
+    name, loader, number = name.partition("/dataloader_idx_")
+    return f"{name}_{kind}{loader}{number}"
 
 
 def _metric_values(name: str, metric: Any) -> dict[str, float]:

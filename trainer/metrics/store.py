@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.trainer.metrics import reduction
-from lockstep.trainer.metrics.entry import COMBINE, Entry, Reduced, is_metric, of_two_kinds
+from lockstep.trainer.metrics.entry import COMBINE, Entry, Reduced, is_metric, of_two_kinds, too_late
 from lockstep.trainer.metrics.exact import ExactSum
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class MetricStore:
 
     def close(self) -> None:
         """Nobody reads what is logged from now on: say so."""
-        self.log = _too_late  # type: ignore[assignment,method-assign]
+        self.log = too_late  # type: ignore[assignment,method-assign]
 
     def shared(self) -> list[Entry]:
         return [entry for entry in self.entries.values() if not entry.rank_zero_only]
@@ -338,7 +338,8 @@ class MetricStore:
                 f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got "
                 f"{type(value).__name__}"
             )
-        reduction = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+        reduction = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+        reduction = "mean" if reduction == "avg" else reduction
         if reduction not in COMBINE:
             raise ValueError(
                 f"reduce_fx of self.log({name!r}) must be 'mean', 'sum', 'max' or 'min', but reduce_fx={reduce_fx!r}"
@@ -347,6 +348,8 @@ class MetricStore:
             on_step = self.in_batch and self.training
         if on_epoch is None:
             on_epoch = not (self.in_batch and self.training)
+        if not on_step and not on_epoch:
+            raise ValueError(f"self.log({name!r}) with on_step=False and on_epoch=False shows nothing; set one to True")
         if counts_itself and self.module is not None and self.path(value) is None:
             raise ValueError(
                 f"the metric logged as {name!r} is not an attribute of {type(self.module).__name__}, so it is "
@@ -389,10 +392,3 @@ class MetricStore:
 
 def _saved(number: Any) -> Any:
     return number.floats() if isinstance(number, ExactSum) else number
-
-
-def _too_late(name: str, *_: Any) -> None:
-    raise RuntimeError(
-        f"self.log({name!r}) came after the metrics were reduced, so nobody would see it; log in a step, or in a hook "
-        "up to the end of the epoch"
-    )

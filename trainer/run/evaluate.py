@@ -16,7 +16,7 @@ from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.launch.phase import set_phase
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.checkpoint.snapshot import load_extra, restore_weights
-from lockstep.trainer.metrics.entry import Reduced
+from lockstep.trainer.metrics.entry import Reduced, nowhere
 from lockstep.trainer.metrics.gathering import gather_items
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
@@ -151,7 +151,7 @@ def sanity_check(run: RunState, module: Module, loaders: list[ShardedLoader]) ->
     )
     steps = run.arguments.num_sanity_val_steps
     run.evaluation_limits["val"] = [
-        None if steps < 0 else steps if limit is None else min(limit, steps) for limit in limits
+        limit if steps < 0 else steps if limit is None else min(limit, steps) for limit in limits
     ]
     run.callback_metrics, run.logged_metrics, run.progress_bar_metrics = {}, {}, {}
     run.sanity_checking = True
@@ -176,6 +176,8 @@ def evaluate(run: RunState, module: Module, loaders: list[ShardedLoader], stage:
     exact = run.shares is not None or strategy.capabilities.local_steps
     metrics = run.metrics = MetricStore(module, training=False, exact=exact)
     metrics.noticed = run.noticed_names
+    if stage == "predict":
+        metrics.log = nowhere  # type: ignore[method-assign,assignment]
     outputs: list[list[Any]] = []
     with _evaluation_mode(run, module, what, stage):
         for hook in what.start:

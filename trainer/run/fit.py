@@ -20,7 +20,7 @@ from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.phase import set_phase
 from lockstep.trainer.run import evaluate, publish, saving
 from lockstep.trainer.run.guards import check_weight
-from lockstep.trainer.run.hooks import is_users, turns
+from lockstep.trainer.run.hooks import is_users, refuse_skip, turns
 from lockstep.trainer.setup import prepare
 from lockstep.trainer.setup.own_steps import in_its_place, with_local_steps
 from lockstep.trainer.setup.prepare import FitLoop
@@ -271,7 +271,9 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
         metrics.is_ambiguous = micro_batch.is_ambiguous and (data_size > 1 or shares is not None)
         run.batch_share = micro_batch.num_samples / num_samples
         for hook in hooks.on_train_batch_start:
-            hook(micro_batch.batch, micro_batch.batch_idx)
+            returned = hook(micro_batch.batch, micro_batch.batch_idx)
+            if returned is not None:
+                refuse_skip(returned)
         yield micro_batch
         if shares is not None:
             shares.ran()

@@ -171,7 +171,8 @@ def check_shapes(module: Module) -> None:
 
 
 def with_those_of(module: Module, callbacks: list[Callback]) -> list[Callback]:
-    """`callbacks` and what the module's `configure_callbacks` returns, which replaces callbacks of the same class."""
+    """`callbacks` and what the module's `configure_callbacks` returns, which replaces callbacks of its classes and of
+    their bases."""
     found = module.configure_callbacks() if overrides(module, "configure_callbacks", Module) else []
     own = [found] if isinstance(found, Callback) else list(found or [])
     wrong = next((item for item in own if not isinstance(item, Callback)), None)
@@ -183,7 +184,7 @@ def with_those_of(module: Module, callbacks: list[Callback]) -> list[Callback]:
             f"configure_callbacks returned {type(finder).__name__}, whose search comes before the run that calls it; "
             "give it to the Trainer"
         )
-    merged = [item for item in callbacks if type(item) not in set(map(type, own))] + own
+    merged = [item for item in callbacks if not any(isinstance(new, type(item)) for new in own)] + own
     return sorted(merged, key=lambda item: (isinstance(item, ModelCheckpoint), not isinstance(item, Logger)))
 
 
@@ -256,6 +257,11 @@ def step_function(fn: Callable, num_args: int) -> Callable:
         return Adapted(fn, 2 if takes is None else takes, "dataloader_idx")
     if takes is None or takes == num_args:
         return fn
+    if "dataloader_iter" in parameters:
+        raise TypeError(
+            f"{getattr(fn, '__qualname__', fn)} takes dataloader_iter, but the loop gives it batches; let it take "
+            "(batch, batch_idx)"
+        )
     if takes == 0:
         raise TypeError(
             f"{getattr(fn, '__qualname__', fn)} must take the batch as its first argument, but it takes none"
@@ -270,6 +276,15 @@ def step_function(fn: Callable, num_args: int) -> Callable:
             f"it gives {given}"
         )
     return fn
+
+
+def refuse_skip(returned: Any) -> None:
+    """Raise RuntimeError if `on_train_batch_start` has returned -1, which skips the rest of an epoch in Lightning."""
+    if type(returned) is int and returned == -1:
+        raise RuntimeError(
+            "on_train_batch_start returned -1, which cannot skip the rest of an epoch; give limit_train_batches, or "
+            "set trainer.should_stop = True to end training"
+        )
 
 
 def positional(fn: Callable) -> int | None:

@@ -22,7 +22,7 @@ class ManualOptimizer:
 
     def close(self) -> None: ...
 
-    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Step with the gradients that `manual_backward` has accumulated. Every rank calls it."""
         run = self._run
         for hook in run.hooks.on_before_optimizer_step:
@@ -93,7 +93,7 @@ class AutomaticOptimizer:
             "remove the call, override optimizer_step, or set automatic_optimization = False and step by hand"
         )
 
-    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Step with the gradients that the loop has computed; `closure` is for optimizers that move and compute them
         again."""
         if not self.is_open:
@@ -115,11 +115,11 @@ class AutomaticOptimizer:
         return getattr(self.optimizer, name)
 
 
-def manual_backward(run: RunState, loss: Tensor) -> None:
+def manual_backward(run: RunState, loss: Tensor, retain_graph: bool = False) -> None:
     """`Module.manual_backward`."""
     for hook in run.hooks.on_before_backward:
         hook(loss)
-    run.strategy.backward(run.wrapped, loss, run.batch_share)
+    run.strategy.backward(run.wrapped, loss, run.batch_share, retain_graph)
     for hook in run.hooks.on_after_backward:
         hook()
 

@@ -18,6 +18,7 @@ from lockstep.callbacks.training.gradient_accumulation import GradientAccumulati
 from lockstep.strategies.base import Strategy
 from lockstep.trainer.arguments import TrainerArguments
 from lockstep.trainer.checkpoint import store
+from lockstep.trainer.metrics.entry import nowhere
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.progress import Progress
 from lockstep.trainer.run import publish, saving
@@ -97,7 +98,7 @@ class RunState:
     hooks: Hooks = field(default_factory=Hooks)
     """What is overridden; nothing before it is known."""
     signals: Signals = field(default_factory=Signals)
-    metrics: MetricStore = field(default_factory=MetricStore)
+    metrics: MetricStore = field(default_factory=lambda: _nothing_measured())
     seed: int = 0
     """The run's seed, on all ranks; its random streams are derived from it."""
     streams: dict[str, torch.Generator] = field(default_factory=dict)
@@ -213,4 +214,10 @@ class RunState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.metrics = MetricStore()
+        self.metrics = _nothing_measured()
+
+
+def _nothing_measured() -> MetricStore:
+    store = MetricStore()
+    store.log = nowhere  # type: ignore[method-assign,assignment]
+    return store

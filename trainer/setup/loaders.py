@@ -97,6 +97,8 @@ def loaders_of(source: Any) -> list[Any]:
     """The loaders in what a user gives: None, a loader, or a list or dict of loaders, nested or not."""
     if source is None:
         return []
+    if isinstance(source, CombinedLoader) and source.mode == "sequential":
+        return list(source.named().values())
     if is_several(source):
         return [
             loader
@@ -107,7 +109,10 @@ def loaders_of(source: Any) -> list[Any]:
 
 
 def combined(source: Any) -> Any:
-    """A dict or list of training loaders as one loader; anything else as it is."""
+    """A dict or list of training loaders as one loader, a CombinedLoader of one loader as that; anything else as it
+    is."""
+    if isinstance(source, CombinedLoader) and source.mode == "sequential" and len(source.named()) == 1:
+        return next(iter(source.named().values()))
     return CombinedLoader(source) if is_several(source) else source
 
 

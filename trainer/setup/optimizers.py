@@ -115,9 +115,4 @@ def _scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
             f"a scheduler is saved with every checkpoint, but {type(config.scheduler).__name__} has no {missing[0]}; "
             "define it"
         )
-    if config.reduce_on_plateau and config.monitor is None:
-        raise ValueError(
-            f"{type(config.scheduler).__name__} needs the name of a metric: return {{'scheduler': …, 'monitor': "
-            "'val/loss'}"
-        )
     return config

@@ -299,6 +299,8 @@ def _check_schedulers(module: Module, named: dict[str, Optimizer], schedulers: l
     name = type(module).__name__
     for config in schedulers:
         kind = type(config.scheduler).__name__
+        if config.reduce_on_plateau and config.monitor is None and module.automatic_optimization:
+            raise ValueError(f"{kind} needs the name of a metric: return {{'scheduler': …, 'monitor': 'val/loss'}}")
         if not callable(getattr(config.scheduler, "step", None)) and not overrides(module, "lr_scheduler_step", Module):
             raise TypeError(
                 f"{kind} is not a scheduler of torch: it has no step, so {name} needs lr_scheduler_step; define it"
