@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("what", choices=["speed", "quality"])
     parser.add_argument("overrides", nargs="*", help="of examples/gpt.yaml")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--match", default="", help="only runs whose name contains it")
+    parser.add_argument("--match", default="", help="ddp, and only runs whose name contains it")
     parser.add_argument("--results", type=Path, default=Path("build/local_updates.jsonl"), help="of all runs, so far")
     arguments = parser.parse_intermixed_args()
     if arguments.what == "speed":
@@ -111,7 +111,7 @@ def run(per_rank: tuple[int, int]) -> tuple[float, str]:
 def quality(seeds: int, match: str, file: Path, overrides: list[str]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     for name in RUNS:
-        for seed in range(seeds) if match in name else ():
+        for seed in range(seeds) if match in name or name == "ddp" else ():
             if (name, seed) not in measured(file, overrides):
                 at_end = ["devices=2", f"seed={seed}", "trainer.val_check_interval=1.0", "data.max_bytes=2_000_000"]
                 history, wall_s, _ = measure("gpt", [*at_end, *RUNS[name], *overrides])
@@ -123,7 +123,7 @@ def quality(seeds: int, match: str, file: Path, overrides: list[str]) -> None:
     for name in RUNS:
         own = {seed: loss for (run, seed), loss in losses.items() if run == name}
         ratios = [loss / losses["ddp", seed] for seed, loss in sorted(own.items()) if ("ddp", seed) in losses]
-        if own and match in name:
+        if own and (match in name or name == "ddp"):
             cells = [", ".join(f"{value:.3f}" for value in values) for values in (own.values(), ratios)]
             print(f"| {name} | {' | '.join(cells)} | {max(ratios, default=float('nan')):.3f} |")
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.slow_link [--rows "ddp,topk=0.01"] [--mbit 100] [--batch 640] [--json FILE]
     python -m benchmarks.slow_link --delay 50 [--rows "ddp,diloco"]
-    python -m benchmarks.slow_link --quality "topk=0.01,powersgd=4" [--seeds 3]
+    python -m benchmarks.slow_link --quality "topk=0.01 powersgd=4 diloco" [--seeds 3]
 
 Needs root on Linux, `ip` and `tc`. Two network namespaces are joined by a veth pair, each end with `tc qdisc … tbf`;
 one rank runs in each, started by the variables of torchrun. The same two ranks over the loopback device are the
@@ -15,8 +15,8 @@ Steps within a round are those after which learners do not meet. Of them the tab
 the loopback device, and what was sent during all of them; of the others, how much longer they take, beside the time
 that the bytes need at the rate of the link. With `--delay 50` each packet takes 50 milliseconds (`_delay_line.py`).
 
-`--quality` trains examples/digits.yaml on two ranks with each compressor for its 10 epochs, and shows the validation
-accuracy of the worst seed.
+`--quality` trains examples/digits.yaml on two ranks with each compressor or method for its 10 epochs, and shows the
+validation accuracy of the worst seed.
 """
 
 from __future__ import annotations
@@ -79,10 +79,21 @@ ROWS: dict[str, Row] = {
     "sign": compressed("sign", lambda n: n / 8),
     "diloco": Row(lambda: DiLoCo(period=50), lambda n: 3 * 4 * n / 147, 147),
     "diloco+int8": Row(
-        lambda: DiLoCo(period=50, fragments=4, delay=5, compress="int8"), lambda n: 5 * (n + 4 * n / 256) / 197, 197
+        lambda: DiLoCo(period=50, fragments=4, delay=5, mixing=0.0, compress="int8"),
+        lambda n: 5 * (n + 4 * n / 256) / 197,
+        197,
     ),
 }
 """By name what is compared. A round of DiLoCo is 50 steps; the end of the run sends once more what is under way."""
+TRAINED = {
+    "ddp": ["strategy=ddp"],
+    "diloco": ["strategy=diloco", "strategy.period=50"],
+    "diloco+int8": [
+        *("strategy=diloco", "strategy.period=50", "strategy.fragments=4", "strategy.delay=5"),
+        *("strategy.mixing=0.0", "strategy.compress=int8"),
+    ],
+}
+"""What `--quality` trains, beside compressors; a validation ends a round early."""
 TARGETS = {"ddp": "< 20 %", "topk=0.01": ">= 80 %", "diloco": ">= 80 %", "diloco+int8": ">= 95 %"}
 
 
@@ -93,14 +104,14 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=0, help="milliseconds that a packet takes, each way")
     parser.add_argument("--batch", type=int, default=640, help="samples a rank and step")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--quality", help="compressors, with commas: train the digits with them instead")
+    parser.add_argument("--quality", help="compressors and rows, with spaces: train the digits with them instead")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of:
         on_rank(arguments.rank_of, arguments.batch)
     elif arguments.quality:
-        quality(arguments.quality.split(","), arguments.seeds)
+        quality(arguments.quality.split(), arguments.seeds)
     else:
         rows = over_links(arguments.rows.split(","), arguments.mbit, arguments.batch, arguments.delay)
         columns = {
@@ -305,14 +316,14 @@ def quality(names: list[str], seeds: int) -> None:
     from benchmarks.methods import measure
 
     print("| | seed | val/acc |\n|---|---|---|")
-    for name in ["", *names]:
+    for name in ["ddp", *names]:
         worst = 1.0
         for seed in range(seeds):
-            options = ["strategy=ddp", "devices=2", f"seed={seed}", *([f"strategy.compress={name}"] if name else [])]
-            history, *_ = measure("digits", options)
+            strategy = TRAINED.get(name, ["strategy=ddp", f"strategy.compress='{name}'"])
+            history, *_ = measure("digits", [*strategy, "devices=2", f"seed={seed}"])
             worst = min(worst, history["val/acc"][-1][1])
-            print(f"| {name or 'ddp'} | {seed} | {history['val/acc'][-1][1]:.4f} |", flush=True)
-        print(f"| {name or 'ddp'} | worst | {worst:.4f} |", flush=True)
+            print(f"| {name} | {seed} | {history['val/acc'][-1][1]:.4f} |", flush=True)
+        print(f"| {name} | worst | {worst:.4f} |", flush=True)
 
 
 if __name__ == "__main__":
