@@ -20,6 +20,8 @@ from lockstep.callbacks import Callback
 from lockstep.strategies import Federated
 
 WANTED = 0.95
+RATES = {"scaffold": 0.07}
+"""Of clients, if not 0.1: chosen for all seeds together, where FedSGD has the best of its rates for each."""
 QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 QUIET |= {"accelerator": "cpu", "num_sanity_val_steps": 0}
 
@@ -55,7 +57,8 @@ def rounds(arguments: argparse.Namespace) -> None:
     epochs, size, most = arguments.epochs, arguments.batch_size, arguments.rounds
     variants = [("FedSGD", "fedavg", rate, 1, 10_000, arguments.most) for rate in arguments.sgd_lr]
     for name in arguments.servers:
-        variants.append((f"{name}, E = {epochs}", name, arguments.lr, epochs, size, most))
+        rate = arguments.lr or RATES.get(name, 0.1)
+        variants.append((f"{name}, E = {epochs}", name, rate, epochs, size, most))
     for seed in range(arguments.seeds):
         for name, server, rate, epochs, size, most in variants:
             found = run(server, rate, epochs, size, most, seed, arguments)
@@ -97,7 +100,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--most", type=int, default=200, help="rounds of FedSGD")
-    parser.add_argument("--lr", type=float, default=0.1, help="of the clients")
+    parser.add_argument("--lr", type=float, help="of the clients; by default 0.1, with scaffold 0.07")
     parser.add_argument("--sgd-lr", type=float, nargs="*", default=[0.5, 0.7, 1.0], help="of FedSGD")
     parser.add_argument("--epochs", type=int, default=20, help="of a client in a round, but with FedSGD")
     parser.add_argument("--servers", nargs="*", default=["fedavg", "fedprox=0.01", "scaffold"])
