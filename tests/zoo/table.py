@@ -54,6 +54,12 @@ METHODS: dict[str, tuple[Callable[[], Strategy], dict[str, Any]]] = {
     "parameter server without staleness": (lambda: ParameterServer(staleness=0), {}),
 }
 """What changes the method, with options of the Trainer; by a name that `train` takes for a strategy."""
+ACCUMULATING = " in 2 micro-batches"
+"""Behind a strategy's name: each step accumulates two micro-batches; the last step has samples for one only."""
+ACCUMULATED = ("dp", "model", "ddp", "fsdp", "tensor", "pipeline")
+"""The strategies whose every case was trained so."""
+TABLES = {"zoo": "", "zoo in 2 micro-batches": ACCUMULATING}
+"""Where in the page the columns are whose names end so."""
 DOCUMENTED = {
     "batch norm": "statistics are those of a rank's samples, as in torch's DDP",
     "dropout": "the same noise only on the same number of ranks",
@@ -83,7 +89,10 @@ def train(name: str, strategy: str, devices: int, precision: str) -> Result:
     y = torch.randint(0, 4, (size,), generator=generator)
     torch.manual_seed(7)
     module: Module = cases()[name]()
-    make, options = METHODS.get(strategy, (lambda: strategy, {}))
+    plain = strategy.removesuffix(ACCUMULATING)
+    make, options = METHODS.get(plain, (lambda: plain, {}))
+    if plain != strategy:
+        options = options | {"accumulate_grad_batches": 2}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run = Trainer(
@@ -130,7 +139,7 @@ def results(strategy: str, devices: int, names: list[str]) -> dict[str, Result]:
     """Every case under one strategy, one after the other on the same ranks; a case that ends these, or whose error may
     follow from another rank's, is trained by itself."""
     precision = precision_of(strategy)
-    if strategy in ("dp", "model"):
+    if strategy.removesuffix(ACCUMULATING) in ("dp", "model"):
         return train_all(names, strategy, devices, precision)
     alone = {name for name in names if name in APART}
     os.environ.setdefault("LOCKSTEP_WATCHDOG_S", "30")  # a case that is not in APART, and ends one rank only
@@ -200,8 +209,10 @@ def column(strategy: str, devices: int, expected: dict[str, Result]) -> dict[str
     return {name: outcome(name, result, expected[name], precision_of(strategy)) for name, result in found.items()}
 
 
-def expected_results(strategy: str) -> dict[str, Result]:
-    return train_all(list(cases()), "single", 1, precision_of(strategy))
+def expected_results(strategy: str, names: list[str] | None = None) -> dict[str, Result]:
+    """What one process gets, in as many micro-batches."""
+    suffix = ACCUMULATING if strategy.endswith(ACCUMULATING) else ""
+    return train_all(list(cases()) if names is None else names, f"single{suffix}", 1, precision_of(strategy))
 
 
 def as_markdown(columns: dict[str, dict[str, str]]) -> str:
@@ -213,31 +224,43 @@ def as_markdown(columns: dict[str, dict[str, str]]) -> str:
     return "\n".join(rows)
 
 
+def columns_of(suffix: str) -> dict[str, tuple[str, int]]:
+    """Strategy and devices of each column of a table, by its whole name."""
+    heads = ACCUMULATED if suffix else tuple(STRATEGIES)
+    return {f"{head}{suffix}": (f"{STRATEGIES[head][0]}{suffix}", STRATEGIES[head][1]) for head in heads}
+
+
+COLUMNS = {head: column for suffix in TABLES.values() for head, column in columns_of(suffix).items()}
+
+
 def written() -> dict[str, dict[str, str]]:
-    """The table of the page, by strategy and case."""
-    table_text = PAGE.read_text().partition("<!-- zoo -->")[2].partition("<!-- end of zoo -->")[0]
-    first, *lines = [line for line in table_text.splitlines() if line.startswith("| ")]
-    heads = [cell.strip() for cell in first.strip("|").split("|")][1:]
-    table: dict[str, dict[str, str]] = {head: {} for head in heads}
-    for line in lines:
-        name, *cells = (cell.strip() for cell in line.strip().strip("|").split("|"))
-        if name in cases():
-            for head, cell in zip(heads, cells, strict=True):
-                table[head][name] = SIGNS[cell]
+    """The tables of the page, by column and case."""
+    table: dict[str, dict[str, str]] = {}
+    for mark, suffix in TABLES.items():
+        table_text = PAGE.read_text().partition(f"<!-- {mark} -->")[2].partition(f"<!-- end of {mark} -->")[0]
+        lines = [line for line in table_text.splitlines() if line.startswith("| ")]
+        heads = [f"{cell.strip()}{suffix}" for line in lines[:1] for cell in line.strip("|").split("|")[1:]]
+        table |= {head: {} for head in heads}
+        for line in lines[1:]:
+            name, *cells = (cell.strip() for cell in line.strip().strip("|").split("|"))
+            if name in cases():
+                for head, cell in zip(heads, cells, strict=True):
+                    table[head][name] = SIGNS[cell]
     return table
 
 
 def main() -> None:
     """Train the columns named on the command line, or all, and write them into the page."""
-    wanted = sys.argv[1:] or list(STRATEGIES)
-    expected: dict[str, dict[str, Result]] = {}
-    columns = written() if "| **models** |" in PAGE.read_text() else {}
+    wanted = sys.argv[1:] or list(COLUMNS)
+    expected: dict[tuple[str, bool], dict[str, Result]] = {}
+    columns = written()
     for head in wanted:
-        strategy, devices = STRATEGIES[head]
+        strategy, devices = COLUMNS[head]
         precision = precision_of(strategy)
-        if precision not in expected:
-            expected[precision] = expected_results(strategy)
-        reference, column_, wrong = expected[precision], {}, []
+        key = precision, strategy.endswith(ACCUMULATING)
+        if key not in expected:
+            expected[key] = expected_results(strategy)
+        reference, column_, wrong = expected[key], {}, []
         for name, result in results(strategy, devices, list(reference)).items():
             try:
                 column_[name] = outcome(name, result, reference[name], precision)
@@ -248,14 +271,17 @@ def main() -> None:
         if wrong:
             sys.exit(f"{head}: " + "; ".join(wrong))
         columns[head] = column_
-        write({name: columns[name] for name in STRATEGIES if name in columns})
+        write(columns)
 
 
 def write(columns: dict[str, dict[str, str]]) -> None:
     text = PAGE.read_text()
-    begin, end = "<!-- zoo -->\n", "\n<!-- end of zoo -->"
-    before, _, rest = text.partition(begin)
-    PAGE.write_text(before + begin + as_markdown(columns) + end + rest.partition(end)[2])
+    for mark, suffix in TABLES.items():
+        found = {head.removesuffix(suffix): columns[head] for head in columns_of(suffix) if head in columns}
+        begin, end = f"<!-- {mark} -->\n", f"\n<!-- end of {mark} -->"
+        before, _, rest = text.partition(begin)
+        text = before + begin + as_markdown(found) + end + rest.partition(end)[2]
+    PAGE.write_text(text)
 
 
 if __name__ == "__main__":
