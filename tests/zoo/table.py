@@ -56,7 +56,7 @@ METHODS: dict[str, tuple[Callable[[], Strategy], dict[str, Any]]] = {
 """What changes the method, with options of the Trainer; by a name that `train` takes for a strategy."""
 ACCUMULATING = " in 2 micro-batches"
 """Behind a strategy's name: each step accumulates two micro-batches; the last step has samples for one only."""
-ACCUMULATED = ("dp", "model", "ddp", "fsdp", "tensor", "pipeline")
+ACCUMULATED = ("dp", "model", "ddp", "fsdp", "tensor", "pipeline", "zero 2")
 """The strategies whose every case was trained so."""
 TABLES = {"zoo": "", "zoo in 2 micro-batches": ACCUMULATING}
 """Where in the page the columns are whose names end so."""
