@@ -199,7 +199,7 @@ def test_bytes_of_a_rank_by_kind() -> None:
 
 
 @SLOW
-@pytest.mark.unit
+@pytest.mark.ranks  # its package starts a process
 def test_stages_of_deepspeed_shard_optimizer_state_gradients_and_parameters() -> None:
     """In float32 the engine steps a copy of the weights, which is state of the optimizer beside AdamW's two."""
     module = Net(width=1000)
