@@ -68,25 +68,30 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
     },
     "Methods, hooks and attributes of LightningModule": {
         "all_gather": "no gradient flows",
-        "configure_optimizers": "also a dict of optimizers by name, each with its loss, in automatic optimization",
+        "clip_gradients": "clips by what it is given, whatever the Trainer's `gradient_clip_val` is",
+        "configure_optimizers": "None only in manual optimization; also a dict of optimizers by name, each with its "
+        "loss, in automatic optimization",
         "global_step": "one for each step of the loop, whatever the number of optimizers",
         "hparams": "a config of omegaconf that is given whole becomes a dict with attributes; loggers get the values "
         "at the start of fit; a module that is built in another's `__init__` has its own arguments only",
         "load_from_checkpoint": "reads folders and `.ckpt` files of Lightning 1.0 and later; refuses `hparams_file` "
         "and arguments that `__init__` lacks; modules, classes and functions are given again",
-        "log": "a step's value is the mean since the previous one; values always span all ranks",
+        "log": "a step's value is the mean since the previous one; values always span all ranks; in any hook of a run, "
+        "an error outside of one; calls of one name in a step add to one mean; a metric named `step` is a metric",
         "log_dict": "as `log`",
         "on_before_zero_grad": "after the step",
         "on_load_checkpoint": "the dict is what `on_save_checkpoint` filled; weights are not in it",
         "on_save_checkpoint": "fill it with tensors and JSON data; weights are not in it",
         "on_train_batch_end": "`outputs` is what `training_step` returned, detached",
-        "optimizers": "objects whose `step` and `zero_grad` keep ranks together",
+        "optimizers": "objects whose `step` and `zero_grad` keep ranks together; the optimizer is their `.optimizer`; "
+        "`step` returns None",
         "toggled_optimizer": "with `lockstep.lightning`",
     },
     "Methods and hooks of LightningDataModule": {
-        "from_datasets": "with `lockstep.lightning`",
+        "from_datasets": "with `lockstep.lightning`; a loader that was not given is None",
+        "prepare_data": "on local rank 0 of each node; `prepare_data_per_node` is not read",
         "hparams": "those that the module has too are logged as `data.<name>`; checkpoints do not hold them",
-        "state_dict": "tensors and JSON data",
+        "state_dict": "tensors and JSON data; restored in `fit`",
     },
     "Hooks and attributes of Callback": {
         "on_before_zero_grad": "after the step",
@@ -97,27 +102,41 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "state_key": "the class's name, so two callbacks of a class need names of their own",
     },
     "Callbacks": {
+        "BackboneFinetuning": "its rate is the last one times `lambda_func(epoch)` after what schedulers made of it; "
+        "as in Lightning with `lockstep.lightning`",
         "BasePredictionWriter": "of ranks that share samples one writes; `PredictionWriter` writes one file in order",
-        "BatchSizeFinder": "trials are runs of their own",
+        "BatchSizeFinder": "trials are runs of their own, of fit only, and at least one",
         "Checkpoint": "a base class for callbacks of your own",
         "DeviceStatsMonitor": "`DeviceStats`, whose values have other names",
         "EMAWeightAveraging": "`WeightAveraging(decay)`; buffers are not averaged: `use_buffers=False` for BatchNorm",
-        "LearningRateFinder": "`LRFinder`; trials are runs of their own",
+        "GradientAccumulationScheduler": "`accumulate_grad_batches` of the Trainer holds before its first epoch",
+        "LearningRateMonitor": "works without a logger too; its values are in `callback_metrics`, not in `lrs`",
+        "LearningRateFinder": "`LRFinder`; trials are runs of their own; several optimizers are searched together; "
+        "`suggestion` takes no `skip_begin` and `skip_end`, and needs as many steps as those skip",
         "ModelCheckpoint": "a checkpoint is a folder, with `lockstep.lightning` of the name of Lightning's file; a `/` "
         "in a name becomes `_`; `save_last` is the same save under another name, once; without `monitor` the "
         "`save_top_k` newest are kept, in `best_k_models` too; a metric of training steps is there when steps are "
         "logged; NaN stays NaN; `train_time_interval` is checked every `log_every_n_steps` steps; "
         "`save_on_exception` is refused",
-        "ProgressBar": "not a base class for bars of your own",
+        "ModelSummary": "the table and its sums; no `in_sizes` and the like",
+        "ProgressBar": "not a base class for bars of your own; shown if it is given, whatever `enable_progress_bar` "
+        "says",
         "RichModelSummary": "`ModelSummary`",
         "RichProgressBar": "`ProgressBar`",
         "TQDMProgressBar": "`ProgressBar`",
-        "WeightAveraging": "the mean of all updates; buffers are not averaged: `use_buffers=False` for BatchNorm",
+        "Timer": "`duration` must be above 0; without `start_time` and `end_time`",
+        "WeightAveraging": "the mean of all updates, without `avg_fn`; buffers are not averaged: `use_buffers=False` "
+        "for BatchNorm",
     },
     "Loggers": {
-        "CSVLogger": "drops rows after the checkpoint that is resumed",
+        "CSVLogger": "drops rows after the checkpoint that is resumed; has its folder, version and file from the start "
+        "of "
+        "a run; no `prefix`",
+        "Logger": "`after_save_checkpoint` is refused",
         "MLFlowLogger": "`MLflowLogger`",
-        "TensorBoardLogger": "hides values after the checkpoint that is resumed",
+        "TensorBoardLogger": "hides values after the checkpoint that is resumed; has its folder, version and writer "
+        "from "
+        "the start of a run, and `hparams.yaml` if there are hyperparameters; no `prefix` and `sub_dir`",
         "WandbLogger": "a resumed run has each step once",
     },
 }

@@ -244,6 +244,8 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> Tensor | None:
         """Clip what `optimizer` will apply; return the norm of the global gradient, or None for "value"."""
+        if gradient_clip_algorithm not in (None, "norm", "value"):
+            raise ValueError(f"gradient_clip_algorithm must be 'norm' or 'value', got {gradient_clip_algorithm!r}")
         if gradient_clip_val is None:
             return None
         optimizer = getattr(optimizer, "optimizer", optimizer)

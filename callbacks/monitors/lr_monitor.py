@@ -44,6 +44,15 @@ class LearningRateMonitor(Callback):
         self.log_weight_decay = log_weight_decay
         self._used: dict[str, float] = {}  # by the step that is being taken, where that step is logged
 
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        for optimizer in trainer.optimizers:
+            for name, count in Counter(group["name"] for group in optimizer.param_groups if "name" in group).items():
+                if count > 1:
+                    raise ValueError(
+                        f"LearningRateMonitor found {count} parameter groups of {type(optimizer).__name__} with the "
+                        f"name {name!r}, whose values would be one curve; give each group another name"
+                    )
+
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
         stats = self._stats(trainer, "epoch")
         if stats:

@@ -132,11 +132,14 @@ class BackboneFinetuning(BaseFinetuning):
             rate = float(optimizer.param_groups[0]["lr"])
             first = self.backbone_initial_lr or rate * self.backbone_initial_ratio_lr
             self._group = len(optimizer.param_groups)
-            self.unfreeze_and_add_param_group(self._backbone_of(module), optimizer, lr=first)
+            self._unfreeze(self._backbone_of(module), optimizer, first)
         elif epoch > self.unfreeze_backbone_at_epoch and self._group < len(optimizer.param_groups):
             group, rate = optimizer.param_groups[self._group], float(optimizer.param_groups[0]["lr"])
             raised = float(group["lr"]) * self.lambda_func(epoch)
             group["lr"] = min(raised, rate) if self.should_align else raised
+
+    def _unfreeze(self, modules: nn.Module, optimizer: Optimizer, lr: float) -> None:
+        self.unfreeze_and_add_param_group(modules, optimizer, lr=lr)
 
     def _backbone_of(self, module: Module) -> nn.Module:
         try:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, SequentialSampler
 
@@ -55,10 +53,21 @@ class ModelSummary(callbacks.ModelSummary):
 
 
 class ProgressBar(callbacks.ProgressBar):
-    """`lockstep.callbacks.ProgressBar`; what draws Lightning's bars changes nothing."""
+    """`lockstep.callbacks.ProgressBar`; what draws Lightning's bars changes nothing.
+
+    Raises TypeError for a subclass that overrides what Lightning's bars call.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__()
+
+    def __init_subclass__(cls) -> None:
+        for name in vars(cls):
+            if name == "get_metrics" or (name.startswith("init_") and name.endswith("_tqdm")):
+                raise TypeError(
+                    f"{cls.__name__} overrides {name}, which the progress bar of lockstep.lightning does not call; "
+                    "choose what the bar shows with log(prog_bar=True)"
+                )
 
 
 class TQDMProgressBar(ProgressBar):
@@ -187,61 +196,6 @@ class EMAWeightAveraging(_Averaging):
         if step_idx is not None and step_idx >= (self._first_step or 0) and step_idx % self._every == 0:
             return True
         return epoch_idx is not None and self._first_epoch is not None and epoch_idx >= self._first_epoch
-
-
-class BaseFinetuning(callbacks.BaseFinetuning):
-    """`lockstep.callbacks.BaseFinetuning` with Lightning's helpers."""
-
-    @staticmethod
-    def flatten_modules(modules: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
-        """The modules that have parameters or no children."""
-        outer = [modules] if isinstance(modules, nn.Module) else list(modules)
-        inner = [layer for module in outer for layer in module.modules()]
-        return [layer for layer in inner if not list(layer.children()) or list(layer.parameters(recurse=False))]
-
-    @staticmethod
-    def freeze_module(module: nn.Module) -> None:
-        """Freeze one module."""
-        module.requires_grad_(False)
-
-    @staticmethod
-    def unfreeze_and_add_param_group(
-        modules: nn.Module | Iterable[nn.Module],
-        optimizer: Optimizer,
-        lr: float | None = None,
-        initial_denom_lr: float = 10.0,
-        train_bn: bool = True,
-    ) -> None:
-        """As in `lockstep.callbacks.BaseFinetuning`; layers of BatchNorm stay as they are with `train_bn` False."""
-        if not train_bn:
-            norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-            modules = [layer for layer in BaseFinetuning.flatten_modules(modules) if not isinstance(layer, norms)]
-        callbacks.BaseFinetuning.unfreeze_and_add_param_group(modules, optimizer, lr, initial_denom_lr)
-
-
-class BackboneFinetuning(callbacks.BackboneFinetuning):
-    """`lockstep.callbacks.BackboneFinetuning`; the backbone is the submodule `backbone`."""
-
-    def __init__(
-        self,
-        unfreeze_backbone_at_epoch: int = 10,
-        lambda_func: Callable[[int], float] = lambda epoch: 2.0,
-        backbone_initial_ratio_lr: float = 10e-2,
-        backbone_initial_lr: float | None = None,
-        should_align: bool = True,
-        initial_denom_lr: float = 10.0,
-        train_bn: bool = True,
-        verbose: bool = False,
-        rounding: int = 12,
-    ) -> None:
-        super().__init__(
-            unfreeze_backbone_at_epoch,
-            lambda_func,
-            backbone_initial_ratio_lr,
-            backbone_initial_lr,
-            should_align,
-            train_bn,
-        )
 
 
 class BasePredictionWriter(Callback):

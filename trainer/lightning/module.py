@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -68,7 +69,7 @@ class LightningDataModule(DataModule):
         **arguments: Any,
     ) -> LightningDataModule:
         """A DataModule with a loader for each dataset, or a list or dict of loaders for several. Only the training
-        loader shuffles. `arguments` are those of `__init__`."""
+        loader shuffles. `arguments` are those of `__init__`, which gets the other two as well if it takes them."""
 
         def loaders(data: Any, shuffle: bool = False) -> Any:
             if isinstance(data, Mapping):
@@ -78,6 +79,11 @@ class LightningDataModule(DataModule):
             shuffle = shuffle and not isinstance(data, IterableDataset)
             return DataLoader(data, batch_size, shuffle=shuffle, num_workers=num_workers, pin_memory=False)
 
+        takes = inspect.signature(cls).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+        for name, value in {"batch_size": batch_size, "num_workers": num_workers}.items():
+            if takes_any or name in takes:
+                arguments[name] = value
         module = cls(**arguments)
         given = {
             "train_dataloader": train_dataset,

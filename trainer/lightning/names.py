@@ -36,7 +36,8 @@ PATHS: Mapping[str, Mapping[str, str]] = {
     "pytorch.callbacks": {
         "callbacks": "Callback LambdaCallback LearningRateMonitor GradientAccumulationScheduler",
         f"{OURS}.model_checkpoint": "Checkpoint ModelCheckpoint",
-        f"{OURS}.callbacks": "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder "
+        f"{OURS}.finetuning": "BackboneFinetuning BaseFinetuning",
+        f"{OURS}.callbacks": "BasePredictionWriter BatchSizeFinder "
         "DeviceStatsMonitor EarlyStopping LearningRateFinder ModelSummary ProgressBar "
         "RichModelSummary=ModelSummary RichProgressBar TQDMProgressBar Timer EMAWeightAveraging WeightAveraging",
     },

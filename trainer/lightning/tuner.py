@@ -25,8 +25,13 @@ class Found:
         """The rates under "lr" and their losses under "loss"."""
         return {"lr": self.sweep.lrs, "loss": self.sweep.losses}
 
-    def suggestion(self) -> float | None:
-        """The rate found; None if there are too few points."""
+    def suggestion(self, **skipped: int) -> float | None:
+        """The rate found; None if there are too few points. Raises TypeError for `skip_begin` and `skip_end`."""
+        if skipped:
+            raise TypeError(
+                f"suggestion has no argument {next(iter(skipped))!r}; the first and last points are skipped, and all "
+                "of them are in results"
+            )
         return self.sweep.suggestion()
 
     def plot(self, suggest: bool = True, show: bool = False) -> Any:

@@ -124,6 +124,8 @@ class ModelSummary:
     """The table of a module's layers, and its sums."""
 
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
+        if not isinstance(max_depth, int) or max_depth < -1:
+            raise ValueError(f"max_depth must be -1, 0 or above, got {max_depth!r}")
         self.model, self.max_depth = model, max_depth
 
     @property

@@ -155,7 +155,10 @@ class Guards:
             owned = _owned(optimizers)
             self.unowned = {name: p for name, p in self.unowned.items() if id(p) not in owned}
             if reached := [name for name in reached if name in self.unowned]:
-                refuse_unstepped(reached)
+                if not any(callback.changes_model for callback in self.run.callbacks):
+                    refuse_unstepped(reached)
+                for name in reached:  # such a callback may add it later, and then with a gradient of that step only
+                    self.unowned[name].grad = None
 
     def before_step(self, optimizers: Sequence[Optimizer]) -> bool:
         """Record the parameters before they move for the first time; whether a gradient on this rank is not

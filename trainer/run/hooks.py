@@ -137,7 +137,8 @@ def check_names(owner: Any, base: type) -> None:
                 raise TypeError(f"{kind}.{name} is not called by Lockstep, so it would have no effect; {instead}")
     known = [name for name in dir(base) if name.startswith("on_")]
     for name in dir(type(owner)):
-        if name.startswith("on_") and name not in known and callable(getattr(type(owner), name)):
+        is_hook = name.startswith("on_") or name in lightning_names.HOOKS
+        if is_hook and name not in known and callable(getattr(type(owner), name)):
             near = difflib.get_close_matches(name, known, 1, 0.0)[0]
             instead = lightning_names.HOOKS.get(name, "")
             if not instead:

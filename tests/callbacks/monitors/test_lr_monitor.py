@@ -131,3 +131,11 @@ def test_rates_are_callback_metrics_on_every_rank(interval: Any) -> None:
     )
     trainer.fit(net(), loader(32))
     assert trainer.callback_metrics["lr-AdamW"].dtype == torch.float64
+
+
+def test_groups_of_one_name_are_refused() -> None:
+    optimizer = SGD([{"params": [parameter()], "name": "head"}, {"params": [parameter()], "name": "head"}], lr=0.1)
+    with pytest.raises(
+        ValueError, match="2 parameter groups of SGD with the name 'head'.*give each group another name"
+    ):
+        LearningRateMonitor().on_fit_start(SimpleNamespace(optimizers=[optimizer]), MODULE)  # type: ignore[arg-type]

@@ -202,3 +202,27 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     assert len(whole) == 23 and first and second
     assert not first.keys() & second.keys()
     assert first | second == whole
+
+
+def test_what_would_have_no_effect_is_refused(tmp_path: Path) -> None:
+    class Saved(loggers.Logger):
+        def after_save_checkpoint(self, checkpoint_callback: Any) -> None: ...
+
+    module, batches = classifier(pl)(), loader()
+    with pytest.raises(TypeError, match="Saved.after_save_checkpoint is not a hook.*copy checkpoints in on_train_end"):
+        L.Trainer(**QUIET | {"logger": Saved()}, max_steps=1, default_root_dir=tmp_path).fit(module, batches)
+    with pytest.raises(TypeError, match="Bar overrides get_metrics, which the progress bar of lockstep.lightning does"):
+        type("Bar", (pl.callbacks.TQDMProgressBar,), {"get_metrics": lambda *args: {}})
+    with pytest.raises(ValueError, match="gradient_clip_algorithm must be 'norm' or 'value', got 'foo'"):
+        module.clip_gradients(None, 1.0, "foo")
+    with pytest.raises(ValueError, match="max_depth must be -1, 0 or above, got -2"):
+        utilities.model_summary.ModelSummary(module, -2)
+
+
+def test_from_datasets_gives_its_arguments_to_a_class_that_takes_them() -> None:
+    class Sized(pl.LightningDataModule):
+        def __init__(self, other: int, batch_size: int = 1) -> None:
+            super().__init__()
+            self.given = other, batch_size
+
+    assert Sized.from_datasets(loader().dataset, batch_size=4, other=5).given == (5, 4)
