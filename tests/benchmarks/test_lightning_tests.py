@@ -1,0 +1,47 @@
+"""Counting what passes of a clone of Lightning's tests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lightning_tests import outcome, row
+
+pytestmark = pytest.mark.ranks
+
+TESTS = """
+import lightning
+import pytorch_lightning
+from lightning.pytorch.demos.toys import name
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+
+def test_is_ours():
+    assert lightning.pytorch is pytorch_lightning
+    assert pytorch_lightning.__name__ == "lockstep.lightning.pytorch"
+    assert name() == "toys"
+
+
+def test_fails():
+    assert False
+"""
+
+
+def test_outcomes_are_counted_by_file(tmp_path: Path) -> None:
+    tests, demos = tmp_path / "tests" / "tests_pytorch", tmp_path / "src" / "lightning" / "pytorch" / "demos"
+    tests.mkdir(parents=True)
+    demos.mkdir(parents=True)
+    (demos / "__init__.py").touch()
+    (demos / "toys.py").write_text("import lightning.pytorch\ndef name(): return 'toys'\n")
+    (tests / "test_some.py").write_text(TESTS)
+    found = outcome(tests / "test_some.py", tmp_path, timeout=60)
+    assert found == Counter(passed=1, failed=1)
+    assert row("test_some.py", found).split(None, 1)[1] == "1 passed, 1 failed"
+
+
+@pytest.mark.slow
+def test_a_file_with_a_name_that_is_not_offered_is_not_collected(tmp_path: Path) -> None:
+    (tmp_path / "test_other.py").write_text("from lightning.pytorch.loops import _FitLoop\ndef test(): ...\n")
+    assert outcome(tmp_path / "test_other.py", tmp_path, timeout=60) == Counter({"not collected": 1})
