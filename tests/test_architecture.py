@@ -373,6 +373,7 @@ PRIVATE = {
     "torch.distributed.pipelining._schedule_visualizer.get_schedule_ops": "order of a schedule",
     "torch.distributed.pipelining.schedules._Action": "the type of these operations",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "offset of a shard",
+    "torch.distributed.tensor.debug._clear_sharding_prop_cache": "a second run in a process got groups of the first",
     "torch.ops.aten._local_scalar_dense.default": "what `.item()` calls",
     "torch.utils._python_dispatch.TorchDispatchMode": "documented under this name; sees each operation",
     "torch.utils._pytree.tree_any": "walks batches and outputs as torch does; no public name",

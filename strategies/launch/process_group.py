@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import struct
+import sys
 import tempfile
 import threading
 import time
@@ -133,6 +134,11 @@ def destroy_process_group(timeout_s: float = 2.0) -> None:
     thread = threading.Thread(target=destroy, name="destroy_process_group", daemon=True)
     thread.start()
     thread.join(timeout_s)
+    if "torch.distributed.tensor" in sys.modules:
+        # DTensor keeps the meshes of results it has seen, and takes one of another group that looks the same.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 _stores: dict[tuple[World, str, str], tuple[dist.Store, Iterator[int]]] = {}

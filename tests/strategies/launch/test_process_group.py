@@ -165,3 +165,24 @@ def meet_as_mpi() -> float:
     total = torch.ones(1)
     dist.all_reduce(total)
     return total.item()
+
+
+MESHES = """
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from lockstep.strategies.launch import process_group
+
+for outer in ("pipeline", "ddp"):
+    process_group.init_process_group(None, backend="gloo")
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=(outer, "fsdp"))["fsdp"]
+    doubled = distribute_tensor(torch.ones(4), mesh, [Shard(0)]) * 2
+    assert doubled.device_mesh is mesh, outer
+    process_group.destroy_process_group()
+"""
+
+
+@pytest.mark.ranks
+def test_a_second_run_in_a_process_gets_no_mesh_of_the_first() -> None:
+    ended = subprocess.run([sys.executable, "-c", MESHES], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
