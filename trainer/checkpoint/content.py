@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +136,22 @@ def encode(path: Path, name: str, value: Any) -> bytes:
     return content
 
 
-def host_copy(tensor: Tensor) -> Tensor:
-    """A copy in memory of its own on the CPU. From a device it waits for the computation and the copy."""
-    tensor = tensor.detach()
+def host_copies(shards: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
+    """Copies in memory of their own on the CPU.
+
+    Those of tensors on GPUs are started one after the other into page-locked memory, which torch keeps for the next
+    save, and waited for together.
+    """
+    copies = {name: replace(shard, tensor=_start_copy(shard.tensor.detach())) for name, shard in shards.items()}
+    for device in {shard.tensor.device for shard in shards.values() if shard.tensor.is_cuda}:
+        torch.cuda.synchronize(device)
+    return copies
+
+
+def _start_copy(tensor: Tensor) -> Tensor:
+    if tensor.is_cuda:
+        with suppress(RuntimeError):  # no more memory can be locked: pageable memory will do
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
     return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone(memory_format=torch.contiguous_format)
 
 

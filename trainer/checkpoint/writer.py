@@ -34,7 +34,7 @@ from lockstep.trainer.checkpoint.content import (
     check_tensor,
     encode,
     global_step_of,
-    host_copy,
+    host_copies,
     refusal,
 )
 from lockstep.trainer.checkpoint.directory import hidden, lock, make_folders, put_in_place, refuse_foreign, remove, sync
@@ -110,11 +110,7 @@ class Saving:
             self._state = encode(self.final, STATE, state)
             self._rank_state = None if rank_state is None else encode(self.final, rank_file(self.rank), rank_state)
             self._global_step = global_step_of(state)
-            self._tensors = (
-                {name: TensorShard(host_copy(s.tensor), s.global_shape, s.offsets) for name, s in tensors.items()}
-                if copy
-                else tensors
-            )
+            self._tensors = host_copies(tensors) if copy else tensors
             if self.rank == 0:
                 self._create()
         except Exception as error:

@@ -13,6 +13,7 @@ import torch.distributed.tensor
 
 from lockstep.strategies.checkpoint_state import TensorShard
 from lockstep.trainer.checkpoint import safetensors_file
+from lockstep.trainer.checkpoint.content import host_copies
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError, save
 from tests.trainer.checkpoint.folders import save_alone
 
@@ -124,3 +125,18 @@ def test_a_distributed_tensor_is_refused(tmp_path: Path) -> None:
             save(tmp_path / "a", rank=0, world_size=1, tensors={"model/w": TensorShard(tensor, (4,), (0,))}, state={})
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_copies_have_memory_of_their_own(device: str) -> None:
+    tensors = {str(i): torch.randn(i, 4, device=device).T for i in range(1, 9)}
+    shards = {name: TensorShard(tensor, (8, i), (4, 0)) for i, (name, tensor) in enumerate(tensors.items(), 1)}
+    copies = host_copies(shards)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in tensors.values():
+        tensor.zero_()
+    for name, copy in copies.items():
+        assert copy.tensor.device.type == "cpu" and copy.tensor.is_contiguous()
+        assert copy.tensor.is_pinned() == (device == "cuda")
+        assert torch.equal(copy.tensor, before[name].cpu())
+        assert (copy.global_shape, copy.offsets) == (shards[name].global_shape, shards[name].offsets)
