@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from lockstep.strategies.mesh.axes import sum_gradients_of, unshardable
 from lockstep.strategies.mesh.structure import Structure
+from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.pipeline.stage_run import Stage
 from lockstep.strategies.pipeline.staged_module import Staged
 
@@ -43,6 +44,9 @@ class Shards:
             sum_gradients_of(module)
         self.gathered = False
         """Whether parameters are whole at the moment, and gradients those of this rank."""
+        self._model = staged.model
+        self._versions: dict[int, int] = {}
+        """Of each parameter, how often it was written to when it was made whole."""
         self._structure.seal()
 
     def gather(self) -> None:
@@ -52,9 +56,12 @@ class Shards:
             stage._get_fsdp_state()._lazy_init()  # type: ignore[operator]
         for module in (*self._stages, *self._layers):  # the root first: it makes itself known to the layers
             module.unshard()  # type: ignore[operator]
+        parameters = (p for layer in self._layers for p in layer.parameters())
+        self._versions = {id(p): p._version for p in parameters}
 
     def scatter(self) -> None:
         """Give up what the others hold."""
+        self._refuse_written()
         self.gathered = False
         for module in self._layers:
             module.reshard()  # type: ignore[operator]
@@ -64,6 +71,7 @@ class Shards:
 
         What no rank of `group`, that of all pipelines' same stages, has stays None.
         """
+        self._refuse_written()
         trained = self._sharded(staged)
         have = torch.tensor([p.grad is not None for p in trained], dtype=torch.int8).to(staged.device)
         dist.all_reduce(have, dist.ReduceOp.MAX, group=group)
@@ -79,6 +87,19 @@ class Shards:
         for parameter, used in zip(self._sharded(staged), have.tolist(), strict=True):  # shards again
             if not used:
                 parameter.grad = None
+
+    def _refuse_written(self) -> None:
+        """Raise RuntimeError for parameters that were written to while they were whole, which would be lost."""
+        apart, versions = {id(p) for p in self.whole}, self._versions
+        named = [(name, p) for name, p in self._model.named_parameters() if id(p) in versions and id(p) not in apart]
+        written = [name for name, p in named if p._version != versions[id(p)]]
+        self._versions = {}
+        if written:
+            raise RuntimeError(
+                f"weights were changed within an accumulation window ({shortened(written)}), while ranks hold them "
+                "whole to compute with them, and the change would be lost; change them once a step, as in "
+                "on_before_zero_grad, or use strategy='pipeline'"
+            )
 
     def _sharded(self, staged: Staged) -> list[nn.Parameter]:
         apart = {id(p) for p in self.whole}

@@ -56,8 +56,6 @@ METHODS: dict[str, tuple[Callable[[], Strategy], dict[str, Any]]] = {
 """What changes the method, with options of the Trainer; by a name that `train` takes for a strategy."""
 ACCUMULATING = " in 2 micro-batches"
 """Behind a strategy's name: each step accumulates two micro-batches; the last step has samples for one only."""
-ACCUMULATED = ("dp", "model", "ddp", "fsdp", "tensor", "pipeline", "zero 2")
-"""The strategies whose every case was trained so."""
 TABLES = {"zoo": "", "zoo in 2 micro-batches": ACCUMULATING}
 """Where in the page the columns are whose names end so."""
 DOCUMENTED = {
@@ -84,7 +82,7 @@ def train(name: str, strategy: str, devices: int, precision: str) -> Result:
     """Train one case; on ranks that run already, in place."""
     generator = torch.Generator().manual_seed(3)
     dtype = torch.float64 if precision == "64-true" else torch.float32
-    size = 16 if name == "batch norm" else NUM_SAMPLES
+    size, batch = (32, 16) if name == "batch norm" else (NUM_SAMPLES, BATCH)  # it takes two samples of each rank
     x = torch.randn(size, 8, generator=generator, dtype=torch.float64).to(dtype)
     y = torch.randint(0, 4, (size,), generator=generator)
     torch.manual_seed(7)
@@ -110,7 +108,7 @@ def train(name: str, strategy: str, devices: int, precision: str) -> Result:
             default_root_dir=folder,
             **options,
         )
-        loaders = [DataLoader(TensorDataset(x, y), batch_size=BATCH) for _ in range(2)]
+        loaders = [DataLoader(TensorDataset(x, y), batch_size=batch) for _ in range(2)]
         try:
             run.fit(module, *loaders)
         except Exception as error:
@@ -226,8 +224,7 @@ def as_markdown(columns: dict[str, dict[str, str]]) -> str:
 
 def columns_of(suffix: str) -> dict[str, tuple[str, int]]:
     """Strategy and devices of each column of a table, by its whole name."""
-    heads = ACCUMULATED if suffix else tuple(STRATEGIES)
-    return {f"{head}{suffix}": (f"{STRATEGIES[head][0]}{suffix}", STRATEGIES[head][1]) for head in heads}
+    return {f"{head}{suffix}": (f"{name}{suffix}", devices) for head, (name, devices) in STRATEGIES.items()}
 
 
 COLUMNS = {head: column for suffix in TABLES.values() for head, column in columns_of(suffix).items()}
