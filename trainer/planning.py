@@ -34,7 +34,7 @@ from lockstep.strategies.planning.held import gradients_of, parameters_of
 from lockstep.strategies.planning.measure import axes_of, gathered_from_host, offload_of, rank_plan, refuse_unplanned
 from lockstep.strategies.planning.memory import FORWARD, REDUCTION, ROUND
 from lockstep.strategies.planning.plan import PipelineSchedule, Plan, RankPlan
-from lockstep.strategies.planning.rounds import learners_by_rank, notes_of, round_steps, short_round
+from lockstep.strategies.planning.rounds import learners_by_rank, notes_of, round_overlap, round_steps, short_round
 from lockstep.strategies.planning.trial_mode import CollectiveCall, TrialMode
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import fit as loop_of_fit
@@ -129,7 +129,7 @@ class _Trial:
                 self.mode.watching_resizes(),
                 converting_in_place(),
                 _noting_optimizers(self.mode),
-                short_round(run.strategy) as steps,
+                short_round(run.strategy, self.mode) as steps,
                 lifecycle.metrics_of_all(run, copy),
             ):
                 with self.mode:
@@ -184,6 +184,7 @@ class _Trial:
             accumulate_grad_batches=arguments.accumulate_grad_batches,
             pipeline=_schedule(self.original.strategy, self.axes.get("pipeline", 1)),
             round_steps=round_steps(self.original.strategy),
+            round_overlap=round_overlap(self.original.strategy),
             notes=(
                 *self.mode.notes,
                 *notes_of(self.original.strategy),

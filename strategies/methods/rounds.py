@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -65,7 +65,9 @@ class LearnerRounds(SPMDStrategy):
         self._outer: Outer | None = None
         self._numbers = OwnNumbers()
         self._names: dict[int, str] = {}
-        self._thread: ThreadPoolExecutor | None = None
+        self.sender: Callable[[], Executor] = partial(ThreadPoolExecutor, 1, "outer")
+        """What sends beside the steps is made by this."""
+        self._thread: Executor | None = None
 
     def shard_loader(
         self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False
@@ -199,7 +201,7 @@ class LearnerRounds(SPMDStrategy):
         outer.apply_due(self._windows, self._learners, self.rounds.mixing)
         for fragment in outer.due(self._position):
             if self.rounds.delay:
-                self._thread = self._thread or ThreadPoolExecutor(1, "outer")
+                self._thread = self._thread or self.sender()
                 outer.send(fragment, self._learners, self._thread, self._windows + self.rounds.delay)
             else:
                 outer.send(fragment, self._learners)

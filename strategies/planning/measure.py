@@ -33,10 +33,7 @@ def refuse_unplanned(strategy: Strategy) -> None:
         and any((strategy.zero.get(f"offload_{part}") or {}).get("device") == "cpu" for part in ("optimizer", "param"))
     ):
         why = "offload keeps a part of its state in the host's memory, which a plan does not tell from the device's"
-    if not why and isinstance(strategy, LearnerRounds):
-        if strategy.rounds.delay:
-            why = "with delay learners send beside their steps, at moments that a plan does not know"
-    elif not why and not can.synchronous:
+    if not why and not isinstance(strategy, LearnerRounds) and not can.synchronous:
         why = "its ranks do not meet in every step, and what they exchange depends on when they come"
     elif not why and strategy.virtual_ranks and hasattr(strategy, "schedule"):
         why = "with virtual_ranks the stages of a pipeline send the values of random streams, and a plan has none"

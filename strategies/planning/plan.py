@@ -154,6 +154,8 @@ class Plan:
     accumulate_grad_batches: int = 1
     round_steps: int = 1
     """Optimizer steps between two exchanges of learners that train by themselves."""
+    round_overlap: float = 0.0
+    """Share of these steps beside which the exchange may run."""
     pipeline: PipelineSchedule | None = None
     notes: tuple[str, ...] = ()
     """What the figures do not hold, one sentence each."""

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.methods.local_updates import LocalUpdates
 from lockstep.strategies.methods.options import assign
 from lockstep.strategies.methods.rounds import LearnerRounds
+from lockstep.strategies.planning.trial_mode import TrialMode
 from lockstep.strategies.sync.compression.compressor import Compressor
 from lockstep.strategies.sync.compression.sparse import TopK
 
 
 @contextmanager
-def short_round(strategy: Strategy) -> Iterator[int]:
+def short_round(strategy: Strategy, mode: TrialMode) -> Iterator[int]:
     """While it lasts a round of `strategy` is short: its fragments are sent in turn, with a step between them that
-    sends nothing; and its compressor sends what it does after its first steps. Yields the steps of the round; 1 for a
-    strategy without rounds."""
+    sends nothing, as many on their way at once as in a long round; and its compressor sends what it does after its
+    first steps. Yields the steps of the round; 1 for a strategy without rounds."""
     compression = getattr(strategy, "_compression", None)
     if compression is not None:
         compression.compressor = _settled(compression.compressor)
@@ -30,11 +33,41 @@ def short_round(strategy: Strategy) -> Iterator[int]:
     rounds = strategy.rounds
     steps = 2 * rounds.fragments
     settled = None if rounds.compress is None else _settled(rounds.compress)
-    strategy.rounds = replace(rounds, period=steps, start=0, compress=settled)
+    on_their_way = -(-rounds.delay * rounds.fragments // rounds.period)
+    delay = max(0, 2 * on_their_way - 1)
+    strategy.rounds = replace(rounds, period=steps, start=0, delay=delay, compress=settled)
+    thread, strategy.sender = strategy.sender, lambda: _AtOnce(mode)
     try:
         yield steps
     finally:
-        strategy.rounds = rounds
+        strategy.rounds, strategy.sender = rounds, thread
+
+
+class _AtOnce(Executor):
+    """In place of a thread beside the steps: does at once what it is given, and holds the memory that this takes at
+    most until the result is asked for, as it may take as long."""
+
+    def __init__(self, mode: TrialMode) -> None:
+        self._mode = mode
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        with self._mode.held_beside() as done:
+            result = fn(*args, **kwargs)
+        return _Asked(result, done, fn)
+
+
+class _Asked(Future[Any]):
+    """Is done. `work` and what it holds stay as long."""
+
+    def __init__(self, result: Any, done: Callable[[], None], work: Any) -> None:
+        super().__init__()
+        self._done, self._work = done, work
+        self.set_result(result)
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._work = None
+        self._done()
+        return super().result(timeout)
 
 
 def _settled(compressor: Compressor) -> Compressor:
@@ -56,6 +89,13 @@ def round_steps(strategy: Strategy) -> int:
     return strategy.rounds.period if isinstance(strategy, LearnerRounds) and has_rounds(strategy) else 1
 
 
+def round_overlap(strategy: Strategy) -> float:
+    """The share of a round's steps beside which learners send what they have moved."""
+    if not isinstance(strategy, LearnerRounds) or not has_rounds(strategy):
+        return 0.0
+    return min(1.0, strategy.rounds.delay * strategy.rounds.fragments / strategy.rounds.period)
+
+
 def notes_of(strategy: Strategy) -> tuple[str, ...]:
     """What the plan of a method does not hold."""
     compressor: Compressor | None = getattr(strategy, "compressor", None)
@@ -70,6 +110,11 @@ def notes_of(strategy: Strategy) -> tuple[str, ...]:
         f"learners exchange weights once in {strategy.rounds.period} steps: calls and bytes in the phase round are of "
         "all these steps together, their time is a step's share"
     ]
+    if strategy.rounds.delay:
+        found.append(
+            "the most memory that sending a fragment takes is in the figures until it is taken over, as over a "
+            "slow link"
+        )
     if strategy.rounds.start:
         found.append(f"the first {strategy.rounds.start} steps are synchronous, as with ddp, and not in the figures")
     return tuple(found)

@@ -161,6 +161,8 @@ def _rank_time(rank: RankPlan, plan: Plan, axes: Mapping[str, int], device: Devi
         if plan.pipeline is None and phase in HIDDEN.get(axis, ()):
             beside = spent[phase] / (plan.accumulate_grad_batches if axis == "ddp" else 1)
             exposed = max(seconds - beside, seconds / num_calls)  # the first or last call has nothing beside it
+        elif phase == "round":
+            exposed = max(0.0, seconds - plan.round_overlap * sum(spent[name] for name in PHASES[:3]))
         elif axis == "pipeline":
             exposed = max(0.0, seconds - spent[phase])
         found.append(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,15 +31,12 @@ from lockstep.strategies.planning.memory import (
     Event,
 )
 from lockstep.strategies.planning.modules import Places
+from lockstep.strategies.planning.user_code import DEEPSPEED, OWN, nearest_file, user_line
 from lockstep.strategies.planning.work import Tally
 
 REAL_NUMEL = 4096
 """Tensors of at most so many elements that are computed from nothing fake are real: step counters, tables of ranks."""
 _PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor, nn.Buffer})
-_FRAMEWORK = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", "..")) + os.sep
-_OWN = tuple(os.path.join(_FRAMEWORK, name) + os.sep for name in ("strategies", "trainer", "callbacks", "lockstep"))
-_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python")
-_DEEPSPEED = f"{os.sep}site-packages{os.sep}deepspeed{os.sep}"
 
 _READS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default})
 
@@ -142,7 +137,7 @@ class TrialMode(FakeTensorMode):
             return self._known.result(func, args, kwargs, ask)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ValueError(
-                f"{_user_line()} calls {func.name().removeprefix('aten::')}, whose result depends on the values of a "
+                f"{user_line()} calls {func.name().removeprefix('aten::')}, whose result depends on the values of a "
                 "tensor, which a plan does not have; write it so that shapes do not depend on values, or measure the "
                 "run on a device"
             ) from error
@@ -177,6 +172,24 @@ class TrialMode(FakeTensorMode):
         self._log(staged, size)
         self._log(staged, -size)
 
+    @contextmanager
+    def held_beside(self) -> Iterator[Callable[[], None]]:
+        """Run what a run does beside its steps: the most that it takes stays noted until the callable that this yields
+        is called."""
+        start, held = len(self.events), Allocation(0)
+
+        def done() -> None:
+            self._free(-id(held))
+
+        yield done
+        now = most = 0
+        for event in self.events[start:]:
+            now += event.change
+            most = max(most, now)
+        held.size, held.made_in = most - now, self.phase
+        self._alive[-id(held)] = held, None
+        self._log(held, held.size)
+
     def _mark_whole(self, args: Any, output: Any, num_bytes: int) -> None:
         for side in (*args, output):
             tensors = [leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)]
@@ -193,12 +206,12 @@ class TrialMode(FakeTensorMode):
         Raises ValueError if user code reads what is not a floating point number, on which shapes or its path depend.
         """
         is_branch = tensor.dtype == torch.bool or func is torch.ops.aten.equal.default
-        file = _nearest_file()
-        if file.startswith(_OWN):
+        file = nearest_file()
+        if file.startswith(OWN):
             return True if is_branch else 1.0 if tensor.is_floating_point() else 1
-        if is_branch and _DEEPSPEED in file:  # has something overflowed?
+        if is_branch and DEEPSPEED in file:  # has something overflowed?
             return False
-        line = _user_line()
+        line = user_line()
         if is_branch or not tensor.is_floating_point():
             what = "branches on" if is_branch else "reads"
             raise ValueError(
@@ -372,27 +385,3 @@ def _group_names() -> Any:
     from torch.distributed import distributed_c10d as c10d
 
     return set(c10d._world.pg_names.values())
-
-
-def _nearest_file() -> str:
-    """The file that called torch."""
-    frame = sys._getframe(2)
-    torch_folder = os.path.dirname(torch.__file__) + os.sep
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((torch_folder, "<")) and file != __file__:
-            return os.path.realpath(file)
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
-
-
-def _user_line() -> str:
-    """File and line of the user's code that runs."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        known = os.path.realpath(file).startswith(_OWN) or any(part in file for part in _LIBRARIES)
-        if not known and not file.startswith("<"):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "the step"

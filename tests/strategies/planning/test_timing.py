@@ -52,6 +52,14 @@ def test_a_step_is_its_products_and_its_memory_traffic() -> None:
     assert estimate(plan(rank(), ddp=1), DEVICE, efficiency=0.5).seconds == pytest.approx(11)
 
 
+def test_a_round_that_is_sent_beside_steps_waits_for_what_is_longer() -> None:
+    """30 s of a link in a round of 4 steps of 5.5 s, beside half of them or none."""
+    sent = rank(collective("send", "ddp", 2, "round", 3 * 10**11, calls=0))
+    for overlap, waited in ((0.0, 7.5), (0.5, 7.5 - 2.75), (1.0, 2.0)):
+        found = replace(plan(sent, ddp=2), round_steps=4, round_overlap=overlap)
+        assert estimate(found, DEVICE, efficiency=1.0).seconds == pytest.approx(5.5 + waited)
+
+
 def test_a_step_that_offloads_waits_for_the_host() -> None:
     """Copies run beside forward and backward; the optimizer reads and writes the host's memory."""
     copies = (

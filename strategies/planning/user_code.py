@@ -1,0 +1,39 @@
+"""Whose code calls torch: a user's, Lockstep's or a library's."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+_HERE = os.path.dirname(__file__)
+_FRAMEWORK = os.path.realpath(os.path.join(_HERE, "..", "..")) + os.sep
+OWN = tuple(os.path.join(_FRAMEWORK, name) + os.sep for name in ("strategies", "trainer", "callbacks", "lockstep"))
+DEEPSPEED = f"{os.sep}site-packages{os.sep}deepspeed{os.sep}"
+_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python")
+_MODES = (__file__, os.path.join(_HERE, "trial_mode.py"))
+
+
+def nearest_file() -> str:
+    """The file that called torch."""
+    frame = sys._getframe(1)
+    torch_folder = os.path.dirname(torch.__file__) + os.sep
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((torch_folder, "<")) and file not in _MODES:
+            return os.path.realpath(file)
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def user_line() -> str:
+    """File and line of the user's code that runs."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        known = os.path.realpath(file).startswith(OWN) or any(part in file for part in _LIBRARIES)
+        if not known and not file.startswith("<"):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "the step"
