@@ -30,9 +30,9 @@ from lockstep.strategies.planning.fake_model import (
     without_memory,
 )
 from lockstep.strategies.planning.fake_world import fake_world
-from lockstep.strategies.planning.held import gradients_of, parameters_of
+from lockstep.strategies.planning.held import gradients_of, host_buffers_of, parameters_of
 from lockstep.strategies.planning.measure import axes_of, gathered_from_host, offload_of, rank_plan, refuse_unplanned
-from lockstep.strategies.planning.memory import FORWARD, REDUCTION, ROUND
+from lockstep.strategies.planning.memory import FORWARD, HOST, REDUCTION, ROUND
 from lockstep.strategies.planning.plan import PipelineSchedule, Plan, RankPlan
 from lockstep.strategies.planning.rounds import learners_by_rank, notes_of, round_overlap, round_steps, short_round
 from lockstep.strategies.planning.trial_mode import CollectiveCall, TrialMode
@@ -56,8 +56,8 @@ NOTES = (
     "the allocator's reserve, the CUDA context and workspaces of kernels are not in the figures",
 )
 OFFLOADED = (
-    "parameters, gradients and optimizer state are in the host's memory, where the optimizer steps: whether a node has "
-    "that much for each of its devices is not checked"
+    "what is offloaded is in the host's memory, where the optimizer steps: whether a node has that much for each of "
+    "its devices is not checked"
 )
 
 
@@ -122,7 +122,9 @@ class _Trial:
             lifecycle.open_run(run, copy, datamodule, "fit", None, lambda: self.mode)
             make_fake(copy, self.mode)
             self.num_parameters = sum(p.numel() for p in copy.parameters())
-            if offload is not None:
+            if offload is not None and HOST in offload.kinds:
+                self.mode.host_kinds = offload.kinds
+            elif offload is not None:
                 self.mode.offloads = gathered_from_host(copy, self.axes, self.world_size)
             blocks = list(find_blocks(copy, "auto"))
             with (
@@ -165,6 +167,8 @@ class _Trial:
                     for _ in range(steps):
                         _step(run, module, loop, _filled(window, batches), self.mode, held)
                 self.mode.mark("optimizer", _states(run))
+                if self.mode.host_kinds:
+                    self.mode.mark(HOST, self.mode.unknown(host_buffers_of(run.wrapped)))
                 held["optimizer"] = self.mode.mark_what_stays("optimizer")
                 held["other_state"] = self.mode.mark_other_state()
                 seen.append(Counter(self.mode.calls))

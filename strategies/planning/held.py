@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.hooks import SPMDHooks
@@ -24,3 +25,18 @@ def gradients_of(strategy: Strategy, wrapped: nn.Module) -> list[Tensor]:
     if isinstance(strategy, SPMDHooks):
         return strategy.local_gradients(wrapped)
     return [p.grad for p in wrapped.parameters() if p.grad is not None]
+
+
+_HOST_BUFFERS = (
+    "param_buffer_of_bit16_for_cpu_offload_groups",
+    "temp_grad_buffer_for_cpu_offload",
+    "accumulated_grads_in_cpu",
+    "grad_partitions_flat_buffer",
+)
+
+
+def host_buffers_of(wrapped: nn.Module) -> list[Tensor]:
+    """What DeepSpeed's optimizer, if it offloads, keeps in the host's memory beside its masters and their state."""
+    optimizer = getattr(getattr(wrapped, "engine", None), "optimizer", None)
+    found = [getattr(optimizer, name, None) for name in _HOST_BUFFERS]
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]

@@ -15,7 +15,7 @@ from lockstep.strategies.base import Strategy
 from lockstep.strategies.deepspeed.strategy import DeepSpeed
 from lockstep.strategies.mesh.mesh import resolve
 from lockstep.strategies.methods.rounds import LearnerRounds
-from lockstep.strategies.planning.memory import ROUND, Offload, apart, find_kept, find_peak
+from lockstep.strategies.planning.memory import HOST, ROUND, Offload, apart, find_kept, find_peak
 from lockstep.strategies.planning.plan import Block, Collective, RankPlan, Work
 from lockstep.strategies.planning.trial_mode import CollectiveCall, TrialMode
 
@@ -27,12 +27,11 @@ def refuse_unplanned(strategy: Strategy) -> None:
     cannot try."""
     name, can = strategy.name, strategy.capabilities
     why = can.refuses.get("planning", "")
-    if (
-        not why
-        and isinstance(strategy, DeepSpeed)
-        and any((strategy.zero.get(f"offload_{part}") or {}).get("device") == "cpu" for part in ("optimizer", "param"))
-    ):
-        why = "offload keeps a part of its state in the host's memory, which a plan does not tell from the device's"
+    if not why and isinstance(strategy, DeepSpeed) and not _stays_in_memory(strategy):
+        why = (
+            "what its engine copies when it gathers parameters from the host's memory or from a disk is not seen "
+            "without the device"
+        )
     if not why and not isinstance(strategy, LearnerRounds) and not can.synchronous:
         why = "its ranks do not meet in every step, and what they exchange depends on when they come"
     elif not why and strategy.virtual_ranks and hasattr(strategy, "schedule"):
@@ -47,7 +46,19 @@ def offload_of(strategy: Strategy) -> Offload | None:
     """What the strategy keeps in the host's memory."""
     if getattr(getattr(strategy, "options", None), "cpu_offload", False):
         return Offload(frozenset({"parameters", "gradients", "optimizer"}))
+    if isinstance(strategy, DeepSpeed) and _offloaded(strategy, "optimizer"):
+        return Offload(frozenset({HOST, "gradients", "optimizer"}))
     return None
+
+
+def _stays_in_memory(strategy: DeepSpeed) -> bool:
+    return _offloaded(strategy, "param") is None and _offloaded(strategy, "optimizer") in (None, "cpu")
+
+
+def _offloaded(strategy: DeepSpeed, what: str) -> str | None:
+    """Where DeepSpeed keeps its optimizer or its parameters, if not on the device."""
+    device = (strategy.zero.get(f"offload_{what}") or {}).get("device", "none")
+    return None if device == "none" else device
 
 
 def gathered_from_host(

@@ -11,6 +11,8 @@ FORWARD, BACKWARD, OPTIMIZER, ROUND = "forward", "backward", "optimizer", "round
 REDUCTION = "reduction"
 """After the last backward and before the optimizer steps; shown as a part of the optimizer's phase."""
 ACTIVATIONS, TEMPORARY, GATHERED, OTHER = "activations", "temporary", "gathered", "other_state"
+HOST = "host"
+"""Buffers of an engine that offloads."""
 
 
 @dataclass(eq=False, slots=True)

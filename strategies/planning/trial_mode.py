@@ -70,6 +70,8 @@ class TrialMode(FakeTensorMode):
         """Over the host link, where `offloads` says so."""
         self.offloads: Callable[[tuple[int, ...]], torch.dtype | None] = lambda _: None
         """Dtype of the parameters that ranks gather from the host's memory and whose gradients they send there."""
+        self.host_kinds: frozenset[str] = frozenset()
+        """Kinds of allocations in the host's memory, of an engine that copies between these and others."""
         self.work = Tally()
         self.places = Places()
         self.notes: dict[str, None] = {}
@@ -153,7 +155,20 @@ class TrialMode(FakeTensorMode):
             if self._op == "c10d::allgather_":  # into a list: Gloo and NCCL gather into one tensor and copy from it
                 self._stage(call[2])
         elif func.namespace == "aten":
+            if self.host_kinds and func is torch.ops.aten.copy_.default:
+                self._note_copy(inputs[0], inputs[-1])
             self.work.add(func, args, output, inputs, results, _shown(self.phase))
+
+    def _note_copy(self, into: Tensor, source: Tensor) -> None:
+        to_host, from_host = self._is_on_host(into), self._is_on_host(source)
+        if to_host != from_host:
+            dtype, num_bytes = str(source.dtype).removeprefix("torch."), source.nbytes
+            kind = "to host" if to_host else "to device"
+            self.transfers.append(CollectiveCall(kind, dtype, num_bytes, _shown(self.phase), ()))
+
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        found = self._alive.get(tensor.untyped_storage()._cdata)
+        return found is not None and (found[0].kind in self.host_kinds or found[0].made_in in (REDUCTION, OPTIMIZER))
 
     def _note_transfer(self, call: CollectiveCall) -> None:
         dtype = self.offloads(call.ranks) if call.phase in (FORWARD, BACKWARD) else None

@@ -149,6 +149,9 @@ METHODS: dict[str, tuple[Callable[[], Any], int]] = {
 SMALL = {"reduce_bucket_size": 5000, "stage3_param_persistence_threshold": 1000, "stage3_prefetch_bucket_size": 3000}
 
 
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("model", "stage", "zero", "devices", "options"),
@@ -164,6 +167,9 @@ SMALL = {"reduce_bucket_size": 5000, "stage3_param_persistence_threshold": 1000,
                 ("gpt", 2, SMALL | {"overlap_comm": True}, 2, {}),
                 ("gpt", 3, {}, 4, {"accumulate_grad_batches": 2}),
                 ("gpt", 3, SMALL, 2, {"precision": "bf16-true"}),
+                ("digits", 1, OFFLOADED, 2, {}),
+                ("gpt", 2, OFFLOADED, 4, {"accumulate_grad_batches": 2}),
+                ("digits", 3, OFFLOADED, 2, {}),
             )
         ),
     ],
@@ -229,6 +235,24 @@ def test_stages_of_deepspeed_shard_optimizer_state_gradients_and_parameters() ->
         for size, halves in ((rank.parameters, 1 if stage == 3 else 2), (rank.optimizer, 3)):
             assert halves * half <= size < halves * half + 1000, stage
         assert half <= rank.gradients < 1.5 * half, stage  # a gradient that two ranks share is whole on both
+
+
+@pytest.mark.ranks  # its package starts a process
+def test_what_deepspeed_offloads_is_in_the_hosts_memory() -> None:
+    """Masters, AdamW's two and gradients leave the device; gradients are copied there, new parameters back."""
+    module = Net(width=1000)
+    half = 2 * sum(p.numel() for p in module.parameters())
+    for stage in (1, 2, 3):
+        config = {"zero_optimization": {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 5000}}
+        strategies = (DeepSpeed(stage=stage, config=config, offload_optimizer=on) for on in (False, True))
+        (here,), (away,) = (of_net(strategy, 2, module).ranks for strategy in strategies)
+        assert away.parameters == here.parameters and here.host == 0, stage
+        assert 4 * half <= away.host < 9 * half, stage
+        assert away.peak < here.peak < away.peak_of_both <= away.peak + away.host, stage
+        assert not {"gradients", "optimizer"} & dict(away.peak_by_kind).keys(), stage
+        copied = {(call.op, call.phase): call.bytes for call in away.transfers}
+        for key in (("to device", "optimizer"), ("to host", "backward")):
+            assert half <= copied[key] < 1.5 * half, (stage, key)
 
 
 @pytest.mark.unit
@@ -386,12 +410,12 @@ def test_a_layout_that_cannot_be_is_refused_by_the_strategy() -> None:
 @pytest.mark.parametrize(
     ("strategy", "why"),
     [
-        (DeepSpeed(offload_optimizer=True), "the host's memory"),
+        (DeepSpeed(stage=3, offload_parameters=True), "gathers parameters from the host's memory"),
         ("dp", "several devices in one process"),
         ("federated", "depends on the data"),
         ("parameter_server", "do not meet in steps"),
     ],
-    ids=["deepspeed-with-offload", "dp", "federated", "parameter_server"],
+    ids=["deepspeed-with-parameters-offloaded", "dp", "federated", "parameter_server"],
 )
 def test_what_cannot_be_planned_is_refused_by_name(strategy: Any, why: str) -> None:
     with pytest.raises(ValueError, match=f"cannot be planned: .*{why}"):
