@@ -6,7 +6,8 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.callbacks._support.collectives import collective
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.strategies.base import StepVote, Strategy
-from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.data.sharded_loader import Window
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import find_blocks
 from lockstep.strategies.pipeline.schedules import Schedule
@@ -34,7 +35,14 @@ from lockstep.strategies.planning.held import gradients_of, host_buffers_of, par
 from lockstep.strategies.planning.measure import axes_of, gathered_from_host, offload_of, rank_plan, refuse_unplanned
 from lockstep.strategies.planning.memory import FORWARD, HOST, REDUCTION, ROUND
 from lockstep.strategies.planning.plan import PipelineSchedule, Plan, RankPlan
-from lockstep.strategies.planning.rounds import learners_by_rank, notes_of, round_overlap, round_steps, short_round
+from lockstep.strategies.planning.rounds import (
+    learners_by_rank,
+    notes_of,
+    round_overlap,
+    round_steps,
+    short_round,
+    tried,
+)
 from lockstep.strategies.planning.trial_mode import CollectiveCall, TrialMode
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import fit as loop_of_fit
@@ -99,7 +107,7 @@ class _Trial:
         self.original, self.rank, self.world_size = trainer, rank, world_size
         self.mode = TrialMode(_count)
         self.axes: dict[str, int] = {}
-        self.samples, self.num_parameters = 0, 0
+        self.samples, self.num_parameters, self.times = 0, 0, 1.0
         self.tokens: int | None = None
         self.other_ranks: list[int] = []
 
@@ -138,7 +146,7 @@ class _Trial:
                     loop = prepare.fit(run, copy, sources)
                 held = self._steps(run, copy, loop, blocks, steps)
             role, num_ranks = self._role(stages, learners)
-            return rank_plan(self.mode, self.rank, role, num_ranks, held, self.axes, steps, offload)
+            return rank_plan(self.mode, self.rank, role, num_ranks, held, self.axes, steps, offload, self.times)
         finally:
             lifecycle.undo_run(run)
 
@@ -154,8 +162,8 @@ class _Trial:
     def _steps(self, run: RunState, module: Module, loop: FitLoop, blocks: Sequence[str], steps: int) -> dict[str, int]:
         window = next(iter(loop.train_loader.windows(0, 0, loop.limit)))
         self.samples = window.num_samples
-        batches = [fake_batch(micro_batch.batch, self.mode) for micro_batch in window.micro_batches]
-        self.tokens = _tokens(batches[0], window)
+        shown = tried(window, partial(fake_batch, mode=self.mode))
+        self.tokens, self.times = _tokens(shown.first, window), shown.times
         held = {}
         loop.windows_seen = 1  # the first is shown
         with self.mode, self.mode.places.following(module, blocks):
@@ -165,7 +173,7 @@ class _Trial:
             while not _is_steady(seen):
                 with self.mode.record():
                     for _ in range(steps):
-                        _step(run, module, loop, _filled(window, batches), self.mode, held)
+                        _step(run, module, loop, shown.filled(), self.mode, held)
                 self.mode.mark("optimizer", _states(run))
                 if self.mode.host_kinds:
                     self.mode.mark(HOST, self.mode.unknown(host_buffers_of(run.wrapped)))
@@ -260,16 +268,6 @@ def _parts(run: RunState, window: Window, mode: TrialMode) -> Iterator[Window]:
             return
         mode.stage = FORWARD
         yield part
-
-
-def _filled(window: Window, batches: list[Any]) -> Window:
-    return replace(
-        window,
-        micro_batches=[
-            MicroBatch(batch, given.num_samples, share=given.share)
-            for given, batch in zip(window.micro_batches, batches, strict=True)
-        ],
-    )
 
 
 def _arguments_of(trainer: Trainer) -> dict[str, Any]:

@@ -6,10 +6,13 @@ Every other rank is taken to do and say what this one does, so that what ranks a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.environment import World
@@ -47,3 +50,23 @@ def _planned(environ: Mapping[str, str]) -> World | None:
         return None
     rank, world_size = map(int, environ[VARIABLE].split("/"))
     return World(rank, rank, world_size, world_size, 0, 1, "plan", None)
+
+
+def ranks_of(args: Sequence[Any]) -> tuple[int, ...]:
+    """Of the group with which a collective was called."""
+    for value in args:
+        group = None
+        if isinstance(value, torch.ScriptObject):
+            try:
+                group = torch._C._distributed_c10d.ProcessGroup.unbox(value)
+            except (RuntimeError, TypeError):  # a reduction
+                continue
+        elif isinstance(value, str) and value in _group_names():
+            group = c10d._resolve_process_group(value)  # type: ignore[arg-type]
+        if group is not None:
+            return tuple(c10d.get_process_group_ranks(group))
+    return ()
+
+
+def _group_names() -> Any:
+    return set(c10d._world.pg_names.values())

@@ -14,6 +14,7 @@ from torch import nn
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.deepspeed.strategy import DeepSpeed
 from lockstep.strategies.mesh.mesh import resolve
+from lockstep.strategies.methods.federated.strategy import Federated
 from lockstep.strategies.methods.rounds import LearnerRounds
 from lockstep.strategies.planning.memory import HOST, ROUND, Offload, apart, find_kept, find_peak
 from lockstep.strategies.planning.plan import Block, Collective, RankPlan, Work
@@ -32,6 +33,8 @@ def refuse_unplanned(strategy: Strategy) -> None:
             "what its engine copies when it gathers parameters from the host's memory or from a disk is not seen "
             "without the device"
         )
+    if not why and isinstance(strategy, Federated) and strategy.server == "scaffold":
+        why = "server='scaffold' writes what each client keeps to a file, and a plan has no values to write"
     if not why and not isinstance(strategy, LearnerRounds) and not can.synchronous:
         why = "its ranks do not meet in every step, and what they exchange depends on when they come"
     elif not why and strategy.virtual_ranks and hasattr(strategy, "schedule"):
@@ -125,6 +128,12 @@ def _of_a_step(entry: T, steps: int) -> T:
     return replace(entry, **changed)
 
 
+def _times(entry: Work, times: float) -> Work:
+    if times == 1:
+        return entry
+    return replace(entry, calls=round(entry.calls * times), flops=entry.flops * times, bytes=round(entry.bytes * times))
+
+
 def rank_plan(
     mode: TrialMode,
     rank: int,
@@ -134,9 +143,10 @@ def rank_plan(
     axes: Mapping[str, int],
     steps: int,
     offload: Offload | None = None,
+    times: float = 1.0,
 ) -> RankPlan:
     """`held`: bytes of parameters, gradients, optimizer, buffers, other state and inputs, as the trial has marked them.
-    `steps`: how many the trial has recorded.
+    `steps`: how many the trial has recorded; `times`: how often a rank does in a step the work that was tried.
     """
     peak, kept = find_peak(mode.at_start, mode.events), find_kept(mode.events)
     both, host = peak.size, 0
@@ -170,5 +180,5 @@ def rank_plan(
         transfers=tuple(
             replace(copied, axis="host", num_ranks=1) for copied in collectives_of(mode.transfers, {}, 1, steps)
         ),
-        work=tuple(_of_a_step(entry, steps) for entry in mode.work.entries()),
+        work=tuple(_times(_of_a_step(entry, steps), times) for entry in mode.work.entries()),
     )

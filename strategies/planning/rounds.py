@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.methods.federated.loader import Round
+from lockstep.strategies.methods.federated.strategy import Federated
 from lockstep.strategies.methods.local_updates import LocalUpdates
 from lockstep.strategies.methods.options import assign
 from lockstep.strategies.methods.rounds import LearnerRounds
@@ -79,6 +82,53 @@ def _settled(compressor: Compressor) -> Compressor:
     return settled
 
 
+@dataclass
+class Tried:
+    """What of a window is tried, as often as it is asked for."""
+
+    window: Window
+    batches: list[list[Any]]
+    """Of each local step, with fake tensors."""
+    times: float = 1.0
+    """How often a rank does it in a step."""
+
+    def filled(self) -> Window:
+        window, parts = self.window, self.batches
+        if not isinstance(window, Round):
+            return replace(window, micro_batches=_with(window.micro_batches, parts[0]))
+        (one,) = window.participants
+        steps = [_with(step, batches) for step, batches in zip(one.steps, parts, strict=True)]
+        return replace(window, micro_batches=steps[-1][-1:], participants=[replace(one, steps=steps)])
+
+    @property
+    def first(self) -> Any:
+        return self.batches[0][0]
+
+
+_LOCAL_STEPS = 2
+"""Of a client that are tried: clients run one after the other, from the same weights and in the same memory."""
+
+
+def tried(window: Window, fake: Callable[[Any], Any]) -> Tried:
+    """What stands for all that this rank does in `window`: of the clients of a federated round the one with the most
+    samples, for its first steps."""
+    if not isinstance(window, Round):
+        return Tried(window, [[fake(micro_batch.batch) for micro_batch in window.micro_batches]])
+    own = [participant for participant in window.participants if participant.steps]
+    one = max(own, key=lambda participant: participant.num_samples)
+    shown = replace(one, steps=one.steps[:_LOCAL_STEPS])
+    times = sum(len(participant.micro_batches) for participant in own) / len(shown.micro_batches)
+    batches = [[fake(micro_batch.batch) for micro_batch in step] for step in shown.steps]
+    return Tried(replace(window, participants=[shown]), batches, times)
+
+
+def _with(micro_batches: Sequence[MicroBatch], batches: Sequence[Any]) -> list[MicroBatch]:
+    return [
+        MicroBatch(batch, given.num_samples, share=given.share)
+        for given, batch in zip(micro_batches, batches, strict=True)
+    ]
+
+
 def has_rounds(strategy: Strategy) -> bool:
     """Whether learners train by themselves between exchanges."""
     return isinstance(strategy, LearnerRounds) and not strategy.capabilities.synchronous
@@ -103,6 +153,11 @@ def notes_of(strategy: Strategy) -> tuple[str, ...]:
     if first:
         return (
             f"the first {first} steps send more than compress={compressor!r} does later, and are not in the figures",
+        )
+    if isinstance(strategy, Federated):
+        return (
+            "a step is a round of clients: memory and communication are the same in each, its work is that of the "
+            "micro-batches that clients of the first round have on rank 0",
         )
     if not isinstance(strategy, LearnerRounds) or not has_rounds(strategy):
         return ()

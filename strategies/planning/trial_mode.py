@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lockstep.strategies.planning.fake_world import ranks_of
 from lockstep.strategies.planning.known import Known
 from lockstep.strategies.planning.memory import (
     BACKWARD,
@@ -147,7 +148,7 @@ class TrialMode(FakeTensorMode):
     def _count(self, func: Any, args: Any, output: Any, inputs: list[Tensor], results: list[Tensor]) -> None:
         call = self._collective(func, tuple(args), output)
         if call is not None:
-            ranks = _ranks(args)
+            ranks = ranks_of(args)
             self.calls.append(CollectiveCall(*call, _shown(self.phase), ranks))
             if call[0] in ("all-gather", "reduce-scatter"):
                 self._mark_whole(args, output, call[2])
@@ -253,6 +254,8 @@ class TrialMode(FakeTensorMode):
         if key in self._alive:
             return
         size = storage.nbytes()
+        if size > 8 * REAL_NUMEL and not isinstance(tensor, FakeTensor):  # the user's data
+            return
         block, tail = self.places.block, self.places.is_tail
         allocation = Allocation(size, "", self.phase if self.recording else "", "", block, tail)
         self._alive[key] = allocation, weakref.ref(storage, lambda _: self._free(key))
@@ -376,27 +379,3 @@ def _like(tensor: FakeTensor, mode: FakeTensorMode) -> FakeTensor:
         return tensor
     like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
     return FakeTensor(mode, like, tensor.fake_device)
-
-
-def _ranks(args: Sequence[Any]) -> tuple[int, ...]:
-    """Of the group with which a collective was called."""
-    from torch.distributed import distributed_c10d as c10d
-
-    for value in args:
-        group = None
-        if isinstance(value, torch.ScriptObject):
-            try:
-                group = torch._C._distributed_c10d.ProcessGroup.unbox(value)
-            except (RuntimeError, TypeError):  # a reduction
-                continue
-        elif isinstance(value, str) and value in _group_names():
-            group = c10d._resolve_process_group(value)  # type: ignore[arg-type]
-        if group is not None:
-            return tuple(c10d.get_process_group_ranks(group))
-    return ()
-
-
-def _group_names() -> Any:
-    from torch.distributed import distributed_c10d as c10d
-
-    return set(c10d._world.pg_names.values())

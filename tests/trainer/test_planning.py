@@ -16,7 +16,7 @@ from examples.digits import Digits, DigitsData
 from examples.gpt import Text, TextModel
 from lockstep import Module, Trainer, split_parameters
 from lockstep.callbacks import CommunicationLedger
-from lockstep.strategies import DDP, FSDP, DeepSpeed, DiLoCo, LocalSGD, Pipeline
+from lockstep.strategies import DDP, FSDP, DeepSpeed, DiLoCo, Federated, LocalSGD, Pipeline
 from lockstep.strategies.planning.plan import Plan
 from lockstep.trainer.planning import plan, without_memory
 from tests.trainer.toy import Net, loader
@@ -129,6 +129,7 @@ class Here(Executor):
         return future
 
 
+CLIENTS = "dirichlet(0.5, n=12, seed=1)"
 METHODS: dict[str, tuple[Callable[[], Any], int]] = {
     "DiLoCo": (lambda: DiLoCo(period=2), 2),
     "LocalSGD": (lambda: LocalSGD(period=2), 2),
@@ -142,6 +143,8 @@ METHODS: dict[str, tuple[Callable[[], Any], int]] = {
     "powersgd": (lambda: DDP(compress="powersgd=2"), 2),
     "replicas in int8": (lambda: FSDP(replicas=2, compress="int8"), 4),
     "offload": (lambda: FSDP(cpu_offload=True), 2),
+    "federated": (lambda: Federated(CLIENTS, fraction=0.75), 2),
+    "fedprox": (lambda: Federated(CLIENTS, fraction=0.4, server="fedprox=0.1", local_epochs=2), 4),
     "virtual ranks": (lambda: "fsdp", 2),
 }
 
@@ -188,7 +191,9 @@ def test_collectives_of_deepspeed_are_those_of_a_run(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", [name if name == "DiLoCo" else pytest.param(name, marks=SLOW) for name in METHODS])
+@pytest.mark.parametrize(
+    "name", [name if name in ("DiLoCo", "federated") else pytest.param(name, marks=SLOW) for name in METHODS]
+)
 def test_collectives_of_a_method_are_those_of_a_run(name: str) -> None:
     """Of a whole round, if it has rounds."""
     make, devices = METHODS[name]
@@ -353,6 +358,26 @@ def test_what_methods_keep_between_steps_is_counted() -> None:
 
 
 @pytest.mark.unit
+def test_memory_of_a_federated_round_is_flat_in_clients_and_its_work_is_theirs() -> None:
+    """The server's weights and the exact sums, two int64 a number, beside a client's step; of a rank with more clients
+    in a round the work grows alone."""
+
+    def of_round(fraction: float, server: str = "fedavg") -> Any:
+        strategy = Federated(lambda index: index % 4, fraction=fraction, server=server)
+        trainer = Trainer(strategy=strategy, devices=1, max_steps=1, **QUIET)
+        return plan(trainer, Net(width=1000), loader(32, batch_size=2))
+
+    one, four = of_round(0.25), of_round(1.0)
+    (few,), (many,) = one.ranks, four.ranks
+    assert (one.samples, four.samples) == (8, 32) and many.peak == few.peak
+    assert many.flops == pytest.approx(4 * few.flops) and few.flops > 0
+    assert few.peak > (1 + 1 + 4 + 1) * few.parameters  # weights, the server's, sums, a gradient
+    (adam,) = of_round(0.25, "fedadam").ranks
+    assert few.optimizer == 0 and adam.optimizer == 2 * few.parameters, "clients' optimizers are as they were built"
+    assert any("a step is a round of clients" in note for note in one.notes)
+
+
+@pytest.mark.unit
 def test_what_is_sent_beside_steps_stays_in_memory_until_it_is_taken_over() -> None:
     """What learners have moved, and its sum, beside the activations of the steps that follow."""
     module = Net(width=1000)
@@ -412,10 +437,10 @@ def test_a_layout_that_cannot_be_is_refused_by_the_strategy() -> None:
     [
         (DeepSpeed(stage=3, offload_parameters=True), "gathers parameters from the host's memory"),
         ("dp", "several devices in one process"),
-        ("federated", "depends on the data"),
+        (Federated(CLIENTS, server="scaffold"), "writes what each client keeps to a file"),
         ("parameter_server", "do not meet in steps"),
     ],
-    ids=["deepspeed-with-parameters-offloaded", "dp", "federated", "parameter_server"],
+    ids=["deepspeed-with-parameters-offloaded", "dp", "scaffold", "parameter_server"],
 )
 def test_what_cannot_be_planned_is_refused_by_name(strategy: Any, why: str) -> None:
     with pytest.raises(ValueError, match=f"cannot be planned: .*{why}"):

@@ -41,7 +41,6 @@ _REFUSES = {
     "use another optimizer",
     "16-mixed": "precision='16-mixed' adapts one loss scale to all steps, and clients are independent of each other; "
     "with Federated use 'bf16-mixed'",
-    "planning": "which clients train in a round, and for how many steps, depends on the data",
 }
 
 
