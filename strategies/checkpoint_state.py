@@ -164,10 +164,12 @@ def gather_state(
     optimizers: dict[str, Optimizer],
     shard: LocalShard = TensorShard.whole,
     owned: Mapping[int, str] | None = None,
+    writes_owned: bool = True,
 ) -> State:
     """The state of a model and its optimizers; `shard` is what this rank writes of a tensor, None if another does.
 
-    `owned`: names by `id` of parameters that optimizers hold beside those of the model; this rank writes their state.
+    `owned`: names by `id` of parameters that optimizers hold beside those of the model; this rank writes their state
+    if `writes_owned`.
     """
     state = State()
     values = {name: pack(value, f"model/{name}", state.tensors, shard) for name, value in model.state_dict().items()}
@@ -181,7 +183,8 @@ def gather_state(
         saved = optimizer.state_dict()
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         order = [names_of(parameter, names, key) for parameter in held]
-        shards = [TensorShard.whole if id(parameter) in owned else shard for parameter in held]
+        of_owned = TensorShard.whole if writes_owned else _nothing
+        shards = [of_owned if id(parameter) in owned else shard for parameter in held]
         state.meta["optimizers"][key] = {
             "param_groups": [
                 pack(
@@ -200,6 +203,9 @@ def gather_state(
             },
         }
     return state
+
+
+def _nothing(tensor: Tensor) -> None: ...
 
 
 class Take(Protocol):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, Strategy, Topology
-from lockstep.strategies.checkpoint_state import Reader, State, gather_state, restore_state
+from lockstep.strategies.checkpoint_state import LocalShard, Reader, State, gather_state, restore_state
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.devices import check_launcher, device_index, resolve_accelerator, resolve_devices
 from lockstep.strategies.launch import environment, fault_injection, launcher, process_group, sidecar, watchdog
@@ -83,6 +83,8 @@ class SPMDStrategy(SPMDStep):
         self._evaluation: modes.Evaluation | None = None
         self._owners: dict[int, Owners] = {}
         """By `id` of an optimizer where its parameters are stepped, if each is on one rank."""
+        self._writes_owned = True
+        """Whether a checkpoint's common state has what this rank keeps for them."""
         self._end_watchdog: Callable[[], None] = _nothing
 
     # ---- 1. processes and devices ----------------------------------------------------------------------
@@ -302,11 +304,7 @@ class SPMDStrategy(SPMDStep):
 
     def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
         with self._training_weights() as for_now:
-            with described(self._owners, optimizers) as owned:
-                state = gather_state(self.unwrap(wrapped), optimizers, self.local_shard, owned)
-            for optimizer in optimizers.values():
-                if id(optimizer) in self._owners:
-                    self._owners[id(optimizer)].merge(state)
+            state = self._gather_state(wrapped, optimizers, self.local_shard, self._writes_owned)
             self._save_both(wrapped, optimizers, state, for_now)
         if self.precision.scaler is not None:
             if self._scaler_used:
@@ -325,9 +323,24 @@ class SPMDStrategy(SPMDStep):
         evaluated = self.evaluation_weights(wrapped, optimizers.values())
         modes.save_both(self.unwrap(wrapped), optimizers, state, evaluated, self.local_shard)
 
-    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+    def _gather_state(
+        self, wrapped: nn.Module, optimizers: dict[str, Optimizer], shard: LocalShard, writes_owned: bool = True
+    ) -> State:
+        """What this rank writes of model and optimizers; with `writes_owned` the state of what it steps for others
+        too."""
+        with described(self._owners, optimizers) as owned:
+            state = gather_state(self.unwrap(wrapped), optimizers, shard, owned, writes_owned)
+        for optimizer in optimizers.values():
+            if id(optimizer) in self._owners:
+                self._owners[id(optimizer)].merge(state)
+        return state
+
+    def _restore_state(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
         with described(self._owners, optimizers) as owned:
             restore_state(self.unwrap(wrapped), optimizers, state, self.read_shard, owned)
+
+    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+        self._restore_state(wrapped, optimizers, state)
         modes.load_training(self.unwrap(wrapped), optimizers, state, self.read_shard)
         self._evaluation = None if optimizers else self._evaluation
         modes.train(optimizers.values(), partial(self.open_optimizer, wrapped))

@@ -28,9 +28,7 @@ from lockstep.strategies.sync.step_agreement import StepAgreement
 if TYPE_CHECKING:
     from lockstep.strategies.methods.local_updates import LocalUpdates
 
-_WHOLE = (
-    "learners that are sharded step their shards; use an optimizer that is elementwise, or learners of one rank each"
-)
+_WHOLE = "the mean of sharded learners is sharded; use one that is elementwise, or learners of one rank each"
 
 
 def configured(given: LocalUpdates, devices: int | str, accelerator: str, num_nodes: int, precision: str) -> Strategy:
@@ -104,6 +102,7 @@ class Islands(LearnerRounds, ShardedStrategy):
         super().setup()
         world, rank = self.topology.world_size, self.topology.rank
         size = world // self._number
+        self._writes_owned = rank < size  # the others' state is that of other learners
         self._own_peers = self._engine
         self._own_agreement = StepAgreement(rank % size, size, self.timeout_s, self._engine)
         self._across = own_group([range(world)[place::size] for place in range(size)], steps.backend_of(self.topology))
@@ -138,9 +137,6 @@ class Islands(LearnerRounds, ShardedStrategy):
 
         optimizers = super().setup_optimizers(wrapped, optimizers)
         assert self._outer is not None
-        if self._owners:
-            names = ", ".join(type(o).__name__ for o in optimizers.values() if id(o) in self._owners)
-            raise ValueError(f"{names} needs whole parameters, but {_WHOLE}")
         outer = self._outer.optimizer
         if needs_whole("outer", outer, self, dtensors.shard_as, dtensors.groups_by_mesh) is not None:
             raise ValueError(f"outer={type(outer).__name__} needs whole parameters, but {_WHOLE}")

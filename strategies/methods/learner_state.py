@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.strategies.checkpoint_state import LocalShard, Reader, State, Take, gather_state, restore_state
+from lockstep.strategies.checkpoint_state import Reader, State
 from lockstep.strategies.methods.learner import Learner
 
 _OPTIMIZER = "optimizer/"
@@ -16,22 +16,20 @@ _OPTIMIZER = "optimizer/"
 
 def save(
     state: State,
-    model: nn.Module,
-    optimizers: dict[str, Optimizer],
     learners: Sequence[Learner],
     put: Callable[[int], None],
-    shard: LocalShard,
+    gather: Callable[[], State],
     broadcast: Callable[[Any, int], Any],
     ranks: int,
 ) -> None:
     """Add the optimizer state of all learners but 0 to `state`. Every rank calls it; `put(i)` loads its learner i, of
-    which it writes `shard`."""
+    which `gather()` is what it writes."""
     mine: dict[str, Any] = {}
     for i, learner in enumerate(learners):
         if learner.number == 0:
             continue
         put(i)
-        gathered = gather_state(model, optimizers, shard)
+        gathered = gather()
         mine[str(learner.number)] = gathered.meta["optimizers"]
         for name, mine_of_it in gathered.tensors.items():
             if name.startswith(_OPTIMIZER):
@@ -42,17 +40,19 @@ def save(
 
 
 def load(
-    reader: Reader, model: nn.Module, optimizers: Mapping[str, Optimizer], learners: Sequence[Learner], take: Take
+    reader: Reader, optimizers: Mapping[str, Optimizer], learners: Sequence[Learner], restore: Callable[[Reader], None]
 ) -> list[dict[tuple[str, int, str], Any]]:
     """Give each learner the state that it had, or that of learner 0 where it had none; the optimizers have that now.
 
-    Returns the numbers of each one's `param_groups`. Leaves the optimizers with those of the last learner.
+    `restore` gives the optimizers a state. Returns the numbers of each one's `param_groups`. Leaves the optimizers with
+    those of the last learner.
     """
     saved, numbers = reader.meta.get("learners", {}), []
     for learner in learners:
         if str(learner.number) in saved:
-            restore_state(model, dict(optimizers), _OfLearner(reader, learner.number), take)
-            learner.state = {key: dict(optimizer.state) for key, optimizer in optimizers.items()}
+            restore(_OfLearner(reader, learner.number))
+            if len(learners) > 1:
+                learner.state = {key: dict(optimizer.state) for key, optimizer in optimizers.items()}
         numbers.append(
             {
                 (key, i, name): value

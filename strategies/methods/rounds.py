@@ -300,10 +300,8 @@ class LearnerRounds(SPMDStrategy):
         self._load(wrapped, optimizers, 0)
         state = super().state_dict(wrapped, optimizers)
         put = partial(self._load, wrapped, optimizers)
-        model, ranks = self.unwrap(wrapped), self.topology.world_size
-        learner_state.save(
-            state, model, optimizers, self._learners, put, self._counterparts.shard, self.broadcast, ranks
-        )
+        gather = partial(self._gather_state, wrapped, optimizers, self._counterparts.shard)
+        learner_state.save(state, self._learners, put, gather, self.broadcast, self.topology.world_size)
         self._load(wrapped, optimizers, 0)
         assert self._outer is not None
         self._outer.save(state, self.local_shard)
@@ -316,7 +314,8 @@ class LearnerRounds(SPMDStrategy):
             return
         assert self._outer is not None
         self._create(wrapped, optimizers)
-        numbers = learner_state.load(state, self.unwrap(wrapped), optimizers, self._learners, self.read_shard)
+        restore = partial(self._restore_state, wrapped, optimizers)
+        numbers = learner_state.load(state, optimizers, self._learners, restore)
         self._numbers.restore(optimizers, self._learners, numbers)
         self._outer.load(state, self.read_shard)
 

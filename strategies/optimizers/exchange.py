@@ -57,10 +57,12 @@ class Exchange:
 
     On the CPU an owner keeps the values that it has sent, and each rank what it has received, one shard. As long as all
     shards have the bits that were received, only gradients are sent. Any edit is found, however it was made.
+
+    `group`: the ranks that take part, None for all; ranks are counted within it.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group, self._rank, self._size = group, dist.get_rank(group), dist.get_world_size(group)
         self._known: list[Owned] = []
         """The parameters whose values owners keep: the same on all ranks."""
         self._received: dict[_Kind, Tensor] = {}
@@ -88,8 +90,8 @@ class Exchange:
             if each.sharded.grad is not None:
                 each.stepped.grad = torch.empty_like(each.stepped, dtype=each.sharded.grad.dtype)
         kinds = _kinds([*map(_value, held), *map(_gradient, have_gradients)])
-        sends, receives = Rows(kinds), Rows(kinds)
-        flags = local(held[0].sharded).new_zeros(dist.get_world_size())
+        sends, receives = self._rows(kinds), self._rows(kinds)
+        flags = local(held[0].sharded).new_zeros(self._size)
         if self._known:
             unchanged = flags.new_full((1,), float(self._has_received(held)))
             for rank in range(len(flags)):
@@ -98,19 +100,19 @@ class Exchange:
         else:
             self._add_sources(sends, receives, held, _value, _stepped)
         self._add_sources(sends, receives, have_gradients, _gradient, _stepped_gradient)
-        _send(sends, receives)
+        self._send(sends, receives)
         if self._known and not flags.all():
-            sends, receives = Rows(_kinds(map(_value, held))), Rows(_kinds(map(_value, held)))
+            sends, receives = (self._rows(_kinds(map(_value, held))) for _ in range(2))
             self._add_sources(sends, receives, held, _value, _stepped)
-            _send(sends, receives)
+            self._send(sends, receives)
 
     def scatter(self, held: Sequence[Owned]) -> None:
         """Write what owners have to what each rank holds."""
-        sends = Rows(_kinds(map(_value, held)))
+        sends = self._rows(_kinds(map(_value, held)))
         for each in filter(_is_stepped_here, held):
             for piece in each.pieces:
                 sends.add(piece.rank, piece.of(each.stepped))
-        received = _send(sends, self._shards(held))
+        received = self._send(sends, self._shards(held))
         self.forget()
         if all(device.type == "cpu" for _, device in received):  # elsewhere the host would wait for the comparison
             self._known, self._received = list(held), received
@@ -119,7 +121,7 @@ class Exchange:
 
     def _shards(self, held: Sequence[Owned]) -> Rows:
         """What this rank holds of them, by owner."""
-        found = Rows(_kinds(map(_value, held)))
+        found = self._rows(_kinds(map(_value, held)))
         for each in held:
             if any(piece.rank == self._rank for piece in each.pieces):
                 found.add(each.owner, local(each.sharded))
@@ -144,12 +146,32 @@ class Exchange:
                 if each.owner == self._rank:
                     receives.add(piece.rank, piece.of(whole(each)))
 
+    def _rows(self, kinds: Iterable[_Kind]) -> Rows:
+        return Rows(kinds, self._size)
+
+    def _send(self, sends: Rows, receives: Rows) -> dict[_Kind, Tensor]:
+        """Send and receive, by one call for each dtype and device. Every rank calls it with the same ones. Returns what
+        came, as `flat` does."""
+        arrived = {}
+        for kind, flat in sends.flat().items():
+            rows = receives.kinds[kind]
+            double = 2 if flat.is_complex() else 1
+            theirs, mine = (
+                [double * sum(t.numel() for t in row) for row in lists] for lists in (rows, sends.kinds[kind])
+            )
+            arrived[kind] = got = flat.new_empty(sum(theirs) // double)
+            into, out = (torch.view_as_real(t).view(-1) if double == 2 else t for t in (got, flat))
+            dist.all_to_all_single(into, out, theirs, mine, group=self._group)
+            targets = [t for row in rows for t in row]
+            for target, part in zip(targets, got.split([t.numel() for t in targets]), strict=True):
+                target.copy_(part.view(target.shape))
+        return arrived
+
 
 class Rows:
     """Tensors to send to each rank, or to receive from it, apart by dtype and device."""
 
-    def __init__(self, kinds: Iterable[_Kind]) -> None:
-        size = dist.get_world_size()
+    def __init__(self, kinds: Iterable[_Kind], size: int) -> None:
         self.kinds: dict[_Kind, list[list[Tensor]]] = {kind: [[] for _ in range(size)] for kind in kinds}
 
     def add(self, rank: int, tensor: Tensor) -> None:
@@ -163,23 +185,6 @@ class Rows:
             )
             for (dtype, device), rows in self.kinds.items()
         }
-
-
-def _send(sends: Rows, receives: Rows) -> dict[_Kind, Tensor]:
-    """Send and receive, by one call for each dtype and device. Every rank calls it, with the same ones. Returns what
-    came, as `flat` does."""
-    arrived = {}
-    for kind, flat in sends.flat().items():
-        rows = receives.kinds[kind]
-        double = 2 if flat.is_complex() else 1
-        theirs, mine = ([double * sum(t.numel() for t in row) for row in lists] for lists in (rows, sends.kinds[kind]))
-        arrived[kind] = got = flat.new_empty(sum(theirs) // double)
-        into, out = (torch.view_as_real(t).view(-1) if double == 2 else t for t in (got, flat))
-        dist.all_to_all_single(into, out, theirs, mine)
-        targets = [t for row in rows for t in row]
-        for target, part in zip(targets, got.split([t.numel() for t in targets]), strict=True):
-            target.copy_(part.view(target.shape))
-    return arrived
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import Strategy
 from lockstep.strategies.checkpoint_state import State, names_of, parameter_names
 from lockstep.strategies.modules.absent import Absent
 from lockstep.strategies.optimizers.copies import Contents
@@ -26,7 +26,7 @@ from lockstep.strategies.optimizers.hidden_state import HiddenState
 from lockstep.strategies.optimizers.modes import has_modes
 from lockstep.strategies.optimizers.numbers import changes, numbers_of, put
 from lockstep.strategies.optimizers.probe import Finding, fails_on, probe
-from lockstep.strategies.sync.collectives import local
+from lockstep.strategies.sync.collectives import all_gather, broadcast, local
 
 if TYPE_CHECKING:
     from lockstep.strategies.spmd import SPMDStrategy
@@ -67,19 +67,28 @@ def needs_whole(
 
 
 class Owners:
-    """The owners of the parameters of one optimizer, among all ranks; every rank makes one, and calls each of its
-    methods.
+    """The owners of the parameters of one optimizer, among the ranks of `group`, by default all; each rank of it makes
+    one, and calls each of its methods.
 
-    `finding` is what the optimizer needs: one that couples parameters has one owner for all, rank 0. `model` has its
-    parameters under their canonical names.
+    `finding` is what the optimizer needs: one that couples parameters has one owner for all, rank 0 of the group.
+    `model` has its parameters under their canonical names.
     """
 
-    def __init__(self, key: str, optimizer: Optimizer, finding: Finding, ranks: Strategy, model: nn.Module) -> None:
+    def __init__(
+        self,
+        key: str,
+        optimizer: Optimizer,
+        finding: Finding,
+        model: nn.Module,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.optimizer, self._key, self._finding, self._model = optimizer, key, finding, model
-        self._ranks, self._rank = ranks, ranks.topology.rank
-        self._load = [0] * (1 if finding.kind == "coupled" else ranks.topology.world_size)
+        self._device, self._group = device, group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._load = [0] * (1 if finding.kind == "coupled" else self._size)
         self._owned: dict[int, Owned] = {}
-        self._exchange = Exchange(self._rank)
+        self._exchange = Exchange(group)
         self._held: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         """The optimizer's groups while it steps, with their parameters as user code sees them."""
         self._before: list[dict[str, Any]] = []
@@ -113,7 +122,7 @@ class Owners:
             self._hide()
             raise
         if closure is not None and self._steps_here():
-            self._ranks.broadcast(False)
+            self._broadcast(False)
         self._close(scatters=True)
         self._hide()
         if self._finding.keeps_numbers or self._finding.kind == "coupled" or has_modes(self.optimizer):
@@ -127,13 +136,13 @@ class Owners:
         return not self._finding.needs_all_groups or bool(self.optimizer.param_groups)
 
     def _lead(self, closure: Callable[[], Any]) -> Any:
-        self._ranks.broadcast(True)
+        self._broadcast(True)
         return self._evaluate(closure)
 
     def _follow(self, closure: Callable[[], Any] | None, _: Any = None) -> None:
         """Stands for the step on a rank that has nothing to step."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn
-        while closure is not None and self._ranks.broadcast(None):
+        while closure is not None and self._broadcast(None):
             self._evaluate(closure)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
@@ -164,7 +173,7 @@ class Owners:
     def merge(self, state: State) -> None:
         """Put the JSON part of all ranks' optimizer states into that of `state`."""
         saved = state.meta["optimizers"][self._key]
-        parts = [self._ranks.broadcast(saved["state"], rank) for rank in range(self._ranks.topology.world_size)]
+        parts = [self._broadcast(saved["state"], rank) for rank in range(self._size)]
         saved["state"] = {name: entry for part in parts for name, entry in part.items()}
 
     def close(self) -> None:
@@ -205,7 +214,7 @@ class Owners:
             if owner == self._rank:
                 stepped: Any = nn.Parameter(_without_memory(parameter), requires_grad=parameter.requires_grad)
             else:
-                stepped = Absent(parameter, name, owner, self._ranks.topology.device, is_parameter=True)
+                stepped = Absent(parameter, name, owner, self._device, is_parameter=True)
             self._owned[i] = Owned(parameter, name, pieces[i], owner, stepped)
 
     def _pieces(self, parameters: Sequence[nn.Parameter]) -> dict[int, list[Piece]]:
@@ -219,7 +228,7 @@ class Owners:
             if isinstance(p, DTensor):
                 shape, offsets = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
             mine += [*offsets, *shape]
-        table = self._ranks.all_gather(torch.tensor(mine, dtype=torch.int64)).tolist()
+        table = all_gather(torch.tensor(mine, dtype=torch.int64), self._group).tolist()
         found: dict[int, list[Piece]] = {}
         start = 0
         for p in parameters:
@@ -257,6 +266,12 @@ class Owners:
             if not isinstance(each.stepped, Absent):
                 each.stepped.data, each.stepped.grad = _without_memory(each.sharded), None
 
+    def _broadcast(self, value: Any, source: int = 0) -> Any:
+        """The value of rank `source` of the group."""
+        return broadcast(
+            value, source if self._group is None else dist.get_global_rank(self._group, source), self._group
+        )
+
     def _share_numbers(self) -> None:
         """Give all ranks what the step has left in the groups besides parameters, from an owner that stepped some of
         each."""
@@ -268,7 +283,7 @@ class Owners:
                 for i, from_rank in enumerate(sources)
                 if from_rank == source
             }
-            for i, numbers in self._ranks.broadcast(changed, source).items():
+            for i, numbers in self._broadcast(changed, source).items():
                 if source != self._rank:
                     put(groups[int(i)], numbers)
 

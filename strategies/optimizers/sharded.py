@@ -19,6 +19,7 @@ from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -26,6 +27,8 @@ class ShardedOptimizers(SPMDStrategy):
     """What `ShardedStrategy` does with optimizers."""
 
     _mesh: DeviceMesh | None = None
+    _engine: dist.ProcessGroup | None = None
+    """The ranks over which parameters are sharded, None for all."""
     _compared = True
 
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
@@ -38,7 +41,9 @@ class ShardedOptimizers(SPMDStrategy):
         }
         attached = super().setup_optimizers(wrapped, optimizers)
         self._owners = {
-            id(attached[key]): Owners(key, attached[key], found, self, self.unwrap(wrapped))
+            id(attached[key]): Owners(
+                key, attached[key], found, self.unwrap(wrapped), self.topology.device, self._engine
+            )
             for key, found in needs.items()
             if found is not None
         }

@@ -61,9 +61,9 @@ def steps_with_edits() -> list[tuple[str, list[int], float]]:
     optimizers = strategy.setup_optimizers(wrapped, optimizers)
     send, elements = dist.all_to_all_single, list[int]()
 
-    def counts(into: Tensor, out: Tensor, theirs: list[int], mine: list[int]) -> Any:
+    def counts(into: Tensor, out: Tensor, theirs: list[int], mine: list[int], group: Any = None) -> Any:
         elements.append(mine[1 - dist.get_rank()])
-        return send(into, out, theirs, mine)
+        return send(into, out, theirs, mine, group=group)
 
     dist.all_to_all_single = counts
     found = []
