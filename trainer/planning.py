@@ -30,7 +30,7 @@ from lockstep.strategies.planning.fake_model import (
     make_fake,
     without_memory,
 )
-from lockstep.strategies.planning.fake_world import fake_world
+from lockstep.strategies.planning.fake_world import answering_stages, fake_world
 from lockstep.strategies.planning.held import gradients_of, host_buffers_of, parameters_of
 from lockstep.strategies.planning.measure import axes_of, gathered_from_host, offload_of, rank_plan, refuse_unplanned
 from lockstep.strategies.planning.memory import FORWARD, HOST, REDUCTION, ROUND
@@ -91,7 +91,7 @@ def plan(
     ranks, found = [0], []
     while ranks:
         trial = _Trial(trainer, ranks.pop(), size)
-        with fake_world(trial.rank, size), warnings.catch_warnings():
+        with fake_world(trial.rank, size), answering_stages(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what the run warns of, it says itself
             found.append(trial.run(module, train_dataloaders, datamodule))
         if trial.rank == 0:

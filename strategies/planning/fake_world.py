@@ -12,10 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.environment import World
+from lockstep.strategies.launch.rng import seed_streams
+from lockstep.strategies.pipeline.shape_inference import Message
+from lockstep.strategies.virtual.stage_links import StageLinks
 
 VARIABLE = "LOCKSTEP_PLANNED_RANK"
 
@@ -43,6 +47,32 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def answering_stages() -> Iterator[None]:
+    """While it lasts what a stage of a pipeline with virtual ranks receives beside tensors is what this stage would
+    have sent: seeded random streams, the strides of the tensors that come, and that gradients are of a loss."""
+
+    def state(links: StageLinks, message: Message, stage: int) -> Tensor:
+        with links.streams.kept():  # as an earlier stage has them, which has drawn nothing
+            seed_streams(0)
+            found = links.facts(message.tensors)
+        links.receive_into(torch.empty(1, dtype=torch.int64), stage, 1)
+        links.receive_into(torch.empty_like(found), stage, 2)
+        return found
+
+    def numbers(links: StageLinks, message: Message, stage: int) -> list[int]:
+        found = [1, *(stride for tensor in message.tensors for stride in tensor.stride())]
+        links.receive_into(torch.tensor(found), stage, 3)
+        return found
+
+    originals = StageLinks.receive_state, StageLinks.receive_numbers
+    StageLinks.receive_state, StageLinks.receive_numbers = state, numbers  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        StageLinks.receive_state, StageLinks.receive_numbers = originals  # type: ignore[method-assign]
 
 
 def _planned(environ: Mapping[str, str]) -> World | None:

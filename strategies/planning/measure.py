@@ -37,8 +37,6 @@ def refuse_unplanned(strategy: Strategy) -> None:
         why = "server='scaffold' writes what each client keeps to a file, and a plan has no values to write"
     if not why and not isinstance(strategy, LearnerRounds) and not can.synchronous:
         why = "its ranks do not meet in every step, and what they exchange depends on when they come"
-    elif not why and strategy.virtual_ranks and hasattr(strategy, "schedule"):
-        why = "with virtual_ranks the stages of a pipeline send the values of random streams, and a plan has none"
     if not why and getattr(strategy, "single_process", False) and strategy.num_devices > 1:
         why = "it runs several devices in one process, and a plan is of a process with one"
     if why:

@@ -112,11 +112,11 @@ class StepAgreement:
         self._step += 1
         bad = None if first_bad == math.inf else f"the loss of rank {self._ranks[int(first_bad)]}"
         count, loss = total[_COUNT], total[_TOTAL]
-        if dist.get_backend() == "fake":  # of a planned run, in which not every rank counts
-            count = lowest[_SAMPLES]
         if in_tree:
             messages = list(self._messages.read())
             count, loss = (total_of([numbers[place] for numbers in messages]) for place in (_COUNT, _TOTAL))
+        if dist.get_backend() == "fake":  # of a planned run, in which not every rank counts
+            count = lowest[_SAMPLES]
         return StepResult(count, int(highest[_STOP]), bad, None if math.isnan(loss) or not count else loss / count)
 
     def first_rank(self, says_so: bool) -> int | None:

@@ -94,10 +94,7 @@ class StageLinks(Links):
                 "the pipelined module draws random numbers between layers of a stage, which with virtual_ranks later "
                 "stages cannot repeat; draw them within a layer, or before the first one"
             )
-        size = torch.empty(1, dtype=torch.int64)
-        dist.recv(size, group=self._group, group_src=run.stage - 1, tag=_SIZE)
-        state = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(state, group=self._group, group_src=run.stage - 1, tag=_STATE)
+        state = self.receive_state(message, run.stage - 1)
         length = int.from_bytes(state[:8].numpy().tobytes(), "little")
         strides = json.loads(state[8 : 8 + length].numpy().tobytes())
         self.streams.restore(state[8 + length :].clone())
@@ -106,15 +103,32 @@ class StageLinks(Links):
             if tensor.requires_grad:
                 tensor.register_hook(partial(_note_strides, crossing.received, i))
 
+    def receive_state(self, message: Message, stage: int) -> Tensor:
+        """What `facts` has put together on `stage`, beside a `message`."""
+        size = self.receive_into(torch.empty(1, dtype=torch.int64), stage, _SIZE)
+        return self.receive_into(torch.empty(int(size), dtype=torch.uint8), stage, _STATE)
+
+    def receive_numbers(self, message: Message, stage: int) -> list[int]:
+        """Of the gradients of a `message` that come from `stage`: whether they are of a loss, and their strides."""
+        numbers = torch.empty(1 + sum(t.dim() for t in message.tensors), dtype=torch.int64)
+        return self.receive_into(numbers, stage, _GRADIENT).tolist()
+
+    def receive_into(self, into: Tensor, stage: int, tag: int) -> Tensor:
+        dist.recv(into, group=self._group, group_src=stage, tag=tag)
+        return into
+
+    def facts(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Strides of `tensors` and this rank's random streams: uint8."""
+        facts = json.dumps([tensor.stride() for tensor in tensors]).encode()
+        head = torch.frombuffer(bytearray(len(facts).to_bytes(8, "little") + facts), dtype=torch.uint8)
+        return torch.cat([head, self.streams.state()])
+
     def leaving(self, run: Run, tensors: Sequence[Tensor], sent: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         assert run.layout is not None
         _refuse_skips(run.layout.messages[run.stage])
-        strides = [tensor.stride() for tensor in tensors]
         for tensor in tensors:
             _refuse_overlap(tensor)
-        facts = json.dumps(strides).encode()
-        head = torch.frombuffer(bytearray(len(facts).to_bytes(8, "little") + facts), dtype=torch.uint8)
-        state = torch.cat([head, self.streams.state()])
+        state = self.facts(tensors)
         self._send(torch.tensor([state.numel()]), run.stage + 1, _SIZE)
         self._send(state, run.stage + 1, _STATE)
         if not torch.is_grad_enabled():
@@ -146,9 +160,7 @@ class StageLinks(Links):
 
     def receive_gradient(self, message: Message, crossing: Crossing, stage: int) -> bool:
         """Whether the gradients that come from `stage` are of a loss; notes their strides in `crossing`."""
-        numbers = torch.empty(1 + sum(t.dim() for t in message.tensors), dtype=torch.int64)
-        dist.recv(numbers, group=self._group, group_src=stage, tag=_GRADIENT)
-        has_loss, *rest = numbers.tolist()
+        has_loss, *rest = self.receive_numbers(message, stage)
         for tensor in message.tensors:
             crossing.sent.append(tuple(rest[: tensor.dim()]))
             rest = rest[tensor.dim() :]

@@ -74,7 +74,11 @@ def counted(
     assert ledger.report is not None
     rows = {f"{row['collective']} {row['dtype']}": row for row in ledger.report["rows"]}
     return tuple(  # type: ignore[return-value]
-        {key: (row[f"calls{of}"] * round_steps, row[f"bytes{of}"] * round_steps) for key, row in rows.items()}
+        {
+            key: (row[f"calls{of}"] * round_steps, row[f"bytes{of}"] * round_steps)
+            for key, row in rows.items()
+            if row[f"calls{of}"]
+        }
         for of in ("", "_all_ranks")
     )
 
@@ -146,6 +150,8 @@ METHODS: dict[str, tuple[Callable[[], Any], int]] = {
     "federated": (lambda: Federated(CLIENTS, fraction=0.75), 2),
     "fedprox": (lambda: Federated(CLIENTS, fraction=0.4, server="fedprox=0.1", local_epochs=2), 4),
     "virtual ranks": (lambda: "fsdp", 2),
+    "virtual ranks of a pipeline": (lambda: "pipeline", 2),
+    "virtual ranks of pipelines": (lambda: "ddp=2,pipeline=2", 4),
 }
 
 
@@ -192,13 +198,17 @@ def test_collectives_of_deepspeed_are_those_of_a_run(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "name", [name if name in ("DiLoCo", "federated") else pytest.param(name, marks=SLOW) for name in METHODS]
+    "name",
+    [
+        name if name in ("DiLoCo", "federated", "virtual ranks of a pipeline") else pytest.param(name, marks=SLOW)
+        for name in METHODS
+    ],
 )
 def test_collectives_of_a_method_are_those_of_a_run(name: str) -> None:
     """Of a whole round, if it has rounds."""
     make, devices = METHODS[name]
     module, data = digits()
-    options = {"virtual_ranks": 4} if name == "virtual ranks" else {}
+    options = {"virtual_ranks": 4} if name.startswith("virtual ranks") else {}
     found = plan(Trainer(strategy=make(), devices=devices, max_epochs=1, **QUIET, **options), module, None, data)
     strategy = make()
     if isinstance(strategy, DiLoCo):
