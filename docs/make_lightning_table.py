@@ -89,7 +89,6 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
     },
     "Methods and hooks of LightningDataModule": {
         "from_datasets": "with `lockstep.lightning`; a loader that was not given is None",
-        "prepare_data": "on local rank 0 of each node; `prepare_data_per_node` is not read",
         "hparams": "those that the module has too are logged as `data.<name>`; checkpoints do not hold them",
         "state_dict": "tensors and JSON data; restored in `fit`",
     },

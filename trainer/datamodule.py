@@ -16,9 +16,14 @@ class DataModule(HyperParameters):
     """Override what you need; a loader is a DataLoader or any iterable of batches, or a list of them for evaluation."""
 
     trainer: Trainer | None = None
+    prepare_data_per_node = True
+    """Whether `prepare_data` runs on one rank of each node; False: on one rank of the run, for a shared file system."""
 
     def prepare_data(self) -> None:
-        """Download, unpack: called by one rank on each node, the others wait. Set no state here."""
+        """Download, unpack: called by one rank on each node (see `prepare_data_per_node`), the others wait.
+
+        Set no state here.
+        """
 
     def setup(self, stage: str) -> None:
         """Build datasets; every rank calls it. `stage` is "fit", "validate", "test" or "predict"."""

@@ -36,7 +36,7 @@ ARGUMENTS: Mapping[str, str] = {
         "precision is an argument, cluster environments are detected, ModelCheckpoint(async_save=True) saves "
         "asynchronously, and options of a strategy are arguments of its class"
     ),
-    "prepare_data_per_node": "prepare_data runs on local rank 0 of each node",
+    "prepare_data_per_node": "set prepare_data_per_node = False in the DataModule or Module",
     "progress_bar_refresh_rate": "give enable_progress_bar=, or the callback ProgressBar",
     "replace_sampler_ddp": "every loader is sharded, and a sampler of your own keeps its order",
     "reload_dataloaders_every_epoch": "give reload_dataloaders_every_n_epochs=1",

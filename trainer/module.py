@@ -34,6 +34,8 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
 
     automatic_optimization = True
     """If False, `training_step` runs backward and steps itself (`optimizers`, `manual_backward`, `clip_gradients`)."""
+    prepare_data_per_node = True
+    """Whether `prepare_data` runs on one rank of each node; False: on one rank of the run."""
     example_input_array: Any = None
     """Input of `forward` from which the summary derives sizes and FLOPs, and loggers the graph."""
 

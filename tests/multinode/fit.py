@@ -38,6 +38,10 @@ class Data(DataModule):
         return loader(21, 8)
 
 
+class PreparedOnce(Data):
+    prepare_data_per_node = False
+
+
 def trainer(folder: Path, **options: Any) -> Trainer:
     """Epochs of seven steps, the last with two samples, so with more ranks than samples on four; leaves a checkpoint
     `last`."""
@@ -58,7 +62,7 @@ def trainer(folder: Path, **options: Any) -> Trainer:
 
 
 def on_rank(strategy: str, num_nodes: int, devices: int, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "once").mkdir(parents=True, exist_ok=True)
     run, module = trainer(folder, strategy=STRATEGIES[strategy](), num_nodes=num_nodes, devices=devices), net()
     run.fit(module, datamodule=Data(folder))
     facts: dict[str, Any] = {
@@ -66,7 +70,7 @@ def on_rank(strategy: str, num_nodes: int, devices: int, folder: Path) -> None:
         for name in ("global_rank", "local_rank", "world_size", "is_global_zero", "global_step")
     }
     facts["metrics"] = {name: float(value) for name, value in run.callback_metrics.items()}
-    (facts["validated"],) = run.validate(module, datamodule=Data(), verbose=False)  # the ranks join again
+    (facts["validated"],) = run.validate(module, datamodule=PreparedOnce(folder / "once"), verbose=False)  # the ranks join again
     facts["refused"] = []
     for wrong in ({"num_nodes": num_nodes + 1}, {"devices": devices + 1}):
         try:

@@ -213,6 +213,7 @@ def check(folder: Path, nodes: int, devices: int, one_process: Expected) -> None
     assert sorted(path.name.rsplit("-", 5)[0] for path in folder.glob("prepared-*")) == [
         f"prepared-on-node-{node}" for node in range(nodes)
     ]
+    assert len([*(folder / "once").glob("prepared-*")]) == 1, "prepare_data_per_node is False"
 
     saved, reference = (Checkpoint.open(path / "checkpoints" / "last") for path in (folder, one_process.folder))
     names = reference.names("model/") + reference.names("optimizer/")

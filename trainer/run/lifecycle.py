@@ -138,7 +138,8 @@ def open_run(
     run.datamodule = datamodule
     if run.strategy.topology.local_rank == 0:
         for owner in _owners(run, module):
-            owner.prepare_data()
+            if owner.prepare_data_per_node or run.is_global_zero:
+                owner.prepare_data()
         set_phase(None, SETTING_UP)  # a heartbeat: what took long is over
     run.strategy.barrier()
     on_meta = run.strategy.capabilities.builds_on_meta and not run.is_global_zero
