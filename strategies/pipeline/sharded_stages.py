@@ -21,6 +21,7 @@ from lockstep.strategies.mesh.structure import Structure
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.pipeline.stage_run import Stage
 from lockstep.strategies.pipeline.staged_module import Staged
+from lockstep.strategies.sync.collectives import local
 
 
 class Shards:
@@ -45,19 +46,21 @@ class Shards:
         self.gathered = False
         """Whether parameters are whole at the moment, and gradients those of this rank."""
         self._model = staged.model
-        self._versions: dict[int, int] = {}
-        """Of each parameter, how often it was written to when it was made whole."""
+        self._shard_of = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
+        self._held: dict[int, tuple[int, int, Tensor]] = {}
+        """Of each parameter that was made whole: where it is, how often it was written to by then, its shard here."""
         self._structure.seal()
 
     def gather(self) -> None:
         """Make the parameters whole. Every rank that holds the same layers calls it."""
         self.gathered = True
+        shards = [local(p) for layer in self._layers for p in layer.parameters()]
         for stage in self._stages:  # which torch does in the first forward: a rank may have no samples for one
             stage._get_fsdp_state()._lazy_init()  # type: ignore[operator]
         for module in (*self._stages, *self._layers):  # the root first: it makes itself known to the layers
             module.unshard()  # type: ignore[operator]
         parameters = (p for layer in self._layers for p in layer.parameters())
-        self._versions = {id(p): p._version for p in parameters}
+        self._held = {id(p): (p.data_ptr(), p._version, s) for p, s in zip(parameters, shards, strict=True)}
 
     def scatter(self) -> None:
         """Give up what the others hold."""
@@ -89,17 +92,35 @@ class Shards:
                 parameter.grad = None
 
     def _refuse_written(self) -> None:
-        """Raise RuntimeError for parameters that were written to while they were whole, which would be lost."""
-        apart, versions = {id(p) for p in self.whole}, self._versions
-        named = [(name, p) for name, p in self._model.named_parameters() if id(p) in versions and id(p) not in apart]
-        written = [name for name, p in named if p._version != versions[id(p)]]
-        self._versions = {}
+        """Raise RuntimeError for parameters that were written to while they were whole, which would be lost.
+
+        What bypasses version counters, as `.data` does, shows in the bits of this rank's shard.
+        """
+        apart, held, unseen = {id(p) for p in self.whole}, self._held, {}
+        self._held, written = {}, []
+        for name, p in self._model.named_parameters():
+            if id(p) in apart or id(p) not in held:
+                continue
+            place, version, shard = held[id(p)]
+            if (p.data_ptr(), p._version) != (place, version):
+                written.append(name)
+            else:
+                unseen[name] = (_bits(self._own(p)) != _bits(shard)).any()
+        if unseen:
+            differs = torch.stack([*unseen.values()]).tolist()  # on an accelerator the host waits, once a window
+            written += [name for name, differ in zip(unseen, differs, strict=True) if differ]
         if written:
             raise RuntimeError(
                 f"weights were changed within an accumulation window ({shortened(written)}), while ranks hold them "
                 "whole to compute with them, and the change would be lost; change them once a step, as in "
                 "on_before_zero_grad, or use strategy='pipeline'"
             )
+
+    def _own(self, whole: Tensor) -> Tensor:
+        """This rank's shard of a parameter, as fully_shard cuts it."""
+        count, rank = self._shard_of
+        chunks = whole.detach().chunk(count)
+        return chunks[rank] if rank < len(chunks) else whole.detach()[:0]
 
     def _sharded(self, staged: Staged) -> list[nn.Parameter]:
         apart = {id(p) for p in self.whole}
@@ -108,3 +129,9 @@ class Shards:
     def undo(self) -> None:
         """Take the layers' classes and hooks off; parameters are left as they are."""
         self._structure.undo()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A tensor's bits as integers, so that NaN equals itself and -0 differs from 0."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[real.element_size()])

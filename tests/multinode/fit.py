@@ -70,7 +70,8 @@ def on_rank(strategy: str, num_nodes: int, devices: int, folder: Path) -> None:
         for name in ("global_rank", "local_rank", "world_size", "is_global_zero", "global_step")
     }
     facts["metrics"] = {name: float(value) for name, value in run.callback_metrics.items()}
-    (facts["validated"],) = run.validate(module, datamodule=PreparedOnce(folder / "once"), verbose=False)  # the ranks join again
+    once = PreparedOnce(folder / "once")
+    (facts["validated"],) = run.validate(module, datamodule=once, verbose=False)  # the ranks join again
     facts["refused"] = []
     for wrong in ({"num_nodes": num_nodes + 1}, {"devices": devices + 1}):
         try:
