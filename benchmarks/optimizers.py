@@ -4,7 +4,8 @@
     python -m benchmarks.optimizers --match muon     # those whose name contains "muon"
     python -m benchmarks.optimizers --price --traffic    # what Muon costs under fsdp, see _optimizer_price.py
 
-A cell is the largest difference of a weight, over the largest weight, after 20 steps in float64 on the same data.
+A cell is the largest difference of a weight, over the largest weight, after 20 steps in float64 on the same data. Local
+updates are compared with the same learners on one rank.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from benchmarks._rounds import machine, write_json
 from benchmarks.virtual_ranks import enter_own_network
 from lockstep import Module, RankFailure, Trainer
 
-STRATEGIES = {"ddp": 2, "fsdp": 2, "tensor": 2, "pipeline": 2, "fsdp=2,tensor=2": 4}
+STRATEGIES = {
+    "ddp": 2, "fsdp": 2, "tensor": 2, "pipeline": 2, "fsdp=2,tensor=2": 4, "fsdp=2,pipeline=2": 4, "diloco=2,fsdp=2": 4
+}  # fmt: skip
 STEPS, BATCH = 20, 64
 
 
@@ -132,6 +135,8 @@ def trained(name: str, strategy: str = "single", devices: int = 1) -> dict[str, 
 def cell(name: str, strategy: str, devices: int, alone: dict[str, Tensor]) -> float | str:
     """The difference to one process, or why it was refused."""
     try:
+        if "diloco" in strategy:
+            alone = trained(name, "diloco=2", 1)
         found = trained(name, strategy, devices)
     except (ValueError, RuntimeError, RankFailure) as error:
         return f"{type(error).__name__}: {error}"

@@ -30,6 +30,7 @@ from lockstep.strategies.modules.parameter_hooks import ParameterHooks
 from lockstep.strategies.optimizers import modes
 from lockstep.strategies.optimizers.fused import fuse
 from lockstep.strategies.optimizers.owners import Owners, described
+from lockstep.strategies.optimizers.saved_groups import add_saved_groups
 from lockstep.strategies.precision import Precision
 from lockstep.strategies.step import SPMDStep
 from lockstep.strategies.sync import collectives
@@ -167,6 +168,9 @@ class SPMDStrategy(SPMDStep):
         fault_injection.unload()
         self._end_watchdog()
         self._end_watchdog = _nothing
+        for owners in self._owners.values():
+            owners.close()
+        self._owners = {}
         self._ready = self._in_group = False
         if self._agreement is not None:
             self._agreement.close()
@@ -336,6 +340,9 @@ class SPMDStrategy(SPMDStep):
         return state
 
     def _restore_state(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+        for key, optimizer in optimizers.items():
+            if id(optimizer) in self._owners and key in state.meta["optimizers"]:
+                add_saved_groups(self.unwrap(wrapped), optimizer, state.meta["optimizers"][key]["param_groups"])
         with described(self._owners, optimizers) as owned:
             restore_state(self.unwrap(wrapped), optimizers, state, self.read_shard, owned)
 

@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 Numbers = dict[tuple[str, int, str], Any]
 """By optimizer, group and key what an optimizer's own steps leave in `param_groups`."""
 
+_NONE = object()
+"""Stands for a number that a group does not have yet."""
+
 
 class Learner:
     """What is one learner's while another one of the same rank has its turn."""
@@ -59,9 +62,10 @@ class OwnNumbers:
         """Note what the step of `own` has changed since `before`. Raises RuntimeError for what cannot be kept apart."""
         groups, attributes = before
         for i, (was, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
-            for name, value in was.items():
-                now = group[name]
-                place = key, i, name
+            for name, now in group.items():
+                place, value = (key, i, name), was.get(name, _NONE)
+                if name == "params":
+                    continue
                 if place in own.numbers or not _same(value, now):
                     if isinstance(now, Tensor):
                         raise RuntimeError(
@@ -82,24 +86,29 @@ class OwnNumbers:
         """Take what the groups of each learner held in a checkpoint: what differs is a learner's own."""
         if len(learners) == 1:
             return
-        for place in numbers[0]:
-            if any(not _same(of_learner[place], numbers[0][place]) for of_learner in numbers):
-                for learner, of_learner in zip(learners, numbers, strict=True):
-                    learner.numbers[place] = of_learner[place]
+        for place in dict.fromkeys(place for of_learner in numbers for place in of_learner):
+            values = [of_learner.get(place, _NONE) for of_learner in numbers]
+            if any(not _same(value, values[0]) for value in values):
+                for learner, value in zip(learners, values, strict=True):
+                    learner.numbers[place] = value
                 key, i, name = place
-                self._left[place] = optimizers[key].param_groups[i][name]
+                self._left[place] = optimizers[key].param_groups[i].get(name, _NONE)
 
     def put(self, optimizers: Mapping[str, Optimizer], learner: Learner) -> None:
         """Give the optimizers the learner's numbers. Raises RuntimeError if other code has set one since."""
         for (key, i, name), value in learner.numbers.items():
             group = optimizers[key].param_groups[i]
             left = self._left.get((key, i, name), value)
-            if not _same(group[name], left):
+            if not _same(group.get(name, _NONE), left):
                 raise RuntimeError(
                     f"{name!r} of param_groups is changed by the steps of {type(optimizers[key]).__name__} and by "
                     "other code, such as a scheduler, but each learner here has its own; use as many ranks as learners"
                 )
-            group[name] = self._left[key, i, name] = value
+            self._left[key, i, name] = value
+            if value is _NONE:
+                group.pop(name, None)
+            else:
+                group[name] = value
 
 
 def make_learners(numbers: Iterable[int], model: nn.Module, optimizers: Mapping[str, Optimizer]) -> list[Learner]:

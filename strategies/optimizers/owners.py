@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.checkpoint_state import State, names_of, parameter_names
-from lockstep.strategies.modules.absent import Absent
+from lockstep.strategies.modules.absent import Absent, is_here
 from lockstep.strategies.optimizers.copies import Contents
 from lockstep.strategies.optimizers.exchange import Exchange, Owned, Piece
 from lockstep.strategies.optimizers.hidden_state import HiddenState
@@ -71,7 +71,7 @@ class Owners:
     one, and calls each of its methods.
 
     `finding` is what the optimizer needs: one that couples parameters has one owner for all, rank 0 of the group.
-    `model` has its parameters under their canonical names.
+    `model` has its parameters under their canonical names. What no rank of the group holds is left alone.
     """
 
     def __init__(
@@ -102,13 +102,9 @@ class Owners:
         """While it lasts the optimizer holds whole parameters, each on its owner; yields what to step, and with which
         closure: all ranks call `closure` together, as often as the owner's optimizer calls what it gets.
 
-        Raises ValueError for a closure where there are several owners.
+        Raises as `check_closure` does.
         """
-        if closure is not None and len(self._load) > 1:
-            raise ValueError(
-                f"optimizer {self._key!r} ({type(self.optimizer).__name__}) steps each parameter on another rank, so "
-                "no rank knows when all are to call the closure; step without one, or use strategy='ddp'"
-            )
+        self.check_closure(closure)
         self._show()
         self._open()
         try:
@@ -127,6 +123,14 @@ class Owners:
         self._hide()
         if self._finding.keeps_numbers or self._finding.kind == "coupled" or has_modes(self.optimizer):
             self._share_numbers()
+
+    def check_closure(self, closure: Callable[[], Any] | None) -> None:
+        """Raise ValueError for a closure where there are several owners."""
+        if closure is not None and len(self._load) > 1:
+            raise ValueError(
+                f"optimizer {self._key!r} ({type(self.optimizer).__name__}) steps each parameter on another rank, so "
+                "no rank knows when all are to call the closure; step without one, or use strategy='ddp'"
+            )
 
     def _steps_here(self) -> bool:
         """Whether to call the optimizer on this rank: one that couples parameters does nothing good without them, and
@@ -161,13 +165,13 @@ class Owners:
         `id`; those that others step are `Absent`."""
         self._show()
         for group in self.optimizer.param_groups:
-            group["params"][:] = [self._owned[id(p)].stepped for p in group["params"]]
+            group["params"][:] = [self._owned[id(p)].stepped if is_here(p) else p for p in group["params"]]
         try:
             yield {id(each.stepped): each.name for each in self._owned.values()}
         finally:
-            sharded = {id(each.stepped): each.sharded for each in self._owned.values()}
+            sharded: dict[int, Any] = {id(each.stepped): each.sharded for each in self._owned.values()}
             for group in self.optimizer.param_groups:
-                group["params"][:] = [sharded[id(p)] for p in group["params"]]
+                group["params"][:] = [sharded.get(id(p), p) for p in group["params"]]
             self._hide()
 
     def merge(self, state: State) -> None:
@@ -203,7 +207,8 @@ class Owners:
     def _take_new(self) -> None:
         """Choose owners for parameters that have none: by the cost of a product of the matrix with itself, largest
         first."""
-        new = {id(p): p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in self._owned}
+        held = [p for group in self.optimizer.param_groups for p in group["params"] if is_here(p)]
+        new = {id(p): p for p in held if id(p) not in self._owned}
         if not new:
             return
         names, pieces = parameter_names(self._model), self._pieces(list(new.values()))
@@ -243,11 +248,11 @@ class Owners:
         """Bring values and gradients to the owners, and give the optimizer what this rank steps."""
         groups = self.optimizer.param_groups
         self._held = [(group, list(group["params"])) for group in groups]
-        self._exchange.gather([self._owned[id(p)] for _, params in self._held for p in params])
+        self._exchange.gather(self._of_groups())
         self._before = [numbers_of(group) for group in groups]
         for group, params in self._held:
-            stepped = [self._owned[id(p)].stepped for p in params]
-            group["params"][:] = [p for p in stepped if not isinstance(p, Absent)]
+            stepped = [self._owned[id(p)].stepped for p in params if is_here(p)]
+            group["params"][:] = filter(is_here, stepped)
         if self._finding.needs_all_groups:
             self.optimizer.param_groups = [group for group in groups if group["params"]]
 
@@ -257,14 +262,17 @@ class Owners:
         self.optimizer.param_groups = [group for group, _ in self._held]
         for group, params in self._held:
             group["params"][:] = params
-        all_held = [self._owned[id(p)] for _, params in self._held for p in params]
+        all_held = self._of_groups()
         if scatters:
             self._exchange.scatter(all_held)
         else:
             self._exchange.forget()
         for each in all_held:
-            if not isinstance(each.stepped, Absent):
+            if is_here(each.stepped):
                 each.stepped.data, each.stepped.grad = _without_memory(each.sharded), None
+
+    def _of_groups(self) -> list[Owned]:
+        return [self._owned[id(p)] for _, params in self._held for p in params if is_here(p)]
 
     def _broadcast(self, value: Any, source: int = 0) -> Any:
         """The value of rank `source` of the group."""
@@ -275,7 +283,8 @@ class Owners:
     def _share_numbers(self) -> None:
         """Give all ranks what the step has left in the groups besides parameters, from an owner that stepped some of
         each."""
-        sources = [self._owned[id(params[0])].owner if params else 0 for _, params in self._held]
+        owners = [[self._owned[id(p)].owner for p in params if is_here(p)] for _, params in self._held]
+        sources = [of_group[0] if of_group else 0 for of_group in owners]
         groups = self.optimizer.param_groups
         for source in sorted(set(sources)):
             changed = {

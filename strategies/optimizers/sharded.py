@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.checkpoint_state import Reader
 from lockstep.strategies.mesh import steps
 from lockstep.strategies.modules.sharded_errors import explained
-from lockstep.strategies.optimizers.saved_groups import add_saved_groups
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value
 
@@ -48,12 +46,6 @@ class ShardedOptimizers(SPMDStrategy):
             if found is not None
         }
         return attached
-
-    def teardown(self) -> None:
-        super().teardown()
-        for owners in self._owners.values():
-            owners.close()
-        self._owners = {}
 
     def clip_gradients(
         self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
@@ -103,9 +95,3 @@ class ShardedOptimizers(SPMDStrategy):
         else:
             with owners.whole() as (held, _):
                 yield held
-
-    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        for key, optimizer in optimizers.items():
-            if id(optimizer) in self._owners and key in state.meta["optimizers"]:
-                add_saved_groups(self.unwrap(wrapped), optimizer, state.meta["optimizers"][key]["param_groups"])
-        super().load_state_dict(wrapped, optimizers, state)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,9 +13,13 @@ from torch.optim import Optimizer
 from lockstep.strategies.checkpoint_state import names_of, parameter_names
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.optimizers.hidden_state import HiddenState
-from lockstep.strategies.optimizers.probe import probe
+from lockstep.strategies.optimizers.owners import Owners, needs_whole
+from lockstep.strategies.optimizers.probe import Finding, probe
 from lockstep.strategies.pipeline.staged_module import Staged
 from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value, local, sum_gradients
+
+if TYPE_CHECKING:
+    from lockstep.strategies.spmd import SPMDStrategy
 
 _SPREAD = "in a pipeline the state of {} is spread over the ranks, and each has only that of its own stages"
 
@@ -36,8 +40,10 @@ def show(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def shown(*optimizers: Optimizer) -> Iterator[None]:
-    """While it lasts the optimizers have the state of this rank's parameters."""
+def shown(optimizers: Iterable[Optimizer], owners: Container[int] = ()) -> Iterator[None]:
+    """While it lasts the optimizers have the state of this rank's parameters, besides those, by `id`, that have
+    owners."""
+    optimizers = [optimizer for optimizer in optimizers if id(optimizer) not in owners]
     for optimizer in optimizers:
         show(optimizer)
     try:
@@ -47,17 +53,43 @@ def shown(*optimizers: Optimizer) -> Iterator[None]:
             hide(optimizer)
 
 
-def check_optimizer(wrapped: Staged, key: str, optimizer: Optimizer, num_stage_ranks: int, cuts: bool) -> None:
-    """Raise ValueError, on all ranks alike, for an optimizer that would step other numbers on one rank's
-    parameters. `cuts`: stages are sharded over ranks."""
+def find_needs(
+    wrapped: Staged, optimizers: Mapping[str, Optimizer], ranks: SPMDStrategy, num_stage_ranks: int
+) -> dict[str, Finding]:
+    """What those optimizers need that cannot step this rank's shards; empty if stages are whole. Raises ValueError, on
+    all ranks alike, for an optimizer that would step other numbers."""
+    found = {}
+    for key, optimizer in optimizers.items():
+        check_optimizer(wrapped, key, optimizer, num_stage_ranks)
+        if wrapped.shards is None:
+            continue
+        from lockstep.strategies.mesh import dtensors
+
+        needed = needs_whole(key, optimizer, ranks, dtensors.shard_as, dtensors.groups_by_mesh)
+        if needed is not None:
+            found[key] = needed
+    return found
+
+
+def make_owners(
+    wrapped: Staged, optimizers: Mapping[str, Optimizer], needs: Mapping[str, Finding], group: dist.ProcessGroup | None
+) -> dict[int, Owners]:
+    """The owners, by `id` of the optimizer, of what `find_needs` has found, among the ranks of `group`, which hold the
+    same stages."""
+    return {
+        id(optimizers[key]): Owners(key, optimizers[key], found, wrapped.model, wrapped.device, group)
+        for key, found in needs.items()
+    }
+
+
+def check_optimizer(wrapped: Staged, key: str, optimizer: Optimizer, num_stage_ranks: int) -> None:
+    """Raise ValueError, on all ranks alike, for an optimizer that would step other numbers on the parameters of one
+    rank's stages."""
     called, found = f"optimizer {key!r} ({type(optimizer).__name__})", probe(optimizer)
-    if found.kind in ("coupled", "unknown") or (cuts and found.kind == "whole_tensor"):
-        holds = "pieces of the parameters of its stages" if cuts else "the parameters of its stages"
+    if found.kind in ("coupled", "unknown"):
         raise ValueError(
-            f"{called} cannot be stepped in a pipeline, where each rank holds {holds}, because {found.reason}; "
-            "use an optimizer that treats "
-            + ("elements one by one" if cuts else "parameters one by one")
-            + ", or strategy='ddp'"
+            f"{called} cannot be stepped in a pipeline, where each rank holds the parameters of its stages, because "
+            f"{found.reason}; use an optimizer that treats parameters one by one, or strategy='ddp'"
         )
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
         if hooks:
@@ -89,9 +121,14 @@ def own_parameters(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def held_here(optimizer: Optimizer, sharded: bool) -> Iterator[Optimizer]:
-    """While it lasts `optimizer` has the parameters and the state of this rank; `sharded`: stages are."""
-    with shown(optimizer), own_parameters(optimizer), ExitStack() as kernels:
+def held_here(optimizer: Optimizer, sharded: bool, owners: Owners | None = None) -> Iterator[Any]:
+    """While it lasts `optimizer` has the parameters and the state of this rank; `sharded`: stages are. Yields what to
+    step: with `owners` those decide."""
+    if owners is not None:
+        with owners.whole() as (held, _):
+            yield held
+        return
+    with shown([optimizer]), own_parameters(optimizer), ExitStack() as kernels:
         if sharded:
             from lockstep.strategies.mesh import dtensors
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, Strategy, Topology
-from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, gather_state, gather_whole
+from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, gather_whole
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch import environment
@@ -27,10 +27,10 @@ from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.pipeline import partition
 from lockstep.strategies.pipeline.microbatches import Tally
 from lockstep.strategies.pipeline.optimizers import (
-    check_optimizer,
     clip,
+    find_needs,
     held_here,
-    hide,
+    make_owners,
     show,
     shown,
     sum_ranks,
@@ -172,13 +172,11 @@ class StagedStrategy(SPMDStrategy):
         Their groups continue listing all, so that hooks find none missing silently.
         """
         assert isinstance(wrapped, Staged)
-        for key, optimizer in optimizers.items():
-            check_optimizer(wrapped, key, optimizer, self.num_stage_ranks, self._ranks.mesh is not None)
-            self._optimizers.add(optimizer)
-            show(optimizer)
-        optimizers = super().setup_optimizers(wrapped, optimizers)
-        for optimizer in optimizers.values():
-            hide(optimizer)
+        needs = find_needs(wrapped, optimizers, self, self.num_stage_ranks)
+        self._optimizers.update(optimizers.values())
+        with shown(optimizers.values()):
+            optimizers = super().setup_optimizers(wrapped, optimizers)
+            self._owners = make_owners(wrapped, optimizers, needs, self._ranks.data_group)
         return optimizers
 
     # ---- 2. gradient sync ------------------------------------------------------------------------
@@ -201,11 +199,13 @@ class StagedStrategy(SPMDStrategy):
         self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
     ) -> bool:
         assert isinstance(wrapped, Staged)
-        with self.open_optimizer(wrapped, optimizer):
-            return super().optimizer_step(wrapped, optimizer, closure)
+        if id(optimizer) in self._owners:
+            self._owners[id(optimizer)].check_closure(closure)
+        with self.open_optimizer(wrapped, optimizer) as held:
+            return super().optimizer_step(wrapped, held, closure)
 
     def open_optimizer(self, wrapped: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Optimizer]:
-        return held_here(optimizer, sharded=self._ranks.mesh is not None)
+        return held_here(optimizer, self._ranks.mesh is not None, self._owners.get(id(optimizer)))
 
     @contextmanager
     def whole(self, wrapped: nn.Module) -> Iterator[None]:
@@ -232,8 +232,8 @@ class StagedStrategy(SPMDStrategy):
     def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
         assert isinstance(wrapped, Staged)
         with self._training_weights() as for_now:
-            with shown(*optimizers.values()):
-                state = gather_state(wrapped.model, optimizers, self.local_shard)
+            with shown(optimizers.values(), self._owners):
+                state = self._gather_state(wrapped, optimizers, self.local_shard)
             self._save_both(wrapped, optimizers, state, for_now)
         own = wrapped.tensors.keep_own(state, self._ranks.stage_rank == 0)
         merge_meta(state, [self.broadcast(own, i) for i in range(0, self.topology.world_size, self.topology.data_size)])
@@ -241,7 +241,7 @@ class StagedStrategy(SPMDStrategy):
         return state
 
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        with shown(*optimizers.values()):
+        with shown(optimizers.values(), self._owners):
             super().load_state_dict(wrapped, optimizers, state)
 
     # ---- what SPMDStrategy asks -------------------------------------------------------------------

@@ -21,6 +21,7 @@ from lockstep.strategies import DiLoCo, LocalSGD, Strategy
 from lockstep.strategies.methods.averaging import add_up, subtrees
 from lockstep.strategies.methods.options import assign
 from tests.strategies.methods.toys import Regression, data, difference, simulate, train
+from tests.strategies.optimizers.test_probe import Rule
 from tests.strategies.virtual import runs
 
 MOMENTUM = partial(SGD, lr=0.05, momentum=0.9, nesterov=True)
@@ -110,6 +111,22 @@ def test_each_round_is_that_of_the_papers_algorithm(strategy: Strategy, options:
 def on_one_rank(name: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         return runs.train(STRATEGIES[name](), 1, Path(folder), virtual_ranks=None)  # type: ignore[arg-type]
+
+
+def counts_from_none(params: list[Any], group: dict[str, Any]) -> None:
+    """The first step makes the number."""
+    group["steps"] = group.get("steps", 0) + 1
+    for p in params:
+        p -= 0.1 / group["steps"] * p.grad
+
+
+@pytest.mark.ranks
+def test_learners_of_a_rank_count_by_themselves() -> None:
+    one, two = (
+        train(DiLoCo(learners_per_rank=counts, period=4), lambda p: Rule(p, counts_from_none), devices=len(counts))
+        for counts in ((2,), (1, 1))
+    )
+    assert difference([*one.parameters()], [*two.parameters()]) == 0
 
 
 @pytest.mark.ranks

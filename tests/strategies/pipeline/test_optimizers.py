@@ -5,19 +5,23 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Muon, Optimizer
+from torch.optim.lr_scheduler import StepLR
 
+from lockstep.callbacks import ModelCheckpoint
 from lockstep.strategies import Pipeline
 from tests.strategies.optimizers.test_probe import (
     CASES,
     Rule,
     at_once,
     by_global_norm,
+    by_rows,
     by_trust_ratio,
 )
 from tests.strategies.pipeline.classifiers import Base, difference, fit, layers
@@ -70,13 +74,44 @@ def test_optimizers_that_read_other_parameters_are_refused_by_name(run_ranks: Ca
     assert "fails on a parameter group without parameters" in found["empty groups"]
 
 
-def test_a_mesh_that_shards_refuses_optimizers_that_need_whole_tensors(run_ranks: Callable[..., Any]) -> None:
-    cases: dict[str, Callable[[nn.Module], Optimizer]] = {
-        "by tensor": lambda model: Rule(model.parameters(), by_trust_ratio),
-        "adamw": lambda model: torch.optim.AdamW(model.parameters()),
-    }
-    found = run_ranks(attached, 4, "fsdp=2,pipeline=2", cases)
-    assert found["adamw"] == "" and "other elements of its tensor; use an optimizer that treats" in found["by tensor"]
+class CountedMuon(Muon):
+    matrices = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.matrices += sum(p.grad is not None for group in self.param_groups for p in group["params"])
+        return super().step(closure)
+
+
+class WithMuon(Base):
+    """Muon, of matrices of uneven shards of which the first and the last stage share one, beside another optimizer of
+    whole tensors; a schedule, weights that are changed in hooks, a layer that is frozen for an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        sizes = [(8, 8), (8, 7), (7, 5), (5, 8), (8, 8)]
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(n, m), nn.Tanh()) for n, m in sizes)).double()
+        self.net[4][0].weight = self.net[0][0].weight
+
+    def configure_optimizers(self) -> Any:
+        muon = CountedMuon([p for p in self.parameters() if p.dim() == 2], lr=0.05)
+        rest = Rule([p for p in self.parameters() if p.dim() != 2], by_rows)
+        schedule = {"scheduler": StepLR(muon, 1, 0.9), "interval": "step"}
+        return [{"optimizer": muon, "lr_scheduler": schedule}, {"optimizer": rest}]
+
+    def on_train_epoch_start(self) -> None:
+        self.net[2][0].weight.requires_grad_(self.current_epoch != 1)
+        self.trainer.optimizers[0].matrices, self.first = 0, self.global_step
+
+    def on_train_epoch_end(self) -> None:
+        matrices = self.trainer.strategy.all_reduce(torch.tensor(self.trainer.optimizers[0].matrices))
+        of_step = 4 - (self.current_epoch == 1) + (self.trainer.world_size == 4)  # each stage steps what it shares
+        assert int(matrices) == of_step * (self.global_step - self.first)
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        with torch.no_grad():
+            self.net[0][0].weight.mul_(0.99)
+            self.net[3][0].weight.mul_(0.99)
 
 
 class TrustRatio(Base):
@@ -87,6 +122,21 @@ class TrustRatio(Base):
 def test_an_optimizer_that_needs_whole_tensors_is_exact_in_a_pipeline() -> None:
     expected = fit(TrustRatio(), "single", 1)
     assert difference(fit(TrustRatio(), "pipeline", 2), expected) < 1e-12
+
+
+def test_each_matrix_is_stepped_on_one_rank_of_a_sharded_stage(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "enable_checkpointing": True}
+    layouts = [("fsdp=2,pipeline=2", 4), ("single", 1), ("fsdp=2,pipeline=2", 4)]
+    weights, saved = [], dict[str, Any]()
+    for place, layout in enumerate(layouts):
+        for name, (strategy, devices) in (("alone", ("single", 1)), ("sharded", layout)):
+            saver = ModelCheckpoint(tmp_path / f"{name}{place}", save_last=True)
+            found = fit(WithMuon(), strategy, devices, n=26, max_epochs=place + 1, ckpt_path=saved.get(name),
+                        callbacks=[saver], **options)  # fmt: skip
+            saved[name] = saver.last_model_path
+            weights.append(found)
+        assert difference(weights[-1], weights[-2]) < 1e-12
+    assert difference(weights[0], weights[-1]) > 1e-3
 
 
 class GlobalNorm(Base):
