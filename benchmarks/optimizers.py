@@ -5,7 +5,7 @@
     python -m benchmarks.optimizers --price --traffic    # what Muon costs under fsdp, see _optimizer_price.py
 
 A cell is the largest difference of a weight, over the largest weight, after 20 steps in float64 on the same data. Local
-updates are compared with the same learners on one rank.
+updates are compared with learners on one rank each.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def cell(name: str, strategy: str, devices: int, alone: dict[str, Tensor]) -> fl
     """The difference to one process, or why it was refused."""
     try:
         if "diloco" in strategy:
-            alone = trained(name, "diloco=2", 1)
+            alone = trained(name, "diloco=2", 2)
         found = trained(name, strategy, devices)
     except (ValueError, RuntimeError, RankFailure) as error:
         return f"{type(error).__name__}: {error}"

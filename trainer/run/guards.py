@@ -50,6 +50,8 @@ class Guards:
         self._still: str = ""
         """The error of a first step that moved nothing, unless the next one does: some optimizers only measure in
         their first."""
+        self._still_in = -1
+        """That step, which several learners of a rank may take."""
         self._warned = self._skipped = False
         self._later: Callable[[], str | None] | None = None
 
@@ -184,8 +186,9 @@ class Guards:
         if not self._before or self._before != fingerprints(optimizers):
             self.watches, self._still = False, ""
         elif moving and all(float(group.get("lr", 1)) > 0 for group in groups):
-            if self._still:
+            if self._still and self._still_in != self.run.progress.global_step:
                 raise RuntimeError(self._still)
+            self._still_in = self.run.progress.global_step
             self._still = (
                 f"optimizer.step moved no parameter in step {self.run.progress.global_step}, though there is a "
                 "gradient and the learning rate is "

@@ -114,9 +114,9 @@ def on_one_rank(name: str) -> dict[str, str]:
 
 
 def counts_from_none(params: list[Any], group: dict[str, Any]) -> None:
-    """The first step makes the number."""
+    """The first step makes the number, and moves nothing."""
     group["steps"] = group.get("steps", 0) + 1
-    for p in params:
+    for p in params if group["steps"] > 1 else ():
         p -= 0.1 / group["steps"] * p.grad
 
 
