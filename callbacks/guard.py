@@ -66,11 +66,14 @@ class Guard(Callback):
         self.skipped_steps, self.in_a_row = state_dict["skipped_steps"], state_dict["in_a_row"]
 
 
-def check_replicas(trainer: Trainer, module: Module) -> bool:
-    """Raise RuntimeError if a parameter that several ranks hold differs on them; whether there are any. Every rank
-    calls it."""
+def check_replicas(trainer: Trainer, module: Module, gradients: bool = False) -> bool:
+    """Raise RuntimeError if a parameter that several ranks hold, or with `gradients` its gradient, differs on them;
+    whether there are any. Every rank calls it."""
     strategy = trainer.strategy
-    mine = {_place(name, p): (name, fingerprint(p)) for name, p in module.named_parameters() if is_held(p)}
+    held: list[tuple[str, Tensor]] = [(name, p) for name, p in module.named_parameters() if is_held(p)]
+    if gradients:
+        held += [(f"the gradient of {name}", found) for name, p in held if (found := _gradient(p)) is not None]
+    mine = {_place(name, tensor): (name, fingerprint(tensor)) for name, tensor in held}
     longest = int(
         strategy.all_reduce(torch.tensor(len(mine)), "max")
     )  # a pipeline's ranks have the layers of their stage only
@@ -90,6 +93,13 @@ def check_replicas(trainer: Trainer, module: Module) -> bool:
                     "by rank"
                 )
     return has_replicas
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    try:
+        return parameter.grad
+    except RuntimeError:  # there is none to see between steps of DeepSpeed
+        return None
 
 
 def fingerprint(tensor: Tensor) -> int:

@@ -66,22 +66,22 @@ class StepVote(NamedTuple):
     """Why this rank asks to stop after this step: 0 it does not, 1 the run asked, above that a signal's number."""
     keys: int = 0
     """Hash (below 2**52) of the metric names that this rank has logged."""
-    names: Callable[[], list[str]] | None = None
-    """Returns these names, for the message where ranks' hashes differ."""
+    names: Callable[[], list[str]] | None = None  # for the message
+    rates: int = 0
+    """Hash (below 2**32) of the optimizers' learning rates and the like."""
 
 
 class StepResult(NamedTuple):
     """What all ranks know after `forward_backward`, equal on every rank."""
 
     count: float  # type: ignore[assignment]  # hides tuple.count
-    """Σ of what the losses counted over ranks and micro-batches; 0 means that there is no gradient."""
+    """Σ of what the losses counted over ranks and micro-batches; 0 where there is no gradient."""
     stop: int
     """The largest `StepVote.stop` of all ranks."""
     non_finite: str | None
-    """What was NaN or infinite: the loss of the first such rank, or a gradient by its parameter's name; None if nothing
-    was. Such a window leaves no gradient."""
+    """The first loss, by rank, or gradient, by name, that was NaN or infinite, if any; no gradient is left then."""
     loss: float | None = None
-    """The loss of the window, Σ total / Σ count; None where knowing it would cost a host synchronization."""
+    """The loss of the window, Σ total / Σ count; None where that would make the host wait."""
     later: Callable[[], str | None] | None = None
     """In place of `non_finite` on accelerators: the same, for which the device is waited; such a step is skipped."""
 

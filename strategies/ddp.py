@@ -23,7 +23,7 @@ from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync import batch_norm
 from lockstep.strategies.sync.all_reduce import ALGORITHMS, AllReduce
-from lockstep.strategies.sync.buffers import share_buffers, share_model
+from lockstep.strategies.sync.buffers import SharedBuffers, share_buffers, share_model
 from lockstep.strategies.sync.compression.compressor import Compressor
 from lockstep.strategies.sync.compression.names import REFUSES, compressor
 from lockstep.strategies.sync.step_agreement import StepAgreement
@@ -39,7 +39,9 @@ class DDP(SPMDStrategy):
     `static_graph`: promise that every step uses the same parameters in the same way. On three and more ranks a resumed
         run then sums its first two gradients in another order than the run that was not stopped.
     `gradient_as_bucket_view`: gradients live in the communication buckets (saves one copy of them).
-    `broadcast_buffers`: rank 0's buffers (BatchNorm statistics) overwrite the others' at each forward.
+    `broadcast_buffers`: True: rank 0's buffers overwrite the others' after each step; None: the same, but buffers that
+        differ between ranks are refused, apart from statistics of BatchNorm and InstanceNorm; False: each rank keeps
+        its own.
     `sync_batchnorm`: BatchNorm layers compute their statistics over the samples of all ranks, as one process does.
     `bucket_cap_mb`: size of a communication bucket in MiB; None takes torch's default.
     `activation_checkpointing`: recompute the blocks' activations in the backward; True, or which blocks.
@@ -61,7 +63,7 @@ class DDP(SPMDStrategy):
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         sync_batchnorm: bool = False,
         bucket_cap_mb: float | None = None,
         activation_checkpointing: bool | Rule = False,
@@ -81,12 +83,13 @@ class DDP(SPMDStrategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "bucket_cap_mb": bucket_cap_mb,
         }
-        if not broadcast_buffers:  # renamed in torch 2.13
-            renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-            self._options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
+        # The engine would broadcast them before the step, and a rank without samples after it. Renamed in torch 2.13.
+        renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+        self._options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
         self._first_window = True
         self._optimizers: Collection[Optimizer] = ()
-        self.shares_buffers, self._stale_buffers = broadcast_buffers, False
+        self.broadcast_buffers = broadcast_buffers
+        self._buffers: SharedBuffers | None = None
         self._synced: list[nn.Module] = []
         if all_reduce != "auto" and (all_reduce not in ALGORITHMS or compress is not None):
             raise ValueError(
@@ -110,6 +113,7 @@ class DDP(SPMDStrategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         model = model.to(self.topology.device)
+        share_buffers(model.modules())
         if self.compressor is None:
             if self.all_reduce_by != "auto":
                 self._all_reduce = AllReduce(self.all_reduce_by, self.topology.node_rank, self.topology.device)
@@ -126,6 +130,7 @@ class DDP(SPMDStrategy):
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         assert isinstance(wrapped, Replica)
         self._optimizers = optimizers.values()
+        self._buffers = SharedBuffers(wrapped.model, self.broadcast_buffers)
         if optimizers:
             self._wrap_stepped(wrapped)
         return super().setup_optimizers(wrapped, optimizers)
@@ -137,7 +142,7 @@ class DDP(SPMDStrategy):
             self._first_window = True
 
     def teardown(self) -> None:
-        self._optimizers = ()
+        self._optimizers, self._buffers = (), None
         if self._all_reduce is not None:
             self._all_reduce.close()
             self._all_reduce = None
@@ -157,15 +162,14 @@ class DDP(SPMDStrategy):
         if wrapped.unstepped:
             self._wrap_stepped(wrapped)
         wrapped.begin_window()
-        self._stale_buffers = self.shares_buffers
-        if self.compressor is not None and self.shares_buffers:  # as torch's DDP does
-            share_buffers(wrapped.modules())
         if hooks.whole_gradients and self.topology.data_size > 1:
             if len(window.micro_batches) > 1 and self.compressor is not None:
                 raise partial_gradient("compress sends the gradient of a whole step")
             hooks = wrapped.sum_each(hooks, len(window.micro_batches))
         result = super().forward_backward(wrapped, step_fn, window, hooks)
         self._first_window, wrapped.micro_batches = False, 0
+        if self._buffers is not None:
+            self._buffers.share(window.has_samples)
         return result
 
     def evaluate(
@@ -176,9 +180,6 @@ class DDP(SPMDStrategy):
                 "a BatchNorm layer is in training mode in an evaluation, and sync_batchnorm=True has it wait for "
                 "a rank without samples; call eval() on it"
             )
-        if self._stale_buffers:  # DDP shares them at the beginning of a step, so the last step left each rank its own
-            share_buffers(wrapped.modules())
-            self._stale_buffers = False
         return super().evaluate(wrapped, step_fn, micro_batch, *args, **options)
 
     def extra_state(self, wrapped: nn.Module) -> dict[str, Any]:

@@ -1,13 +1,16 @@
-"""Gradients that backwards of the user's own have left on one rank: sum them, run users' hooks on them, check them."""
+"""Backwards of the user's own: their gradients are summed over ranks, users' hooks run on them, and checked."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import compress
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.hooks import SPMDHooks
@@ -15,6 +18,7 @@ from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.model_changes import ModelChanges
 from lockstep.strategies.modules.parameter_hooks import ParameterHooks
 from lockstep.strategies.precision import Precision
+from lockstep.strategies.sync import collectives
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
 
@@ -33,10 +37,6 @@ class ManualOptimization(SPMDHooks):
         self._changes: ModelChanges | None = None
         self._watched: list[nn.Parameter] = []
         """The wrapped model's parameters."""
-        self._local: set[int] = set()
-        """Parameters whose gradient is this rank's part of it."""
-        self._reduced: set[int] = set()
-        """Parameters whose gradient is summed over data ranks."""
 
     def _refuse(self, what: str) -> None:
         """Raise ValueError if the strategy says that it refuses this."""
@@ -58,40 +58,52 @@ class ManualOptimization(SPMDHooks):
                 "Look for the first operation that gives such a value with torch.autograd.set_detect_anomaly(True)"
             )
 
-    def _completed(self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """Call `closure`, which may have run a backward on this rank only."""
-        loss = closure()
-        self._complete_local_gradients(wrapped, optimizer)
-        return loss
-
-    def _begin_local_gradients(self) -> None:
-        """Manual optimization: what the next backward adds is this rank's part of the gradient."""
+    @contextmanager
+    def _one_backward(self, wrapped: nn.Module) -> Iterator[None]:
+        """Manual optimization: a backward within leaves in `.grad` what it leaves on one process, on top of what was
+        there. Every rank calls it."""
         if self.sees_whole_gradients:
+            yield
             return
+        before = {id(p): p.grad for p in self._watched if p.grad is not None}
         for parameter in self._watched:
-            if id(parameter) in self._reduced and parameter.grad is not None and self.topology.data_size > 1:
-                parameter.grad.div_(self.topology.data_size)  # so that the next sum over ranks counts it once
-        self._reduced.clear()
-        self._local.update(map(id, self._watched))
-
-    def _complete_local_gradients(self, wrapped: nn.Module, optimizer: Optimizer) -> None:
-        """Manual optimization: sum over data ranks what backwards have added since the last time, and run users'
-        hooks."""
-        if not self._local:
-            return
-        mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._local]
-        if not mine:
-            return
-        self._local.difference_update(map(id, mine))
+            parameter.grad = None
+        yield
+        reached = self._reached()
         if self._in_group:
-            self._reduced.update(map(id, self.sum_gradients(wrapped, [p for p in mine if p.requires_grad])))
-        if self._parameter_hooks.taken:
-            self._run_parameter_hooks(wrapped, set(map(id, mine)))
+            self.sum_gradients(wrapped, reached)
 
-    def _run_parameter_hooks(self, wrapped: nn.Module, only: set[int] | None = None) -> None:
+        def add(parameter: nn.Parameter) -> None:
+            if (gradient := before.pop(id(parameter), None)) is not None:
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+        if self._parameter_hooks.taken:
+            self._run_parameter_hooks(wrapped, set(map(id, reached)), add)
+        for parameter in self._watched:
+            add(parameter)
+
+    def _reached(self) -> list[nn.Parameter]:
+        """The parameters that have a gradient on any rank."""
+        mask = bytes(p.grad is not None for p in self._watched)
+        if self._agreement is not None and not self._agreement.is_equal(zlib.crc32(mask)):
+            mask = bytes(collectives.all_gather(torch.tensor([*mask]), self._peers).amax(0).tolist())
+        return [*compress(self._watched, mask)]
+
+    def _run_parameter_hooks(
+        self,
+        wrapped: nn.Module,
+        only: set[int] | None = None,
+        after: Callable[[nn.Parameter], None] | None = None,
+    ) -> None:
         known = self._changes.parameters if self._changes is not None else dict(self.unwrap(wrapped).named_parameters())
+
+        def write(parameter: nn.Parameter, gradient: Tensor) -> None:
+            self.write_gradient(wrapped, parameter, gradient)
+            if after is not None:
+                after(parameter)
+
         self._parameter_hooks.run(
             [(name, p) for name, p in known.items() if only is None or id(p) in only],
             functools.partial(self.read_gradient, wrapped),
-            functools.partial(self.write_gradient, wrapped),
+            write,
         )

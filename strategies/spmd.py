@@ -177,7 +177,6 @@ class SPMDStrategy(SPMDStep):
         self._agreement = None
         self._scaler_used = self._looks = self._steps_on_host = False
         self._unscaled.clear()
-        self._local, self._reduced = set(), set()
         self._non_finite, self._watched, self._copies = None, [], None
         self._step_hooks = NO_HOOKS
         if self._changes is not None:

@@ -175,14 +175,13 @@ class SPMDStep(ManualOptimization):
         if self._scaler_used:
             self._update_scaler()
         loss = loss if weight == 1.0 else loss * weight
-        self._begin_local_gradients()
         loss = loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
-        loss.backward(retain_graph=retain_graph)
+        with self._one_backward(wrapped):
+            loss.backward(retain_graph=retain_graph)
 
     def clip_gradients(
         self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
-        self._complete_local_gradients(wrapped, optimizer)
         if self.precision.scaler is not None:
             self._unscale(optimizer)
         parameters = self._in_model_order(optimizer)
@@ -196,8 +195,6 @@ class SPMDStep(ManualOptimization):
     ) -> bool:
         if closure is not None:
             self._refuse("closures")
-        if self._local:
-            self._complete_local_gradients(wrapped, optimizer)
         if self._looks:
             self._check_finite(optimizer)
         elif self._agreement is not None and self._on_cpu:
@@ -207,9 +204,7 @@ class SPMDStep(ManualOptimization):
         if self._non_finite is not None and not self._may_step(optimizer):
             return False
         if self.precision.scaler is None:
-            optimizer.step() if closure is None else optimizer.step(
-                functools.partial(self._completed, wrapped, optimizer, closure)
-            )
+            optimizer.step() if closure is None else optimizer.step(closure)
             if self._compression is not None:
                 self._compression.commit(optimizer, self._non_finite)
             return True

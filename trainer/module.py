@@ -291,19 +291,29 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
         self.train(True)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack each tensor of `data` over ranks: shape `[world_size, …]`. Every rank calls it; no gradient flows."""
+        """Stack each tensor of `data` over ranks: shape `[world_size, …]`. Every rank calls it; no gradient flows.
+
+        Raises RuntimeError in a step for which a rank has no samples, as at the end of an uneven epoch.
+        """
+        from lockstep.trainer import collectives
+
         if sync_grads:
             raise ValueError(
                 "all_gather(sync_grads=True) is not offered: a loss over gathered outputs weighs ranks differently; "
                 "compute the loss on each rank's batch"
             )
-        gather = self._running().strategy.all_gather
-        if isinstance(data, Mapping):
-            return {key: self.all_gather(value) for key, value in data.items()}
-        if isinstance(data, (list, tuple)):
-            gathered = [self.all_gather(value) for value in data]
-            return type(data)(*gathered) if hasattr(data, "_fields") else type(data)(gathered)
-        return gather(data if isinstance(data, Tensor) else torch.tensor(data))
+        return collectives.all_gather(self._running(), data)
+
+    def sum_over_ranks(self, value: Tensor | float) -> Tensor:
+        """The sum of `value` over the samples of all ranks, where it is a sum over this rank's samples.
+
+        Ranks that share samples count once, a rank without samples counts zeros, and one process returns `value`: so
+        statistics in buffers are those of one process. Every rank calls it, with the same shape; no gradient flows.
+        Raises RuntimeError in a step of a strategy that runs its parts apart.
+        """
+        from lockstep.trainer import collectives
+
+        return collectives.sum_over_ranks(self._running(), value)
 
     def random_stream(self, name: str, device: str | torch.device = "cpu") -> torch.Generator:
         """This run's random stream `name`: a generator apart from all others, for `torch.rand(…, generator=…)` and the

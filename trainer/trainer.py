@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -165,20 +165,29 @@ class Trainer(Facts):
 
         saving.save(self._run, path, weights_only=weights_only, wait=wait, also=also, outdated=outdated)
 
-    def whole(self, module: Module) -> AbstractContextManager[None]:
+    @contextmanager
+    def whole(self, module: Module) -> Iterator[None]:
         """While it lasts `module` has whole parameters on every rank, with their whole `.grad`, under any strategy.
 
         `with trainer.whole(module): …` in a hook, on every rank, to read or change weights and gradients, or for a
-        complete
-        `module.state_dict()`. Each change must be the same on all ranks; it holds afterwards. Needs the memory of the
-        whole model. Raises RuntimeError within a step, and for a `module` that is not the module that runs.
+        complete `module.state_dict()`. A change holds afterwards. Random numbers are those of rank 0 on all ranks, and
+        of a run on one process. Needs the memory of the whole model. Raises RuntimeError for a change that is not the
+        same on all ranks, within a step, and for a `module` that is not the module that runs.
         """
         run = self._run
         if module is not run.module or run.wrapped is None:
             raise RuntimeError(
                 "whole() was called outside of a run, or with another module; give it the module in a hook"
             )
-        return run.strategy.whole(run.wrapped)
+        from lockstep.callbacks.guard import check_replicas
+        from lockstep.strategies.launch.rng import shared_streams
+
+        alone = run.world_size == 1
+        streams = nullcontext() if alone else shared_streams(run.strategy.broadcast, run.is_global_zero)
+        with run.strategy.whole(run.wrapped), streams:
+            yield
+            if not alone and run.strategy.capabilities.synchronous:
+                check_replicas(self, module, gradients=True)
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on rank 0, above the progress bar."""

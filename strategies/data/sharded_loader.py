@@ -54,6 +54,11 @@ class Window:
     more: bool = False
     """Whether this is a part of a window that another part follows on this rank: its last batch ends like any."""
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether this rank has samples in each micro-batch."""
+        return all(micro_batch.num_samples for micro_batch in self.micro_batches)
+
 
 class ShardedLoader:
     """This rank's share of a loader, in windows of one optimizer step.

@@ -13,6 +13,7 @@ from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.optimizers.modes import has_modes
 from lockstep.strategies.optimizers.probe import probe
 from lockstep.strategies.precision import Precision
+from lockstep.strategies.sync.contents import checksum
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -93,4 +94,20 @@ def check_used(
         raise RuntimeError(
             f"these parameters got no gradient in a step, but ZeRO steps them with the others: {shortened(names)}; "
             "use them in each step, freeze them before fit (requires_grad=False), or use strategy='ddp' or 'fsdp'"
+        )
+
+
+def check_weights_alike(wrapped: ZeroStep, all_gather: Callable[[Tensor], Tensor]) -> None:
+    """Raise RuntimeError for weights that user code has set to other values than on other ranks, each of which steps
+    its part of them. Every rank calls it."""
+    held = wrapped.partitions.held_whole()
+    names = {id(parameter): name for name, parameter in wrapped.model.named_parameters()}
+    with wrapped.access.of_engine():
+        numbers = all_gather(torch.tensor([checksum(parameter) for parameter in held]))
+    differ = (numbers != numbers[0]).any(0).tolist()
+    if bad := [names[id(parameter)] for parameter, differs in zip(held, differ, strict=True) if differs]:
+        raise RuntimeError(
+            f"the weights {shortened(bad)} were changed in a hook to values that are not the same on all ranks, each "
+            "of which steps its part of them; make the change depend on what all ranks share, and draw random numbers "
+            "within `with trainer.whole(module):`"
         )

@@ -22,6 +22,7 @@ class Partitions:
         self.stage = int(engine.zero_optimization_stage())
         self._offloads = engine.zero_cpu_offload()
         self._kept = [flat.grad for flat in self.flats()]
+        self._changed, self._versions = False, [parameter._version for parameter in trained]
         self._views = [] if self.stage == 3 else [(parameter, parameter.detach()) for parameter in trained]
 
     def begin_window(self) -> None:
@@ -46,12 +47,24 @@ class Partitions:
             for parameter in optimizer.persistent_parameters:  # the others are not there to be changed
                 self._take_changes(parameter)
             return
+        self._changed = self._changed or self._versions != [parameter._version for parameter in self._trained]
         for parameter, view in self._views:
             if parameter.data_ptr() != view.data_ptr():  # `.data` was assigned
                 view.copy_(parameter)
                 parameter.data = view
         for parts, high in zip(optimizer.parallel_partitioned_bit16_groups, self.flats(), strict=True):
-            _take_changes(high, parts[rank])
+            self._changed = _take_changes(high, parts[rank]) or self._changed
+
+    def take_changed(self) -> bool:
+        """Whether user code has changed weights on this rank since the last call. On accelerators changes by way of
+        `.data` are not seen."""
+        changed, self._changed = self._changed, False
+        self._versions = [parameter._version for parameter in self._trained]
+        return changed
+
+    def held_whole(self) -> list[nn.Parameter]:
+        """What user code can change without `whole`."""
+        return self._trained if self.stage < 3 else [*self._engine.optimizer.persistent_parameters]
 
     def _take_changes(self, parameter: nn.Parameter) -> None:
         """The same for one parameter under stage 3, if it is not empty."""
@@ -59,7 +72,7 @@ class Partitions:
         with self._access.of_engine():
             if piece is not None and parameter.numel():
                 low = parameter.detach().reshape(-1)[piece.offset : piece.offset + piece.source.numel()]
-                _take_changes(piece.source, low)
+                self._changed = _take_changes(piece.source, low) or self._changed
 
     @contextlib.contextmanager
     def unsharded(self, gathers: bool) -> Iterator[None]:
@@ -229,10 +242,17 @@ def group_of(optimizer: Any, parameter: nn.Parameter) -> int:
     return next(index for index, group in groups if any(parameter is other for other in group))
 
 
-def _take_changes(high: Tensor, low: Tensor) -> None:
-    """Copy `low` into `high`, but for elements of which `low` is the rounded value."""
+def _take_changes(high: Tensor, low: Tensor) -> bool:
+    """Copy `low` into `high`, but for elements of which `low` is the rounded value. Whether any was another one; False
+    on accelerators, where the host would wait for that."""
+    low, waits = low.to(high.device), not high.is_cpu
     if high.dtype == low.dtype:
+        if not waits and torch.equal(high, low):
+            return False
         high.copy_(low)
-        return
-    low = low.to(high.device)
-    torch.where(high.to(low.dtype) == low, high, low.to(high.dtype), out=high)
+        return not waits
+    is_rounded = high.to(low.dtype) == low
+    if not waits and bool(is_rounded.all()):
+        return False
+    torch.where(is_rounded, high, low.to(high.dtype), out=high)
+    return not waits

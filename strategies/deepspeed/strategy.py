@@ -21,14 +21,20 @@ from lockstep.strategies.checkpoint_state import Reader, State, names_of, parame
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.deepspeed import checkpoint
 from lockstep.strategies.deepspeed import config as deepspeed_config
-from lockstep.strategies.deepspeed.checks import check_groups, check_optimizer, check_parameters, check_used
+from lockstep.strategies.deepspeed.checks import (
+    check_groups,
+    check_optimizer,
+    check_parameters,
+    check_used,
+    check_weights_alike,
+)
 from lockstep.strategies.deepspeed.zero_step import ZeroStep, no_trace
 from lockstep.strategies.launch import environment
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.precision import PRECISIONS
 from lockstep.strategies.spmd import SPMDStrategy
-from lockstep.strategies.sync.buffers import share_buffers
+from lockstep.strategies.sync.buffers import SharedBuffers
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
 from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value
 
@@ -49,7 +55,9 @@ class DeepSpeed(SPMDStrategy):
     `config`: DeepSpeed's configuration, a dict or the path of its JSON file. What it says of batch sizes,
         accumulation, precision and the options above must agree with the run; its `gradient_clipping` holds
         where the run clips nothing itself.
-    `broadcast_buffers`: rank 0's buffers (BatchNorm statistics) overwrite the others' after each step.
+    `broadcast_buffers`: True: rank 0's buffers overwrite the others' after each step; None: the same, but buffers that
+        differ between ranks are refused, apart from statistics of BatchNorm and InstanceNorm; False: each rank keeps
+        its own.
     `activation_checkpointing`: recompute the blocks' activations in the backward; True, or which blocks.
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
@@ -81,7 +89,7 @@ class DeepSpeed(SPMDStrategy):
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
         config: Mapping[str, Any] | str | Path | None = None,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         activation_checkpointing: bool | Rule = False,
         timeout_s: float = 1800.0,
     ) -> None:
@@ -89,8 +97,8 @@ class DeepSpeed(SPMDStrategy):
         if stage not in (None, 1, 2, 3):
             raise ValueError(f"stage must be 1, 2 or 3, but stage={stage!r}")
         self.timeout_s = timeout_s
-        self._shares_buffers = broadcast_buffers
-        self._buffered: list[nn.Module] = []
+        self._broadcast_buffers = broadcast_buffers
+        self._buffers: SharedBuffers | None = None
         self._stage, self._offload_optimizer, self._offload_parameters = stage, offload_optimizer, offload_parameters
         self._source = config
         self._config: dict[str, Any] = {}
@@ -180,7 +188,7 @@ class DeepSpeed(SPMDStrategy):
                 f"ZeRO-{wrapped.stage}",
                 "use strategy='ddp' or 'deepspeed_stage_1'",
             )
-        self._buffered = [module for module in wrapped.modules() if module._buffers]
+        self._buffers = SharedBuffers(wrapped.model, self._broadcast_buffers)
         optimizer.register_step_pre_hook(self._only_through_the_engine)
         return optimizers
 
@@ -202,8 +210,8 @@ class DeepSpeed(SPMDStrategy):
         finally:
             wrapped.access.is_users = True
         self._clipped = False
-        if self._shares_buffers:
-            share_buffers(self._buffered)
+        if self._buffers is not None and self._in_group:
+            self._buffers.share(window.has_samples)
         if not result.count:
             wrapped.forget_gradients()
         return result
@@ -260,6 +268,9 @@ class DeepSpeed(SPMDStrategy):
             wrapped.forget_gradients()
             return False
         wrapped.partitions.adopt_weights()
+        changed = wrapped.partitions.take_changed()
+        if self._agreement is not None and self._agreement.first_rank(changed) is not None:
+            check_weights_alike(wrapped, self.all_gather)
         self._steps = True
         try:
             with wrapped.access.of_engine():

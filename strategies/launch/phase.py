@@ -10,6 +10,13 @@ from typing import Any
 
 from lockstep.strategies.launch import fault_injection, watchdog
 
+AFTER_BACKWARD, OPTIMIZER_STEP, END_OF_STEP, CALLBACKS = (
+    "on_after_backward",
+    "optimizer step",
+    "end of the step",
+    "callbacks",
+)
+"""Phases of a step in which users' hooks run, and the model does not."""
 _phase: tuple[int | None, str] = (None, "")
 _heartbeat: mmap.mmap | None = None  # the same where the launcher can read it after this process was killed
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,3 +56,18 @@ def kept_streams() -> Iterator[None]:
         yield
     finally:
         restore_streams(states)
+
+
+@contextmanager
+def shared_streams(broadcast: Callable[[Any], Any], is_first: bool) -> Iterator[None]:
+    """Let every rank draw what rank 0 draws; at the end the others' streams are what they were. Every rank calls it."""
+    own = stream_states()
+    data = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+    shared = torch.empty(int(broadcast(data.numel())), dtype=torch.uint8)
+    shared = broadcast(data if is_first else shared)
+    restore_streams(pickle.loads(shared.numpy().tobytes()))
+    try:
+        yield
+    finally:
+        if not is_first:
+            restore_streams(own)

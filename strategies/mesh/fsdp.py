@@ -37,7 +37,7 @@ class FSDP(ShardedStrategy):
         find_unused_parameters: bool = False,
         sync_every_micro_batch: bool = False,
         low_precision_gather: bool = True,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         compress: str | Compressor | None = None,
         timeout_s: float = 1800.0,
     ) -> None:

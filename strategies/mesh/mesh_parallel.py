@@ -35,7 +35,7 @@ class MeshParallel(ShardedStrategy):
         find_unused_parameters: bool = False,
         sync_every_micro_batch: bool = False,
         low_precision_gather: bool = True,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         plan: str | Mapping[str, Any] = "auto",
         sequence_parallel: bool = False,
         loss_parallel: bool = False,

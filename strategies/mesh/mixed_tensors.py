@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lockstep.strategies.launch.phase import AFTER_BACKWARD, CALLBACKS, END_OF_STEP, OPTIMIZER_STEP, current_phase
 from lockstep.strategies.modules.sharded_errors import INSTEAD
 
 
@@ -19,8 +20,11 @@ def install() -> None:
         return
     dispatcher._lockstep = True
     dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
+    for op in _DRAWS:
+        dispatcher._custom_op_handlers[op] = _draw
     DTensor.numpy = _refuse_numpy  # type: ignore[method-assign, assignment]
 
+    @torch.no_grad()
     def assign(self: DTensor, value: Tensor) -> None:
         if not isinstance(value, DTensor):  # torch would keep the shard and lose the value
             raise RuntimeError(
@@ -28,7 +32,13 @@ def install() -> None:
                 "a shard; "
                 f"{INSTEAD}"
             )
-        data.__set__(self, value)
+        if value.shape != self.shape or value.dtype != self.dtype or value.device_mesh != self.device_mesh:
+            raise RuntimeError(
+                f"a tensor of shape {list(value.shape)} and {value.dtype} was assigned to `data` of a sharded "
+                f"parameter of shape {list(self.shape)} and {self.dtype}, or it is sharded over other ranks; assign "
+                "one like it, or change the parameter before fit"
+            )
+        self._local_tensor.copy_(value.redistribute(placements=self.placements)._local_tensor)  # torch would lose it
 
     data: Any = Tensor.data
     DTensor.data = property(data.__get__, assign)  # type: ignore[assignment]
@@ -39,6 +49,38 @@ def _number(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     calls it."""
     with torch.no_grad():
         return op(args[0].full_tensor())
+
+
+_OF_HOOKS = {AFTER_BACKWARD, OPTIMIZER_STEP, END_OF_STEP, CALLBACKS}
+_aten = torch.ops.aten
+_DRAWS = {
+    _aten.normal_.default,
+    _aten.uniform_.default,
+    _aten.bernoulli_.float,
+    _aten.bernoulli.default,
+    _aten.rand_like.default,
+    _aten.randn_like.default,
+    _aten.randint_like.default,
+    _aten.randint_like.low_dtype,
+}
+
+
+def _draw(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Random numbers for a DTensor: those of a model's own layers in a step, but none for weights and gradients, of
+    which each rank would draw its part by itself."""
+    tensor = args[0]
+    names = tensor.device_mesh.mesh_dim_names or ()
+    if isinstance(tensor, nn.Parameter) or {"fsdp", "ddp"} & {*names} or current_phase()[1] in _OF_HOOKS:
+        raise RuntimeError(
+            f"random numbers were drawn ({str(op).removesuffix('.default')}) for a tensor of shape "
+            f"{list(tensor.shape)} of which this rank holds a shard, and would not be those of one process; {INSTEAD}"
+        )
+    handlers = type(tensor)._op_dispatcher._custom_op_handlers
+    del handlers[op]
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = _draw
 
 
 def _refuse_numpy(self: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -31,8 +31,10 @@ class Options:
     low_precision_gather: bool = True
     """fsdp: in mixed precision gather parameters in the format that the forward computes in; gradients are reduced in
     float32."""
-    broadcast_buffers: bool = True
-    """fsdp, ddp, tensor: rank 0's buffers (BatchNorm statistics) overwrite the others' after each step."""
+    broadcast_buffers: bool | None = None
+    """fsdp, ddp, tensor: True: rank 0's buffers overwrite the others' after each step; None: the same, but buffers that
+    differ between ranks are refused, apart from statistics of BatchNorm and InstanceNorm; False: each rank keeps its
+    own."""
     plan: str | Mapping[str, Any] = "auto"
     """tensor: how each layer is cut, by name: "column", "row" or one of torch's ParallelStyle. "auto" asks the modules'
     `tensor_plan()`, else finds attention and pairs of linear layers."""

@@ -29,7 +29,7 @@ from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.modules.unused_parameters import drop_unused, refuse_unequal
 from lockstep.strategies.optimizers.sharded import ShardedOptimizers
 from lockstep.strategies.single import SingleDevice
-from lockstep.strategies.sync.buffers import share_buffers
+from lockstep.strategies.sync.buffers import SharedBuffers
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
 from lockstep.strategies.sync.collectives import all_gather, local, sum_gradients
 from lockstep.strategies.sync.compression.compressor import Compressor
@@ -76,7 +76,7 @@ class ShardedStrategy(ShardedOptimizers):
         self._steps: steps.Steps | None = None
         self._order: CallOrder | None = None
         self._named: list[tuple[str, nn.Parameter]] | None = None
-        self._buffered: list[nn.Module] | None = None
+        self._buffers: SharedBuffers | None = None
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class ShardedStrategy(ShardedOptimizers):
         for exchange in (self._steps, self._order):
             if exchange is not None:
                 exchange.close()
-        self._mesh = self._steps = self._order = self._engine = self._named = self._buffered = None
+        self._mesh = self._steps = self._order = self._engine = self._named = self._buffers = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
         gathers_low = self.options.low_precision_gather and "fsdp" in self._sizes
@@ -174,7 +174,7 @@ class ShardedStrategy(ShardedOptimizers):
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         attached = super().setup_optimizers(wrapped, optimizers)
         self._named = self._sharded_by_name(wrapped)
-        self._buffered = [module for module in wrapped.modules() if module._buffers]
+        self._buffers = SharedBuffers(self.unwrap(wrapped), self.options.broadcast_buffers, self._peers)
         return attached
 
     @contextmanager
@@ -218,8 +218,8 @@ class ShardedStrategy(ShardedOptimizers):
         finally:
             self._in_step = False
             wrapped.close()  # type: ignore[operator]
-        if self.options.broadcast_buffers:
-            share_buffers(wrapped.modules() if self._buffered is None else self._buffered, self._peers)
+        if self._buffers is not None:
+            self._buffers.share(window.has_samples)
         return result
 
     def evaluate(
@@ -248,12 +248,10 @@ class ShardedStrategy(ShardedOptimizers):
         loss = loss if weight == 1.0 else loss * weight
         loss = loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
         wrapped.synchronize(True)  # type: ignore[operator]
-        self._begin_local_gradients()
-        wrapped(lambda: loss).backward()  # through the root, which frees and exchanges once the walk is over
-        self.end_backward(wrapped)
-        self._check_used(wrapped)
-        if wrapped.depth:
-            wrapped.gather()  # type: ignore[operator]
+        with self._one_backward(wrapped):
+            wrapped(lambda: loss).backward()  # through the root, which frees and exchanges once the walk is over
+            self.end_backward(wrapped)
+            self._check_used(wrapped)
 
     # ---- 4. checkpointing ------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ class TensorParallel(ShardedStrategy):
         plan: str | Mapping[str, Any] = "auto",
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         wrap: Rule = "auto",
         activation_checkpointing: bool | Rule = False,
         timeout_s: float = 1800.0,

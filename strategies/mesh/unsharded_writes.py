@@ -3,12 +3,13 @@ freed."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lockstep.strategies.sync.contents import checksum, same_values
 
 
 class UnshardedWrites:
@@ -51,13 +52,11 @@ class UnshardedWrites:
         """Bring what has changed in `whole` to `shard`."""
         part = _part(whole, parameter).to(shard.device)
         was = shard.to(part.dtype)
-        if whole.is_cpu and _equal(part, was):
+        if whole.is_cpu and same_values(part, was):
             return
         shard.copy_(torch.where(part == was, shard, part.to(shard.dtype)))  # others keep what a cast would round
-        # Cloned, as torch does not resize what numpy has seen.
-        data = whole.clone().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         known = self._found.get(id(parameter), (parameter, 0))[1]
-        self._found[id(parameter)] = parameter, zlib.crc32(data.data, known)
+        self._found[id(parameter)] = parameter, checksum(whole, known)
 
     def take(self) -> dict[int, int]:
         """What was changed since the last call: hashes of the new values by the id of the sharded parameter.
@@ -87,8 +86,3 @@ def _part(whole: Tensor, parameter: Any) -> Tensor:
     each = -(-whole.size(dim) // size)  # as torch.chunk cuts, without making views of all shards
     start = min(rank * each, whole.size(dim))
     return whole.narrow(dim, start, min(each, whole.size(dim) - start))
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether values are the same; NaN is the same as NaN, which is rare enough to be looked for afterwards."""
-    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())

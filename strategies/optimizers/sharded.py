@@ -3,7 +3,6 @@ parameters, each on one rank."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -52,7 +51,6 @@ class ShardedOptimizers(SPMDStrategy):
     ) -> Tensor | None:
         from lockstep.strategies.mesh import dtensors
 
-        self._complete_local_gradients(wrapped, optimizer)
         if self.precision.scaler is not None:
             self._unscale(optimizer)
         gradients = dtensors.by_groups([p for group in optimizer.param_groups for p in group["params"]])
@@ -75,9 +73,7 @@ class ShardedOptimizers(SPMDStrategy):
                 with dtensors.groups_by_mesh(optimizer):
                     stepped = super().optimizer_step(wrapped, optimizer, closure)
             else:
-                self._complete_local_gradients(wrapped, optimizer)
-                again = None if closure is None else functools.partial(self._completed, wrapped, optimizer, closure)
-                with owners.whole(again) as (held, called):
+                with owners.whole(closure) as (held, called):
                     stepped = super().optimizer_step(wrapped, held, called)
         if wrapped.depth:
             wrapped.gather()  # type: ignore[operator]

@@ -1,6 +1,6 @@
 """The control message of a step: what the ranks must agree on, exchanged beside the last backward.
 
-Nine numbers a rank, apart from the collectives of the user (`strategies/sync/host_all_gather.py`). They are sent before
+Ten numbers a rank, apart from the collectives of the user (`strategies/sync/host_all_gather.py`). They are sent before
 the last backward and read after it: a rank that skipped a collective, gave it another tensor or reduction or logged
 other names is found while the parameters are still untouched. Three more a rank, once the gradients are final, say
 whether those are finite and what was called since, and before an optimizer steps what was called until then.
@@ -34,6 +34,8 @@ class Message(NamedTuple):
     """Calls in the default process group so far."""
     kinds: int
     """Hash of the latest of these."""
+    rates: int
+    """Hash of the optimizers' learning rates and the like."""
     keys: int
     """Hash of the names logged."""
     stop: int
@@ -50,10 +52,15 @@ _EQUAL = {
     "samples": "samples of the global batch",
     "collectives": "collective calls so far",
     "kinds": "latest collective calls (operation, reduction, dtype or size)",
+    "rates": "optimizers' learning rates, momentums or weight decays",
     "keys": "logged metric names",
 }
 _SAMPLES, _KEYS, _STOP, _COUNT, _TOTAL = map(Message._fields.index, ("samples", "keys", "stop", "count", "total"))
 """Places in a message; what is before the keys must be equal."""
+_RULES = {
+    _EQUAL["samples"]: "read the same data, or say shards_itself on the dataset",
+    _EQUAL["rates"]: "set them from values that are equal on all ranks, such as trainer.callback_metrics",
+}
 _NUMBERS = _EQUAL["step"], _EQUAL["samples"], _EQUAL["collectives"]
 """What is compared as it is, where the others are hashes."""
 
@@ -86,7 +93,7 @@ class StepAgreement:
         """`send` in two: this says what was called until now; what it returns takes the rest, and starts the
         exchange."""
         self._names = vote.names
-        said = self._step, samples, self.num_calls(), self._calls.hash, vote.keys, vote.stop
+        said = self._step, samples, self.num_calls(), self._calls.hash, vote.rates, vote.keys, vote.stop
         self._sent = self._calls.latest
         self._calls.clear()
 
@@ -193,10 +200,7 @@ class StepAgreement:
             if clear
             else f"ranks {' and '.join(map(str, odd))} did different things"
         )
-        same_data = "read the same data, or say shards_itself on the dataset"
-        rule = (
-            same_data if what == _EQUAL["samples"] else "call the same collectives and log the same names in each step"
-        )
+        rule = _RULES.get(what, "call the same collectives and log the same names in each step")
         each = (
             " (" + ", ".join(f"rank {rank}: {value:.0f}" for rank, value in zip(self._ranks, values, strict=True)) + ")"
             if what in _NUMBERS

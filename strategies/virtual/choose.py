@@ -36,7 +36,7 @@ def virtual(strategy: Strategy, number: int) -> Strategy:
         return VirtualReplicas(number, activation_checkpointing=strategy.activation_checkpointing, on_one_device=True)
     if isinstance(strategy, DDP):
         _refuse("sync_batchnorm", strategy.sync_batchnorm)
-        _refuse("broadcast_buffers", strategy.shares_buffers, refused=False)
+        _refuse("broadcast_buffers", strategy.broadcast_buffers, refused=False)
         if strategy.all_reduce_by != "auto":
             raise ValueError(
                 f"virtual_ranks cannot be used with all_reduce={strategy.all_reduce_by!r}, as it adds gradients in an "
@@ -66,7 +66,7 @@ def virtual(strategy: Strategy, number: int) -> Strategy:
     )
 
 
-def _refuse(name: str, value: bool, refused: bool = True) -> None:
+def _refuse(name: str, value: bool | None, refused: bool = True) -> None:
     if value is refused:
         raise ValueError(
             f"virtual_ranks cannot be used with {name}={value}, by which numbers depend on the ranks; remove it"

@@ -108,7 +108,7 @@ class Odd(Module):
         self.log("val/count", float(len(y)), reduce_fx="sum")
 
     def on_validation_epoch_end(self) -> None:
-        self.core.seen += sum(self.validated)
+        self.core.seen += self.sum_over_ranks(float(sum(self.validated))).long()
         self.validated.clear()
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:

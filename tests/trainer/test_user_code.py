@@ -428,6 +428,22 @@ class Gathers(Base):
         return loss
 
 
+class Counts(Base):
+    """Statistics of the whole batch in buffers, which weight the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("center", torch.zeros(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self.net(batch[0])
+        count = self.sum_over_ranks(float(len(y))).to(y.dtype)
+        self.seen += count
+        self.center = 0.9 * self.center + 0.1 * self.sum_over_ranks(y.detach().sum(0)) / count
+        return (y - self.center).square().mean() * (1 + 0.01 * self.seen)
+
+
 class Moves(Base):
     """A target network that the step moves; on a rank without samples it must move too."""
 
@@ -445,9 +461,21 @@ class Moves(Base):
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("make", [Gathers, Moves])
+@pytest.mark.parametrize("make", [Counts, Moves])
 def test_a_rank_without_samples_runs_the_step_for_what_it_does_beside_the_loss(make: Callable[[], Module]) -> None:
     assert_as_on_one_process(make, "ddp", 2, n=17)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_without_samples_gathers_nothing_in_a_step(strategy: str) -> None:
+    with pytest.raises(RuntimeError, match="all_gather was called on a rank without samples in this batch"):
+        fitted(Gathers(), strategy, 2, n=17)
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "dp"])
+def test_ranks_that_run_a_step_in_parts_do_not_meet_in_it(strategy: str) -> None:
+    with pytest.raises(RuntimeError, match="sum_over_ranks was called in a step, which .* runs in parts"):
+        fitted(Counts(), strategy, 2, n=16)
 
 
 class Statistics(Base):

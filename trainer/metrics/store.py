@@ -21,26 +21,10 @@ from torch import Tensor, nn
 from lockstep.trainer.metrics import reduction
 from lockstep.trainer.metrics.entry import COMBINE, Entry, Reduced, is_metric, of_two_kinds, too_late
 from lockstep.trainer.metrics.exact import ExactSum
+from lockstep.trainer.metrics.part import Part
 
 if TYPE_CHECKING:
     from lockstep.strategies import Strategy
-
-
-class _Part:
-    """What a step has logged on a part of a micro-batch."""
-
-    def __init__(self, store: MetricStore, num_samples: int) -> None:
-        self._store = store
-        self.num_samples = num_samples
-        self.calls: list[tuple[Any, ...]] = []
-        self.done = False
-
-    def __enter__(self) -> None:
-        self._store._thread.part = self
-
-    def __exit__(self, *_: Any) -> None:
-        self._store._thread.part = None
-        self._store.leave(self)
 
 
 class MetricStore:
@@ -71,9 +55,19 @@ class MetricStore:
         self._reductions = 0
         self._read: dict[tuple[int, str], tuple[int, float, float]] = {}
         self._restored: dict[str, tuple[float, float]] = {}
-        self._parts: deque[_Part] = deque()
+        self._parts: deque[Part] = deque()
         self._thread = threading.local()
         self._lock = threading.Lock()
+
+    @property
+    def in_part(self) -> bool:
+        """Whether this thread runs a step on a part of a micro-batch."""
+        return bool(self._parts) and getattr(self._thread, "part", None) is not None
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether a batch is worked on of which this rank has no samples."""
+        return self.in_batch and not self.weight
 
     def log(
         self,
@@ -114,7 +108,7 @@ class MetricStore:
                     f"self.log({name!r}) cannot weigh a mean over a batch that does not show how many samples its "
                     "collate function left in it; give batch_size="
                 )
-        if self.in_batch and not self.weight:  # padding, whatever the step takes its size for
+        if self.is_padding:  # whatever the step takes its size for
             weight = 0.0
         self._count(entry, value, weight)
 
@@ -170,17 +164,17 @@ class MetricStore:
             torch.minimum(entry.total, value, out=entry.total)
         entry.count += weight
 
-    def part(self, num_samples: int) -> _Part:
+    def part(self, num_samples: int) -> Part:
         """A context in which a step runs on a part of the micro-batch: what is logged in it weighs `num_samples`.
 
         Parts may run in threads; they count in the order in which they were made, so sums are reproducible.
         What is logged in a part of no samples does not count: the step runs a second time somewhere.
         """
-        part = _Part(self, num_samples)
+        part = Part(self, num_samples)
         self._parts.append(part)
         return part
 
-    def leave(self, part: _Part) -> None:
+    def leave(self, part: Part) -> None:
         """Count what the parts at the head of the queue have logged."""
         with self._lock:
             part.done = True

@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.base import StepHooks, StepResult, StepVote
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
-from lockstep.strategies.launch.phase import set_phase
+from lockstep.strategies.launch.phase import CALLBACKS, END_OF_STEP, OPTIMIZER_STEP, set_phase
 from lockstep.trainer.run import evaluate, publish, saving
 from lockstep.trainer.run.guards import check_weight
 from lockstep.trainer.run.hooks import is_users, refuse_skip, turns
@@ -60,7 +61,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
                 steps, stepped = automatic and result.count and not skipped, run.manually_stepped
                 loop.learned = loop.learned or result.count > 0
                 if steps:
-                    set_phase(progress.global_step, "optimizer step")
+                    set_phase(progress.global_step, OPTIMIZER_STEP)
                     if guards.unowned:
                         guards.check_unowned(optimizers)
                     moving = guards.watches and guards.before_step(optimizers)
@@ -162,7 +163,7 @@ def finish_window(
     loop.windows_seen += 1
     progress.global_step += stepped
     run.executed[0] += stepped
-    set_phase(progress.global_step, "end of the step")
+    set_phase(progress.global_step, END_OF_STEP)
     progress.samples_seen += window.num_samples
     progress.total_samples += window.num_samples
     progress.batches_seen += window.num_batches
@@ -176,7 +177,7 @@ def finish_window(
     elif loop.windows_seen == 1:
         publish.preview(run)
     last, run.window_is_open = window.micro_batches[-1], False
-    set_phase(progress.global_step, "callbacks")
+    set_phase(progress.global_step, CALLBACKS)
     run.validation_follows = bool(loop.val_loaders) and _validation_follows(run, loop)
     metrics.weight = last.num_samples
     for hook in hooks.on_train_batch_end:
@@ -244,7 +245,16 @@ def vote(run: RunState) -> StepVote:
     metrics = run.metrics
     if run.saving is not None and run.saving.failure is not None:
         return StepVote(saving.SAVE_FAILED, metrics.keys_hash)
-    return StepVote(run.signals.number or int(run.should_stop), metrics.keys_hash, metrics.names)
+    alone = run.world_size == 1 or not run.strategy.capabilities.synchronous
+    rates = 0 if alone else _hash_of_rates(run.optimizers.values())
+    return StepVote(run.signals.number or int(run.should_stop), metrics.keys_hash, metrics.names, rates)
+
+
+def _hash_of_rates(optimizers: Iterable[Optimizer]) -> int:
+    """A hash of what each rank is to step with alike."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    rates = [group.get(name) for group in groups for name in ("lr", "momentum", "betas", "weight_decay")]
+    return zlib.crc32(repr([rate for rate in rates if isinstance(rate, float | int | tuple)]).encode())
 
 
 def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBatch]:

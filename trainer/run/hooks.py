@@ -16,6 +16,7 @@ from lockstep.callbacks.base import Callback, Logger
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.callbacks.tuning.batch_size_finder import BatchSizeFinder
 from lockstep.callbacks.tuning.lr_finder import LRFinder
+from lockstep.strategies.launch.phase import current_phase, set_phase
 from lockstep.trainer import lightning_names
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.module import Module
@@ -313,3 +314,29 @@ def turns(run: RunState, window: Window) -> Iterator[Window]:
             optimizer.zero_grad()
         for hook in hooks.on_train_batch_end:
             hook(mine.output, mine.batch, mine.batch_idx)
+
+
+def all_of(hooks: Calls) -> Callable[..., None] | None:
+    """One call for all hooks; None for none."""
+    if len(hooks) < 2:
+        return hooks[0] if hooks else None
+
+    def call(*args: Any) -> None:
+        for hook in hooks:
+            hook(*args)
+
+    return call
+
+
+def in_phase(phase: str, call: Callable[[], None] | None) -> Callable[[], None] | None:
+    """`call` in a phase of its own (`set_phase`); None for None."""
+    if call is None:
+        return None
+
+    def within() -> None:
+        step, before = current_phase()
+        set_phase(step, phase)
+        call()
+        set_phase(step, before)
+
+    return within

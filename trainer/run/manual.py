@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ManualOptimizer:
-    """An optimizer whose `step` first brings the gradients of all ranks together."""
+    """An optimizer that `training_step` steps."""
 
     def __init__(self, optimizer: Optimizer, run: RunState) -> None:
         self.optimizer = optimizer
@@ -25,6 +25,11 @@ class ManualOptimizer:
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Step with the gradients that `manual_backward` has accumulated. Every rank calls it."""
         run = self._run
+        if run.world_size > 1 and closure is None and not run.called_backward:
+            raise RuntimeError(
+                "optimizer.step() was called, but manual_backward was not, so the ranks have not summed their "
+                "gradients; call self.manual_backward(loss) in place of loss.backward()"
+            )
         for hook in run.hooks.on_before_optimizer_step:
             hook(self.optimizer)
         if closure is not None and run.world_size > 1:
@@ -41,7 +46,7 @@ class ManualOptimizer:
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
         """While it lasts only the parameters of this optimizer get gradients. `sync_grad` is accepted for Lightning's
-        sake: gradients are summed over ranks in `step` either way."""
+        sake: gradients are summed over ranks in `manual_backward`."""
         module = self._run.module
         assert module is not None
         module.toggle_optimizer(self)
@@ -120,6 +125,7 @@ def manual_backward(run: RunState, loss: Tensor, retain_graph: bool = False) -> 
     for hook in run.hooks.on_before_backward:
         hook(loss)
     run.strategy.backward(run.wrapped, loss, run.batch_share, retain_graph)
+    run.called_backward = True
     for hook in run.hooks.on_after_backward:
         hook()
 

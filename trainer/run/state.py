@@ -150,6 +150,8 @@ class RunState:
     batch_idx: int = -1
     """Index in the epoch of the running micro-batch of training."""
     manually_stepped: bool = False
+    called_backward: bool = False
+    """Whether `manual_backward` was ever called."""
     window_is_open: bool = False
     """Whether an accumulation window is being computed, so that gradients are not whole."""
     batch_share: float = 1.0

@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 
 from lockstep._lazy import without_collector
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
+from lockstep.strategies.launch.phase import AFTER_BACKWARD
 from lockstep.strategies.optimizers.closures import needs_closure
 from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run.guards import Guards, check_ownership
-from lockstep.trainer.run.hooks import overrides, step_function, transfer_of
+from lockstep.trainer.run.hooks import all_of, in_phase, overrides, step_function, transfer_of
 from lockstep.trainer.run.manual import AutomaticOptimizer, ManualOptimizer
 from lockstep.trainer.seeding import derive, seed_everything
 from lockstep.trainer.setup import frozen, optimizers, resume
@@ -133,8 +134,8 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         clip=_clip(run, module),
         own_step=own_step(run, module, training_step, closing),
         parameters=_parameters_by_optimizer(run, module),
-        before_backward=_all_of(run.hooks.on_before_backward),
-        after_backward=_all_of(run.hooks.on_after_backward),
+        before_backward=all_of(run.hooks.on_before_backward),
+        after_backward=in_phase(AFTER_BACKWARD, all_of(run.hooks.on_after_backward)),
         reevaluates=steps_itself or bool(closing),
         counts_manually=not module.automatic_optimization and train_loader.may_filter,
         reload=reload,
@@ -372,14 +373,3 @@ def _clip(run: RunState, module: Module) -> Callable[[Optimizer], Any] | None:
         return None
     strategy, wrapped = run.strategy, run.wrapped
     return lambda optimizer: strategy.clip_gradients(wrapped, optimizer, value, algorithm)
-
-
-def _all_of(hooks: tuple[Callable, ...]) -> Callable | None:
-    if len(hooks) < 2:
-        return hooks[0] if hooks else None
-
-    def call(*args: Any) -> None:
-        for hook in hooks:
-            hook(*args)
-
-    return call

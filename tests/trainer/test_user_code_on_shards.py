@@ -1,0 +1,253 @@
+"""What user code does to weights, gradients, buffers and rates that other ranks hold too: as on one process, or
+refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep import Module
+from lockstep.strategies import DDP, DeepSpeed
+from tests.trainer.test_user_code import Base, assert_as_on_one_process, assert_same, fitted
+
+pytestmark = pytest.mark.ranks
+
+UNEVEN = 17
+"""Samples, of which the last batch of 8 leaves a rank without any."""
+
+
+class Replaced(Base):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data.clamp(-0.2, 0.2)
+
+
+class FromVector(Base):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        vector = nn.utils.parameters_to_vector(self.parameters())
+        nn.utils.vector_to_parameters(vector * 0.9, self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"), [(Replaced, "fsdp"), (Replaced, "tensor"), (FromVector, "fsdp"), (Replaced, "ddp=2,fsdp=2")]
+)
+def test_weights_assigned_to_data_hold(make: Callable[[], Module], strategy: str) -> None:
+    assert_as_on_one_process(make, strategy, 4 if "=" in strategy else 2, n=UNEVEN)
+
+
+class Halved(Base):
+    def on_train_start(self) -> None:
+        self.net[0].weight.data = self.net[0].weight.data.float()
+
+
+def test_another_dtype_is_not_assigned_to_data_of_a_shard() -> None:
+    with pytest.raises(RuntimeError, match=r"of shape \[16, 8\] and torch.float32 was assigned to `data` of a sharded"):
+        fitted(Halved(), "fsdp", 2)
+
+
+class OfAnyPrecision(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step((batch[0].to(self.dtype), batch[1]), batch_idx)
+
+
+class Drawn(OfAnyPrecision):
+    """New weights, and noise on gradients, both drawn in hooks."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            with self.trainer.whole(self):
+                nn.init.normal_(self.net[2].weight, 0, 0.1)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with self.trainer.whole(self), torch.no_grad():
+            for parameter in self.parameters():
+                parameter.grad.add_(torch.randn_like(parameter.grad) * 0.01)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
+def test_random_numbers_within_whole_are_those_of_one_process(strategy: str) -> None:
+    assert_as_on_one_process(Drawn, strategy, 2, n=UNEVEN)
+
+
+def test_random_numbers_within_whole_are_those_of_one_process_under_deepspeed() -> None:
+    alone = fitted(Drawn(), "single", 1, n=UNEVEN, precision="32-true")
+    assert_same(fitted(Drawn(), DeepSpeed(stage=2), 2, n=UNEVEN, precision="32-true"), alone, 2e-4)
+
+
+class DrawnOnShards(OfAnyPrecision):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            nn.init.normal_(self.net[2].weight, 0, 0.1)
+
+
+class NoiseOnShards(Base):
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad.add_(torch.randn_like(parameter.grad) * 0.01)
+
+
+@pytest.mark.parametrize("make", [DrawnOnShards, NoiseOnShards])
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+def test_random_numbers_for_shards_are_refused(make: Callable[[], Module], strategy: str) -> None:
+    with pytest.raises(RuntimeError, match=r"random numbers were drawn \(aten.* of which this rank holds a shard"):
+        fitted(make(), strategy, 2)
+
+
+def test_weights_that_ranks_set_differently_are_refused_under_deepspeed() -> None:
+    with pytest.raises(RuntimeError, match="the weights net.2.weight were changed in a hook to values that are not"):
+        fitted(DrawnOnShards(), DeepSpeed(stage=1), 2, precision="32-true")
+
+
+class NoisyLayer(Base):
+    """Noise that a layer draws in a step is not that of weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:2](batch[0])
+        return F.cross_entropy(self.net[2:](hidden + 0.1 * torch.randn_like(hidden)), batch[1])
+
+
+def test_a_layer_may_draw_in_a_step_of_tensor_parallelism() -> None:
+    fitted(NoisyLayer(), "tensor", 2)
+
+
+class OwnWithinWhole(Base):
+    def on_train_epoch_start(self) -> None:
+        with self.trainer.whole(self), torch.no_grad():
+            self.net[2].weight.add_(0.01 * self.global_rank)
+
+
+class OwnGradientWithinWhole(Base):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with self.trainer.whole(self), torch.no_grad():
+            self.net[2].weight.grad.add_(0.01 * self.global_rank)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"), [(OwnWithinWhole, "net.2.weight"), (OwnGradientWithinWhole, "the gradient of net.2.weight")]
+)
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_a_change_within_whole_that_is_not_that_of_all_ranks_is_refused(
+    make: Callable[[], Module], what: str, strategy: str
+) -> None:
+    with pytest.raises(RuntimeError, match=rf"drifted apart: after step \d+ {what} on rank 1 is not what it is on"):
+        fitted(make(), strategy, 2)
+
+
+class ByHand(Base):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
+        self.change(batch)
+        optimizer.step()
+
+    def change(self, batch: Any) -> None: ...
+
+
+class ClippedByHand(ByHand):
+    def change(self, batch: Any) -> None:
+        nn.utils.clip_grad_norm_(self.net.parameters(), 0.05)
+
+
+class SignsByHand(ByHand):
+    def change(self, batch: Any) -> None:
+        for parameter in self.net.parameters():
+            if parameter.grad is not None:
+                parameter.grad.sign_()
+
+
+class AddedByHand(ByHand):
+    """A gradient clipped, and that of a second loss on top of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+    def change(self, batch: Any) -> None:
+        nn.utils.clip_grad_norm_(self.net.parameters(), 0.05)
+        self.manual_backward(0.1 * self.net(batch[0]).square().mean())
+
+
+class Sharpness(ByHand):
+    """Sharpness-aware minimization: a step up the gradient of the whole batch, and back."""
+
+    def change(self, batch: Any) -> None:
+        with torch.no_grad():
+            norm = torch.stack([p.grad.norm() for p in self.net.parameters()]).norm()
+            steps = [p.grad * (0.05 / norm) for p in self.net.parameters()]
+            for parameter, step in zip(self.net.parameters(), steps, strict=True):
+                parameter.add_(step)
+        self.optimizers().zero_grad()
+        self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
+        with torch.no_grad():
+            for parameter, step in zip(self.net.parameters(), steps, strict=True):
+                parameter.sub_(step)
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [
+        *((make, "ddp") for make in (ClippedByHand, SignsByHand, AddedByHand, Sharpness)),
+        *((make, "fsdp") for make in (ClippedByHand, SignsByHand, AddedByHand)),
+        (SignsByHand, "tensor"),
+    ],
+)
+def test_gradients_are_those_of_the_batch_after_a_manual_backward(make: Callable[[], Module], strategy: str) -> None:
+    assert_as_on_one_process(make, strategy, 2, n=UNEVEN)
+
+
+class OwnBackward(ByHand):
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **options: Any) -> None:
+        loss.backward()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_plain_backward_before_a_manual_step_is_refused(strategy: str) -> None:
+    with pytest.raises(RuntimeError, match="call self.manual_backward"):
+        fitted(OwnBackward(), strategy, 2)
+    fitted(OwnBackward(), "single", 1)
+
+
+class Centered(Base):
+    """The mean of what the net returned, of this rank's samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self.net(batch[0])
+        loss = F.cross_entropy(y - self.center, batch[1])
+        self.center = 0.9 * self.center + 0.1 * y.detach().mean(0)
+        return loss
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ddp=2,fsdp=2"])
+def test_buffers_computed_from_a_ranks_samples_are_refused(strategy: str) -> None:
+    with pytest.raises(RuntimeError, match=r"hold different values of a buffer \(center\)"):
+        fitted(Centered(), strategy, 4 if "=" in strategy else 2)
+
+
+def test_buffers_of_rank_0_are_taken_if_asked_for() -> None:
+    fitted(Centered(), DDP(broadcast_buffers=True), 2)
+
+
+class RateByLoss(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.01 * float(loss.detach())
+        return loss
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+def test_learning_rates_that_differ_between_ranks_are_refused(strategy: str) -> None:
+    with pytest.raises(RuntimeError, match="the ranks disagree on their optimizers' learning rates"):
+        fitted(RateByLoss(), strategy, 2)
