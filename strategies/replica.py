@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -128,17 +128,8 @@ class Replica(nn.Module):
         """
         if self.ddp is None or self.used is not None or self._order_is_known or set(order) != set(self._trained):
             return
-        sparse = {
-            id(layer.weight) for layer in self.model.modules() if isinstance(layer, nn.Embedding) and layer.sparse
-        }
-        sums = []
         with torch.enable_grad():
-            for name in reversed(order):  # autograd works on what was computed last first
-                used: torch.Tensor = self._trained[name]
-                if id(used) in sparse:
-                    used = F.embedding(torch.zeros(1, dtype=torch.int64, device=used.device), used, sparse=True)
-                sums.append((torch.view_as_real(used) if used.is_complex() else used).sum().float())
-            zero = torch.stack(sums).sum() * 0
+            zero = self._zero_of([self._trained[name] for name in reversed(order)])  # autograd begins with the last
             self.ddp.require_backward_grad_sync = True
             self.ddp(lambda *_: zero, None, 0).backward()
         for parameter in self._trained.values():
@@ -196,8 +187,22 @@ class Replica(nn.Module):
         if output is not None:
             return output
         self.stood_in = True
-        sums = [torch.view_as_real(p).sum() if p.is_complex() else p.sum() for p in self._trained.values()]
-        return Loss(torch.stack(sums).sum() * 0, 0)
+        return Loss(self._zero_of(self._trained.values()), 0)
+
+    def _zero_of(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+        """Zero, with a gradient of each parameter of the kind that its layer gives."""
+        sparse = {
+            id(layer.weight)
+            for layer in self.model.modules()
+            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
+        }
+        sums = []
+        for parameter in parameters:
+            used: torch.Tensor = parameter
+            if id(used) in sparse:
+                used = F.embedding(torch.zeros(1, dtype=torch.int64, device=used.device), used, sparse=True)
+            sums.append((torch.view_as_real(used) if used.is_complex() else used).sum().float())
+        return torch.stack(sums).sum() * 0
 
     def stand_in(self) -> None:
         """The backward that follows is of zeros."""

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from lockstep.strategies.deepspeed.checks import (
 from lockstep.strategies.deepspeed.zero_step import ZeroStep, no_trace
 from lockstep.strategies.launch import environment
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.modules.model_changes import shortened
+from lockstep.strategies.modules.model_changes import refuse_sparse, shortened
 from lockstep.strategies.precision import PRECISIONS
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import SharedBuffers
@@ -170,6 +170,7 @@ class DeepSpeed(SPMDStrategy):
         if not config.get("zero_allow_untested_optimizer"):
             check_optimizer(optimizer)
         check_parameters(wrapped.model, self.precision)
+        refuse_sparse(wrapped.model, self.name)
         check_groups(optimizer)
         names = parameter_names(wrapped.model)
         wrapped.groups = [[names_of(p, names, key) for p in group["params"]] for group in optimizer.param_groups]
@@ -190,6 +191,7 @@ class DeepSpeed(SPMDStrategy):
             )
         self._buffers = SharedBuffers(wrapped.model, self._broadcast_buffers)
         optimizer.register_step_pre_hook(self._only_through_the_engine)
+        optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
         return optimizers
 
     # ---- 2. gradient sync ------------------------------------------------------------------------
@@ -383,3 +385,10 @@ class DeepSpeed(SPMDStrategy):
                 f"{type(optimizer).__name__}.step was called, but it holds pieces that only DeepSpeed's engine may "
                 "step; leave the step to the Trainer"
             )
+
+
+def _refuse_group(*_: Any) -> NoReturn:
+    raise RuntimeError(
+        "a parameter group was added during the run, but ZeRO shards what is trained when it starts; add it in "
+        "configure_optimizers, or use strategy='ddp' or 'fsdp'"
+    )

@@ -134,9 +134,14 @@ class DataParallel(SPMDStrategy):
             slices = self._cutter.cut(micro_batch.batch, micro_batch.num_samples, self.num_devices)
             replicas = self._replicas(wrapped, len(slices))
             steps = [step_fn, *(rebind(step_fn, wrapped, other) for other in replicas[1:])]
-            contexts = [hooks.log_scope(n) for _, n in slices]
+            contexts, rates = [hooks.log_scope(n) for _, n in slices], hooks.vote().rates
             forward = functools.partial(self._forward, micro_batch.batch_idx)
             outputs = self._run(forward, range(len(slices)), replicas, steps, [part for part, _ in slices], contexts)
+            if hooks.vote().rates != rates:
+                raise RuntimeError(
+                    "training_step changed a learning rate, momentum or weight decay, and strategy 'dp' runs it on "
+                    "slices; change it in on_train_batch_start, or use strategy='single'"
+                )
             join_state(wrapped, replicas[1:])
             whole = merged(
                 [(move(output, self.topology.device, None), n) for output, (_, n) in zip(outputs, slices, strict=True)]

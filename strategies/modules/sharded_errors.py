@@ -37,6 +37,11 @@ _WORDS = (
 def explanation(error: BaseException, what: str) -> RuntimeError | None:
     """What to raise in place of an error of torch about sharded tensors in `what`; None for any other error."""
     text = str(error)
+    if isinstance(error, AssertionError) and "does not support deepcopy" in text:
+        return RuntimeError(
+            f"{what} copies a module (copy.deepcopy) whose parameters are sharded over ranks; copy it in __init__ or "
+            "configure_model, and bring it up to date within `with trainer.whole(module):`"
+        )
     if not isinstance(error, (RuntimeError, ValueError)) or not any(words in text for words in _WORDS):
         return None
     found = re.search(r"aten\.\w+", text)

@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -251,3 +252,54 @@ class RateByLoss(Base):
 def test_learning_rates_that_differ_between_ranks_are_refused(strategy: str) -> None:
     with pytest.raises(RuntimeError, match="the ranks disagree on their optimizers' learning rates"):
         fitted(RateByLoss(), strategy, 2)
+
+
+def test_a_rate_that_slices_of_a_batch_set_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="and strategy 'dp' runs it on slices"):
+        fitted(RateByLoss(), "dp", 2)
+
+
+class Bag(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.EmbeddingBag(10, 4, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net((batch[0].abs() * 3).long().clamp(0, 9)), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_sparse_gradients_where_a_rank_has_no_samples() -> None:
+    assert_as_on_one_process(Bag, "ddp", 2, n=UNEVEN)
+    with pytest.raises(ValueError, match="net has sparse=True, and DeepSpeed cannot shard a sparse gradient"):
+        fitted(Bag(), DeepSpeed(stage=1), 2, precision="32-true")
+
+
+class Copied(Base):
+    def on_train_start(self) -> None:
+        copy.deepcopy(self.net)
+
+
+def test_a_copy_of_a_sharded_module_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"Copied.on_train_start copies a module \(copy.deepcopy\) whose parameters"):
+        fitted(Copied(), "fsdp", 2)
+
+
+class Grouped(OfAnyPrecision):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[4].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.optimizers().add_param_group({"params": self.net[4].parameters()})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[:4].parameters(), 0.1)
+
+
+def test_a_group_of_parameters_is_not_added_under_deepspeed() -> None:
+    with pytest.raises(RuntimeError, match="a parameter group was added during the run"):
+        fitted(Grouped(), DeepSpeed(stage=1), 2, precision="32-true")

@@ -245,8 +245,9 @@ def vote(run: RunState) -> StepVote:
     metrics = run.metrics
     if run.saving is not None and run.saving.failure is not None:
         return StepVote(saving.SAVE_FAILED, metrics.keys_hash)
-    alone = run.world_size == 1 or not run.strategy.capabilities.synchronous
-    rates = 0 if alone else _hash_of_rates(run.optimizers.values())
+    can = run.strategy.capabilities
+    meets = can.synchronous and (run.world_size > 1 or not can.runs_step_once)
+    rates = _hash_of_rates(run.optimizers.values()) if meets else 0
     return StepVote(run.signals.number or int(run.should_stop), metrics.keys_hash, metrics.names, rates)
 
 
