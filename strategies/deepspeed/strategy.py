@@ -191,7 +191,7 @@ class DeepSpeed(SPMDStrategy):
             )
         self._buffers = SharedBuffers(wrapped.model, self._broadcast_buffers)
         optimizer.register_step_pre_hook(self._only_through_the_engine)
-        optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
+        optimizer.add_param_group = _refuse_group  # type: ignore[method-assign,assignment]
         return optimizers
 
     # ---- 2. gradient sync ------------------------------------------------------------------------
