@@ -5,19 +5,21 @@ A share is what a rank would compute if there were `virtual_ranks` of them. Rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.callbacks.guard import fingerprint
 from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
+from lockstep.strategies.data.sharded_loader import Window
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.metrics.gathering import gather_values
-from lockstep.trainer.seeding import derive
+from lockstep.trainer.seeding import derive, rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from lockstep.trainer.checkpoint.store import Checkpoint
@@ -81,6 +83,10 @@ class Shares:
         self._buffers.clear()
         self._values.clear()
         self.outside(*place)
+
+    def turn_to(self, share: int) -> None:
+        """Let torchmetrics count for this share, after the step."""
+        self._switch_metrics(share)
 
     def outside(self, *place: str | int) -> None:
         """Seed the streams of what is drawn between shares, alike on all ranks."""
@@ -317,3 +323,56 @@ def _same(one: Any, other: Any) -> bool:
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters and buffers are compared by themselves."""
+
+
+def ends_late(window: Window) -> bool:
+    """Whether users' `on_train_batch_end` for the last micro-batches of shares wait for the step."""
+    return window.num_shares > 1 and not window.more
+
+
+def end_shares(run: RunState, module: Module, window: Window, hooks: Sequence[Callable[..., Any]]) -> None:
+    """Call users' `on_train_batch_end` for all shares but the last, each with random streams and metrics of its own.
+
+    Raises RuntimeError for one that changes weights, optimizers, buffers or attributes: it is called once for each
+    share, and on as many ranks once on each of them.
+    """
+    if not hooks or run.shares is None:
+        return
+    num = len(window.micro_batches) // window.num_shares
+    before, streams = _state(run, module), rng_state(run.streams)
+    for micro_batch in window.micro_batches[num - 1 : -1 : num]:
+        run.shares.turn_to(micro_batch.share)
+        run.metrics.weight = micro_batch.num_samples
+        for hook in hooks:
+            hook(micro_batch.output, micro_batch.batch, micro_batch.batch_idx)
+        set_rng_state(streams, run.streams)
+        micro_batch.batch = micro_batch.output = None
+        now = _state(run, module)
+        if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
+            raise RuntimeError(
+                f"on_train_batch_end changed {', '.join(changed[:5])}, but with virtual_ranks a rank calls it once for "
+                "each of its shares; change it in a hook such as on_before_zero_grad or on_train_epoch_end"
+            )
+    run.shares.turn_to(window.micro_batches[-1].share)
+
+
+def _state(run: RunState, module: Module) -> dict[str, Any]:
+    """What a hook may not change, by name."""
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    for optimizer in run.optimizers.values():
+        for i, (_, state) in enumerate(optimizer.state.items()):
+            tensors |= {f"the optimizer's {key} ({i})": v for key, v in state.items() if isinstance(v, Tensor)}
+    marks: dict[str, Any] = {
+        name: (tensor._version, tensor.data_ptr(), fingerprint(tensor) if tensor.is_cpu else 0)
+        for name, tensor in tensors.items()
+        if is_here(tensor) and type(tensor) in (Tensor, nn.Parameter)
+    }
+    for name, part in module.named_modules():
+        if type(part).__module__.startswith(("torch.", "torchmetrics.")):
+            continue
+        marks |= {
+            f"{name}.{key}".lstrip("."): value
+            for key, value in vars(part).items()
+            if isinstance(value, (int, float, complex)) and not key.startswith("_")
+        }
+    return marks

@@ -26,6 +26,7 @@ from lockstep.callbacks import (
     ProgressBar,
     Timer,
 )
+from lockstep.strategies import DDP
 from lockstep.trainer.seeding import rng_state
 from tests.trainer.toy import Net, distance, equal, loader, net, quiet, weights
 
@@ -92,7 +93,7 @@ def fit(
     seed_everything(0)
     model, streams = Masking(validates), Streams(save_at)
     options = {
-        "strategy": "single" if ranks == 1 else "ddp",
+        "strategy": "single" if ranks == 1 else DDP(broadcast_buffers=True),
         "accumulate_grad_batches": 2,
         "max_epochs": 2,
         "seed": 5,

@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep import Module
 from lockstep.strategies import DDP, DeepSpeed
-from tests.trainer.test_user_code import Base, assert_as_on_one_process, assert_same, fitted
+from tests.trainer.test_user_code import Base, assert_as_on_one_process, assert_same, batches, fitted, quiet
 
 pytestmark = pytest.mark.ranks
 
@@ -303,3 +303,38 @@ class Grouped(OfAnyPrecision):
 def test_a_group_of_parameters_is_not_added_under_deepspeed() -> None:
     with pytest.raises(RuntimeError, match="a parameter group was added during the run"):
         fitted(Grouped(), DeepSpeed(stage=1), 2, precision="32-true")
+
+
+class WeightsLogged(Base):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        norm = sum(parameter.detach().square().sum() for parameter in self.parameters())
+        self.log("norm", norm + torch.rand(()), on_step=False, on_epoch=True)
+
+
+class WeightsReplaced(Base):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data * 0.9
+
+
+class StateScaled(Base):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for state in self.optimizers().state.values():
+            state["exp_avg"].mul_(0.5)
+
+
+def test_batches_of_all_shares_end_after_the_step() -> None:
+    logged = []
+    for devices in (1, 2):
+        run = quiet(strategy="ddp", devices=devices, virtual_ranks=2, precision="64-true", max_epochs=2)
+        run.fit(WeightsLogged(), batches(UNEVEN))
+        logged.append(run.callback_metrics["norm"])
+    assert torch.equal(logged[0], logged[1])
+
+
+@pytest.mark.parametrize(
+    ("make", "what"), [(WeightsReplaced, "net.0.bias, net.0.weight"), (StateScaled, "the optimizer's exp_avg")]
+)
+def test_what_a_rank_would_change_once_for_each_of_its_shares_is_refused(make: Callable[[], Module], what: str) -> None:
+    with pytest.raises(RuntimeError, match=f"on_train_batch_end changed {what}"):
+        fitted(make(), "single", 1, virtual_ranks=2)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from lockstep.trainer.run.hooks import is_users, refuse_skip, turns
 from lockstep.trainer.setup import prepare
 from lockstep.trainer.setup.own_steps import in_its_place, with_local_steps
 from lockstep.trainer.setup.prepare import FitLoop
+from lockstep.trainer.shares import end_shares, ends_late
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
@@ -179,6 +181,8 @@ def finish_window(
     last, run.window_is_open = window.micro_batches[-1], False
     set_phase(progress.global_step, CALLBACKS)
     run.validation_follows = bool(loop.val_loaders) and _validation_follows(run, loop)
+    if ends_late(window):
+        end_shares(run, module, window, list(filter(is_users, hooks.on_train_batch_end)))
     metrics.weight = last.num_samples
     for hook in hooks.on_train_batch_end:
         hook(last.output, last.batch, last.batch_idx)
@@ -291,9 +295,10 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
         if micro_batch.is_ambiguous:
             check_weight(run, window, micro_batch)
         if i < len(window.micro_batches) - 1 or window.more:  # a strategy may have added some
-            for hook in hooks.on_train_batch_end:
+            waits = ends_late(window) and (i + 1) % num == 0
+            for hook in filterfalse(is_users, hooks.on_train_batch_end) if waits else hooks.on_train_batch_end:
                 hook(micro_batch.output, micro_batch.batch, micro_batch.batch_idx)
-            if not loop.reevaluates:
+            if not loop.reevaluates and not waits:
                 micro_batch.batch = micro_batch.output = None
     if shares is not None:
         shares.leave("train", progress.total_batches)
