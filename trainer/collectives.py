@@ -42,7 +42,7 @@ def _refuse_parts(run: RunState, call: str) -> None:
     if run.metrics.is_padding or not run.metrics.in_batch:
         return
     has_shares = run.shares is not None and len(run.shares.own) > 1 and not run.window_is_open
-    if run.metrics.in_part or has_shares or not run.strategy.capabilities.synchronous:
+    if run.metrics.in_part or has_shares:
         raise RuntimeError(
             f"{call} was called in a step, which {run.strategy.name} runs in parts, or not on all ranks alike; call it "
             "in on_train_epoch_end, or use another strategy"

@@ -325,9 +325,9 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters and buffers are compared by themselves."""
 
 
-def ends_late(window: Window) -> bool:
+def ends_late(run: RunState, window: Window) -> bool:
     """Whether users' `on_train_batch_end` for the last micro-batches of shares wait for the step."""
-    return window.num_shares > 1 and not window.more
+    return window.num_shares > 1 and run.strategy.capabilities.synchronous
 
 
 def end_shares(run: RunState, module: Module, window: Window, hooks: Sequence[Callable[..., Any]]) -> None:

@@ -28,23 +28,40 @@ _LOOKS = 10
 class SharedBuffers:
     """Rank 0's buffers overwrite the others' after each step.
 
+    Those that are not in a state dict are caches, and each rank's own.
+
     `broadcast`: True whatever the others hold; None if they hold the same, but for statistics of normalizing layers;
     False leaves each rank its own.
     """
 
     def __init__(self, model: nn.Module, broadcast: bool | None, group: dist.ProcessGroup | None = None) -> None:
         self._model, self._broadcast, self._group = model, broadcast, group
-        self._modules = [module for module in model.modules() if module._buffers]
+        self._modules = [module for module in model.modules() if _kept(module)]
+        self._names = {module: name for name, module in model.named_modules()}
         self._looks = 0
+        self._shapes = self._now()
+
+    def _now(self) -> dict[str, torch.Size]:
+        return {
+            f"{self._names[module]}.{name}".lstrip("."): buffer.shape
+            for module in self._modules
+            for name, buffer in _kept(module)
+        }
 
     def share(self, had_samples: bool) -> None:
         """Every rank of the group calls it after a step. Raises RuntimeError for a buffer that differs from rank 0's,
         on a rank that `had_samples` in all of the step."""
         if self._broadcast is False or not self._modules:
             return
+        if (shapes := self._now()) != self._shapes:
+            changed = [name for name, shape in shapes.items() if self._shapes.get(name, shape) != shape]
+            raise RuntimeError(
+                f"the shape of a buffer changed in a step ({', '.join(changed[:5]) or 'added'}), so ranks cannot share "
+                "it; give it one shape, register it with persistent=False, or give the strategy broadcast_buffers=False"
+            )
         compares = self._broadcast is None and had_samples
         self._looks += compares
-        differing = share_buffers(self._modules, self._group, compares, waits=self._looks <= _LOOKS)
+        differing = share_buffers(self._modules, self._group, compares, waits=self._looks <= _LOOKS, caches=False)
         if not differing:
             return
         names = sorted(name for name, buffer in self._model.named_buffers() if id(buffer) in differing)
@@ -65,20 +82,24 @@ def share_model(model: nn.Module) -> None:
 
 @torch.no_grad()
 def share_buffers(
-    modules: Iterable[nn.Module], group: dist.ProcessGroup | None = None, compares: bool = False, waits: bool = False
+    modules: Iterable[nn.Module],
+    group: dist.ProcessGroup | None = None,
+    compares: bool = False,
+    waits: bool = False,
+    caches: bool = True,
 ) -> set[int]:
     """Rank 0's buffers of each module itself overwrite the others', as in DDP; one broadcast a dtype. Every rank of the
     group calls it.
 
     With `compares` returns the `id` of those that were others on this rank, without statistics of normalizing layers;
-    on an accelerator only if the host `waits` for it.
+    on an accelerator only if the host `waits` for it. Without `caches` those that are in no state dict are skipped.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     compared: set[int] = set()
     for buffer, is_statistic in {
         id(buffer): (buffer, isinstance(module, _NORMS))
         for module in modules
-        for buffer in module._buffers.values()
+        for buffer in (module._buffers.values() if caches else (buffer for _, buffer in _kept(module)))
         if buffer is not None
     }.values():
         by_dtype.setdefault(buffer.dtype, []).append(buffer)
@@ -96,3 +117,9 @@ def share_buffers(
         for own, piece in zip(mine, pieces, strict=True):
             own.copy_(piece)
     return differing
+
+
+def _kept(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The module's own buffers that are in its state dict; the others are caches."""
+    caches = module._non_persistent_buffers_set
+    return [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None and name not in caches]

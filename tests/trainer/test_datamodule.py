@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from lockstep import DataModule
+from lockstep.strategies import DDP
 from tests.trainer.module_toys import Both
 from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
 
@@ -200,6 +201,6 @@ def test_training_loaders_side_by_side_cycle_the_shorter_one() -> None:
         trainer, model = quiet(), Joint()
         trainer.fit(model, loaders)
         assert model.sizes.tolist() == [[8, 4], [8, 1], [8, 4]] and trainer.num_training_batches == 3
-    trainer, model = quiet(devices=2), Joint()
+    trainer, model = quiet(devices=2, strategy=DDP(broadcast_buffers=False)), Joint()
     trainer.fit(model, {"labeled": loader(24), "more": loader(5, 4)})
     assert model.sizes.tolist() == [[8, 4], [8, 4]], "whole batches, in turn"

@@ -236,6 +236,30 @@ def test_buffers_computed_from_a_ranks_samples_are_refused(strategy: str) -> Non
         fitted(Centered(), strategy, 4 if "=" in strategy else 2)
 
 
+class Remembering(Base):
+    """A buffer that grows."""
+
+    persistent = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(0, 8), persistent=self.persistent)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen = torch.cat([self.seen, batch[0]])
+        return super().training_step(batch, batch_idx)
+
+
+class Caching(Remembering):
+    persistent = False
+
+
+def test_a_buffer_that_grows_is_refused_unless_it_is_a_cache() -> None:
+    with pytest.raises(RuntimeError, match=r"the shape of a buffer changed in a step \(seen\)"):
+        fitted(Remembering(), "ddp", 2, n=UNEVEN)
+    fitted(Caching(), "ddp", 2, n=UNEVEN)
+
+
 def test_buffers_of_rank_0_are_taken_if_asked_for() -> None:
     fitted(Centered(), DDP(broadcast_buffers=True), 2)
 

@@ -88,21 +88,22 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
 
 def step_hooks_of(run: RunState, loop: FitLoop, automatic: bool) -> StepHooks:
     """What a strategy calls in a step of this run."""
-    prepare = partial(_prepared, run, loop)
+    prepare, can = partial(_prepared, run, loop), run.strategy.capabilities
+    meets = can.synchronous and (run.world_size > 1 or not can.runs_step_once)
     hooks = StepHooks(
-        vote=partial(vote, run),
+        vote=partial(vote, run, meets),
         log_scope=run.metrics.part,
         before_backward=loop.before_backward,
         after_backward=loop.after_backward,
         whole_gradients=any(map(is_users, run.hooks.on_after_backward)),
         parameters=loop.parameters,
-        prepare=prepare if run.strategy.capabilities.synchronous else in_its_place(run, prepare),
+        prepare=prepare if can.synchronous else in_its_place(run, prepare),
         streams=run.streams,
         log=run.metrics.log_measured,
         folder=run.log_dir,
         automatic=automatic,
     )
-    return with_local_steps(run, hooks, loop.clip) if run.strategy.capabilities.local_steps else hooks
+    return with_local_steps(run, hooks, loop.clip) if can.local_steps else hooks
 
 
 def _begin(run: RunState, module: Module, loop: FitLoop) -> None:
@@ -181,7 +182,7 @@ def finish_window(
     last, run.window_is_open = window.micro_batches[-1], False
     set_phase(progress.global_step, CALLBACKS)
     run.validation_follows = bool(loop.val_loaders) and _validation_follows(run, loop)
-    if ends_late(window):
+    if window.num_shares > 1 and not apart:
         end_shares(run, module, window, list(filter(is_users, hooks.on_train_batch_end)))
     metrics.weight = last.num_samples
     for hook in hooks.on_train_batch_end:
@@ -244,15 +245,14 @@ def _learned(run: RunState, loop: FitLoop) -> bool:
     return bool(run.strategy.all_reduce(torch.tensor(int(loop.learned)), "max"))
 
 
-def vote(run: RunState) -> StepVote:
-    """This rank's vote in a step."""
+def vote(run: RunState, meets: bool) -> StepVote:
+    """This rank's vote in a step; with `meets` ranks are to step alike."""
     metrics = run.metrics
+    stop = run.signals.number or int(run.should_stop)
     if run.saving is not None and run.saving.failure is not None:
-        return StepVote(saving.SAVE_FAILED, metrics.keys_hash)
-    can = run.strategy.capabilities
-    meets = can.synchronous and (run.world_size > 1 or not can.runs_step_once)
+        stop = saving.SAVE_FAILED
     rates = _hash_of_rates(run.optimizers.values()) if meets else 0
-    return StepVote(run.signals.number or int(run.should_stop), metrics.keys_hash, metrics.names, rates)
+    return StepVote(stop, metrics.keys_hash, metrics.names, rates)
 
 
 def _hash_of_rates(optimizers: Iterable[Optimizer]) -> int:
@@ -295,7 +295,7 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
         if micro_batch.is_ambiguous:
             check_weight(run, window, micro_batch)
         if i < len(window.micro_batches) - 1 or window.more:  # a strategy may have added some
-            waits = ends_late(window) and (i + 1) % num == 0
+            waits = shares is not None and ends_late(run, window) and (i + 1) % num == 0
             for hook in filterfalse(is_users, hooks.on_train_batch_end) if waits else hooks.on_train_batch_end:
                 hook(micro_batch.output, micro_batch.batch, micro_batch.batch_idx)
             if not loop.reevaluates and not waits:
