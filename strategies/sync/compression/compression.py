@@ -75,6 +75,8 @@ class Compression:
     """By parameter and the compressor's key; the same on all ranks."""
     _parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
+    _optimizers: list[Optimizer] = field(default_factory=list)
+    """With momentum correction, those that must have no momentum."""
     _left: dict[str, _Left] = field(default_factory=dict)
     _current: Compressor = field(default_factory=Exact)
     """What encodes now."""
@@ -90,9 +92,8 @@ class Compression:
 
         Raises ValueError if gradients would have the momentum of the compressor and that of an optimizer.
         """
-        if self.compressor.momentum:
-            for optimizer in optimizers:
-                _refuse_momentum(self.compressor, optimizer)
+        self._optimizers = list(optimizers) if self.compressor.momentum else []
+        self._refuse_momentum()
         self._parameters = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
 
@@ -100,8 +101,10 @@ class Compression:
     def reduce_into(self, parameters: Sequence[nn.Parameter], shares: Sequence[Gradients], scale: float) -> None:
         """Let the mean over all shares of what is sent be the gradient of those of `parameters` that are trained.
 
-        `shares` and `scale` are those of `reduce`, but that of the sum over shares.
+        `shares` and `scale` are those of `reduce`, but that of the sum over shares. Raises ValueError if an optimizer
+        has got a momentum since `watch`, as by a scheduler.
         """
+        self._refuse_momentum()
         trained = [i for i, p in enumerate(parameters) if p.requires_grad and local(p).numel()]
         own = {self._names[id(parameters[i])]: local(parameters[i]) for i in trained}
         grads = [[gradients[i] for i in trained] for gradients in shares]
@@ -171,6 +174,18 @@ class Compression:
                     if skipped is not None:
                         value = torch.where(skipped > 0, own.get(key, torch.zeros_like(value)), value)
                     own[key] = value
+
+    def _refuse_momentum(self) -> None:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                first = (group.get("betas") or (0.0,))[0]
+                if group.get("momentum") or first:
+                    what = f"betas={group['betas']}" if first else f"momentum={group['momentum']}"
+                    raise ValueError(
+                        f"{self.compressor!r} has momentum={self.compressor.momentum} and {type(optimizer).__name__} "
+                        f"has {what}, so that momentum would be added up twice; set that of the optimizer to 0, as the "
+                        "compressor's takes its place (OneCycleLR and CyclicLR set it too: cycle_momentum=False)"
+                    )
 
     # ---- one reduction -------------------------------------------------------------------------------
 
@@ -348,17 +363,6 @@ class Compression:
 
 
 _ABSENT, _NOT_FINITE = 0, 2
-
-
-def _refuse_momentum(compressor: Compressor, optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        first = (group.get("betas") or (0.0,))[0]
-        if group.get("momentum") or first:
-            what = f"betas={group['betas']}" if first else f"momentum={group['momentum']}"
-            raise ValueError(
-                f"{compressor!r} has momentum={compressor.momentum} and {type(optimizer).__name__} has {what}, so that "
-                "momentum would be added up twice; set that of the optimizer to 0, as the compressor's takes its place"
-            )
 
 
 def _flags(values: list[Tensor], gradients: Gradients) -> Tensor:

@@ -202,6 +202,23 @@ def test_a_run_is_resumed_on_any_ranks_to_the_bit(name: str, first: int, then: i
     assert torch.equal(weights(resumed), weights(train(DDP(compress=name), 2, virtual_ranks=SHARES)))
 
 
+@pytest.mark.parametrize("cycled", [True, False])
+def test_momentum_that_a_scheduler_sets_later_is_refused(cycled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cycled(Net):
+        def configure_optimizers(self) -> Any:  # type: ignore[override]
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)
+            momentum = {"cycle_momentum": cycled, "max_momentum": 0.0, "base_momentum": 0.5}  # it begins with the first
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20, **momentum)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    monkeypatch.setattr("tests.strategies.compression.test_ranks.Net", Cycled)
+    if not cycled:
+        train(DDP(compress="topk=0.1,momentum=0.5"), 1)
+        return
+    with pytest.raises(ValueError, match=r"SGD has momentum=0\.\d+, so that .*cycle_momentum=False"):
+        train(DDP(compress="topk=0.1,momentum=0.5"), 1)
+
+
 def test_what_is_saved_after_fit_has_the_residuals(tmp_path: Path) -> None:
     train(DDP(compress="topk=0.1"), 1, steps=2).save_checkpoint(tmp_path / "last")
     assert Checkpoint.open(tmp_path / "last").names("strategy/compression/residual/")
