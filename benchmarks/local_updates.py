@@ -31,10 +31,13 @@ from lockstep.strategies import DiLoCo
 SECONDS = 0.05
 STEPS = 40
 SENT = ["strategy=ddp", "module.betas=[0.0,0.99]"]
+RESET = ["strategy=local_sgd", "strategy.start=220"]
 RUNS = {
     "ddp": ["strategy=ddp"],
     "LocalSGD(period=8)": ["strategy=local_sgd"],
     "LocalSGD(period=8, start=220)": ["strategy=local_sgd", "strategy.start=220"],
+    "LocalSGD(period=1, start=220, compress='topk=0.01')": [*RESET, "strategy.period=1", "strategy.compress=topk=0.01"],
+    "LocalSGD(period=4, start=220, compress='topk=0.04')": [*RESET, "strategy.period=4", "strategy.compress=topk=0.04"],
     "DiLoCo(period=50)": ["strategy=diloco", "strategy.period=50"],
     "DiLoCo(period=50, start=220)": ["strategy=diloco", "strategy.period=50", "strategy.start=220"],
     "DiLoCo(period=50, start=220, fragments=4, delay=5, mixing=0, compress='int8')": [

@@ -44,7 +44,7 @@ from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 from benchmarks._rounds import described, machine, table, write_json
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
-from lockstep.strategies import DDP, DiLoCo, Strategy
+from lockstep.strategies import DDP, DiLoCo, LocalSGD, Strategy
 from tests.multinode.hosts import ADDRESSES, INTERFACE, Host, enter, two_hosts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,6 +77,7 @@ ROWS: dict[str, Row] = {
     "powersgd=4": compressed("powersgd=4", lambda n: 4 * 4 * 2 * (LAYERS * n) ** 0.5),
     "qsgd=4": compressed("qsgd=4", lambda n: n / 2 + 4 * n / 512, 8),
     "sign": compressed("sign", lambda n: n / 8),
+    "local_sgd+topk": Row(lambda: LocalSGD(period=1, compress="topk=0.01"), lambda n: 8 * 0.01 * n, 25),
     "diloco": Row(lambda: DiLoCo(period=50), lambda n: 3 * 4 * n / 147, 147),
     "diloco+int8": Row(
         lambda: DiLoCo(period=50, fragments=4, delay=5, mixing=0.0, compress="int8"),
@@ -87,6 +88,7 @@ ROWS: dict[str, Row] = {
 """By name what is compared. A round of DiLoCo is 50 steps; the end of the run sends once more what is under way."""
 TRAINED = {
     "ddp": ["strategy=ddp"],
+    "local_sgd+topk": ["strategy=local_sgd", "strategy.period=1", "strategy.compress=topk=0.01"],
     "diloco": ["strategy=diloco", "strategy.period=50"],
     "diloco+int8": [
         *("strategy=diloco", "strategy.period=50", "strategy.fragments=4", "strategy.delay=5"),
@@ -94,7 +96,13 @@ TRAINED = {
     ],
 }
 """What `--quality` trains, beside compressors; a validation ends a round early."""
-TARGETS = {"ddp": "< 20 %", "topk=0.01": ">= 80 %", "diloco": ">= 80 %", "diloco+int8": ">= 95 %"}
+TARGETS = {
+    "ddp": "< 20 %",
+    "topk=0.01": ">= 80 %",
+    "local_sgd+topk": ">= 80 %",
+    "diloco": ">= 80 %",
+    "diloco+int8": ">= 95 %",
+}
 
 
 def main() -> None:

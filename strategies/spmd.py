@@ -352,7 +352,7 @@ class SPMDStrategy(SPMDStep):
         modes.train(optimizers.values(), partial(self.open_optimizer, wrapped))
         if self.precision.scaler is not None and "scaler" in state.meta:
             self.precision.scaler.load_state_dict(state.meta["scaler"])
-        if self._compression is not None and optimizers:
+        if self._compression is not None and optimizers and "learners" not in state.meta:  # theirs are of weights
             self._compression.load(state)
         if optimizers:
             self.load_extra_state(wrapped, state.meta.get("extra", {}).get(self.name, {}))

@@ -13,16 +13,22 @@ from lockstep.strategies.base import Strategy
 from lockstep.strategies.methods.local_updates import LocalUpdates
 from lockstep.strategies.methods.options import Rounds
 from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.sync.compression.compressor import Compressor
+from lockstep.strategies.sync.compression.names import compressor
 
 
 class LocalSGD(LocalUpdates):
     """Learners train by themselves for `period` steps, each with its own optimizer, and then average their weights.
 
     Stich, "Local SGD Converges Fast and Communicates Little" (2018); with `start` post-local SGD, of Lin et al., "Don't
-    Use Large Mini-batches, Use Local SGD" (2018).
+    Use Large Mini-batches, Use Local SGD" (2018); with `compress` the error reset of Xie et al., "CSER:
+    Communication-efficient SGD with Error Reset" (2020).
 
-    `period`: optimizer steps between averages. With 1 the gradients are averaged in place of the weights, as by ddp.
+    `period`: optimizer steps between averages. With 1 and without `compress` the gradients are averaged in place of the
+        weights, as by ddp.
     `start`: optimizer steps at the beginning that are synchronous, as by ddp.
+    `compress`: sends what learners have moved in fewer bytes, such as "topk=0.01". What is not sent of a learner stays
+        in its own weights, and is added to its next; validation and checkpoints see what was sent.
     `learners`: how many there are; by default one a rank. Learner l sees share l of each global batch. Which rank runs
         which changes no bit.
     `learners_per_rank`: how many each rank runs, for ranks of different speed; by default equally many.
@@ -39,20 +45,27 @@ class LocalSGD(LocalUpdates):
         *,
         period: int = 8,
         start: int = 0,
+        compress: str | Compressor | None = None,
         learners: int | None = None,
         learners_per_rank: Sequence[int] | None = None,
         inner: str | Strategy | None = None,
         activation_checkpointing: bool | Rule = False,
         timeout_s: float = 1800.0,
     ) -> None:
+        synchronous = period == 1 and compress is None
         super().__init__(
             outer=partial(SGD, lr=1.0),
             learners=learners,
             learners_per_rank=learners_per_rank,
             inner=inner,
-            rounds=Rounds(period, start=sys.maxsize if period == 1 else start),
+            rounds=Rounds(
+                period,
+                start=sys.maxsize if synchronous else start,
+                compress=None if compress is None else compressor(compress),
+                keeps_unsent=compress is not None,
+            ),
             activation_checkpointing=activation_checkpointing,
             timeout_s=timeout_s,
         )
-        if period == 1:
+        if synchronous:
             self.capabilities = replace(self.capabilities, synchronous=True)

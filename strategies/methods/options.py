@@ -25,6 +25,8 @@ class Rounds:
 
     compress: Compressor | None = None
     """What learners have moved is sent by it."""
+    keeps_unsent: bool = False
+    """Whether what it does not send of a learner stays in that learner's weights."""
 
     def __post_init__(self) -> None:
         for name, least in (("period", 1), ("start", 0), ("fragments", 1), ("delay", 0)):
@@ -41,7 +43,7 @@ class Rounds:
         if self.compress is not None and self.compress.momentum:
             raise ValueError(
                 f"compress={self.compress!r} has momentum={self.compress.momentum} in place of an optimizer's, but "
-                "what learners have moved has that of the outer optimizer; remove it"
+                "what learners have moved has that of their own optimizers; remove it"
             )
         if not 0 <= self.mixing < 1:
             raise ValueError(f"mixing must be in [0, 1), but mixing={self.mixing!r}")
@@ -63,6 +65,11 @@ def check_learners(learners: int | None, per_rank: Sequence[int] | None) -> None
     """Raise ValueError by name."""
     if learners is not None:
         check_whole("learners", learners, 1)
+    if per_rank is not None and (isinstance(per_rank, str) or not isinstance(per_rank, Sequence)):
+        raise ValueError(
+            "learners_per_rank must be a number of learners for each rank, such as (3, 1) where the first is three "
+            f"times as fast, but learners_per_rank={per_rank!r}"
+        )
     for number in per_rank or ():
         check_whole("learners_per_rank", number, 1)
     if per_rank is not None and learners is not None and sum(per_rank) != learners:

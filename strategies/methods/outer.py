@@ -87,13 +87,28 @@ class Outer:
         self._follow(optimizers)
         self.optimizer = make(list(self._weights.values()))
 
-    def begin(self, optimizers: Mapping[str, Optimizer]) -> None:
-        """All learners start from what the model holds now."""
+    def begin(self, optimizers: Mapping[str, Optimizer], learners: Sequence[Learner]) -> None:
+        """All learners, which have the model's weights, start from these."""
         for weight in self._follow(optimizers):
             self.optimizer.param_groups[0]["params"].append(weight)
         self._moving = [place for place in self._weights if self._parameters[place].requires_grad]
         for place in self._moving:
             local(self._weights[place].data).copy_(local(self._parameters[place].data))
+        for learner in learners if self._rounds.keeps_unsent else ():
+            for place in self._moving:
+                local(learner.weights[place]).copy_(self._start_of(learner, place))
+
+    def _start_of(self, learner: Learner, place: int) -> Tensor:
+        """The common weights; less what was not sent of the learner, if that stays in its own."""
+        common = local(self._weights[place].data)
+        if not self._rounds.keeps_unsent or self._compression is None:
+            return common
+        unsent = self._compression.residuals.get(self._names[place], {}).get(learner.number)
+        if unsent is None:
+            return common
+        if common.is_complex():
+            unsent = torch.view_as_complex(unsent)
+        return (common - unsent).to(common.dtype)
 
     def due(self, position: int) -> list[int]:
         """The fragments that are sent after step `position` of a round, counted from 1."""
@@ -121,8 +136,7 @@ class Outer:
         if not places:
             return
         moved = [
-            [local(self._weights[place].data) - local(learner.weights[place]) for place in places]
-            for learner in learners
+            [self._start_of(learner, place) - local(learner.weights[place]) for place in places] for learner in learners
         ]
         if self._compression is None:
             work = partial(_average, moved, counts, self._counterparts)
@@ -161,7 +175,7 @@ class Outer:
                 if mixing:
                     own.mul_(mixing).add_(common, alpha=1 - mixing)
                 else:
-                    own.copy_(common)
+                    own.copy_(common if early else self._start_of(learner, place))
 
     def apply_due(self, step: int, learners: Sequence[Learner], mixing: float) -> None:
         """`apply` what is due after `step`."""

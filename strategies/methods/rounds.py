@@ -206,7 +206,8 @@ class LearnerRounds(SPMDStrategy):
             else:
                 outer.send(fragment, self._learners)
                 outer.apply(self._learners, 0.0)
-        if self.ranks_meet and not self.rounds.delay and self.rounds.fragments == 1:
+        rounds = self.rounds
+        if self.ranks_meet and not rounds.delay and rounds.fragments == 1 and not rounds.keeps_unsent:
             self._meet()
 
     def _end_turns(self) -> None:
@@ -230,7 +231,7 @@ class LearnerRounds(SPMDStrategy):
                 learner.weights = weights
             else:
                 learner.start_from(weights, buffers if self._buffers_together else [])
-        outer.begin(optimizers)
+        outer.begin(optimizers, self._learners)
         outer.note()
         self._together = self._buffers_together = False
         self._position = 0
@@ -310,7 +311,7 @@ class LearnerRounds(SPMDStrategy):
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
         super().load_state_dict(wrapped, optimizers, state)
         self._forget()
-        if not optimizers or not state.meta.get("learners"):
+        if not optimizers or "learners" not in state.meta:
             return
         assert self._outer is not None
         self._create(wrapped, optimizers)

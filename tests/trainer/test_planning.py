@@ -138,6 +138,8 @@ METHODS: dict[str, tuple[Callable[[], Any], int]] = {
     "DiLoCo": (lambda: DiLoCo(period=2), 2),
     "LocalSGD": (lambda: LocalSGD(period=2), 2),
     "LocalSGD of one step": (lambda: LocalSGD(period=1), 2),
+    "LocalSGD of one step, compressed": (lambda: LocalSGD(period=1, compress="topk=0.1"), 2),
+    "LocalSGD, compressed": (lambda: LocalSGD(period=2, compress="topk=0.1"), 2),
     "DiLoCo in fragments, in int8": (lambda: DiLoCo(period=4, fragments=2, compress="int8"), 2),
     "DiLoCo with delay": (lambda: DiLoCo(period=4, fragments=2, delay=3, compress="int8"), 2),
     "DiLoCo with delay, whole": (lambda: DiLoCo(period=2, delay=1), 4),

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Loss, Module, Trainer
 from lockstep.callbacks import Callback, Guard, ModelCheckpoint
-from lockstep.strategies import DDP, FSDP, DiLoCo, Strategy, build
+from lockstep.strategies import DDP, FSDP, DiLoCo, LocalSGD, Strategy, build
 from lockstep.strategies.sync.compression.compression import Compression, Layout
 from lockstep.strategies.sync.compression.names import compressor
 from lockstep.trainer.checkpoint.store import Checkpoint
@@ -242,6 +242,14 @@ def test_residuals_are_read_on_another_number_of_ranks(tmp_path: Path) -> None:
     for name in names:
         assert (two.shape(name)[0], three.shape(name)[0]) == (2, 3)
         torch.testing.assert_close(two.read(name).mean(0), three.read(name).mean(0), rtol=0, atol=1e-12)
+
+
+def test_what_learners_have_not_sent_is_never_read_as_a_gradient(tmp_path: Path) -> None:
+    train(LocalSGD(compress="topk=0.1"), 1, steps=2).save_checkpoint(tmp_path / "learner")
+    assert Checkpoint.open(tmp_path / "learner").names("strategy/compression/residual/")
+    at_start = SaveAtStart(tmp_path / "at_start")
+    train(DDP(compress="topk=0.1"), 1, steps=3, resume=tmp_path / "learner", callbacks=[at_start])
+    assert not Checkpoint.open(tmp_path / "at_start").names("strategy/compression/residual/")
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from tests.strategies.optimizers.test_probe import Rule, by_distance
 ADAMW = partial(AdamW, lr=1e-2)
 MOMENTUM = partial(SGD, lr=0.05, momentum=0.9, nesterov=True)
 EIGHT: dict[str, Any] = {"learners": 2, "period": 8, "fragments": 8, "delay": 2}
+RESET: dict[str, Any] = {"learners": 2, "period": 2}
 HARD = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "batch_size": 11, "max_steps": 11}
 """Accumulation, clipping, and tails that learners and ranks share unevenly."""
 
@@ -48,10 +49,12 @@ def test_an_island_is_a_learner_of_one_rank() -> None:
         (DiLoCo(learners=2, period=4, inner=FSDP(cpu_offload=True)), DiLoCo(learners=2, period=4)),
         (DiLoCo(**EIGHT, compress="topk=1.0", inner="fsdp"), DiLoCo(**EIGHT)),  # the last has one weight, on one rank
         (LocalSGD(learners=2, period=2, start=3, inner="fsdp"), LocalSGD(learners=2, period=2, start=3)),
+        (LocalSGD(**RESET, compress="topk=1.0", inner="fsdp"), LocalSGD(**RESET)),
+        (LocalSGD(**RESET, compress="topk=0.2", inner="ddp"), LocalSGD(**RESET, compress="topk=0.2")),
         (DiLoCo(learners=1, period=4, inner="fsdp"), DiLoCo(learners=1, period=4)),
         (DiLoCo(period=4, learners=4, inner="fsdp"), DiLoCo(learners=4, period=4)),
     ],
-    ids=["local_sgd", "diloco", "ddp", "offload", "compressed", "post-local", "one", "of one rank"],
+    ids=["local_sgd", "diloco", "ddp", "offload", "compressed", "post-local", "reset", "unsent", "one", "of one rank"],
 )
 def test_every_kind_of_island_is_a_learner_of_one_rank(strategy: Any, alone: Strategy) -> None:
     expected, found = train(alone, ADAMW, **HARD), train(strategy, ADAMW, devices=4, **HARD)
@@ -125,22 +128,24 @@ def test_validation_frozen_layers_and_a_learner_that_counts_nothing(inner: str, 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("compress", [None, "int8"], ids=["plain", "int8"])
+@pytest.mark.parametrize("compress", [None, "int8", "topk=0.2"], ids=["plain", "int8", "reset"])
 @pytest.mark.parametrize("devices", [4, 2], ids=["same", "other"])
 def test_a_killed_run_is_resumed_on_islands_or_without(
     compress: Any, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if compress and devices == 2:
-        pytest.skip("int8 encodes what a rank holds")
-    options = {"learners": 2, "period": 4, "fragments": 2, "delay": 1, "compress": compress}
-    islands = DiLoCo(**options, inner="fsdp")
+        pytest.skip("compressors encode what a rank holds")
+    make: Any = partial(DiLoCo, learners=2, period=4, fragments=2, delay=1, compress=compress)
+    if compress == "topk=0.2":
+        make = partial(LocalSGD, **RESET, compress=compress)
+    islands = make(inner="fsdp")
     expected, loss = run(islands, 4, tmp_path / "whole", norm=devices == 4)
     monkeypatch.setenv("LOCKSTEP_FAULTS", "rank=3,step=9,point=backward,action=sigkill")
     with pytest.raises(Exception, match="SIGKILL"):
         run(islands, 4, tmp_path / "killed", norm=devices == 4)
     monkeypatch.delenv("LOCKSTEP_FAULTS")
     (saved,) = (tmp_path / "killed").rglob("*step=7*")
-    strategy = islands if devices == 4 else DiLoCo(**options)
+    strategy = islands if devices == 4 else make()
     found, theirs = run(strategy, devices, tmp_path / "resumed", saved, norm=devices == 4)
     assert difference(found, expected) <= (0 if devices == 4 else 1e-12)
     assert abs(loss - theirs) <= (0 if devices == 4 else 1e-12)

@@ -20,7 +20,7 @@ from lockstep.callbacks import Callback, GradientNorm, Guard, ModelCheckpoint, W
 from lockstep.strategies import DiLoCo, LocalSGD, Strategy
 from lockstep.strategies.methods.averaging import add_up, subtrees
 from lockstep.strategies.methods.options import assign
-from tests.strategies.methods.toys import Regression, data, difference, simulate, train
+from tests.strategies.methods.toys import Regression, data, difference, simulate, simulate_error_reset, train
 from tests.strategies.optimizers.test_probe import Rule
 from tests.strategies.virtual import runs
 
@@ -33,6 +33,8 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "streaming": lambda: DiLoCo(learners=4, period=4, fragments=2, delay=1),
     "compressed": lambda: DiLoCo(learners=4, period=4, fragments=2, delay=1, compress="topk=0.1"),
     "int8": lambda: DiLoCo(learners=4, period=2, compress="int8"),
+    "reset": lambda: LocalSGD(learners=4, period=1, start=1, compress="topk=0.1"),
+    "reset later": lambda: LocalSGD(learners=4, period=3, compress="topk=0.1"),
     "started": lambda: DiLoCo(learners=4, period=4, start=1, fragments=2, delay=1, compress="int8"),
 }
 
@@ -66,6 +68,27 @@ def test_a_compressor_that_sends_everything_changes_nothing() -> None:
     assert difference([*found.parameters()], [*expected.parameters()]) <= 1e-12
     less = train(DiLoCo(learners=4, period=3, fragments=2, compress="topk=0.2"), MOMENTUM)
     assert difference([*less.parameters()], [*expected.parameters()]) > 1e-6
+
+
+@pytest.mark.unit
+def test_error_reset_is_local_sgd_if_everything_is_sent() -> None:
+    for period, make, whole in ((3, MOMENTUM, LocalSGD(learners=4, period=3)), (1, PLAIN, "single")):
+        strategy = LocalSGD(learners=4, period=period, compress="topk=1.0")
+        found, expected = train(strategy, make, max_steps=50), train(whole, make, max_steps=50)
+        assert difference([*found.parameters()], [*expected.parameters()]) <= 1e-12
+    less = train(LocalSGD(learners=4, period=1, compress="topk=0.2"), PLAIN, max_steps=50)
+    assert difference([*less.parameters()], [*expected.parameters()]) > 1e-6
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("period", [1, 2, 4])
+def test_what_is_not_sent_stays_in_the_learners_weights(period: int) -> None:
+    make = partial(AdamW, lr=1e-2)
+    strategy = LocalSGD(learners=2, period=period, compress="topk=0.2")
+    module = train(strategy, make, max_steps=21, val_check_interval=7, check_val_every_n_epoch=None)
+    expected = simulate_error_reset(module.seen, 2, make, period, 0.2, ends=[6, 7, 12, 14, 18, 21])
+    for validated, common in zip(module.at_steps, [expected[i] for i in (1, 3, 5)], strict=True):
+        assert difference(validated, common) <= 1e-12
 
 
 @pytest.mark.unit
@@ -175,14 +198,21 @@ def test_a_killed_run_is_resumed_on_other_ranks_to_the_bit(
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
-def test_twenty_five_kills_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DiLoCo(learners=2, period=3, fragments=3, delay=1, compress="topk=0.3"),
+        lambda: LocalSGD(learners=2, period=1, start=7, compress="topk=0.3"),
+    ],
+    ids=["streaming", "reset"],
+)
+def test_twenty_five_kills_change_no_bit(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = random.Random(1)
 
     def run(folder: Path, resume: str | None) -> list[torch.Tensor]:
-        strategy = DiLoCo(learners=2, period=3, fragments=3, delay=1, compress="topk=0.3")
         module, saver = Regression(partial(AdamW, lr=1e-2)), ModelCheckpoint(folder / "saved", every_n_train_steps=2)
         trainer = Trainer(
-            strategy=strategy, devices=2, max_steps=80, logger=False, seed=1, accelerator="cpu", precision="64-true",
+            strategy=make(), devices=2, max_steps=80, logger=False, seed=1, accelerator="cpu", precision="64-true",
             enable_progress_bar=False, default_root_dir=folder, callbacks=[saver],
         )  # fmt: skip
         trainer.fit(module, DataLoader(data(), 4, shuffle=True), ckpt_path=resume)
@@ -322,6 +352,8 @@ class Plateau(Logs):
         (lambda: DiLoCo(period=4, fragments=5), {}, "fragments=5 are sent in turn"),
         (lambda: DiLoCo(learners=4, learners_per_rank=(2, 1)), {}, "must add up to learners=4"),
         (lambda: DiLoCo(learners_per_rank=(2, 1)), {}, "must have a number for each of 1 ranks"),
+        (partial(DiLoCo, learners_per_rank="auto"), {}, "must be a number of learners for each rank"),
+        (lambda: LocalSGD(compress="topk=0.1,momentum=0.5"), {}, "has that of their own optimizers"),
         (lambda: DiLoCo(compress="int9"), {}, "did you mean 'int8'"),
         (lambda: DiLoCo(outer=0.7), {}, "outer makes an optimizer"),
         (DiLoCo, {"callbacks": [Guard(non_finite="skip")]}, r"Guard\(non_finite='skip'\) needs ranks that agree"),
@@ -333,7 +365,7 @@ class Plateau(Logs):
         (DiLoCo, {"module": CallsInStep()}, "all_gather was called within a learner's step"),
         (lambda: DiLoCo(learners=2), {"module": Edits()}, "changed outside of a learner's turn"),
     ],
-    ids=range(18),
+    ids=range(20),
 )
 def test_what_would_differ_between_learners_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, RuntimeError, TypeError), match=message):
@@ -358,6 +390,24 @@ def test_checkpoints_go_from_and_to_other_strategies(tmp_path: Path) -> None:
     learners = run(DiLoCo(learners=2, period=3), "two")
     assert difference([*learners.parameters()], [*single.parameters()]) > 1e-6
     run("single", "after", str(tmp_path / "two"))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("learners", [1, 2])
+def test_the_outer_momentum_is_resumed(learners: int, tmp_path: Path) -> None:
+    def run(resume: Path | None) -> Regression:
+        module = Regression(partial(AdamW, lr=1e-2))
+        trainer = Trainer(
+            strategy=DiLoCo(learners=learners, period=3), devices=1, max_steps=12, logger=False, seed=1,
+            accelerator="cpu", precision="64-true", enable_progress_bar=False,
+            callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=6, save_top_k=-1)],
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(data(), 4), ckpt_path=resume)
+        return module
+
+    whole = run(None)
+    (half,) = tmp_path.rglob("*step=6*")
+    assert difference([*run(half).parameters()], [*whole.parameters()]) == 0
 
 
 @pytest.mark.unit

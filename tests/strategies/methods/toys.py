@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -155,3 +156,58 @@ def simulate(
                 position = 0
                 found.append([p.detach().clone() for p in weights])
     return found
+
+
+@torch.no_grad()
+def simulate_error_reset(
+    batches: Sequence[Any],
+    learners: int,
+    make: Callable[[Any], torch.optim.Optimizer],
+    period: int,
+    share: float,
+    ends: Sequence[int],
+) -> list[list[Tensor]]:
+    """Local SGD with Top-K and error reset in one process: the common weights at each of `ends`, which end a round.
+
+    A learner starts each round from the common weights less what was not sent of it.
+    """
+    common = list(Regression(make).net.parameters())
+    nets = [Regression(make).net for _ in range(learners)]
+    inner = [make(net.parameters()) for net in nets]
+    begun = [[p.clone() for p in common] for _ in nets]
+    unsent = [[torch.zeros_like(p) for p in common] for _ in nets]
+    counted, position, found = [0.0] * learners, 0, []
+    for step in range(len(batches) // learners):
+        for learner, (net, optimizer) in enumerate(zip(nets, inner, strict=True)):
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                total, count = loss(net, batches[step * learners + learner])
+                (total / count).backward()
+            optimizer.step()
+            counted[learner] += float(count)
+        position += 1
+        if (position % period == 0 or step + 1 in ends) and any(counted):
+            for i, weight in enumerate(common):
+                sent = []
+                for learner, net in enumerate(nets):
+                    moved = begun[learner][i] - list(net.parameters())[i]
+                    waiting = unsent[learner][i] + counted[learner] / sum(counted) * learners * moved
+                    sent.append(_largest(waiting, share))
+                    unsent[learner][i] = waiting - sent[-1]
+                weight -= sum(sent) / learners
+            counted = [0.0] * learners
+            for learner, net in enumerate(nets):
+                for i, parameter in enumerate(net.parameters()):
+                    begun[learner][i] = common[i] - unsent[learner][i]
+                    parameter.copy_(begun[learner][i])
+        if step + 1 in ends:
+            position = 0
+            found.append([p.clone() for p in common])
+    return found
+
+
+def _largest(tensor: Tensor, share: float) -> Tensor:
+    if tensor.dim() < 2:
+        return tensor
+    places = tensor.abs().flatten().topk(math.ceil(share * tensor.numel())).indices
+    return torch.zeros_like(tensor).flatten().index_copy_(0, places, tensor.flatten()[places]).view_as(tensor)
