@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.losses import counting_nothing, split_loss
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import partial_gradient, shortened
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
@@ -208,9 +209,10 @@ class DDP(SPMDStrategy):
                 return stand_in(batch, batch_idx)
             before = numbers(model)
             with side_effect_free(model), self._step_hooks.log_scope(0):
-                step_fn(batch, batch_idx)
+                output = step_fn(batch, batch_idx)
                 refuse_changed_numbers(model, before)
-            return stand_in(batch, batch_idx)
+            loss = stand_in(batch, batch_idx)
+            return loss if split_loss(output, 0)[0] is None else counting_nothing(output, loss.total)
 
         return without_weight
 

@@ -10,10 +10,34 @@ from torch import Tensor
 from lockstep.strategies.base import Loss
 
 
+class StandIn(Loss):
+    """A loss that counts nothing, in place of what a step returned: for a backward that other ranks wait for."""
+
+    returned: Any = None
+    """What hooks of the batch see: None as the step returned it, or its output for a batch that counts nothing."""
+
+
+def counting_nothing(output: Any, loss: Tensor) -> StandIn:
+    """The `loss` of a rank without samples, whose step returned `output` for a batch of padding."""
+    standing = StandIn(loss, 0)
+    standing.returned = _without_loss(detach(output))
+    return standing
+
+
+def _without_loss(output: Any) -> Any:
+    if isinstance(output, Loss):
+        return Loss(output.total * 0, 0)
+    if isinstance(output, Mapping):
+        return {**output, "loss": _without_loss(output["loss"])}
+    return output if output is None else output * 0
+
+
 def detach(output: Any) -> Any:
     """`output` without the graph of its tensors, so that keeping it keeps no memory alive."""
     if isinstance(output, Tensor):
         return output.detach()
+    if isinstance(output, StandIn):
+        return output.returned
     if isinstance(output, Loss):
         return Loss(output.total.detach(), output.count)
     if isinstance(output, Mapping):

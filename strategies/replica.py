@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.strategies.base import Loss, StepFn, StepHooks
+from lockstep.strategies.base import StepFn, StepHooks
 from lockstep.strategies.launch.process_group import plain_group
+from lockstep.strategies.losses import StandIn
 from lockstep.strategies.modules.model_changes import gradient_marks, partial_gradient, remarked
 from lockstep.strategies.modules.unused_parameters import drop_unused, refuse_unstepped, refuse_unused
 from lockstep.strategies.sync.all_reduce import AllReduce
@@ -187,7 +188,7 @@ class Replica(nn.Module):
         if output is not None:
             return output
         self.stood_in = True
-        return Loss(self._zero_of(self._trained.values()), 0)
+        return StandIn(self._zero_of(self._trained.values()), 0)
 
     def _zero_of(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         """Zero, with a gradient of each parameter of the kind that its layer gives."""

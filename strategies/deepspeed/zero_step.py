@@ -21,7 +21,7 @@ from lockstep.strategies.base import NO_HOOKS, Loss, StepFn, StepHooks
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.deepspeed.access import Access
 from lockstep.strategies.deepspeed.partitions import Partitions, group_of
-from lockstep.strategies.losses import split_loss
+from lockstep.strategies.losses import StandIn, counting_nothing, split_loss
 from lockstep.strategies.modules.model_changes import own_backward
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
 from lockstep.strategies.sync.call_order import END_FORWARD, GATHER, GATHER_FOR_BACKWARD, REDUCE, CallOrder
@@ -200,7 +200,7 @@ class ZeroStep(nn.Module):
             output = self._run_step()
             refuse_changed_numbers(self.model, before)
         value: Any = split_loss(output, 0)[0]
-        return Loss(value * 0, 0)
+        return counting_nothing(output, value * 0)
 
     def evaluate(self, call: Callable[[], Any]) -> Any:
         self.partitions.adopt_weights()
@@ -394,7 +394,7 @@ def _nothing() -> None: ...
 def _with_loss(output: Any, value: Any) -> Any:
     """What a step returned, with the loss that went through the engine's hooks in its place."""
     if output is None:
-        return Loss(value, 0)
+        return StandIn(value, 0)
     if isinstance(output, Loss):
         return Loss(value, output.count)
     return {**output, "loss": _with_loss(output["loss"], value)} if isinstance(output, Mapping) else value

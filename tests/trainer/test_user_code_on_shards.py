@@ -362,3 +362,31 @@ def test_batches_of_all_shares_end_after_the_step() -> None:
 def test_what_a_rank_would_change_once_for_each_of_its_shares_is_refused(make: Callable[[], Module], what: str) -> None:
     with pytest.raises(RuntimeError, match=f"on_train_batch_end changed {what}"):
         fitted(make(), "single", 1, virtual_ranks=2)
+
+
+class ReadsOutputs(OfAnyPrecision):
+    """Reads in a hook what the step returned, also on a rank whose batch is padding."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            return None
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "zeros": (batch[1] == 0).to(loss.dtype).mean()} if self.current_epoch else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert (outputs is None) == (batch_idx == 1)
+        returned = outputs if isinstance(outputs, dict) else {"loss": outputs, "zeros": outputs}
+        for name, value in returned.items() if outputs is not None else ():
+            self.log(name, value.detach(), on_step=False, on_epoch=True)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "deepspeed_stage_2"])
+def test_hooks_read_the_outputs_of_a_rank_without_samples(strategy: str) -> None:
+    precision = "32-true" if "deepspeed" in strategy else "64-true"
+    logged = []
+    for name, devices in (("single", 1), (strategy, 2)):
+        run = quiet(strategy=name, devices=devices, precision=precision, max_epochs=2, split_batches=True)
+        run.fit(ReadsOutputs(), batches(UNEVEN))
+        logged.append(run.callback_metrics)
+    for name in ("loss", "zeros"):
+        assert float(abs(logged[0][name] - logged[1][name])) <= (1e-12 if precision == "64-true" else 2e-4)
