@@ -47,9 +47,10 @@ from lockstep.strategies.planning.trial_mode import CollectiveCall, TrialMode
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import fit as loop_of_fit
 from lockstep.trainer.run import lifecycle
-from lockstep.trainer.run.hooks import Hooks, turns
+from lockstep.trainer.run.hooks import Hooks
 from lockstep.trainer.setup import checks, prepare
 from lockstep.trainer.setup.loaders import Sources
+from lockstep.trainer.setup.share_ends import turns
 from lockstep.trainer.trainer import Trainer
 
 if TYPE_CHECKING:

@@ -5,21 +5,19 @@ A share is what a rank would compute if there were `virtual_ranks` of them. Rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.callbacks.guard import fingerprint
 from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
-from lockstep.strategies.data.sharded_loader import Window
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.metrics.gathering import gather_values
-from lockstep.trainer.seeding import derive, rng_state, set_rng_state
+from lockstep.trainer.seeding import derive
 
 if TYPE_CHECKING:
     from lockstep.trainer.checkpoint.store import Checkpoint
@@ -48,6 +46,10 @@ class Shares:
         self._after_first: list[_Buffer] | None = None
         """As the first share has left them."""
         self._values: Values = {}
+        self._rates: list[dict[str, Any]] = []
+        """Of each group of parameters, as the window began with."""
+        self._rates_left: list[dict[str, Any]] | None = None
+        """As the share before has left them."""
         self._modules: list[nn.Module] = []
         self._users: list[nn.Module] = []
 
@@ -79,10 +81,17 @@ class Shares:
         self._end_share()
         for buffer in self._after_first or ():
             buffer.put_back()
-        self._share, self._after_first = None, None
+        for group, left in zip(self._groups(), self._rates_left or (), strict=False):
+            group.update(left)
+        self._share, self._after_first, self._rates_left = None, None, None
         self._buffers.clear()
         self._values.clear()
         self.outside(*place)
+
+    @property
+    def current(self) -> int:
+        """The share whose states torchmetrics hold."""
+        return self._current
 
     def turn_to(self, share: int) -> None:
         """Let torchmetrics count for this share, after the step."""
@@ -115,7 +124,7 @@ class Shares:
         ]
         self._modules = modules
         self._users = [module for module in modules if not type(module).__module__.startswith("torch.")]
-        self._values = self._now()
+        self._values, self._rates = self._now(), self._rates_now()
 
     def _end_share(self) -> None:
         if self._run.evaluating:
@@ -128,8 +137,23 @@ class Shares:
                 f"training_step changed {shown} of the model, which with virtual_ranks would depend on how many shares "
                 "a rank runs; use a registered buffer (those of share 0 hold), trainer.global_step or self.log"
             )
+        rates = self._rates_now()
+        if self._rates_left is not None and rates != self._rates_left:
+            raise RuntimeError(
+                "the shares of this rank leave different numbers in param_groups, such as learning rates, which they "
+                "share; set them alike, such as by trainer.global_step"
+            )
+        self._rates_left = rates
+        for group, before in zip(self._groups(), self._rates, strict=False):
+            group.update(before)
         if self._after_first is None:
             self._after_first = [_Buffer(buffer.module, buffer.name) for buffer in self._buffers]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._run.optimizers.values() for group in optimizer.param_groups]
+
+    def _rates_now(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in group.items() if isinstance(v, int | float | tuple)} for group in self._groups()]
 
     def _now(self) -> Values:
         """What no share may change: modes of all modules, numbers and tensors of those that are not torch's."""
@@ -323,56 +347,3 @@ def _same(one: Any, other: Any) -> bool:
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters and buffers are compared by themselves."""
-
-
-def ends_late(run: RunState, window: Window) -> bool:
-    """Whether users' `on_train_batch_end` for the last micro-batches of shares wait for the step."""
-    return window.num_shares > 1 and run.strategy.capabilities.synchronous
-
-
-def end_shares(run: RunState, module: Module, window: Window, hooks: Sequence[Callable[..., Any]]) -> None:
-    """Call users' `on_train_batch_end` for all shares but the last, each with random streams and metrics of its own.
-
-    Raises RuntimeError for one that changes weights, optimizers, buffers or attributes: it is called once for each
-    share, and on as many ranks once on each of them.
-    """
-    if not hooks or run.shares is None:
-        return
-    num = len(window.micro_batches) // window.num_shares
-    before, streams = _state(run, module), rng_state(run.streams)
-    for micro_batch in window.micro_batches[num - 1 : -1 : num]:
-        run.shares.turn_to(micro_batch.share)
-        run.metrics.weight = micro_batch.num_samples
-        for hook in hooks:
-            hook(micro_batch.output, micro_batch.batch, micro_batch.batch_idx)
-        set_rng_state(streams, run.streams)
-        micro_batch.batch = micro_batch.output = None
-        now = _state(run, module)
-        if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
-            raise RuntimeError(
-                f"on_train_batch_end changed {', '.join(changed[:5])}, but with virtual_ranks a rank calls it once for "
-                "each of its shares; change it in a hook such as on_before_zero_grad or on_train_epoch_end"
-            )
-    run.shares.turn_to(window.micro_batches[-1].share)
-
-
-def _state(run: RunState, module: Module) -> dict[str, Any]:
-    """What a hook may not change, by name."""
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    for optimizer in run.optimizers.values():
-        for i, (_, state) in enumerate(optimizer.state.items()):
-            tensors |= {f"the optimizer's {key} ({i})": v for key, v in state.items() if isinstance(v, Tensor)}
-    marks: dict[str, Any] = {
-        name: (tensor._version, tensor.data_ptr(), fingerprint(tensor) if tensor.is_cpu else 0)
-        for name, tensor in tensors.items()
-        if is_here(tensor) and type(tensor) in (Tensor, nn.Parameter)
-    }
-    for name, part in module.named_modules():
-        if type(part).__module__.startswith(("torch.", "torchmetrics.")):
-            continue
-        marks |= {
-            f"{name}.{key}".lstrip("."): value
-            for key, value in vars(part).items()
-            if isinstance(value, (int, float, complex)) and not key.startswith("_")
-        }
-    return marks

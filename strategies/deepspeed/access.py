@@ -144,6 +144,13 @@ class _Cut(_Guarded):
         return self.ds_status.name == "NOT_AVAILABLE"  # type: ignore[attr-defined]
 
 
+def refuse_copy(*_: Any) -> Any:
+    raise RuntimeError(
+        "a module whose parameters are in pieces over the ranks under ZeRO-3 was copied (copy.deepcopy); copy it in "
+        "__init__ or configure_model, and bring it up to date within `with trainer.whole(module):`"
+    )
+
+
 def _ask_empty(parameter: _Cut, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):

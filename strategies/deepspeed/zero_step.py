@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, Loss, StepFn, StepHooks
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
-from lockstep.strategies.deepspeed.access import Access
+from lockstep.strategies.deepspeed.access import Access, refuse_copy
 from lockstep.strategies.deepspeed.partitions import Partitions, group_of
 from lockstep.strategies.losses import StandIn, counting_nothing, split_loss
 from lockstep.strategies.modules.model_changes import own_backward
@@ -37,6 +37,7 @@ class ZeroStep(nn.Module):
     engine: Any = None
     partitions: Partitions
     """Where the engine keeps what it shards, once it is built."""
+    __deepcopy__ = refuse_copy
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -84,10 +85,10 @@ class ZeroStep(nn.Module):
             parameter.register_post_accumulate_grad_hook(functools.partial(self._note_gradient, i))
             for i, parameter in enumerate(trained)
         ]
-        cuts = config["zero_optimization"]["stage"] == 3
-        modules = list(self.model.modules()) if cuts else []
-        begin, end = self.access.begin_engine, self.access.end_engine
-        for i, module in enumerate(modules):  # around the engine's own hooks, which are registered in between
+        cuts = config["zero_optimization"]["stage"] == 3  # torchmetrics objects have nothing to be cut
+        modules = [m for m in self.model.modules() if cuts and next(m.parameters(), None) is not None]
+        begin, end = self.access.begin_engine, self.access.end_engine  # around the engine's own hooks
+        for i, module in enumerate(modules):
             self.hooks.append(module.register_forward_pre_hook(functools.partial(self._announce, GATHER, i)))
             self.hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(begin)]
         engine = _initialize(self, optimizer, config, device, local_rank)
@@ -102,9 +103,8 @@ class ZeroStep(nn.Module):
         for i, module in enumerate(modules):
             own: list[Any] = list(module.parameters(recurse=False))
             cut = any(not parameter.ds_persist for parameter in own)
-            call = functools.partial(self._note_call, i if cut else None)
-            self.hooks += [module.register_forward_pre_hook(end), module.register_forward_hook(end)]
-            self.hooks += [module.register_forward_pre_hook(call)]
+            before, after = module.register_forward_pre_hook, module.register_forward_hook
+            self.hooks += [before(end), after(end), before(functools.partial(self._note_call, i if cut else None))]
         if self.stage == 3:
             self._announce_backward(engine.optimizer.parameter_offload, modules)
         else:

@@ -25,6 +25,8 @@ class Learner:
         self.weights: list[Tensor] = []
         """Of all parameters of the model, in order."""
         self.buffers: list[Tensor] = []
+        self.gradients: list[Tensor | None] = []
+        """Those of its last step, until they are cleared."""
         self.state: dict[str, dict[Any, Any]] = {}
         """By optimizer its `state`."""
         self.numbers: Numbers = {}
@@ -52,6 +54,33 @@ class OwnNumbers:
     def __init__(self) -> None:
         self._left: Numbers = {}
         """As the last learner has left them."""
+        self._at_start: Numbers = {}
+        """Of all groups, as they were before the first learner's turn."""
+        self._at_end: Numbers | None = None
+        """Those that other code than steps has left there after a turn."""
+
+    def begin(self, optimizers: Mapping[str, Optimizer]) -> None:
+        """Called before the first turn of a window."""
+        self._at_start, self._at_end = _of_groups(optimizers), None
+
+    def end_turn(self, optimizers: Mapping[str, Optimizer], own: Learner, more: bool) -> None:
+        """Let the next turn begin with the numbers that this one began with.
+
+        Raises RuntimeError if user code has left other ones, such as learning rates, than in the turn before.
+        """
+        left = {place: value for place, value in _of_groups(optimizers).items() if place not in own.numbers}
+        before = left if self._at_end is None else self._at_end
+        if wrong := sorted(
+            {name for key, i, name in left if not _same(left[key, i, name], before.get((key, i, name)))}
+        ):
+            raise RuntimeError(
+                f"the learners of this rank leave different values of {', '.join(wrong)} in param_groups, which they "
+                "share; set them alike, such as by trainer.global_step, or use as many ranks as learners"
+            )
+        self._at_end = left
+        for key, i, name in left if more else ():
+            if (key, i, name) in self._at_start:
+                optimizers[key].param_groups[i][name] = self._at_start[key, i, name]
 
     def before(self, key: str, optimizer: Optimizer) -> Any:
         return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups], _attributes(
@@ -109,6 +138,16 @@ class OwnNumbers:
                 group.pop(name, None)
             else:
                 group[name] = value
+
+
+def _of_groups(optimizers: Mapping[str, Optimizer]) -> Numbers:
+    return {
+        (key, i, name): value
+        for key, optimizer in optimizers.items()
+        for i, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if isinstance(value, int | float | tuple)
+    }
 
 
 def make_learners(numbers: Iterable[int], model: nn.Module, optimizers: Mapping[str, Optimizer]) -> list[Learner]:

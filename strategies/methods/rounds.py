@@ -56,6 +56,7 @@ class LearnerRounds(SPMDStrategy):
         """The agreement of all ranks, while learners step by themselves."""
         self._turn: Learner | None = None
         self._opened = False  # whether the step of now is within `turns`
+        self._apart = False  # whether learners have stepped by themselves in the last one
         self._learners: list[Learner] = []
         self._loaded = 0  # which of them is in the model
         self._state_of: Learner | None = None  # whose state is in the optimizers
@@ -103,9 +104,20 @@ class LearnerRounds(SPMDStrategy):
             )
         super().trainability_changed(wrapped, names)
 
+    def take_share(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], share: int) -> bool:
+        if not self._apart or len(self._learners) < 2:
+            return False
+        assert self._state_of is not None
+        self._state_of.gradients = [parameter.grad for parameter in wrapped.parameters()]
+        self._load(wrapped, optimizers, share - self._learners[0].number)
+        for parameter, gradient in zip(wrapped.parameters(), self._state_of.gradients, strict=True):
+            parameter.grad = gradient
+        return True
+
     def turns(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], window: Window) -> Iterator[Window]:
         self._opened = True
-        if self._windows < self.rounds.start:
+        self._apart = self._windows >= self.rounds.start
+        if not self._apart:
             self.ranks_meet = True
             yield window
         else:
@@ -164,6 +176,7 @@ class LearnerRounds(SPMDStrategy):
         if outer is None or not self._learners:
             return
         if not self._together:
+            self._take_over(wrapped)
             outer.drain(self._learners, self.rounds.mixing)
             for fragment in range(self.rounds.fragments):
                 outer.send(fragment, self._learners)
@@ -185,6 +198,8 @@ class LearnerRounds(SPMDStrategy):
         self._held, self._agreement, self._peers = self._agreement, self._own_agreement, self._own_peers
         self.ranks_meet = self._position % self.rounds.period == 0
         number = len(window.micro_batches) // len(self._learners)
+        if len(self._learners) > 1:
+            self._numbers.begin(optimizers)
         for i, learner in enumerate(self._learners):
             own = window.micro_batches[i * number : (i + 1) * number]
             self._load(wrapped, optimizers, i)
@@ -193,9 +208,12 @@ class LearnerRounds(SPMDStrategy):
                 yield Window(own, max(1, sum(part.num_samples for part in own)), 1, window.num_batches)
             else:  # its ranks have the others
                 yield replace(window, num_samples=max(1, window.in_group))
+            self._take_over(wrapped)
             if len(self._learners) > 1:
                 learner.state = {key: dict(optimizer.state) for key, optimizer in optimizers.items()}
                 learner.buffers = [buffer.data for buffer in self.unwrap(wrapped).buffers()]
+                self._numbers.end_turn(optimizers, learner, more=learner is not self._learners[-1])
+                learner.gradients = [parameter.grad for parameter in wrapped.parameters()]
                 outer.note()
         self._end_turns()
         outer.apply_due(self._windows, self._learners, self.rounds.mixing)
@@ -272,6 +290,10 @@ class LearnerRounds(SPMDStrategy):
                 f"{shortened(changed)} was changed outside of a learner's turn, but this rank runs "
                 f"{len(self._learners)} learners, each with its own; use as many ranks as learners"
             )
+
+    def _take_over(self, wrapped: nn.Module) -> None:
+        """Let the weights of the learner in the model be those that user code has assigned to `data`, if it did."""
+        self._learners[self._loaded].weights = [parameter.data for parameter in wrapped.parameters()]
 
     def _meet(self) -> None:
         """All learners have the same weights now."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.strategies.base import StepResult
 from lockstep.strategies.sync.tree import PartialSums, add_gradients
@@ -20,6 +21,11 @@ class ShareHooks:
     def data_size_of(self, num_ranks: int) -> int:
         """Of so many ranks the number of those that see different samples."""
         return num_ranks
+
+    def take_share(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], share: int) -> bool:
+        """Called after the steps of a window, before users' hooks for `share` of this rank: let the model and the
+        optimizers hold what is that share's own. Return whether they hold something else now."""
+        return False
 
     def sum_numbers(self, result: StepResult, of_shares: list[tuple[float, float]]) -> StepResult:
         """`result` with its count and loss in the tree over all shares; of each own share (count, sum of losses).

@@ -135,7 +135,8 @@ class VirtualStep(ShareHooks, SPMDStrategy):
                     self.set_gradient_sync(wrapped, ends)
                 call = run if micro_batch.num_samples else self.run_padding(wrapped, step_fn)
                 if not i:  # hooks of the batch may freeze; weights that they change would be other ones on each rank
-                    before = [(version, now) for (version, _), (_, now) in zip(before, self._weights(), strict=True)]
+                    now = self._weights()
+                    before = [(*was[:2], trained) for was, (*_, trained) in zip(before, now, strict=True)]
                 marks = gradient_marks(self._watched)
                 with self.precision.autocast(self.topology.device):
                     output = call(micro_batch.batch, micro_batch.batch_idx)
@@ -225,11 +226,11 @@ class VirtualStep(ShareHooks, SPMDStrategy):
         finally:
             self._in_share = False
 
-    def _weights(self) -> list[tuple[int, bool]]:
-        """What tells whether parameters were changed, frozen or unfrozen."""
-        return [(p._version, p.requires_grad) for p in self._watched]
+    def _weights(self) -> list[tuple[int, int, bool]]:
+        """What tells whether parameters were changed, also by assigning to `data`, frozen or unfrozen."""
+        return [(p._version, _place(p), p.requires_grad) for p in self._watched]
 
-    def _changed(self, wrapped: nn.Module, before: list[tuple[int, bool]], marks: Any) -> RuntimeError:
+    def _changed(self, wrapped: nn.Module, before: list[tuple[int, int, bool]], marks: Any) -> RuntimeError:
         """What to raise for a step that changed parameters or their gradients by itself."""
         names = {id(p): name for name, p in self.unwrap(wrapped).named_parameters()}
         pairs = zip(self._watched, before, self._weights(), strict=True)
@@ -281,6 +282,10 @@ def alone(step_fn: StepFn, agreement: StepAgreement | None, virtual_ranks: int) 
                 )
 
     return run
+
+
+def _place(parameter: nn.Parameter) -> int:
+    return int(getattr(parameter, "_local_tensor", parameter).untyped_storage()._cdata)
 
 
 def _size(dtype: torch.dtype) -> int:

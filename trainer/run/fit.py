@@ -22,11 +22,11 @@ from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.phase import CALLBACKS, END_OF_STEP, OPTIMIZER_STEP, set_phase
 from lockstep.trainer.run import evaluate, publish, saving
 from lockstep.trainer.run.guards import check_weight
-from lockstep.trainer.run.hooks import is_users, refuse_skip, turns
+from lockstep.trainer.run.hooks import is_users, refuse_skip
 from lockstep.trainer.setup import prepare
 from lockstep.trainer.setup.own_steps import in_its_place, with_local_steps
 from lockstep.trainer.setup.prepare import FitLoop
-from lockstep.trainer.shares import end_shares, ends_late
+from lockstep.trainer.setup.share_ends import clear_learners, end_shares, turns
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
@@ -152,6 +152,7 @@ def finish_window(
     apart = not run.strategy.capabilities.synchronous  # where a window is a step on ranks without samples too
     if stepped and run.schedulers and (stepped_optimizers or apart):
         _step_schedulers(run, module, "step")
+    streams = clear_learners(run, module, window) if window.num_shares > 1 else {}
     for optimizer in stepped_optimizers:
         for hook in hooks.on_before_zero_grad:
             hook(optimizer)
@@ -182,8 +183,7 @@ def finish_window(
     last, run.window_is_open = window.micro_batches[-1], False
     set_phase(progress.global_step, CALLBACKS)
     run.validation_follows = bool(loop.val_loaders) and _validation_follows(run, loop)
-    if window.num_shares > 1 and not apart:
-        end_shares(run, module, window, list(filter(is_users, hooks.on_train_batch_end)))
+    end_shares(run, module, window, streams)
     metrics.weight = last.num_samples
     for hook in hooks.on_train_batch_end:
         hook(last.output, last.batch, last.batch_idx)
@@ -295,7 +295,7 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
         if micro_batch.is_ambiguous:
             check_weight(run, window, micro_batch)
         if i < len(window.micro_batches) - 1 or window.more:  # a strategy may have added some
-            waits = shares is not None and ends_late(run, window) and (i + 1) % num == 0
+            waits = shares is not None and window.num_shares > 1 and (i + 1) % num == 0
             for hook in filterfalse(is_users, hooks.on_train_batch_end) if waits else hooks.on_train_batch_end:
                 hook(micro_batch.output, micro_batch.batch, micro_batch.batch_idx)
             if not loop.reevaluates and not waits:

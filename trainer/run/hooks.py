@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,6 @@ from lockstep.trainer.module import Module
 from lockstep.trainer.run import publish
 
 if TYPE_CHECKING:
-    from lockstep.strategies.data.sharded_loader import Window
     from lockstep.trainer.run.state import RunState
 
 NAMES = [name for name in vars(Callback) if name.startswith("on_")]
@@ -297,23 +296,6 @@ def positional(fn: Callable) -> int | None:
     return sum(
         p.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in parameters
     )
-
-
-def turns(run: RunState, window: Window) -> Iterator[Window]:
-    """Yield each learner's part of a window, and call what follows its step; for the last one the loop does."""
-    hooks, last = run.hooks, window.micro_batches[-1]
-    for part in run.strategy.turns(run.wrapped, run.optimizers, window):
-        yield part
-        mine = part.micro_batches[-1]
-        if part is window or mine is last:
-            continue
-        for optimizer in run.optimizers.values():
-            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-                for hook in hooks.on_before_zero_grad:
-                    hook(optimizer)
-            optimizer.zero_grad()
-        for hook in hooks.on_train_batch_end:
-            hook(mine.output, mine.batch, mine.batch_idx)
 
 
 def all_of(hooks: Calls) -> Callable[..., None] | None:

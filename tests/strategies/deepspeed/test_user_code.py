@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from lockstep import Module
 from lockstep.strategies import DeepSpeed, Strategy
 from lockstep.strategies.launch.launcher import launch
-from tests.trainer.toy import data, distance, quiet, weights
+from tests.trainer.toy import data, distance, loader, quiet, weights
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="it is in the extra deepspeed"
@@ -344,3 +345,26 @@ def test_layers_that_ranks_use_differently_are_named(
     named = rf"(uses|gradients of|backward of) experts\.\d.* on rank \d; ZeRO-{stage} exchanges"
     with pytest.raises(RuntimeError, match=named):
         trainer.fit(module(tmp_path), train)
+
+
+class CopiesMetrics(Plain):
+    """As torchmetrics' MetricTracker does; `of_net` copies layers too."""
+
+    def __init__(self, of_net: bool = False) -> None:
+        super().__init__()
+        self.of_net, self.accuracy = of_net, MeanMetric()
+
+    def on_train_epoch_start(self) -> None:
+        copy.deepcopy(self.net if self.of_net else self.accuracy)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_torchmetrics_objects_can_be_copied(stage: int) -> None:
+    trained = quiet(strategy=DeepSpeed(stage=stage), devices=2, max_epochs=1)
+    trained.fit(CopiesMetrics(), loader())
+    assert trained.global_step
+
+
+def test_layers_in_pieces_cannot_be_copied() -> None:
+    with pytest.raises(RuntimeError, match=r"in pieces over the ranks under ZeRO-3 was copied \(copy.deepcopy\)"):
+        quiet(strategy=DeepSpeed(stage=3), devices=2, max_epochs=1).fit(CopiesMetrics(of_net=True), loader())

@@ -1,0 +1,137 @@
+"""What hooks of users read and change while learners train: the same numbers if one rank runs them all, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import ExponentialLR
+
+from lockstep import Module
+from lockstep.callbacks import Callback
+from lockstep.strategies import DiLoCo, LocalSGD, Strategy
+from tests.trainer.test_user_code import Base, batches
+from tests.trainer.toy import quiet
+
+pytestmark = pytest.mark.ranks
+
+UNEVEN = 17
+"""Samples, of which the last batch of 8 leaves one of two learners without any."""
+
+
+class Decaying(Base):
+    def configure_optimizers(self) -> Any:
+        optimizer = AdamW(self.parameters(), lr=0.02)
+        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+    def note(self, name: str, value: Any) -> None:
+        self.log(name, torch.as_tensor(value, dtype=torch.float64), on_step=False, on_epoch=True)
+
+    def norm(self) -> Any:
+        return sum(p.detach().square().sum() for p in self.net.parameters())
+
+
+class Reads(Decaying):
+    """Weights, gradients, optimizer state, rates, steps and random numbers, in both hooks that follow a step."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.note("rate before", optimizer.param_groups[0]["lr"])
+        self.note("gradient", sum(p.grad.square().sum() for p in self.net.parameters()))
+        self.note("weights before", self.norm())
+        self.note("drawn before", torch.rand(()))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note("weights", self.norm())
+        self.note("rate", self.optimizers().param_groups[0]["lr"])
+        self.note("step", self.global_step)
+        self.note("state", sum(s["exp_avg"].square().sum() for s in self.optimizers().state.values()))
+        self.note("cleared", sum(p.grad is None for p in self.net.parameters()))
+        self.note("drawn", torch.rand(()))
+        if outputs is not None:
+            self.note("returned", outputs)
+
+
+class Assigns(Decaying):
+    """New tensors as `data`, within a learner's own step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.net.parameters():
+            parameter.data = parameter.data * 0.99
+
+
+class Scales(Decaying):
+    """A rate that follows from the one before, in every learner's step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for group in self.optimizers().param_groups:
+            group["lr"] *= 0.9
+
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "diloco": lambda: DiLoCo(learners=2, period=3),
+    "fragments": lambda: DiLoCo(learners=2, period=4, fragments=2, delay=1, mixing=0.5),
+    "a synchronous start": lambda: LocalSGD(learners=2, period=2, start=3),
+    "error reset": lambda: LocalSGD(learners=2, period=1, compress="topk=0.3"),
+}
+
+
+def trained(module: Module, strategy: Strategy, devices: int, **options: Any) -> dict[str, torch.Tensor]:
+    run = quiet(strategy=strategy, devices=devices, precision="64-true", max_epochs=2, split_batches=True, **options)
+    run.fit(module, batches(UNEVEN))
+    return {**module.state_dict(), **run.callback_metrics}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("make", [Reads, Assigns, Scales])
+def test_learners_of_one_rank_are_those_of_two(make: Callable[[], Module], name: str) -> None:
+    alone, together = (trained(make(), STRATEGIES[name](), devices) for devices in (1, 2))
+    assert alone.keys() == together.keys()
+    for key, value in together.items():
+        assert torch.equal(alone[key].double(), value.double()), key
+
+
+class Average(Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.average = [p.detach().clone() for p in module.parameters()]
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for mine, parameter in zip(self.average, module.parameters(), strict=True):
+            mine.lerp_(parameter.detach(), 0.1)
+
+
+class ByNumpy(Decaying):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net[0].weight.detach().numpy()[...] *= 0.9
+
+
+class ByData(Decaying):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.net[0].weight.data = self.net[0].weight.data * 0.9
+
+
+class Rate(Decaying):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.optimizers().param_groups[0]["lr"] *= 0.9
+
+
+class OwnRate(Decaying):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        optimizer.param_groups[0]["lr"] = float(self.norm()) * 0.01
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "what"),
+    [
+        (Decaying, {"callbacks": [Average()]}, r"on_train_batch_end changed Average.average\[0\]"),
+        (ByNumpy, {}, "on_train_batch_end changed net.0.weight"),
+        (ByData, {}, "on_before_zero_grad changed net.0.weight"),
+        (Rate, {}, "on_train_batch_end changed lr of group 0"),
+        (OwnRate, {}, "leave different values of lr in param_groups"),
+    ],
+)
+def test_what_a_rank_would_change_once_for_each_learner_is_refused(make: Any, options: Any, what: str) -> None:
+    with pytest.raises(RuntimeError, match=what):
+        trained(make(), DiLoCo(learners=2), 1, **options)
