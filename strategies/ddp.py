@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
-from lockstep.strategies.losses import counting_nothing, split_loss
+from lockstep.strategies.losses import counting_nothing
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import partial_gradient, shortened
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
@@ -212,7 +212,7 @@ class DDP(SPMDStrategy):
                 output = step_fn(batch, batch_idx)
                 refuse_changed_numbers(model, before)
             loss = stand_in(batch, batch_idx)
-            return loss if split_loss(output, 0)[0] is None else counting_nothing(output, loss.total)
+            return counting_nothing(output, None if loss is None else loss.total)
 
         return without_weight
 

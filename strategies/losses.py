@@ -17,9 +17,10 @@ class StandIn(Loss):
     """What hooks of the batch see: None as the step returned it, or its output for a batch that counts nothing."""
 
 
-def counting_nothing(output: Any, loss: Tensor) -> StandIn:
-    """The `loss` of a rank without samples, whose step returned `output` for a batch of padding."""
-    standing = StandIn(loss, 0)
+def counting_nothing(output: Any, loss: Tensor | None) -> StandIn:
+    """The `loss` of a rank without samples, whose step returned `output` for a batch of padding; None if no rank waits
+    for a backward."""
+    standing = StandIn(loss, 0)  # type: ignore[arg-type]
     standing.returned = _without_loss(detach(output))
     return standing
 
@@ -28,7 +29,8 @@ def _without_loss(output: Any) -> Any:
     if isinstance(output, Loss):
         return Loss(output.total * 0, 0)
     if isinstance(output, Mapping):
-        return {**output, "loss": _without_loss(output["loss"])}
+        losses = ["loss"] if "loss" in output else output  # one for each optimizer
+        return {**output, **{key: _without_loss(output[key]) for key in losses}}
     return output if output is None else output * 0
 
 

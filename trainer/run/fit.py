@@ -173,17 +173,16 @@ def finish_window(
     progress.batches_seen += window.num_batches
     progress.total_batches += window.num_batches
     loop.publishes |= stepped and progress.global_step % run.arguments.log_every_n_steps == 0
-    if not run.strategy.ranks_meet:
-        pass  # what is due waits until they do
-    elif loop.publishes:
+    if run.strategy.ranks_meet and loop.publishes:  # else what is due waits until they do
         publish.publish(run, metrics.reduce(run.strategy))
         loop.publishes = False
-    elif loop.windows_seen == 1:
+    elif run.strategy.ranks_meet and loop.windows_seen == 1:
         publish.preview(run)
     last, run.window_is_open = window.micro_batches[-1], False
     set_phase(progress.global_step, CALLBACKS)
     run.validation_follows = bool(loop.val_loaders) and _validation_follows(run, loop)
-    end_shares(run, module, window, streams)
+    if window.num_shares > 1:
+        end_shares(run, module, window, streams)
     metrics.weight = last.num_samples
     for hook in hooks.on_train_batch_end:
         hook(last.output, last.batch, last.batch_idx)

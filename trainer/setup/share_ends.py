@@ -64,10 +64,8 @@ def clear_learners(run: RunState, module: Module, window: Window) -> Streams:
 
 def end_shares(run: RunState, module: Module, window: Window, streams: Streams) -> None:
     """Call users' `on_train_batch_end` for all shares but the last, each with random streams and metrics of its own."""
-    if window.num_shares < 2 or run.shares is None:
-        return
     hooks = list(filter(is_users, run.hooks.on_train_batch_end))
-    if not hooks:
+    if run.shares is None or not hooks:
         return
     for micro_batch in _all_but_the_last(run, window):
         _take(run, micro_batch)
