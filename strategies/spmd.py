@@ -63,6 +63,8 @@ class SPMDStrategy(SPMDStep):
     """How long a collective may wait for the other ranks, in seconds."""
     compressor: Compressor | None = None
     """What gradients are sent by, if they are compressed."""
+    broadcast_buffers: bool | None = None
+    """Whether rank 0's buffers overwrite the others', whatever these hold; None: it is an error if they differ."""
     data_groups = 1
     """Groups of neighboring data ranks that get equal shares of a micro-batch, before the ranks of a group do."""
 

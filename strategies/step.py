@@ -21,6 +21,7 @@ from lockstep.strategies.losses import detach, split_loss
 from lockstep.strategies.manual import ManualOptimization
 from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
+from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.optimizers.fused import allow_sparse, skips_on_device
 from lockstep.strategies.sync import collectives
 from lockstep.strategies.sync.compression.compression import Compression
@@ -163,12 +164,15 @@ class SPMDStep(ManualOptimization):
         *args: Any,
         hooks: StepHooks = NO_HOOKS,
     ) -> Any:
-        if not micro_batch.num_samples:
-            return None
-        if self.precision.autocast_dtype is None:
+        if micro_batch.num_samples and self.precision.autocast_dtype is None:
             return step_fn(micro_batch.batch, *args)
         with self.precision.autocast(self.topology.device):
-            return step_fn(micro_batch.batch, *args)
+            if micro_batch.num_samples:
+                return step_fn(micro_batch.batch, *args)
+            if self._in_group and micro_batch.batch is not None:  # padding, for the collectives that the step calls
+                with side_effect_free(self.unwrap(wrapped)), hooks.log_scope(0):
+                    step_fn(micro_batch.batch, *args)
+        return None
 
     def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:
         self._refuse("manual_optimization")

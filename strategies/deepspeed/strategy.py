@@ -97,7 +97,7 @@ class DeepSpeed(SPMDStrategy):
         if stage not in (None, 1, 2, 3):
             raise ValueError(f"stage must be 1, 2 or 3, but stage={stage!r}")
         self.timeout_s = timeout_s
-        self._broadcast_buffers = broadcast_buffers
+        self.broadcast_buffers = broadcast_buffers
         self._buffers: SharedBuffers | None = None
         self._stage, self._offload_optimizer, self._offload_parameters = stage, offload_optimizer, offload_parameters
         self._source = config
@@ -189,7 +189,7 @@ class DeepSpeed(SPMDStrategy):
                 f"ZeRO-{wrapped.stage}",
                 "use strategy='ddp' or 'deepspeed_stage_1'",
             )
-        self._buffers = SharedBuffers(wrapped.model, self._broadcast_buffers)
+        self._buffers = SharedBuffers(wrapped.model, self.broadcast_buffers)
         optimizer.register_step_pre_hook(self._only_through_the_engine)
         optimizer.add_param_group = _refuse_group  # type: ignore[method-assign,assignment]
         return optimizers

@@ -77,6 +77,7 @@ class ShardedStrategy(ShardedOptimizers):
         self._order: CallOrder | None = None
         self._named: list[tuple[str, nn.Parameter]] | None = None
         self._buffers: SharedBuffers | None = None
+        self.broadcast_buffers = self.options.broadcast_buffers
 
     # ---- 1. processes and devices ----------------------------------------------------------------
 
@@ -174,7 +175,7 @@ class ShardedStrategy(ShardedOptimizers):
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         attached = super().setup_optimizers(wrapped, optimizers)
         self._named = self._sharded_by_name(wrapped)
-        self._buffers = SharedBuffers(self.unwrap(wrapped), self.options.broadcast_buffers, self._peers)
+        self._buffers = SharedBuffers(self.unwrap(wrapped), self.broadcast_buffers, self._peers)
         return attached
 
     @contextmanager

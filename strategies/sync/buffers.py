@@ -119,6 +119,16 @@ def share_buffers(
     return differing
 
 
+def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """By name the buffers of the state dict, but for statistics of normalizing layers."""
+    return {
+        f"{name}.{key}".lstrip("."): buffer
+        for name, module in model.named_modules()
+        if not isinstance(module, _NORMS)
+        for key, buffer in _kept(module)
+    }
+
+
 def _kept(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The module's own buffers that are in its state dict; the others are caches."""
     caches = module._non_persistent_buffers_set

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchmetrics import MeanMetric
+from torchmetrics.wrappers import Running
 
 from lockstep import Module
-from lockstep.strategies import DDP, DeepSpeed
+from lockstep.strategies import DDP, DeepSpeed, ParameterServer
 from tests.trainer.test_user_code import Base, assert_as_on_one_process, assert_same, batches, fitted, quiet
 
 pytestmark = pytest.mark.ranks
@@ -390,3 +393,100 @@ def test_hooks_read_the_outputs_of_a_rank_without_samples(strategy: str) -> None
         logged.append(run.callback_metrics)
     for name in ("loss", "zeros"):
         assert float(abs(logged[0][name] - logged[1][name])) <= (1e-12 if precision == "64-true" else 2e-4)
+
+
+class CountsInEvaluation(OfAnyPrecision):
+    """Buffers that an evaluation changes, of which the last batch gives the second rank no sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(8))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen += self.total(batch[0].sum(0))
+        self.batches = self.batches + 1
+
+    def total(self, value: Any) -> Any:
+        return self.sum_over_ranks(value)
+
+
+class CountsItsOwn(CountsInEvaluation):
+    def total(self, value: Any) -> Any:
+        return value
+
+
+def evaluated(make: Callable[[], Module], strategy: Any, devices: int) -> Module:
+    precision = "32-true" if "deepspeed" in str(strategy) else "64-true"
+    module = make()
+    run = quiet(strategy=strategy, devices=devices, precision=precision, max_epochs=2, split_batches=True)
+    run.fit(module, batches(32), batches(UNEVEN))
+    run.validate(module, batches(UNEVEN))
+    return module
+
+
+IN_EVALUATION = ["ddp", "fsdp", "ddp=2,tensor=2", "deepspeed_stage_1", "deepspeed_stage_3"]
+
+
+@pytest.mark.parametrize("strategy", IN_EVALUATION)
+def test_buffers_that_an_evaluation_sums_over_ranks_are_those_of_one_process(strategy: str) -> None:
+    one, many = (
+        evaluated(CountsInEvaluation, s, d) for s, d in (("single", 1), (strategy, 4 if "=" in strategy else 2))
+    )
+    assert int(many.batches) == int(one.batches) > 0
+    assert float((many.seen - one.seen).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("strategy", [*IN_EVALUATION, "ddp=2,pipeline=2"])
+def test_buffers_that_an_evaluation_computes_from_a_ranks_samples_are_refused(strategy: str) -> None:
+    with pytest.raises(RuntimeError, match=r"validation_step has left other values of a buffer .*\(seen"):
+        evaluated(CountsItsOwn, strategy, 4 if "=" in strategy else 2)
+
+
+def test_buffers_of_rank_0_after_an_evaluation_are_taken_if_asked_for() -> None:
+    assert int(evaluated(CountsItsOwn, DDP(broadcast_buffers=True), 2).batches) > 0
+
+
+class ChangesBuffers(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count += 1
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        with nullcontext() if self.bare else self.trainer.whole(self):
+            self.count += 10
+
+    bare = False
+
+
+class ChangesBare(ChangesBuffers):
+    bare = True
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_parameter_server_takes_over_buffers_within_whole_only(devices: int) -> None:
+    module = fitted(ChangesBuffers(), ParameterServer(workers=2), devices)
+    assert int(module.count) == 2 * 10 + 6  # epochs and steps
+    with pytest.raises(RuntimeError, match="the buffers count were changed in a hook or in an evaluation"):
+        fitted(ChangesBare(), ParameterServer(workers=2), devices)
+
+
+class LogsWindow(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent = Running(MeanMetric(), window=3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.recent.update(loss.detach())
+        return loss
+
+
+def test_a_metric_over_the_last_updates_is_refused_on_several_ranks() -> None:
+    fitted(LogsWindow(), "single", 1)
+    with pytest.raises(ValueError, match=r"recent \(Running\) is over the last 3 updates, and each of 2 ranks"):
+        fitted(LogsWindow(), "ddp", 2)

@@ -35,8 +35,10 @@ def synced_metrics(module: nn.Module, strategy: Strategy) -> Iterator[None]:
     """While it lasts the metrics of `module` gather their states through `strategy`.
 
     torchmetrics' own gathering ends the process (an assertion in gloo) where one rank has seen no sample
-    and a metric keeps samples, and counts those twice that several ranks share.
+    and a metric keeps samples, and counts those twice that several ranks share. Raises ValueError for a metric over the
+    last updates, of which a rank has its own.
     """
+    _refuse_windows(module, strategy)
     metrics = (
         [metric for metric in torchmetrics_of(module).values() if metric.dist_sync_fn is None]
         if strategy.topology.world_size > 1
@@ -50,6 +52,15 @@ def synced_metrics(module: nn.Module, strategy: Strategy) -> Iterator[None]:
         for metric in metrics:
             metric.dist_sync_fn = None
             del metric._sync_dist
+
+
+def _refuse_windows(module: nn.Module, strategy: Strategy) -> None:
+    for name, metric in torchmetrics_of(module).items() if strategy.topology.data_size > 1 else ():
+        if any(kind.__module__ == "torchmetrics.wrappers.running" for kind in type(metric).__mro__):
+            raise ValueError(
+                f"{name} ({type(metric).__name__}) is over the last {getattr(metric, 'window', 'few')} updates, and "
+                f"each of {strategy.topology.data_size} ranks has others; log the metric that it wraps, or use one rank"
+            )
 
 
 class Gather:

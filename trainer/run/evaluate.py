@@ -16,6 +16,7 @@ from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.launch.phase import set_phase
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.checkpoint.snapshot import load_extra, restore_weights
+from lockstep.trainer.metrics.buffers import EvaluatedBuffers
 from lockstep.trainer.metrics.entry import Reduced, nowhere
 from lockstep.trainer.metrics.gathering import gather_items
 from lockstep.trainer.metrics.store import MetricStore
@@ -184,9 +185,11 @@ def evaluate(run: RunState, module: Module, loaders: list[ShardedLoader], stage:
             hook()
         for hook in what.epoch_start:
             hook()
+        buffers = EvaluatedBuffers(strategy, module)
         for index, loader in enumerate(loaders):
             metrics.suffix = f"/dataloader_idx_{index}" if several else ""
-            outputs.append(_evaluate_loader(run, module, what, loader, index, several))
+            outputs.append(_evaluate_loader(run, module, what, loader, index, several, buffers))
+        buffers.check(f"{what.name}_step")
         metrics.suffix, metrics.weight = "", 1.0
         early: list[Reduced] = []
         if what.epoch_end:  # which read what the steps have logged, and log more
@@ -203,7 +206,13 @@ def evaluate(run: RunState, module: Module, loaders: list[ShardedLoader], stage:
 
 
 def _evaluate_loader(
-    run: RunState, module: Module, what: Stage, loader: ShardedLoader, index: int, several: bool
+    run: RunState,
+    module: Module,
+    what: Stage,
+    loader: ShardedLoader,
+    index: int,
+    several: bool,
+    buffers: EvaluatedBuffers,
 ) -> list[Any]:
     """Run the step over one loader; return the outputs if they are predictions to keep."""
     strategy, metrics = run.strategy, run.metrics
@@ -230,6 +239,7 @@ def _evaluate_loader(
                 hook(batch, batch_idx, index)
             numbers = (batch_idx, index) if several else (batch_idx,)
             output = strategy.evaluate(run.wrapped, step, micro_batch, *numbers, hooks=step_hooks)
+            buffers.after_batch(real)
             if shares is not None:
                 shares.ran()
             for hook in what.batch_end if real else ():

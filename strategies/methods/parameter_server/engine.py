@@ -65,6 +65,12 @@ class Engine:
         """The parameters that no optimizer steps, and what tells whether user code has changed them."""
         tensors |= dict(wrapped.named_buffers())
         self._places = {name: _place(wrapped, name) for name, _ in wrapped.named_buffers()}
+        self._watched = [
+            (name, module, key)
+            for name, (module, key) in self._places.items()
+            if key not in module._non_persistent_buffers_set  # caches
+        ]
+        self._marks: list[tuple[int, int]] = []
         self._names = list(tensors)
         self._parts = spread(tensors, num_servers)
         self._layouts = [Layout(part) for part in self._parts]
@@ -143,6 +149,7 @@ class Engine:
                 if tensor is not None and tensor.shape == value.shape:  # else user code has made another one
                     tensor.data.copy_(value)
         self._last = [flat for _, flat in found]
+        self.note_buffers()
         return [version for version, _ in found]
 
     def _now(self, part: Mapping[str, Tensor]) -> list[Tensor | None]:
@@ -153,9 +160,32 @@ class Engine:
             found.append(tensor if module is None else module._buffers.get(key))
         return found
 
+    def note_buffers(self) -> None:
+        """The buffers are as a batch has left them, which may change them."""
+        self._marks = self._now_marked()
+
+    def _now_marked(self) -> list[tuple[int, int]]:
+        """What tells whether code has changed or replaced a buffer of the state dict."""
+        now = [module._buffers.get(key) for _, module, key in self._watched]
+        return [(id(buffer), 0 if buffer is None else buffer._version) for buffer in now]
+
+    def _changed_buffers(self) -> list[str]:
+        pairs = zip(self._watched, self._marks, self._now_marked(), strict=False)
+        return [name for (name, *_), before, now in pairs if now != before]
+
+    def refuse_changed_buffers(self) -> None:
+        if changed := self._changed_buffers():
+            raise RuntimeError(
+                f"the buffers {shortened(changed)} were changed in a hook or in an evaluation, on a worker, whose "
+                "values a parameter server would overwrite; change them in training_step, or on every rank within "
+                "`with trainer.whole(module):`"
+            )
+
     def changed(self) -> list[str]:
-        """The parameters that are not what this rank has read last, and those without optimizer that were changed."""
+        """The parameters that are not what this rank has read last, and those without optimizer that were changed; the
+        buffers that were since a batch was computed."""
         names = [name for name, (parameter, bits) in self._kept.items() if _sum_of_bits(parameter) != bits]
+        names += self._changed_buffers()
         for part, layout, flat in zip(self._parts, self._layouts, self._last, strict=True):
             for (name, tensor), value in zip(part.items(), layout.read(flat), strict=True):
                 if isinstance(tensor, nn.Parameter) and value is not None and not _same_bytes(tensor, value):
@@ -163,6 +193,7 @@ class Engine:
         return names
 
     def _refuse_changes(self) -> None:
+        self.refuse_changed_buffers()
         changed = self.changed() if self._last else []
         if changed:
             raise RuntimeError(

@@ -150,6 +150,7 @@ class Worker:
         counted = 0.0
         for _ in range(len(part.window.micro_batches)):
             micro_batch = next(part.prepared)
+            self._engine.refuse_changed_buffers()
             updates = [metric._update_count for metric in self._metrics]
             marks = gradient_marks(self._watched)
             with self._forward():
@@ -174,6 +175,7 @@ class Worker:
                 if hooks.before_backward is not None:
                     hooks.before_backward(returned)
                 value.backward(retain_graph=j < len(losses) - 1, inputs=inputs)
+            self._engine.note_buffers()
         for name, parameter in wrapped.named_parameters():
             if parameter.grad is not None and not _is_finite(parameter.grad):
                 raise self._not_finite(f"the gradient of {name}", clock)
