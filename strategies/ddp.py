@@ -16,7 +16,7 @@ from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, 
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.losses import counting_nothing
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.modules.model_changes import partial_gradient, shortened
+from lockstep.strategies.modules.model_changes import changed_within_window, partial_gradient, shortened
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
 from lockstep.strategies.modules.unused_parameters import refuse_unstepped
 from lockstep.strategies.replica import Replica
@@ -287,10 +287,6 @@ class DDP(SPMDStrategy):
     def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
         assert isinstance(wrapped, Replica)
         if wrapped.micro_batches:
-            raise RuntimeError(
-                f"requires_grad of {shortened(names)} changed between the micro-batches of an accumulation window, "
-                "whose gradients DDP reduces as one; change it before the first of them (on_train_epoch_start, or "
-                "on_train_batch_end of the last)"
-            )
+            raise changed_within_window(names, "DDP")
         wrapped.wrap(init_sync=False)
         self._first_window = True

@@ -23,7 +23,7 @@ from lockstep.strategies.mesh import steps
 from lockstep.strategies.mesh.mesh import resolve
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.modules.model_changes import partial_gradient, refuse_sparse, shortened
+from lockstep.strategies.modules.model_changes import changed_within_window, partial_gradient, refuse_sparse, shortened
 from lockstep.strategies.modules.sharded_errors import explained
 from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.modules.unused_parameters import drop_unused, refuse_unequal
@@ -175,7 +175,7 @@ class ShardedStrategy(ShardedOptimizers):
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         attached = super().setup_optimizers(wrapped, optimizers)
         self._named = self._sharded_by_name(wrapped)
-        self._buffers = SharedBuffers(self.unwrap(wrapped), self.broadcast_buffers, self._peers)
+        self._buffers = SharedBuffers(self.unwrap(wrapped), self.options.broadcast_buffers, self._peers)
         return attached
 
     @contextmanager
@@ -318,11 +318,7 @@ class ShardedStrategy(ShardedOptimizers):
 
     def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
         if self._in_step and self._micro_batches and wrapped.units:
-            raise RuntimeError(
-                f"requires_grad of {shortened(names)} changed between the micro-batches of an accumulation window, "
-                f"whose gradients {self.name} reduces as one; change it before the first of them "
-                "(on_train_epoch_start, or on_train_batch_end of the last)"
-            )
+            raise changed_within_window(names, self.name)
         if wrapped.trains_several_dtypes():  # type: ignore[operator]
             raise RuntimeError(
                 f"{shortened(names)} changed requires_grad, and another dtype is trained in the same block, which "

@@ -128,6 +128,15 @@ def partial_gradient(why: str) -> RuntimeError:
     )
 
 
+def changed_within_window(names: Sequence[str], strategy: str) -> RuntimeError:
+    """The error for `requires_grad` of these parameters, if it changed after the first micro-batch of a window."""
+    return RuntimeError(
+        f"requires_grad of {shortened(names)} changed between the micro-batches of an accumulation window, whose "
+        f"gradients {strategy} reduces as one; change it before the first of them (on_train_epoch_start, or "
+        "on_train_batch_end of the last)"
+    )
+
+
 def shortened(names: Sequence[str], most: int = 10) -> str:
     """The first names of a list, and how many there are besides."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

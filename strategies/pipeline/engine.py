@@ -189,6 +189,8 @@ class Engines:
         self._precision, self._changed = precision, changed
         self._known: dict[Any, Engine | None] = {}
         self.is_running = False
+        self.num_done = 0
+        """Micro-batches of the window of now that have run backward."""
 
     def clear(self) -> None:
         self._known.clear()
@@ -223,6 +225,7 @@ class Engines:
             if feeds and hooks.after_backward is not None and i < last:
                 hooks.after_backward()
             micro_batch.output = merged(tally.outputs) if self._topology.is_reporting_rank else None
+            self.num_done = i + 1 if i < last else 0
 
     def _run(self, wrapped: Staged, feed: Feed) -> None:
         """Forward and backward of all parts of `feed`; nothing if the step returns None for each."""

@@ -49,18 +49,25 @@ class Shards:
         self._shard_of = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
         self._held: dict[int, tuple[int, int, Tensor]] = {}
         """Of each parameter that was made whole: where it is, how often it was written to by then, its shard here."""
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        """Shards and the whole parameters that `gather` made of them."""
         self._structure.seal()
 
     def gather(self) -> None:
         """Make the parameters whole. Every rank that holds the same layers calls it."""
         self.gathered = True
-        shards = [local(p) for layer in self._layers for p in layer.parameters()]
+        sharded = [p for layer in self._layers for p in layer.parameters()]
         for stage in self._stages:  # which torch does in the first forward: a rank may have no samples for one
             stage._get_fsdp_state()._lazy_init()  # type: ignore[operator]
         for module in (*self._stages, *self._layers):  # the root first: it makes itself known to the layers
             module.unshard()  # type: ignore[operator]
-        parameters = (p for layer in self._layers for p in layer.parameters())
-        self._held = {id(p): (p.data_ptr(), p._version, s) for p, s in zip(parameters, shards, strict=True)}
+        self._pairs = [*zip(sharded, (p for layer in self._layers for p in layer.parameters()), strict=True)]
+        self._held = {id(p): (p.data_ptr(), p._version, local(s)) for s, p in self._pairs}
+
+    def follow_trainability(self) -> None:
+        """Freeze and unfreeze shards as hooks have done with the whole parameters since `gather`."""
+        for shard, whole in self._pairs if self.gathered else ():
+            shard.requires_grad_(whole.requires_grad)
 
     def scatter(self) -> None:
         """Give up what the others hold."""

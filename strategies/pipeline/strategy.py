@@ -24,6 +24,7 @@ from lockstep.strategies.launch.rng import kept_streams, seed_streams
 from lockstep.strategies.mesh.mesh import PipelineRanks, devices_of, parse, pipeline_ranks, resolve
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.modules.model_changes import changed_within_window
 from lockstep.strategies.pipeline import partition
 from lockstep.strategies.pipeline.microbatches import Tally
 from lockstep.strategies.pipeline.optimizers import (
@@ -100,12 +101,8 @@ class StagedStrategy(SPMDStrategy):
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
     ) -> Strategy:
-        chosen = super().configure(
-            devices=devices_of(self.axes, devices, num_nodes),
-            accelerator=accelerator,
-            num_nodes=num_nodes,
-            precision=precision,
-        )
+        devices = devices_of(self.axes, devices, num_nodes)
+        chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
         world = environment.detect()
         num_ranks = world.world_size if world is not None else self.num_devices
         self.num_stage_ranks = resolve(self.axes, num_ranks)["pipeline"]
@@ -283,10 +280,18 @@ class StagedStrategy(SPMDStrategy):
             gradient = shard_like(gradient, parameter)
         parameter.grad = gradient
 
+    def adopt_changes(self, wrapped: nn.Module) -> None:
+        assert isinstance(wrapped, Staged)
+        if wrapped.shards is not None:
+            wrapped.shards.follow_trainability()
+        super().adopt_changes(wrapped)
+
     def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
         assert isinstance(wrapped, Staged)
         wrapped.forget_layouts()
         if self._engines is not None:
+            if self._engines.num_done and self.topology.data_size > 1:  # ranks without samples do not call the hook
+                raise changed_within_window(names, self.name)
             self._engines.clear()
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
@@ -336,11 +341,7 @@ class Pipeline(StagedStrategy):
         return Engines
 
     def forward_backward(
-        self,
-        wrapped: nn.Module,
-        step_fn: StepFn,
-        window: Window,
-        hooks: StepHooks = NO_HOOKS,
+        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
     ) -> StepResult:
         assert isinstance(wrapped, Staged) and wrapped.state is not None
         if not hooks.automatic:
@@ -350,9 +351,8 @@ class Pipeline(StagedStrategy):
         engines = self._engines = self._engines or self._make_engines()
         self._steps_seen += 1
         tally, noise = Tally(), (self._seed or 0, self.topology.data_rank, self._steps_seen)
-        engines.run_window(
-            wrapped, step_fn, window, hooks, noise, tally, partial(self._send_vote, window, hooks, tally)
-        )
+        send = partial(self._send_vote, window, hooks, tally)
+        engines.run_window(wrapped, step_fn, window, hooks, noise, tally, send)
         return self._reduce_gradients(wrapped, window, hooks)
 
     def _send_vote(self, window: Window, hooks: StepHooks, tally: Tally) -> None:

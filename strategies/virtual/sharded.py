@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult
 from lockstep.strategies.data.sharded_loader import Window
 from lockstep.strategies.mesh.sharded import ShardedStrategy
+from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.collectives import local, sum_gradients
 from lockstep.strategies.sync.tree import all_reduce, total_of
 from lockstep.strategies.virtual.replicas import VirtualReplicas
@@ -31,8 +32,10 @@ class VirtualSharded(ShardedStrategy, VirtualStep):
     tree as it cuts them; a rank adds what it has of its shares, and then ranks along ddp add theirs."""
 
     def __init__(self, strategy: ShardedStrategy, virtual_ranks: int) -> None:
-        options = replace(strategy.options, low_precision_gather=False)  # weights are cast where one process casts them
+        # Weights are cast where one process casts them, and buffers follow share 0: see forward_backward.
+        options = replace(strategy.options, low_precision_gather=False, broadcast_buffers=False)
         super().__init__(options, strategy.timeout_s, strategy.activation_checkpointing)
+        self.broadcast_buffers = strategy.options.broadcast_buffers  # which evaluations ask for
         self.virtual_ranks, self._stands_for = virtual_ranks, strategy.name
         self.one_rank = None
         self._axes = dict(strategy.axes)
@@ -66,7 +69,9 @@ class VirtualSharded(ShardedStrategy, VirtualStep):
                 "virtual_ranks with a loss for each optimizer cannot accumulate under sharded parameters, which are "
                 "reduced for each loss; set accumulate_grad_batches=1, or use strategy='ddp'"
             )
-        return super().forward_backward(wrapped, step_fn, window, hooks)
+        result = super().forward_backward(wrapped, step_fn, window, hooks)
+        share_buffers(self.unwrap(wrapped).modules())
+        return result
 
     def evaluate(self, *args: Any, **options: Any) -> Any:
         with self._share():

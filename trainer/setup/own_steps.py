@@ -48,10 +48,13 @@ def own_step(
         def closure() -> Tensor:
             nonlocal calls
             calls += 1
-            again = calls > 1 or all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+            here = [p for group in optimizer.param_groups for p in group["params"] if is_here(p)]
+            again = calls > 1 or all(p.grad is None for p in here)
             if looks:
                 changed = torch.tensor(float(again or _state_of(optimizer) != before))
                 again = bool(strategy.all_reduce(changed, "max"))
+            elif not strategy.capabilities.runs_step_once:  # ranks hold other parameters, or none of this optimizer
+                again = bool(strategy.all_reduce(torch.tensor(float(again)), "min"))
             with torch.enable_grad():
                 return window_loss(run, window, training_step, name, again)
 

@@ -166,6 +166,35 @@ class OfMatrices(Wide):
             self.net[0].weight.mul_(0.99)
 
 
+class Counted(Muon):
+    matrices = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.matrices += sum(p.grad is not None for group in self.param_groups for p in group["params"])
+        return super().step(closure)
+
+
+class CountsMatrices(Regression):
+    def __init__(self) -> None:
+        super().__init__(ADAMW)
+        self.net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 1)).double()
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.dim() == 2]
+        return [Counted(matrices, lr=0.02), AdamW([p for p in self.parameters() if p.dim() != 2])]
+
+    def on_train_end(self) -> None:
+        mine = torch.tensor(self.trainer.optimizers[0].matrices)
+        ranks = self.trainer.strategy.all_gather(mine.reshape(1)).view(2, 2)  # by island
+        assert ranks.sum(1).tolist() == [5 * self.trainer.global_step] * 2 and int(ranks.min()) > 0
+
+
+@pytest.mark.ranks
+def test_each_matrix_is_stepped_once_on_each_island() -> None:
+    fit(LocalSGD(learners=2, period=3, inner="fsdp=2"), CountsMatrices(), DataLoader(data(), 2), devices=4,
+        precision="64-true")  # fmt: skip
+
+
 OF_MATRICES: list[Any] = [
     ("fsdp=2", {"delay": 1, "fragments": 2}),
     pytest.param("ddp=2", {"start": 3}, marks=pytest.mark.slow),

@@ -189,3 +189,22 @@ def test_the_optimizers_state_is_not_read_in_part() -> None:
     expected = fit(ForgetsState(), "single", 1)
     assert difference(fit(ForgetsState(), "pipeline", 2), expected) < 1e-14
     assert difference(fit(Base(), "single", 1), expected) > 1e-4
+
+
+class OwnStep(Base):
+    """Asks for the loss itself, of an optimizer of the first layer and of one of the others, which are on other stages,
+    and skips steps."""
+
+    def configure_optimizers(self) -> Any:
+        return [SGD(self.net[0].parameters(), lr=0.1), SGD(self.net[2:].parameters(), lr=0.1, momentum=0.9)]
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        assert float(closure()) > 0
+        if batch_idx % 2 == 0:
+            optimizer.step()
+
+
+def test_an_own_step_may_ask_for_the_loss() -> None:
+    expected = fit(OwnStep(), "single", 1)
+    assert difference(fit(OwnStep(), "pipeline", 2), expected) < 1e-14
+    assert difference(fit(Base(), "single", 1), expected) > 1e-4

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.strategies.modules.absent import is_here
-from tests.strategies.pipeline.classifiers import Base, fit
+from tests.strategies.pipeline.classifiers import Base, difference, fit
 
 pytestmark = pytest.mark.ranks
 
@@ -49,3 +49,22 @@ def by_replacing(parameter: torch.nn.Parameter) -> None:
 def test_weights_written_within_a_window_of_sharded_stages_are_refused(edit: Callable[..., Any]) -> None:
     with pytest.raises(RuntimeError, match=r"weights were changed within an accumulation window \(net\.\d\.weight\)"):
         fit(Edits(edit), "fsdp=2,pipeline=2", 4, accumulate_grad_batches=2, max_epochs=1)
+
+
+class FreezesInTurn(Base):
+    """Freezes a layer of the first stage for each second batch, after the stages have become whole."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].requires_grad_(batch_idx % 2 == 0)
+
+
+def test_layers_are_frozen_from_one_batch_to_the_next() -> None:
+    expected = fit(FreezesInTurn(), "single", 1, n=42)
+    assert difference(fit(FreezesInTurn(), "fsdp=2,pipeline=2", 4, n=42), expected) < 1e-12
+    assert difference(fit(Base(), "single", 1, n=42), expected) > 1e-4
+
+
+@pytest.mark.parametrize("strategy", ["fsdp=2,pipeline=2", "ddp=2,pipeline=2"])
+def test_layers_that_are_frozen_within_a_window_are_refused(strategy: str) -> None:
+    with pytest.raises(RuntimeError, match=r"requires_grad of net\.0\.weight, net\.0\.bias changed between the micro"):
+        fit(FreezesInTurn(), strategy, 4, n=42, accumulate_grad_batches=2)
