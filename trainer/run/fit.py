@@ -184,7 +184,8 @@ def finish_window(
     if window.num_shares > 1:
         end_shares(run, module, window, streams)
     metrics.weight = last.num_samples
-    for hook in hooks.on_train_batch_end:
+    ends = hooks.on_train_batch_end
+    for hook in filterfalse(is_users, ends) if run.strategy.capabilities.local_steps else ends:
         hook(last.output, last.batch, last.batch_idx)
     if stepped and guards.compares_every is not None and progress.global_step % guards.compares_every == 0:
         guards.compare_replicas()
@@ -267,13 +268,11 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
     Returns to the strategy in between, which has run backward by then; the last batch's end comes after the step.
     """
     metrics, hooks, progress = run.metrics, run.hooks, run.progress
-    num = len(window.micro_batches)
+    num = len(window.micro_batches) // (window.num_shares or 1)
     data_size, num_samples = run.strategy.topology.data_size, window.num_samples
     if loop.counts_manually:
         num_samples = _samples_of_all(run, window) or num_samples
     run.window_is_open, shares = True, run.shares
-    if window.num_shares:
-        num //= window.num_shares
     for i, micro_batch in enumerate(window.micro_batches):
         if shares is not None:
             shares.enter(micro_batch.share, "train", progress.total_batches)
@@ -299,6 +298,9 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
                 hook(micro_batch.output, micro_batch.batch, micro_batch.batch_idx)
             if not loop.reevaluates and not waits:
                 micro_batch.batch = micro_batch.output = None
+        elif run.strategy.capabilities.local_steps:  # the last batch of the last client of this rank
+            for hook in filter(is_users, hooks.on_train_batch_end):
+                hook(micro_batch.output, micro_batch.batch, micro_batch.batch_idx)
     if shares is not None:
         shares.leave("train", progress.total_batches)
         metrics.weight = sum(last.num_samples for last in window.micro_batches[num - 1 :: num])  # as on as many ranks

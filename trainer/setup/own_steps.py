@@ -19,6 +19,7 @@ from lockstep.strategies.modules.absent import is_here
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run.hooks import overrides
+from lockstep.trainer.setup.share_ends import kept_on_client
 
 if TYPE_CHECKING:
     from lockstep.trainer.progress import Progress
@@ -77,7 +78,8 @@ def with_local_steps(run: RunState, hooks: StepHooks, clip: Callable[[Optimizer]
 
     def prepare(window: Window) -> Iterator[MicroBatch]:
         assert hooks.prepare is not None
-        with run.metrics.undone_after_errors():  # of a part that fails, or is closed, nothing that was logged stays
+        # Of a part that fails, or is closed, nothing that was logged stays.
+        with run.metrics.undone_after_errors(), kept_on_client(run):
             yield from hooks.prepare(window)
 
     def step(optimizer: Optimizer) -> None:

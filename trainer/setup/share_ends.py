@@ -4,6 +4,7 @@ them, after the steps of all, and each sees what it would see on a rank of its o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.callbacks.guard import fingerprint
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.methods.federated.copy import RefusedOnClient
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
@@ -139,24 +141,58 @@ class _Apart:
                 held = {f"{name} of group {i} of optimizer {key!r}": value for name, value in group.items()}
                 tensors |= {name: value for name, value in held.items() if isinstance(value, Tensor)}
                 marks |= {name: value for name, value in held.items() if isinstance(value, (int, float, tuple))}
-        metrics = {part for metric in torchmetrics_of(module).values() for part in metric.modules()}
-        for name, part in module.named_modules():
-            if part in metrics or type(part).__module__.startswith("torch."):
-                continue
-            own = {key: value for key, value in vars(part).items() if key not in _OF_TORCH}
+        for name, part in _users_parts(module):
             marks |= {
                 f"{name}.{key}".lstrip("."): value
-                for key, value in own.items()
-                if isinstance(value, (int, float, complex)) and not key.startswith("_")
+                for key, value in vars(part).items()
+                if key not in _OF_TORCH and isinstance(value, (int, float, complex)) and not key.startswith("_")
             }
-            tensors |= _tensors(own, name)
-        for callback in self._callbacks.values():
-            tensors |= _tensors(vars(callback), type(callback).__name__)
-        return marks | {
-            name: (tensor._version, tensor.data_ptr(), fingerprint(tensor) if tensor.is_cpu else 0)
-            for name, tensor in tensors.items()
-            if is_here(tensor) and type(tensor) in (Tensor, nn.Parameter)
-        }
+        return marks | _marks(tensors | _attributes(module, self._callbacks.values()))
+
+
+def _users_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules within `module` that are neither torch's nor torchmetrics', by name."""
+    metrics = {part for metric in torchmetrics_of(module).values() for part in metric.modules()}
+    for name, part in module.named_modules():
+        if part not in metrics and not type(part).__module__.startswith("torch."):
+            yield name, part
+
+
+def _attributes(module: nn.Module, callbacks: Iterable[Any]) -> dict[str, Tensor]:
+    """The tensors that users keep in attributes of modules and callbacks, by name; not the model's own."""
+    found: dict[str, Tensor] = {}
+    for name, part in _users_parts(module):
+        found |= _tensors({key: value for key, value in vars(part).items() if key not in _OF_TORCH}, name)
+    for callback in callbacks:
+        found |= _tensors(vars(callback), type(callback).__name__)
+    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    return {name: tensor for name, tensor in found.items() if id(tensor) not in own}
+
+
+def _marks(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """What tells whether code has changed or replaced one of them, by `.data` too."""
+    return {
+        name: (tensor._version, tensor.data_ptr(), fingerprint(tensor) if tensor.is_cpu else 0)
+        for name, tensor in tensors.items()
+        if is_here(tensor) and type(tensor) in (Tensor, nn.Parameter)
+    }
+
+
+@contextmanager
+def kept_on_client(run: RunState) -> Iterator[None]:
+    """Around the batches of one client: raises RefusedOnClient if user code changes a tensor that a module or callback
+    keeps in an attribute, which would depend on the clients that a rank runs."""
+    assert run.module is not None
+    hooks = [*run.hooks.on_train_batch_start, *run.hooks.on_train_batch_end]
+    callbacks = {id(o): o for hook in filter(is_users, hooks) for o in _owners(hook) if o is not run.module}.values()
+    before = _marks(_attributes(run.module, callbacks))
+    yield
+    now = _marks(_attributes(run.module, callbacks))
+    if changed := sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
+        raise RefusedOnClient(
+            f"training changed {shortened(changed)} on a client, which would depend on the clients that a rank runs; "
+            "use self.log, or a registered buffer of floating point, which is averaged"
+        )
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -21,6 +21,8 @@ REFUSES = {
     "on_after_backward": f"on_after_backward cannot be called: {LATER}; use strategy='ddp'",
     "on_before_optimizer_step": f"on_before_optimizer_step cannot be called with gradients: {LATER}; use "
     "strategy='ddp'",
+    "on_before_zero_grad": f"on_before_zero_grad cannot be called with gradients: {LATER}; use on_train_batch_end, or "
+    "strategy='ddp'",
     "optimizer_step": "optimizer_step cannot be overridden: the servers step the optimizers; use strategy='ddp'",
     "configure_gradient_clipping": f"configure_gradient_clipping cannot be overridden: {LATER}; give gradient_clip_val",
 }

@@ -15,8 +15,8 @@ from lockstep.strategies.launch import fault_injection
 from lockstep.strategies.losses import detach
 from lockstep.strategies.methods.parameter_server.data import Later
 from lockstep.strategies.methods.parameter_server.engine import Engine
-from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
-from lockstep.strategies.optimizers.numbers import numbers_of
+from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
+from lockstep.strategies.optimizers.numbers import changes, numbers_of
 from lockstep.strategies.step import weighted_losses
 
 
@@ -126,12 +126,9 @@ class Worker:
                 "a rank has died, and its batch cannot be computed here, as the module is in evaluation mode; leave it "
                 "in training mode outside of validation"
             )
-        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
-        numbers, computes, self.computes = [numbers_of(group) for group in groups], self.computes, True
+        computes, self.computes = self.computes, True
         self._compute(batch)
         self._end(more=False)
-        for group, before in zip(groups, numbers, strict=True):  # hooks may set them by the step that they see
-            group.update(before)
         self.computes = computes
 
     def _end(self, more: bool) -> None:
@@ -139,8 +136,22 @@ class Worker:
         part, self._open = self._open, None
         if part is not None:
             part.window.more = more
+            before = self._numbers()
             for _ in part.prepared:
                 pass
+            self._refuse_numbers(before)
+
+    def _numbers(self) -> list[dict[str, Any]]:
+        return [numbers_of(group) for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+
+    def _refuse_numbers(self, before: list[dict[str, Any]]) -> None:
+        changed = {key for now, then in zip(self._numbers(), before, strict=False) for key in changes(now, then)}
+        if changed:
+            raise RuntimeError(
+                f"{shortened(sorted(changed))} of param_groups changed while a batch was computed, by a hook or "
+                "training_step, which a rank of a parameter server calls for as many batches of a step as it gets; use "
+                "a scheduler, or a hook such as on_train_epoch_start"
+            )
 
     def _backward(self, part: _Part, clock: int) -> float:
         """Leave the gradient of a batch in `.grad`; return what its losses count."""
@@ -149,12 +160,14 @@ class Worker:
             parameter.grad = None
         counted = 0.0
         for _ in range(len(part.window.micro_batches)):
+            before = self._numbers()
             micro_batch = next(part.prepared)
             self._engine.refuse_changed_buffers()
             updates = [metric._update_count for metric in self._metrics]
             marks = gradient_marks(self._watched)
             with self._forward():
                 output = part.step_fn(micro_batch.batch, micro_batch.batch_idx)
+            self._refuse_numbers(before)
             if marks != gradient_marks(self._watched):
                 raise own_backward(remarked(wrapped.named_parameters(), marks))
             if updates != [metric._update_count for metric in self._metrics]:

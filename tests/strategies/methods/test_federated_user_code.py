@@ -22,8 +22,6 @@ from lockstep.strategies.methods.federated.loader import FederatedLoader
 from lockstep.strategies.methods.federated.server import ExactSums
 from tests.strategies.methods.federated_runs import SIZES, Regression, bits, data, fit, flat
 
-pytestmark = pytest.mark.unit
-
 
 class Counts(Regression):
     calls = 0
@@ -105,9 +103,20 @@ class Gathers(Regression):
         return super().training_step(batch, batch_idx)
 
 
+class Averages(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.averages = [p.detach().clone() for p in self.net.parameters()]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for average, parameter in zip(self.averages, self.net.parameters(), strict=True):
+            average.lerp_(parameter.detach(), 0.1)
+
+
 @pytest.mark.parametrize(
     ("module", "words"),
     [
+        (Averages, "changed averages[0], averages[1]"),
         (Counts, "changed calls of the model on a client"),
         (IntegerBuffer, "changed the buffer seen of torch.int64"),
         (Clamps, "a hook of a batch changed the parameters net.0.weight"),
@@ -130,6 +139,31 @@ def test_what_a_client_may_not_do_is_refused_before_a_parameter_changes(
     with pytest.raises((ValueError, RuntimeError), match=re.escape(words)):
         fit(model, fraction=1.0, epochs=1)
     assert bits(model.net) == before
+
+
+class Ends(Regression):
+    """Hooks of batches that read and change what is a client's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ends", torch.zeros((), dtype=torch.float64))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.ends += 1
+        self.net[0].weight.data = self.net[0].weight.data * 0.9
+        self.log("norm", self.net[0].weight.detach().norm(), on_step=False, on_epoch=True)
+        self.log("step", self.global_step + torch.rand(()), on_step=False, on_epoch=True)
+
+
+@pytest.mark.ranks
+def test_each_batch_of_a_client_ends_on_the_client() -> None:
+    found = []
+    for devices in (1, 2):
+        model = Ends()
+        metrics = fit(model, devices, fraction=0.9).callback_metrics
+        found.append((bits(model), [float(metrics[name]) for name in ("norm", "step")], float(model.ends)))
+    assert found[0] == found[1]
+    assert bits(model.net) != bits(Regression().net) and found[0][2] > 4
 
 
 class Stream(IterableDataset):

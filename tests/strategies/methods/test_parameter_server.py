@@ -175,6 +175,15 @@ class _Looks(Toy):
     def on_before_optimizer_step(self, optimizer: Any) -> None: ...
 
 
+class _Clears(Toy):
+    def on_before_zero_grad(self, optimizer: Any) -> None: ...
+
+
+class _SetsRate(Toy):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().param_groups[0]["lr"] = 0.01 * (1 + self.global_step)
+
+
 class _Closes(Toy):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
@@ -198,6 +207,8 @@ class _Manual(Toy):
     ("module", "options", "message"),
     [
         pytest.param(_Looks, {}, "on_before_optimizer_step cannot be called with gradients", id="hook"),
+        pytest.param(_Clears, {}, "on_before_zero_grad cannot be called with gradients", id="hook of clearing"),
+        pytest.param(_SetsRate, {}, "lr of param_groups changed while a batch was computed", id="rate"),
         pytest.param(_Closes, {}, "one that calls a closure is refused", id="closure"),
         pytest.param(_Hooks, {}, "gradient hooks on parameters are refused", id="gradient hook"),
         pytest.param(_Manual, {}, "needs automatic optimization", id="manual"),
