@@ -6,6 +6,7 @@ no trainer, user module or optimizer: `setup_module` returns the module to give 
 The life of a strategy, in order:
 
     strategy = strategy.configure(devices=…, precision=…)            # may refuse; nothing has started
+    strategy.check(model)                                            # optional: may refuse; nothing has started
     if strategy.starts_ranks: return strategy.launch(fn, *args)      # fn runs on every rank, from here
     topology = strategy.setup()                                      # which rank this is, of how many, on which device
     wrapped = strategy.setup_module(model)                                   # move, wrap or shard
@@ -178,7 +179,7 @@ NO_HOOKS = StepHooks()
 
 
 class Strategy(ABC):
-    """Four duties behind twenty-five verbs: processes and devices, gradient sync, sampler seeding, checkpointing.
+    """Four duties behind twenty-six verbs: processes and devices, gradient sync, sampler seeding, checkpointing.
 
     Unless a verb says otherwise every rank calls it, in the same order.
     """
@@ -202,17 +203,6 @@ class Strategy(ABC):
         """What messages and checkpoints call it: its class, or that of the strategy in whose place it runs."""
         return self._stands_for or type(self).__name__
 
-    @property
-    def optimizers(self) -> Any:
-        raise AttributeError("a strategy holds no optimizers; they are in trainer.optimizers")
-
-    @optimizers.setter
-    def optimizers(self, value: Any) -> None:
-        raise AttributeError(
-            "a strategy holds no optimizers, so setting them would have no effect; return them from "
-            "configure_optimizers, and change their param_groups during a run"
-        )
-
     # ---- 1. processes and devices ----------------------------------------------------------------
 
     @abstractmethod
@@ -225,6 +215,16 @@ class Strategy(ABC):
         One process calls it, before anything starts; starts nothing. `devices` is the number of devices on this node.
         Raises ValueError for a layout that this strategy or this machine cannot give.
         """
+
+    @property
+    def expected_topology(self) -> Topology:
+        """What is known of rank 0's topology once `configure` has run."""
+        return self.topology
+
+    def check(self, model: nn.Module) -> None:  # noqa: B027 - not every strategy asks something of models
+        """Raise ValueError for a model that `setup_module`, which calls it too, would refuse, as its modules show.
+
+        One process calls it between `configure` and `launch`. It runs and changes nothing."""
 
     @abstractmethod
     def launch(self, fn: Callable[..., T], *args: Any) -> T:

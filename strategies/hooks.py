@@ -33,6 +33,21 @@ class SPMDHooks(Strategy):
     _step_hooks = NO_HOOKS
     """Those of the running step."""
 
+    @property
+    def optimizers(self) -> Any:
+        raise AttributeError("a strategy holds no optimizers; they are in trainer.optimizers")
+
+    @optimizers.setter
+    def optimizers(self, value: Any) -> None:
+        raise AttributeError(
+            "a strategy holds no optimizers, so setting them would have no effect; return them from "
+            "configure_optimizers, and change their param_groups during a run"
+        )
+
+    def data_size_of(self, num_ranks: int) -> int:
+        """Return how many of so many ranks see different samples. Called once `configure` has run."""
+        return num_ranks
+
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:
         """Move, wrap or shard `model`, which has the precision's dtype, and return what the other hooks take as

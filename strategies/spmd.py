@@ -22,7 +22,7 @@ from lockstep.strategies.checkpoint_state import LocalShard, Reader, State, gath
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.devices import check_launcher, device_index, resolve_accelerator, resolve_devices
 from lockstep.strategies.launch import environment, fault_injection, launcher, process_group, sidecar, watchdog
-from lockstep.strategies.modules.activation_checkpointing import keep, recompute
+from lockstep.strategies.modules.activation_checkpointing import find_recomputed, keep, recompute
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.meta import materialize
 from lockstep.strategies.modules.model_changes import ModelChanges, refuse_max_norm
@@ -114,6 +114,19 @@ class SPMDStrategy(SPMDStep):
         return chosen.configure(devices=1, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
 
     @property
+    def expected_topology(self) -> Topology:
+        if self.single_process:
+            return Topology()
+        world = environment.detect()
+        num_ranks = self.num_devices * self._num_nodes if world is None else world.world_size
+        return Topology(world_size=num_ranks, data_size=self.data_size_of(num_ranks))
+
+    def check(self, model: nn.Module) -> None:
+        refuse_max_norm(model, self.expected_topology.data_size, self.name)
+        if self.activation_checkpointing is not False:
+            find_recomputed(model, self.activation_checkpointing)  # type: ignore[arg-type]
+
+    @property
     def starts_ranks(self) -> bool:  # type: ignore[override]
         return not self.single_process and self.num_devices > 1 and environment.detect() is None
 
@@ -191,7 +204,7 @@ class SPMDStrategy(SPMDStep):
         if self.topology.rank == 0 or not self.capabilities.builds_on_meta:
             materialize(model)
         keep(model)  # a run that failed may have left some
-        refuse_max_norm(model, self.topology.data_size, self.name)
+        self.check(model)
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
         self._parameter_hooks = ParameterHooks()
         self._parameter_hooks.take(model.named_parameters())

@@ -30,8 +30,8 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path) for path in FILES}
 
 # Limits that may be lowered, never raised.
-MAX_STRATEGY_VERBS = 25  # raised by decisions 0019, 0028 and 0030
-MAX_STRATEGY_HOOKS = 17  # raised by decision 0028
+MAX_STRATEGY_VERBS = 26  # raised by decisions 0019, 0028, 0030 and 0045
+MAX_STRATEGY_HOOKS = 18  # raised by decisions 0028 and 0045
 MAX_CALLBACK_HOOKS = 37
 MAX_TRAINER_ARGUMENTS = 40  # raised by decisions 0025 and 0027
 

@@ -99,9 +99,9 @@ class DataParallel(SPMDStrategy):
             self._threads = None
         super().teardown()
 
-    def setup_module(self, model: nn.Module) -> nn.Module:
+    def check(self, model: nn.Module) -> None:
         refuse_max_norm(model, self.num_devices, self.name)
-        return super().setup_module(model)
+        super().check(model)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return model.to(self.topology.device)

@@ -26,10 +26,7 @@ from lockstep.strategies.mesh.mesh_model import MeshModel
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.mesh.tensor_plan.altered import watch_hooks
 from lockstep.strategies.mesh.tensor_plan.apply import apply_plan
-from lockstep.strategies.mesh.tensor_plan.make import make_plan
-from lockstep.strategies.mesh.tensor_plan.plan import Plan
 from lockstep.strategies.modules.activation_checkpointing import is_recomputed
-from lockstep.strategies.modules.blocks import find_blocks
 from lockstep.strategies.modules.meta import materialize as materialize
 from lockstep.strategies.sync.call_order import GATHER, REDUCE
 from lockstep.strategies.sync.tree import reduce_scatter
@@ -53,21 +50,11 @@ def apply_axes(
     """
     names = tuple(mesh.mesh_dim_names or ())
     wrapped = MeshModel(model, True if options.reshard_after_forward is None else options.reshard_after_forward)
-    blocks = find_blocks(model, options.wrap)
+    blocks, plan = options.applied_to(model, mesh["tensor"].size() if "tensor" in names else None)
     # Ranks that use different parameters can only exchange them all at once.
     gathered = {} if options.find_unused_parameters and options.wrap == "auto" else blocks
     filler = Filler(mesh)
     data = tuple(name for name in names if name == "fsdp" or (name == "ddp" and not replicas_apart))
-    plan: Plan | None = None
-    if "tensor" in names:
-        plan = make_plan(
-            model,
-            blocks,
-            mesh["tensor"].size(),
-            options.plan,
-            sequence_parallel=options.sequence_parallel,
-            loss_parallel=options.loss_parallel,
-        )
     units = [*blocks.values(), wrapped]
     for name, unit in zip([*blocks, ""], units, strict=True):
         filler.fill(unit)

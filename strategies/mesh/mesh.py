@@ -96,6 +96,11 @@ class PipelineRanks(NamedTuple):
     mesh: Any = None
     """All axes, if stages are sharded: a `DeviceMesh`."""
 
+    def coordinate(self) -> dict[str, int]:
+        """This rank's place along the axes of `mesh` that shard a stage."""
+        place = dict(zip(self.mesh.mesh_dim_names, self.mesh.get_coordinate(), strict=True))
+        return {name: i for name, i in place.items() if name != "pipeline"}
+
 
 def pipeline_ranks(axes: Mapping[str, int | None], topology: Topology) -> PipelineRanks:
     """Make the process groups of a mesh with a pipeline axis. Every rank calls it."""

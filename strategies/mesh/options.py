@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep.strategies.modules.blocks import Rule
+from torch import nn
+
+from lockstep.strategies.modules.blocks import Rule, find_blocks
+
+if TYPE_CHECKING:
+    from lockstep.strategies.mesh.tensor_plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -42,3 +47,14 @@ class Options:
     """tensor: between the blocks each rank holds its share of the sequence (dimension 1)."""
     loss_parallel: bool = False
     """tensor: cut the last linear layer by classes and compute cross entropy on the cut logits."""
+
+    def applied_to(self, model: nn.Module, tensor: int | None) -> tuple[dict[str, nn.Module], Plan | None]:
+        """The blocks of `model` by name, and the plan of `tensor` ranks, if there is that axis. Raises ValueError
+        naming the layer or option that does not fit."""
+        blocks = find_blocks(model, self.wrap)
+        if tensor is None:
+            return blocks, None
+        from lockstep.strategies.mesh.tensor_plan.make import make_plan
+
+        sequence, loss = self.sequence_parallel, self.loss_parallel
+        return blocks, make_plan(model, blocks, tensor, self.plan, sequence_parallel=sequence, loss_parallel=loss)

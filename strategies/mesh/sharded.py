@@ -103,6 +103,14 @@ class ShardedStrategy(ShardedOptimizers):
             self.capabilities = replace(self.capabilities, bitwise=False, exact=False, refuses=REFUSES)
         return chosen
 
+    def data_size_of(self, num_ranks: int) -> int:
+        return num_ranks // self._sizes.get("tensor", 1)
+
+    def check(self, model: nn.Module) -> None:
+        refuse_sparse(model, self.name)
+        self.options.applied_to(model, self._sizes.get("tensor"))
+        super().check(model)
+
     def setup(self) -> Topology:
         super().setup()
         from torch.distributed.device_mesh import init_device_mesh
@@ -141,7 +149,6 @@ class ShardedStrategy(ShardedOptimizers):
         from lockstep.strategies.mesh.axes import apply_axes
 
         assert self._mesh is not None
-        refuse_sparse(model, self.name)
         wrapped = apply_axes(
             model,
             self._mesh,

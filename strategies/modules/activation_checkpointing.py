@@ -24,6 +24,12 @@ def recompute(model: nn.Module, rule: Rule) -> None:
     In place, and the same when called twice; names, parameters, hooks and copies stay as they are. Raises ValueError
     where the rule finds none.
     """
+    for block in find_recomputed(model, rule).values():
+        block.__class__ = type(block) if type(block) in _PLAIN else _recomputed(type(block))  # type: ignore[arg-type]
+
+
+def find_recomputed(model: nn.Module, rule: Rule) -> dict[str, nn.Module]:
+    """The blocks that `recompute` is for, by name. Raises ValueError as it does."""
     found = match(model, rule, "activation_checkpointing")
     if not found:
         raise ValueError(
@@ -37,7 +43,7 @@ def recompute(model: nn.Module, rule: Rule) -> None:
                 f"activation_checkpointing wraps the forward of a block's class, but {name} has one of its own; define "
                 f"it in {type(block).__name__}"
             )
-        block.__class__ = type(block) if type(block) in _PLAIN else _recomputed(type(block))  # type: ignore[arg-type]
+    return found
 
 
 def keep(model: nn.Module) -> None:

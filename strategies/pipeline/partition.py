@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lockstep.strategies.modules.activation_checkpointing import is_recomputed
-from lockstep.strategies.modules.blocks import Layer, balance, find_layers, measures
+from lockstep.strategies.modules.activation_checkpointing import find_recomputed
+from lockstep.strategies.modules.blocks import Layer, Rule, balance, find_layers, measures
 from lockstep.strategies.modules.call_order import call_order
 
 
@@ -59,14 +59,29 @@ def cut(model: nn.Module, module: str | None = None) -> Cut:
     return Cut(name, net, layers, shells)
 
 
-def refuse_recomputed_groups(model: nn.Module, parts: Cut) -> None:
-    """Raise ValueError if activation checkpointing is on for a block that holds several layers."""
-    for name, block in model.named_modules():
-        if is_recomputed(block) and any(layer.name.startswith(f"{name}.") for layer in parts.layers):
-            raise ValueError(
-                f"a pipeline recomputes its layers one by one, but activation_checkpointing finds {name}, which holds "
-                "several; name them, or submodules of them"
-            )
+def check(
+    model: nn.Module,
+    module: str | None,
+    num_stages: int,
+    split: Sequence[str] | None,
+    sample: Any,
+    recomputed: bool | Rule,
+) -> None:
+    """Raise ValueError for a model that cannot be cut into so many stages, as far as its modules show.
+
+    `module`, `split`, `sample` and `recomputed` (False for none): as given to `Pipeline`.
+    """
+    parts = cut(model, module)
+    # Where stages begin is known without what layers cost if there are as many of them.
+    if split is not None or sample is None or len(parts.layers) <= num_stages:
+        stages(parts, num_stages, split)
+    if recomputed is not False:
+        for name in find_recomputed(model, recomputed):  # type: ignore[arg-type]
+            if any(layer.name.startswith(f"{name}.") for layer in parts.layers):
+                raise ValueError(
+                    f"a pipeline recomputes its layers one by one, but activation_checkpointing finds {name}, which "
+                    "holds several; name them, or submodules of them"
+                )
 
 
 def stages(

@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -42,6 +41,7 @@ from lockstep.strategies.pipeline.stage_tensors import Tied, merge_meta, shard_l
 from lockstep.strategies.pipeline.staged_module import Staged
 from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
+from lockstep.strategies.sync.buffers import share_model
 from lockstep.strategies.sync.collectives import local
 
 if TYPE_CHECKING:
@@ -104,12 +104,19 @@ class StagedStrategy(SPMDStrategy):
         devices = devices_of(self.axes, devices, num_nodes)
         chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
         world = environment.detect()
-        num_ranks = world.world_size if world is not None else self.num_devices
-        self.num_stage_ranks = resolve(self.axes, num_ranks)["pipeline"]
+        self.num_stage_ranks = resolve(self.axes, world.world_size if world else self.num_devices)["pipeline"]
         if chosen is self:
             self.schedule.check(self.num_stage_ranks, self.num_parts)
             self.capabilities = replace(self.capabilities, preserves_memory_format="fsdp" not in self.axes)
         return chosen
+
+    def data_size_of(self, num_ranks: int) -> int:
+        return num_ranks // resolve(self.axes, num_ranks)["pipeline"]
+
+    def check(self, model: nn.Module) -> None:
+        num_stages, rule = len(self.schedule.rank_of(self.num_stage_ranks)), self.activation_checkpointing
+        partition.check(model, self.module, num_stages, self.split, self.sample, rule)
+        super().check(model)
 
     def setup(self) -> Topology:
         super().setup()
@@ -133,18 +140,13 @@ class StagedStrategy(SPMDStrategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if not environment.started_by_lockstep():  # each rank has drawn initial weights of its own
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.data, 0)
-        parts = partition.cut(model, self.module)
-        partition.refuse_recomputed_groups(model, parts)
-        costs = None
+            share_model(model)
+        parts, costs, device = partition.cut(model, self.module), None, self.topology.device
         if self.sample is not None:  # one rank's times for all
-            mine = None if self.topology.rank else partition.measure(parts, self.sample, self.topology.device)
-            costs = self.broadcast(mine)
-        rank_of = self.schedule.rank_of(self.num_stage_ranks)
+            costs = self.broadcast(None if self.topology.rank else partition.measure(parts, self.sample, device))
+        rank_of, group = self.schedule.rank_of(self.num_stage_ranks), self._ranks.group
         stage_of = partition.stages(parts, len(rank_of), self.split, costs)
-        ranks = rank_of, self._ranks.stage_rank
-        staged = Staged(model, parts, stage_of, *ranks, self.topology.device, self._ranks.group)
+        staged = Staged(model, parts, stage_of, rank_of, self._ranks.stage_rank, device, group)
         staged.splits_backward = self.schedule.splits_backward
         staged.tied = Tied(staged.tensors, self._ranks, self.topology)
         if self._ranks.mesh is not None:
@@ -158,9 +160,9 @@ class StagedStrategy(SPMDStrategy):
     def teardown_module(self, wrapped: nn.Module) -> None:
         assert isinstance(wrapped, Staged)
         keeps = self.topology.rank == 0 or not environment.started_by_lockstep()  # else this process ends with the run
-        whole = gather_whole(self, self.state_dict(wrapped, {}), keep=keeps)
+        tensors = gather_whole(self, self.state_dict(wrapped, {}), keep=keeps).tensors
         if keeps:
-            wrapped.restore({name.removeprefix("model/"): tensor for name, tensor in whole.tensors.items()})
+            wrapped.restore({name.removeprefix("model/"): tensor for name, tensor in tensors.items()})
         super().teardown_module(wrapped)
 
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
@@ -256,9 +258,7 @@ class StagedStrategy(SPMDStrategy):
             return TensorShard.whole(tensor) if self.topology.data_rank == 0 else None
         from lockstep.strategies.mesh import dtensors
 
-        mesh = self._ranks.mesh
-        place = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
-        return dtensors.piece(tensor, {name: i for name, i in place.items() if name != "pipeline"})
+        return dtensors.piece(tensor, self._ranks.coordinate())
 
     def read_shard(self, reader: Reader, name: str, like: Tensor | None) -> Tensor:
         if self._ranks.mesh is None:

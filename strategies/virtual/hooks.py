@@ -18,10 +18,6 @@ class ShareHooks:
 
     _watched: list[nn.Parameter]
 
-    def data_size_of(self, num_ranks: int) -> int:
-        """Of so many ranks the number of those that see different samples."""
-        return num_ranks
-
     def take_share(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], share: int) -> bool:
         """Called after the steps of a window, before users' hooks for `share` of this rank: let the model and the
         optimizers hold what is that share's own. Return whether they hold something else now."""

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
-from lockstep.strategies.mesh.mesh import resolve
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.pipeline.optimizers import own_parameters
 from lockstep.strategies.pipeline.staged_module import Staged
@@ -76,9 +75,6 @@ class VirtualPipeline(StagedStrategy, VirtualStep):
         self.one_rank = partial(VirtualReplicas, virtual_ranks)
         self._streams = Streams()
         self._buffered: list[nn.Module] = []
-
-    def data_size_of(self, num_ranks: int) -> int:
-        return num_ranks // resolve(self.axes, num_ranks)["pipeline"]
 
     def wrap(self, model: nn.Module) -> nn.Module:
         staged = super().wrap(model)

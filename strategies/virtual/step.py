@@ -75,14 +75,14 @@ class VirtualStep(ShareHooks, SPMDStrategy):
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.virtual_ranks))
         return self.topology
 
-    def setup_module(self, model: nn.Module) -> nn.Module:
+    def check(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
                 raise ValueError(
                     f"{name} is a SyncBatchNorm, whose statistics are those of all ranks, and virtual_ranks computes "
                     "each share by itself; use BatchNorm"
                 )
-        return super().setup_module(model)
+        super().check(model)
 
     def teardown(self) -> None:
         super().teardown()

@@ -17,7 +17,7 @@ from lockstep.trainer.run.folder import conclude
 from lockstep.trainer.run.lifecycle import attached
 from lockstep.trainer.run.state import RESULTS, RunState
 from lockstep.trainer.seeding import rng_state, set_rng_state
-from lockstep.trainer.setup import start
+from lockstep.trainer.setup import ahead, start
 
 if TYPE_CHECKING:
     from lockstep.trainer.setup.loaders import Sources
@@ -27,6 +27,7 @@ def launch_fit(run: RunState, module: Module, sources: Sources, ckpt_path: str |
     """Launch ranks that fit, again from the newest checkpoint when they die; adopt what rank 0 brought back."""
     before, streams = run.log_dir, rng_state()
     run.module, run.stage = module, "fit"
+    ahead.check(run, module, sources, "fit")
     choice = start.checked_choice(start.choose(run, ckpt_path))  # here, so that every attempt has the same folder
     run.log_dir, first = choice["log_dir"], choice["checkpoint"]
     of_others = store.present(saving.folder_of(run))
@@ -64,6 +65,7 @@ def launch_fit(run: RunState, module: Module, sources: Sources, ckpt_path: str |
 
 def launch_evaluation(run: RunState, stage: str, module: Module, sources: Sources, ckpt_path: str | None) -> Any:
     """Launch ranks that validate, test or predict; return what rank 0 returned."""
+    ahead.check(run, module, sources, stage)
     run.begun = True
     result = run.strategy.launch(_on_rank, run, stage, module, sources, ckpt_path, rng_state())
     _adopt(run, module, result)

@@ -89,10 +89,10 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         saved = checkpoint.state.get("virtual_ranks", 0)
         now = strategy.virtual_ranks if strategy.capabilities.exact else 0
         resume.check_virtual_ranks(checkpoint.path, saved, now)
-    reload = _Reload.of(run, module, sources)
+    reload = Reload.of(run, module, sources)
     with nullcontext() if reload is None else reload.at_its_epoch():
         source = combined(sources.get(module, "train"))
-        train_loader, limit, num_batches = _train_loader(run, module, source)
+        loader, limit, num_batches = train_loader(run, module, source)
         val_loaders = _val_loaders(run, module, sources, source)
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(
@@ -123,11 +123,11 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     transfer = transfer_of(module, run.datamodule, strategy.to_device, strategy.topology.device)
     steps_itself = overrides(module, "optimizer_step", Module)
     return FitLoop(
-        train_loader=train_loader,
+        train_loader=loader,
         limit=limit,
         num_batches=num_batches,
         val_loaders=val_loaders,
-        val_every=_validation_interval(run, num_batches) if val_loaders else None,
+        val_every=validation_interval(run, num_batches) if val_loaders else None,
         check_val_every_n_epoch=run.arguments.check_val_every_n_epoch or 1,
         training_step=training_step,
         transfer=strategy.to_device if transfer is None else lambda batch: transfer(batch, 0),
@@ -137,14 +137,14 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         before_backward=all_of(run.hooks.on_before_backward),
         after_backward=in_phase(AFTER_BACKWARD, all_of(run.hooks.on_after_backward)),
         reevaluates=steps_itself or bool(closing),
-        counts_manually=not module.automatic_optimization and train_loader.may_filter,
+        counts_manually=not module.automatic_optimization and loader.may_filter,
         reload=reload,
         guards=Guards(run, module, module.automatic_optimization and not steps_itself, unowned),
     )
 
 
 @dataclass
-class _Reload:
+class Reload:
     """`reload_dataloaders_every_n_epochs`."""
 
     run: RunState
@@ -155,7 +155,7 @@ class _Reload:
     """The epoch in which the loaders were due."""
 
     @classmethod
-    def of(cls, run: RunState, module: Module, sources: Sources) -> _Reload | None:
+    def of(cls, run: RunState, module: Module, sources: Sources) -> Reload | None:
         every, progress = run.arguments.reload_dataloaders_every_n_epochs, run.progress
         if not every:
             return None
@@ -183,12 +183,12 @@ class _Reload:
         self.made_for = epoch - epoch % self.every
         plan = run.train_dataloader.plan
         source = combined(self.sources.get(self.module, "train"))
-        loop.train_loader, loop.limit, loop.num_batches = _train_loader(run, self.module, source, plan)
+        loop.train_loader, loop.limit, loop.num_batches = train_loader(run, self.module, source, plan)
         loop.val_loaders = _val_loaders(run, self.module, self.sources, source)
-        loop.val_every = _validation_interval(run, loop.num_batches) if loop.val_loaders else None
+        loop.val_every = validation_interval(run, loop.num_batches) if loop.val_loaders else None
 
 
-def _train_loader(
+def train_loader(
     run: RunState, module: Module, source: Any, plan: Mapping[str, Any] | None = None
 ) -> tuple[ShardedLoader, int | None, int | None]:
     """The sharded training loader, the limit of its batches in an epoch, and their number, if known.
@@ -249,10 +249,15 @@ def change_accumulation(run: RunState, loop: FitLoop) -> None:
     run.windows_per_epoch = loop.train_loader.num_windows(loop.limit)
 
 
+def validates(run: RunState, module: Module) -> bool:
+    """Whether validation runs if there is data for it."""
+    return overrides(module, "validation_step", Module) and run.arguments.limit_val_batches != 0
+
+
 def _val_loaders(run: RunState, module: Module, sources: Sources, training: Any) -> list[ShardedLoader]:
     overfit = run.arguments.overfit_batches
     given = None
-    if overrides(module, "validation_step", Module) and run.arguments.limit_val_batches != 0:
+    if validates(run, module):
         given = training if overfit else sources.get(module, "val")
     run.given_loaders["val"] = given
     return evaluation_loaders(run, given, "val", overfit)
@@ -344,7 +349,7 @@ def _parameters_by_optimizer(run: RunState, module: Module) -> dict[str, list[nn
     }
 
 
-def _validation_interval(run: RunState, num_batches: int | None) -> int | None:
+def validation_interval(run: RunState, num_batches: int | None) -> int | None:
     wanted = run.arguments.val_check_interval
     if wanted is None or (isinstance(wanted, float) and wanted == 1.0):
         return None

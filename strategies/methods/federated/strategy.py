@@ -120,7 +120,7 @@ class Federated(ClientSteps):
             torch.set_num_threads(self._threads)
             self._threads = None
 
-    def setup_module(self, model: nn.Module) -> nn.Module:
+    def check(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
                 raise ValueError(
@@ -130,7 +130,7 @@ class Federated(ClientSteps):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_complex():
                 raise ValueError(f"Federated averages real numbers, but {name} is {tensor.dtype}; hold it as two")
-        return super().setup_module(model)
+        super().check(model)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         model = model.to(self.topology.device)
