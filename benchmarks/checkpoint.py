@@ -6,7 +6,8 @@ A fit with AdamW on one process, a third of the bytes each for parameters and tw
 and saves in every way in turn: at once, at once without checksums (they are replaced by nothing, for this measurement
 only), in the place of an older checkpoint, and asynchronously; beside a copy of the same tensors in memory, and a
 raw write of their bytes to one file, flushed to the disk. A time is milliseconds, the median over rounds; ratios are
-medians of those to the copy and to the raw write of the same round. Expect a minute.
+medians of those to the copy and to the raw write of the same round. At last the checkpoint is verified, from the page
+cache, by one thread and by as many as a resume takes. Expect a minute.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.utils.data import DataLoader
 from benchmarks._rounds import described, machine, quiet, summarize, table, take_turns, write_json
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
-from lockstep.trainer.checkpoint import file_writer
+from lockstep.trainer.checkpoint import file_writer, reader
 
 COPY, RAW, SAVE, UNCHECKED, BESIDE = (
     "memory copy of the state",
@@ -76,6 +77,8 @@ class Measure(Callback):
             UNCHECKED: partial(unchecked, partial(trainer.save_checkpoint, self.folder / "new")),
             "save that replaces an older one": partial(trainer.save_checkpoint, self.folder / "old"),
             BESIDE: partial(trainer.save_checkpoint, self.folder / "new", wait=False),
+            "verify, one thread": partial(verify, self.folder / "old", 1),
+            "verify, as a resume does": partial(verify, self.folder / "old", None),
         }
         self.times = take_turns(
             {name: partial(self.timed, way, trainer._run.finish_saving) for name, way in ways.items()}, self.rounds
@@ -107,6 +110,10 @@ def write(tensors: list[Tensor], path: Path) -> None:
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)
+
+
+def verify(path: Path, threads: int | None) -> None:
+    reader.check_files(path, reader.read_manifest(path)["files"], checksums=True, threads=threads)
 
 
 def unchecked(save: Callable[[], Any]) -> None:

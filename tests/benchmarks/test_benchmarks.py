@@ -153,6 +153,8 @@ def test_checkpoint(run: Run, tmp_path: Path) -> None:
         "save",
         "save, no checksums",
         "asynchronous save",
+        "verify, one thread",
+        "verify, as a resume does",
     } <= set(results)
     sane(results, "ms", output, 2, least=0.001, most=1e5)
     assert all(0 < row["blocked_ms"] <= row["median_ms"] for row in results.values())

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lockstep.trainer.checkpoint.checksum import crc32
+from lockstep.trainer.checkpoint.checksum import crc32, joined
 from lockstep.trainer.checkpoint.directory import asides
 from lockstep.trainer.checkpoint.manifest import (
     FORMAT,
@@ -33,7 +34,10 @@ from lockstep.trainer.checkpoint.manifest import (
 )
 from lockstep.trainer.checkpoint.safetensors_file import CODES, DTYPES, PAIRS
 
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 1 << 20
+_SEGMENT_BYTES = 16 << 20
+"""What a thread verifies at a time."""
+_MAX_THREADS = 16
 _LFS = b"version https://git-lfs.github.com/spec"
 
 
@@ -71,7 +75,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], verify: bool = True) -> Checkpoint:
-        """Open the checkpoint at `path`; with `verify` every byte is read and checked, in constant memory.
+        """Open the checkpoint at `path`; with `verify` threads read and check every byte, in constant memory.
 
         Manifest, names, sizes, JSON files and the index of pieces are checked in any case. Without `verify` a
         flipped bit in a tensor passes, so leave it out only where another rank has just verified.
@@ -230,31 +234,57 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_files(folder: Path, files: dict[str, Any], *, checksums: bool) -> None:
+def check_files(folder: Path, files: dict[str, Any], *, checksums: bool, threads: int | None = None) -> None:
+    """Raise CheckpointError for the first of `files` that is not as the manifest says; with `checksums` by every byte,
+    which `threads` read in segments (by default one a core)."""
     for name, entry in files.items():
-        with _open_regular(folder, name) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != entry["size"]:
-                pointer = file.read(len(_LFS)) == _LFS
-                raise unusable(
-                    folder,
-                    f"{name} is a git-lfs pointer, so run `git lfs pull`"
-                    if pointer
-                    else f"{name} has {size} bytes instead of {entry['size']}",
-                )
-            if not checksums:
-                continue
-            checksum = 0
-            buffer = memoryview(bytearray(min(_CHUNK_BYTES, size) or 1))
-            try:
-                while count := file.readinto(buffer):  # type: ignore[attr-defined]
-                    checksum = crc32(buffer[:count], checksum)
-            except OSError as error:
-                raise unusable(folder, f"{name} cannot be read ({reason(error)})") from error
-            if f"{checksum:08x}" != entry["crc32"]:
-                raise unusable(
-                    folder, f"{name} has changed: its checksum is {checksum:08x} instead of {entry['crc32']}"
-                )
+        _check_size(folder, name, entry)
+    if not checksums:
+        return
+    segments = [(name, start) for name, entry in files.items() for start in range(0, entry["size"], _SEGMENT_BYTES)]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, min(threads or cores, _MAX_THREADS, len(segments)))
+    with ThreadPoolExecutor(threads, "lockstep-verify") as pool:
+        found = pool.map(lambda segment: _checksum_of(folder, *segment), segments)
+        try:
+            for name, entry in files.items():
+                checksum = 0
+                for start in range(0, entry["size"], _SEGMENT_BYTES):
+                    checksum = joined(checksum, next(found), min(_SEGMENT_BYTES, entry["size"] - start))
+                if f"{checksum:08x}" != entry["crc32"]:
+                    raise unusable(
+                        folder, f"{name} has changed: its checksum is {checksum:08x} instead of {entry['crc32']}"
+                    )
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _check_size(folder: Path, name: str, entry: dict[str, Any]) -> None:
+    with _open_regular(folder, name) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != entry["size"]:
+            pointer = file.read(len(_LFS)) == _LFS
+            raise unusable(
+                folder,
+                f"{name} is a git-lfs pointer, so run `git lfs pull`"
+                if pointer
+                else f"{name} has {size} bytes instead of {entry['size']}",
+            )
+
+
+def _checksum_of(folder: Path, name: str, start: int) -> int:
+    """The checksum of the segment of a file that begins at `start`."""
+    checksum, left = 0, _SEGMENT_BYTES
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    with _open_regular(folder, name) as file:
+        try:
+            file.seek(start)
+            while left and (count := file.readinto(buffer[:left])):  # type: ignore[attr-defined]
+                checksum, left = crc32(buffer[:count], checksum), left - count
+        except OSError as error:
+            raise unusable(folder, f"{name} cannot be read ({reason(error)})") from error
+    return checksum
 
 
 def _read_json(folder: Path, name: str, entry: dict[str, Any] | None) -> dict[str, Any]:

@@ -357,9 +357,10 @@ class Saving:
     def _read_back(self, files: dict[str, Any] | None, *, checksums: bool) -> None:
         """Raise CheckpointError if these files, by default the manifest's, are not on the disk as they were written."""
         try:
+            files = read_manifest(self.temporary)["files"] if files is None else files
             check_files(
-                self.temporary, read_manifest(self.temporary)["files"] if files is None else files, checksums=checksums
-            )
+                self.temporary, files, checksums=checksums, threads=1
+            )  # asynchronous saves leave the other cores to the training
         except CheckpointError as error:
             raise self._stopped(
                 f"what was written cannot be read back ({str(error).split(': ', 1)[-1].split(';')[0]})", None

@@ -306,11 +306,11 @@ def test_each_byte_is_checked_once_when_a_run_is_resumed(
     checked: list[str] = []
     original = reader.check_files
 
-    def check(folder: Path, files: dict[str, Any], *, checksums: bool) -> None:
+    def check(folder: Path, files: dict[str, Any], *, checksums: bool, **how: Any) -> None:
         if checksums:
             with open(tmp_path / "checked", "a") as file:
                 file.write(f"{folder}\n")
-        original(folder, files, checksums=checksums)
+        original(folder, files, checksums=checksums, **how)
 
     monkeypatch.setattr(reader, "check_files", check)
 
