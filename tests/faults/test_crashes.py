@@ -1,7 +1,8 @@
 """Ranks and launchers killed at random, again and again: what the training ends with is, bit by bit, what it would have
 been.
 
-Five kills for each strategy in twelve steps by default, forty in four times 24 steps in the slow run (`-m slow`).
+Five kills in twelve steps by default, forty in four times 24 steps for each strategy in the slow run (`-m slow`), which
+also kills once in each of fifty trainings, at any instant from the start of the launcher to its end.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,11 +24,13 @@ import torch
 
 from tests.conftest import REPO_ROOT
 from tests.faults.outcome import outcome
+from tests.faults.processes import descendants, is_alive
 
 pytestmark = pytest.mark.faults
 
-STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "pipeline": 2, "tensor": 2, "ddp topk=0.1": 2}
-DAILY = ("ddp",)
+STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "pipeline": 2, "tensor": 2, "ddp topk=0.1": 2, "fsdp=2,pipeline=2": 4}
+DAILY = ("ddp", "pipeline")
+TARGETS = ("launcher", "rank", "all")
 POINTS = ("next_batch", "forward", "backward", "before_step", "after_step", "callback", "teardown")
 SAVE_POINTS = ("save.snapshot", "save.open", "save.write", "save.fsync", "save.manifest", "save.rename")
 
@@ -80,15 +84,9 @@ class Training:
         log = self.folder / "runs/Slow/version_0/metrics.csv"
         return len(log.read_text().splitlines()) if log.exists() else 0
 
-    def alive(self, pid: int) -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-        except OSError:
-            return False
-
     def processes(self) -> list[int]:
         """The launcher, the server and the ranks that still run."""
-        return [int(path.name) for path in (self.folder / "pids").glob("*") if self.alive(int(path.name))]
+        return [int(path.name) for path in (self.folder / "pids").glob("*") if is_alive(int(path.name))]
 
     def ranks(self) -> list[int]:
         """Those of the processes that the server has forked."""
@@ -103,9 +101,9 @@ class Training:
     def wait(self, seconds: float = 100.0) -> None:
         """Until it has finished; a launcher that gave up, or was killed, is started again once its ranks are gone."""
         end = time.monotonic() + seconds
-        while not self.finished() or self.alive(self.launcher):
+        while not self.finished() or is_alive(self.launcher):
             assert time.monotonic() < end, self.log()
-            if not self.alive(self.launcher):
+            if not is_alive(self.launcher):
                 self.wait_until_gone()
                 if not self.finished():
                     assert self.launchers < 15, self.log()
@@ -151,12 +149,12 @@ def crash(
         rows = training.steps()
         due = max(rows + 1, chance.randrange(1 + i * steps // len(targets), 1 + (i + 1) * steps // len(targets)))
         while training.steps() < due and not training.finished():
-            if not training.alive(training.launcher):
+            if not is_alive(training.launcher):
                 training.wait_until_gone()
                 training.start()
             time.sleep(0.005)
         time.sleep(chance.random() * 0.1)
-        while not (ranks := training.ranks()) and training.alive(training.launcher):  # between two lives
+        while not (ranks := training.ranks()) and is_alive(training.launcher):  # between two lives
             time.sleep(0.005)
         victims = {"launcher": [training.launcher], "all": ranks, "rank": ranks[-1:]}[target]
         for pid in victims:
@@ -164,7 +162,7 @@ def crash(
                 os.kill(pid, signal.SIGKILL)
                 killed += 1
         if target == "launcher":
-            while training.alive(training.launcher):
+            while is_alive(training.launcher):
                 time.sleep(0.005)
             training.wait_until_gone()
             if not training.finished():
@@ -213,3 +211,56 @@ def test_five_kills(nursery: subprocess.Popen, tmp_path: Path, strategy: str) ->
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_forty_kills(nursery: subprocess.Popen, tmp_path: Path, strategy: str) -> None:
     assert survive(nursery, tmp_path, strategy, kills=11, steps=24, seeds=4) >= 40
+
+
+def kill_once(
+    nursery: subprocess.Popen, folder: Path, strategy: str, steps: int, target: str, rows: int, delay_s: float
+) -> str:
+    """One training and one kill, `delay_s` after it has logged so many rows; return what the kill met."""
+    chance = random.Random(folder.name)
+    training = Training(nursery, folder, strategy, steps)
+    training.start()
+    while training.steps() < rows:
+        time.sleep(0.002)
+    time.sleep(delay_s)
+    before, done, below = training.steps(), training.finished(), descendants(training.launcher)
+    known = [pid for pid in training.ranks() if pid in below]
+    victims = {
+        "launcher": [training.launcher],
+        "rank": [chance.choice(known or below or [training.launcher])],
+        "all": below[::-1],  # ranks before the server that would report them
+    }[target]
+    for pid in victims:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if target == "launcher":
+        end = time.monotonic() + 10
+        while left := [pid for pid in below if is_alive(pid)]:
+            assert time.monotonic() < end, f"{left} are left 10 s after their launcher\n{training.log()}"
+            time.sleep(0.02)
+    training.wait()
+    training.wait_until_gone()
+    same(training, folder.parent / "undisturbed")
+    return "after the end" if done else "after the first step" if before else "before the first step"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", "fsdp=2,pipeline=2"])
+def test_fifty_kills_at_any_instant(nursery: subprocess.Popen, tmp_path: Path, strategy: str) -> None:
+    kills, steps, chance = (50 if STRATEGIES[strategy] == 2 else 15), 24, random.Random(strategy)
+    for name in ("first", "undisturbed too"):  # the first one trains in the folder `undisturbed` before
+        training, began = Training(nursery, tmp_path / name, strategy, steps), time.monotonic()
+        training.start()
+        while training.steps() < 2:
+            time.sleep(0.002)
+        first_step_s = time.monotonic() - began
+        training.wait()
+        same(training, tmp_path / "undisturbed")
+    met: Counter[str] = Counter()
+    for i in range(kills):
+        rows = chance.randrange(2, steps) if i % 3 else 0  # the first is the header
+        delay_s = chance.random() * (0.15 if rows else first_step_s)
+        met[kill_once(nursery, tmp_path / f"{i}", strategy, steps, TARGETS[i // 3 % 3], rows, delay_s)] += 1
+    print(f"{strategy}: {dict(met)}")
+    assert met["before the first step"] and met["after the first step"] > kills // 3, met

@@ -25,6 +25,7 @@ import pytest
 
 from lockstep.trainer.checkpoint.store import Checkpoint, newest
 from tests.conftest import REPO_ROOT
+from tests.faults.processes import descendants, is_alive
 
 pytestmark = pytest.mark.faults
 
@@ -72,32 +73,15 @@ def nursery() -> Iterator[Nursery]:
         found.process.kill()
 
 
-def children(pid: int) -> list[int]:
-    """What a process has started, and what that has."""
-    found: list[int] = []
-    with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in map(int, (task / "children").read_text().split()):
-                found += [child, *children(child)]
-    return found
-
-
 def send(number: int, target: str, launcher: int, folder: Path, chance: random.Random) -> None:
     ranks = [int(path.name) for path in (folder / "pids").glob("*")]
-    pids = {"rank": [chance.choice(ranks)] if ranks else [launcher], "all": [launcher, *children(launcher)]}
+    pids = {"rank": [chance.choice(ranks)] if ranks else [launcher], "all": [launcher, *descendants(launcher)]}
     if target == "group":
         os.killpg(launcher, number)
         return
     for pid in pids.get(target, [launcher]):
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def signal_once(nursery: Nursery, folder: Path, number: int, target: str, delay_s: float, **how: Any) -> str:
