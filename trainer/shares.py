@@ -17,6 +17,7 @@ from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.metrics.gathering import gather_values
+from lockstep.trainer.metrics.sync import refuse_windows
 from lockstep.trainer.seeding import derive
 
 if TYPE_CHECKING:
@@ -268,6 +269,7 @@ class _MetricState:
 @contextmanager
 def shared_metrics(shares: Shares, module: nn.Module) -> Iterator[None]:
     """While it lasts the metrics of `module` compute over the states of all shares, and reset all of them."""
+    refuse_windows(module, shares._run.strategy.virtual_ranks or 1)
     metrics = [metric for metric in torchmetrics_of(module).values() if metric.dist_sync_fn is None]
     for metric in metrics:
         metric._sync_dist, metric.reset = _Together(shares, metric), _ResetAll(shares, metric)
@@ -280,11 +282,22 @@ def shared_metrics(shares: Shares, module: nn.Module) -> Iterator[None]:
             metric.distributed_available_fn = None
 
 
-class _Together:
-    """`metric._sync_dist`: put the states of all shares together, in their order, as torchmetrics does with ranks'."""
+class _OfShares:
+    """A method of a metric of which each share has states of its own."""
 
     def __init__(self, shares: Shares, metric: Any) -> None:
         self._shares, self._metric = shares, metric
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError(
+            f"{type(self._metric).__name__} was copied during a run in which a rank stands for several shares, learners "
+            "or workers, each with sums of its own, which a copy would not have; make all metrics before fit "
+            "(MetricTracker copies them), or give each share a rank of its own and no virtual_ranks"
+        )
+
+
+class _Together(_OfShares):
+    """`metric._sync_dist`: put the states of all shares together, in their order, as torchmetrics does with ranks'."""
 
     def __call__(self, *_: Any, **__: Any) -> None:
         metric, shares = self._metric, self._shares
@@ -307,10 +320,7 @@ class _Together:
             setattr(metric, name, value)
 
 
-class _ResetAll:
-    def __init__(self, shares: Shares, metric: Any) -> None:
-        self._shares, self._metric = shares, metric
-
+class _ResetAll(_OfShares):
     def __call__(self) -> None:
         self._shares.forget(self._metric)
 

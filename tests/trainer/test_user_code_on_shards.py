@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torchmetrics import MeanMetric
-from torchmetrics.wrappers import Running
+from torchmetrics.wrappers import MetricTracker, Running
 
 from lockstep import Module
 from lockstep.strategies import DDP, DeepSpeed, ParameterServer
@@ -490,3 +490,40 @@ def test_a_metric_over_the_last_updates_is_refused_on_several_ranks() -> None:
     fitted(LogsWindow(), "single", 1)
     with pytest.raises(ValueError, match=r"recent \(Running\) is over the last 3 updates, and each of 2 ranks"):
         fitted(LogsWindow(), "ddp", 2)
+    with pytest.raises(ValueError, match=r"recent \(Running\) is over the last 3 updates, and each of 2 ranks"):
+        fitted(LogsWindow(), "ddp", 1, virtual_ranks=2)
+
+
+class LogsByWeight(OfAnyPrecision):
+    """Weights of a mean that no float adds up exactly."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("by weight", batch[0].mean(), batch_size=batch[0].abs().sum(), on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_means_with_weights_of_any_size_have_the_same_bits_on_any_number_of_ranks(seed: int) -> None:
+    logged = []
+    for devices in (1, 2):
+        run = quiet(
+            strategy="ddp", devices=devices, virtual_ranks=2, precision="64-true", split_batches=True, seed=seed
+        )
+        torch.manual_seed(seed)
+        run.fit(LogsByWeight(), batches(40 + seed))
+        logged.append(float(run.callback_metrics["by weight"]))
+    assert logged[0] == logged[1]
+
+
+class TracksMetric(OfAnyPrecision):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = MetricTracker(MeanMetric(), maximize=False)
+
+    def on_train_epoch_start(self) -> None:
+        self.tracker.increment()
+
+
+def test_a_copy_of_a_metric_of_shares_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="MeanMetric was copied during a run in which a rank stands for several"):
+        fitted(TracksMetric(), "ddp", 1, virtual_ranks=2)

@@ -102,8 +102,13 @@ def _shared_sums(saved: list[dict[str, Any]], strategy: Strategy) -> dict[str, A
             if rank == 0 if rank_zero_only else rank % strategy.topology.data_size == strategy.topology.data_rank:
                 both = number if own[-4] is None else own[-4] + number if isinstance(number, list) else None
                 own[-4] = COMBINE[reduce_fx]([own[-4], number]) if both is None else both
-                own[-3] += count
+                apart = isinstance(own[-3], list) or isinstance(count, list)
+                own[-3] = [*_listed(own[-3]), *_listed(count)] if apart else own[-3] + count
     return sums
+
+
+def _listed(count: Any) -> list[float]:
+    return count if isinstance(count, list) else [count]
 
 
 def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:

@@ -176,7 +176,7 @@ def _is_sum(value: Any) -> bool:
         all(map(_is_flag, flags))
         and (metric is None or _is_str(metric))
         and (is_number(number) or _is_list(number, is_number))
-        and _is_weight(count)
+        and (_is_weight(count) or _is_list(count, is_number))
         and is_number(epoch_value)
         and _is_weight(epoch_count)
     )

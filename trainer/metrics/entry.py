@@ -32,6 +32,7 @@ class Entry:
         "reduce_fx",
         "seen",
         "start",
+        "no_count",
         "total",
     )
 
@@ -51,11 +52,12 @@ class Entry:
         self.start: Any = -float("inf") if reduce_fx == "max" else float("inf")
         if reduce_fx in ("mean", "sum"):
             self.start = ExactSum() if exact else 0.0
+        self.no_count: Any = ExactSum() if exact else 0.0
         self.metric: Any = None
         self.by_hand = False  # logged outside of batches: a rank's value weighs the samples that it has seen
         self.total: Tensor | None = None  # what tensors added since the last reduction, on their device
         self.number: Any = self.start  # an ExactSum with virtual ranks
-        self.count = 0.0  # of this rank, since the last reduction
+        self.count: Any = self.no_count  # of this rank, since the last reduction
         self.seen = 0.0  # 1 where `metric` was logged on this rank since the last reduction
         self.epoch_value = float(self.start)  # over all ranks, since the epoch began
         self.epoch_count = 0.0

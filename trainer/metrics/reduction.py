@@ -63,23 +63,27 @@ def _exact_rows(shared: list[Entry], strategy: Strategy) -> list[list[Any]]:
         return [_values_of(shared)]
     held = [(e.number, e.count, e.seen) for e in shared]
     if not strategy.topology.is_reporting_rank:  # another rank reports the same samples
-        held = [(e.start, 0.0, 0.0) for e in shared]
-    parts = [number.floats() if isinstance(number, ExactSum) else [number] for number, _, _ in held]
-    width = int(strategy.all_reduce(torch.tensor(max(1, *map(len, parts))), "max"))
-    mine = [x for (_, *counts), part in zip(held, parts, strict=True) for x in (*counts, *part, *_padding(width, part))]
+        held = [(e.start, e.no_count, 0.0) for e in shared]
+    parts = [[*map(_floats, (number, count))] for number, count, _ in held]
+    width = int(strategy.all_reduce(torch.tensor(max(len(part) for both in parts for part in both)), "max"))
+    mine = [x for (*_, seen), both in zip(held, parts, strict=True) for x in (seen, *_padded(both, width))]
     rows = []
     for row in strategy.all_gather(torch.tensor(mine, dtype=torch.float64)).tolist():
         values: list[Any] = []
         for i, entry in enumerate(shared):
-            count, seen, first, *rest = row[(width + 2) * i : (width + 2) * (i + 1)]
-            number = ExactSum.of([first, *rest]) if isinstance(entry.start, ExactSum) else first
-            values += [number, count, seen]
+            seen, *rest = row[(2 * width + 1) * i : (2 * width + 1) * (i + 1)]
+            number = ExactSum.of(rest[:width]) if isinstance(entry.start, ExactSum) else rest[0]
+            values += [number, ExactSum.of(rest[width:]), seen]
         rows.append(values)
     return rows
 
 
-def _padding(width: int, part: list[float]) -> list[float]:
-    return [0.0] * (width - len(part))
+def _floats(number: Any) -> list[float]:
+    return (number.floats() or [0.0]) if isinstance(number, ExactSum) else [number]
+
+
+def _padded(parts: list[list[float]], width: int) -> list[float]:
+    return [x for part in parts for x in (*part, *[0.0] * (width - len(part)))]
 
 
 def _values(
@@ -87,10 +91,10 @@ def _values(
 ) -> dict[str, float]:
     """Move what was added on all ranks into the epoch's value; return what to show, by final name."""
     shown: dict[str, float] = {}
-    count = sum(counts)
+    count = float(sum(counts))
     combine = COMBINE[entry.reduce_fx]
     total = float(combine(numbers))
-    entry.number, entry.count, entry.seen = entry.start, 0.0, 0.0
+    entry.number, entry.count, entry.seen = entry.start, entry.no_count, 0.0
     both = entry.on_step and entry.on_epoch
     step_name = of_kind(entry.name, "step") if both else entry.name
     is_mean = entry.reduce_fx == "mean"
@@ -138,7 +142,7 @@ def _weighed_by_samples(
 ) -> tuple[list[float], list[float]]:
     """What ranks have logged outside of batches, each rank's mean weighted by its samples; a rank without any counts
     nothing."""
-    numbers = [float(number) for number in numbers]
+    numbers, counts = [[*map(float, values)] for values in (numbers, counts)]
     if not any(samples):  # before the first batch
         samples = [1] * len(samples)
     if entry.reduce_fx != "mean":

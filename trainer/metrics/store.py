@@ -195,7 +195,7 @@ class MetricStore:
 
     def back_to(self, mark: list[tuple[Any, ...]]) -> None:
         """Forget what was logged since `mark`; names stay."""
-        fresh = [(e, e.start, None, 0.0, 0.0, float(e.start), 0.0) for e in self.entries.values()]
+        fresh = [(e, e.start, None, e.no_count, 0.0, float(e.start), 0.0) for e in self.entries.values()]
         for entry, *values in [*fresh, *mark]:
             entry.number, entry.total, entry.count, entry.seen, entry.epoch_value, entry.epoch_count = values
 
@@ -231,7 +231,14 @@ class MetricStore:
         for entry in self.entries.values():
             self._settle(entry)
         return {
-            e.name: [*e.flags(), self.path(e.metric), _saved(e.number), e.count, e.epoch_value, e.epoch_count or e.seen]
+            e.name: [
+                *e.flags(),
+                self.path(e.metric),
+                _saved(e.number),
+                _saved_count(e.count),
+                e.epoch_value,
+                e.epoch_count or e.seen,
+            ]
             for e in self.entries.values()
         }
 
@@ -260,8 +267,8 @@ class MetricStore:
                     )
             if number is not None:
                 entry.number = ExactSum.of(number) if isinstance(number, list) else number
-                entry.count = count
-                self._restored[name] = entry.number, count
+                entry.count = entry.no_count + (ExactSum.of(count) if isinstance(count, list) else count)
+                self._restored[name] = entry.number, entry.count
 
     def reduce(self, strategy: Strategy, epoch_end: bool = False, reset: bool = True) -> list[Reduced]:
         """Exchange what was added since the last call; return the values to show now.
@@ -386,3 +393,9 @@ class MetricStore:
 
 def _saved(number: Any) -> Any:
     return number.floats() if isinstance(number, ExactSum) else number
+
+
+def _saved_count(count: Any) -> Any:
+    """A number, or what it is the sum of, if no float is that."""
+    parts = count.floats() if isinstance(count, ExactSum) else []
+    return parts if len(parts) > 1 else float(count)

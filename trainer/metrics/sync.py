@@ -38,7 +38,7 @@ def synced_metrics(module: nn.Module, strategy: Strategy) -> Iterator[None]:
     and a metric keeps samples, and counts those twice that several ranks share. Raises ValueError for a metric over the
     last updates, of which a rank has its own.
     """
-    _refuse_windows(module, strategy)
+    refuse_windows(module, strategy.topology.data_size)
     metrics = (
         [metric for metric in torchmetrics_of(module).values() if metric.dist_sync_fn is None]
         if strategy.topology.world_size > 1
@@ -54,12 +54,13 @@ def synced_metrics(module: nn.Module, strategy: Strategy) -> Iterator[None]:
             del metric._sync_dist
 
 
-def _refuse_windows(module: nn.Module, strategy: Strategy) -> None:
-    for name, metric in torchmetrics_of(module).items() if strategy.topology.data_size > 1 else ():
+def refuse_windows(module: nn.Module, num_ranks: int) -> None:
+    """Raise ValueError for a metric over the last updates, where several ranks or shares have some of them."""
+    for name, metric in torchmetrics_of(module).items() if num_ranks > 1 else ():
         if any(kind.__module__ == "torchmetrics.wrappers.running" for kind in type(metric).__mro__):
             raise ValueError(
                 f"{name} ({type(metric).__name__}) is over the last {getattr(metric, 'window', 'few')} updates, and "
-                f"each of {strategy.topology.data_size} ranks has others; log the metric that it wraps, or use one rank"
+                f"each of {num_ranks} ranks or shares has others; log the metric that it wraps, or use one rank"
             )
 
 
