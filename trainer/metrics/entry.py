@@ -24,6 +24,7 @@ class Entry:
         "logger",
         "metric",
         "name",
+        "no_count",
         "number",
         "on_epoch",
         "on_step",
@@ -32,7 +33,6 @@ class Entry:
         "reduce_fx",
         "seen",
         "start",
-        "no_count",
         "total",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 _SHIFT = 1074
 """Every finite float64 is a whole multiple of 2**-1074."""
@@ -57,3 +58,14 @@ class ExactSum:
                 return [parts[-1]]
             rest = rest + -parts[-1]
         return parts
+
+
+def saved_sum(number: Any) -> Any:
+    """A sum as JSON data."""
+    return number.floats() if isinstance(number, ExactSum) else number
+
+
+def saved_count(count: Any) -> Any:
+    """A count as JSON data: a number, or those whose sum it is, if no float is that."""
+    parts = saved_sum(count)
+    return parts if isinstance(parts, list) and len(parts) > 1 else float(count)

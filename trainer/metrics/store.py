@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.trainer.metrics import reduction
 from lockstep.trainer.metrics.entry import COMBINE, Entry, Reduced, is_metric, of_two_kinds, too_late
-from lockstep.trainer.metrics.exact import ExactSum
+from lockstep.trainer.metrics.exact import ExactSum, saved_count, saved_sum
 from lockstep.trainer.metrics.part import Part
 
 if TYPE_CHECKING:
@@ -234,8 +234,8 @@ class MetricStore:
             e.name: [
                 *e.flags(),
                 self.path(e.metric),
-                _saved(e.number),
-                _saved_count(e.count),
+                saved_sum(e.number),
+                saved_count(e.count),
                 e.epoch_value,
                 e.epoch_count or e.seen,
             ]
@@ -389,13 +389,3 @@ class MetricStore:
             total = float(entry.total)  # host sync: only when state is saved or a value changes its device
             entry.number = total if entry.reduce_fx in ("max", "min") else entry.number + total
             entry.total = None
-
-
-def _saved(number: Any) -> Any:
-    return number.floats() if isinstance(number, ExactSum) else number
-
-
-def _saved_count(count: Any) -> Any:
-    """A number, or what it is the sum of, if no float is that."""
-    parts = count.floats() if isinstance(count, ExactSum) else []
-    return parts if len(parts) > 1 else float(count)
