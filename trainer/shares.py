@@ -290,8 +290,8 @@ class _OfShares:
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError(
-            f"{type(self._metric).__name__} was copied during a run in which a rank stands for several shares, learners "
-            "or workers, each with sums of its own, which a copy would not have; make all metrics before fit "
+            f"{type(self._metric).__name__} was copied during a run in which a rank stands for several shares, "
+            "learners or workers, each with sums of its own, which a copy would not have; make all metrics before fit "
             "(MetricTracker copies them), or give each share a rank of its own and no virtual_ranks"
         )
 

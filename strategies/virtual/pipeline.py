@@ -119,7 +119,7 @@ class VirtualPipeline(StagedStrategy, VirtualStep):
         self._step_hooks = hooks
         self._steps_seen += 1
         engines = self._engines = self._engines or self._make_engines()
-        before, gradients = self._weights(), PartialSums(add_gradients)
+        before, gradients = self._weights(begins=True), PartialSums(add_gradients)
         with self._in_shares(wrapped, hooks):
             shares = ShareWindow(
                 wrapped,

@@ -81,6 +81,10 @@ def move(module: Any, x: torch.Tensor) -> None:
         module.layer.weight.mul_(0.9)
 
 
+def write(module: Any, x: torch.Tensor) -> None:
+    module.layer.weight.detach().numpy()[...] *= 0.9
+
+
 def meet(module: Any, x: torch.Tensor) -> None:
     module.all_gather(x)
 
@@ -106,6 +110,7 @@ def step_back(module: Any, x: torch.Tensor) -> None:
         (count, "training_step changed count of the model"),
         (center, "training_step changed center of the model"),
         (move, "training_step changed the parameters layer.weight"),
+        (write, "training_step changed the parameters layer.weight"),
         (meet, "all_gather was called within a share of virtual_ranks=2"),
     ],
 )
