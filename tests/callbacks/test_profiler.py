@@ -31,7 +31,6 @@ def test_simple_tells_the_parts_apart(capsys: pytest.CaptureFixture[str]) -> Non
     assert profiler.first_s >= 0.02
     assert profiler.seconds["forward"] >= 5 * 0.02
     assert profiler.seconds["validation"] >= 2 * 0.01
-    assert max(profiler.seconds, key=lambda name: profiler.seconds[name]) == "forward"
     shown = capsys.readouterr().out
     assert "then 5 steps" in shown
     assert all(name in shown for name in profiler.seconds)

@@ -27,7 +27,7 @@ def launch_fit(run: RunState, module: Module, sources: Sources, ckpt_path: str |
     """Launch ranks that fit, again from the newest checkpoint when they die; adopt what rank 0 brought back."""
     before, streams = run.log_dir, rng_state()
     run.module, run.stage = module, "fit"
-    ahead.check(run, module, sources, "fit")
+    ahead.check(run, module, sources, "fit", resumes=ckpt_path is not None)
     choice = start.checked_choice(start.choose(run, ckpt_path))  # here, so that every attempt has the same folder
     run.log_dir, first = choice["log_dir"], choice["checkpoint"]
     of_others = store.present(saving.folder_of(run))

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from lockstep.trainer.setup.loaders import Sources
 
 
-def check(run: RunState, module: Module, sources: Sources, stage: str) -> None:
+def check(run: RunState, module: Module, sources: Sources, stage: str, resumes: bool = False) -> None:
     """Raise what each rank would raise. Changes nothing and reads no sample; the ranks check again.
 
-    A model that hooks will change before it is wrapped is left to them, and so is data that methods will load.
+    A model that hooks will change before it is wrapped is left to them, and so is data that methods will load. A run
+    that `resumes` has the batches of the run that began, which may have had more ranks or fewer.
     """
     if not _is_changed_later(run, module):
         run.strategy.check(module)
@@ -34,7 +35,7 @@ def check(run: RunState, module: Module, sources: Sources, stage: str) -> None:
     trial.strategy = copy.copy(run.strategy)
     trial.strategy.topology = run.strategy.expected_topology
     num_batches = prepare.train_loader(trial, module, given)[2]
-    if sources.loaders.get("val") is not None and prepare.validates(run, module):
+    if not resumes and sources.loaders.get("val") is not None and prepare.validates(run, module):
         prepare.validation_interval(run, num_batches)
 
 
