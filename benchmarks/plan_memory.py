@@ -52,6 +52,10 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
     "ddp, int8": (2, lambda **options: DDP(compress="int8", **options)),
     "diloco": (2, lambda **options: DiLoCo(period=2, **options)),
     "federated": (2, lambda **options: Federated(lambda index: index % 8, fraction=0.5, **options)),
+    "federated, scaffold": (
+        2,
+        lambda **options: Federated(lambda index: index % 8, fraction=0.5, server="scaffold", **options),
+    ),
     "fsdp": (2, FSDP),
     "fsdp, not resharded": (2, lambda **options: FSDP(reshard_after_forward=False, **options)),
     "fsdp, offloaded": (2, lambda **options: FSDP(cpu_offload=True, **options)),
@@ -113,6 +117,11 @@ class Resident(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == WARM_STEPS + 1:
+            self.highest = _status("VmHWM")
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        """A federated round is an epoch, and its batches end on its clients, before the step."""
+        if trainer.global_step == WARM_STEPS + 1 and not self.highest:
             self.highest = _status("VmHWM")
 
 

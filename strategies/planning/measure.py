@@ -14,7 +14,6 @@ from torch import nn
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.deepspeed.strategy import DeepSpeed
 from lockstep.strategies.mesh.mesh import resolve
-from lockstep.strategies.methods.federated.strategy import Federated
 from lockstep.strategies.methods.rounds import LearnerRounds
 from lockstep.strategies.planning.memory import HOST, ROUND, Offload, apart, find_kept, find_peak
 from lockstep.strategies.planning.plan import Block, Collective, RankPlan, Work
@@ -33,8 +32,6 @@ def refuse_unplanned(strategy: Strategy) -> None:
             "what its engine copies when it gathers parameters from the host's memory or from a disk is not seen "
             "without the device"
         )
-    if not why and isinstance(strategy, Federated) and strategy.server == "scaffold":
-        why = "server='scaffold' writes what each client keeps to a file, and a plan has no values to write"
     if not why and not isinstance(strategy, LearnerRounds) and not can.synchronous:
         why = "its ranks do not meet in every step, and what they exchange depends on when they come"
     if not why and getattr(strategy, "single_process", False) and strategy.num_devices > 1:

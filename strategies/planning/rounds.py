@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.methods.federated.control import ClientStates
 from lockstep.strategies.methods.federated.loader import Round
 from lockstep.strategies.methods.federated.strategy import Federated
 from lockstep.strategies.methods.local_updates import LocalUpdates
@@ -29,6 +32,8 @@ def short_round(strategy: Strategy, mode: TrialMode) -> Iterator[int]:
     compression = getattr(strategy, "_compression", None)
     if compression is not None:
         compression.compressor = _settled(compression.compressor)
+    if isinstance(strategy, Federated):
+        strategy.client_states = _NoStates
     if not has_rounds(strategy):
         yield 1
         return
@@ -44,6 +49,12 @@ def short_round(strategy: Strategy, mode: TrialMode) -> Iterator[int]:
         yield steps
     finally:
         strategy.rounds, strategy.sender = rounds, thread
+
+
+class _NoStates(ClientStates):
+    """Of clients that all train for the first time: what they keep is on disk, and a plan has no values to write."""
+
+    def put(self, client: int, value: Tensor) -> None: ...
 
 
 class _AtOnce(Executor):

@@ -151,6 +151,7 @@ METHODS: dict[str, tuple[Callable[[], Any], int]] = {
     "offload": (lambda: FSDP(cpu_offload=True), 2),
     "federated": (lambda: Federated(CLIENTS, fraction=0.75), 2),
     "fedprox": (lambda: Federated(CLIENTS, fraction=0.4, server="fedprox=0.1", local_epochs=2), 4),
+    "scaffold": (lambda: Federated(CLIENTS, fraction=0.4, server="scaffold", local_epochs=2), 4),
     "virtual ranks": (lambda: "fsdp", 2),
     "virtual ranks of a pipeline": (lambda: "pipeline", 2),
     "virtual ranks of pipelines": (lambda: "ddp=2,pipeline=2", 4),
@@ -387,6 +388,9 @@ def test_memory_of_a_federated_round_is_flat_in_clients_and_its_work_is_theirs()
     (adam,) = of_round(0.25, "fedadam").ranks
     assert few.optimizer == 0 and adam.optimizer == 2 * few.parameters, "clients' optimizers are as they were built"
     assert any("a step is a round of clients" in note for note in one.notes)
+    (scaffold,) = of_round(0.25, "scaffold").ranks
+    state = scaffold.other_state - few.other_state  # c, the client's own, and the sum of its gradients
+    assert 3 * few.parameters <= state < 3.01 * few.parameters and scaffold.peak > few.peak + state
 
 
 @pytest.mark.unit
@@ -449,10 +453,9 @@ def test_a_layout_that_cannot_be_is_refused_by_the_strategy() -> None:
     [
         (DeepSpeed(stage=3, offload_parameters=True), "gathers parameters from the host's memory"),
         ("dp", "several devices in one process"),
-        (Federated(CLIENTS, server="scaffold"), "writes what each client keeps to a file"),
         ("parameter_server", "do not meet in steps"),
     ],
-    ids=["deepspeed-with-parameters-offloaded", "dp", "scaffold", "parameter_server"],
+    ids=["deepspeed-with-parameters-offloaded", "dp", "parameter_server"],
 )
 def test_what_cannot_be_planned_is_refused_by_name(strategy: Any, why: str) -> None:
     with pytest.raises(ValueError, match=f"cannot be planned: .*{why}"):

@@ -79,8 +79,8 @@ class Control:
     client's part of all samples.
     """
 
-    def __init__(self, folder: str | None) -> None:
-        self.states = ClientStates(folder)
+    def __init__(self, states: ClientStates) -> None:
+        self.states = states
         self.server: dict[str, Tensor] = {}
         """c by the name of the parameter."""
         self._named: list[tuple[str, nn.Parameter]] = []

@@ -22,7 +22,7 @@ from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.methods.federated.client import ClientSteps, RoundRun
 from lockstep.strategies.methods.federated.clients import parse as parse_clients
-from lockstep.strategies.methods.federated.control import Control
+from lockstep.strategies.methods.federated.control import ClientStates, Control
 from lockstep.strategies.methods.federated.copy import FreshOptimizers, RefusedOnClient, ServerCopy
 from lockstep.strategies.methods.federated.loader import FederatedLoader, Round, RoundSummary
 from lockstep.strategies.methods.federated.server import Server
@@ -71,6 +71,8 @@ class Federated(ClientSteps):
 
     capabilities = Capabilities(exact=False, local_steps=True, refuses=_REFUSES)
     stays_on_one_rank = sees_whole_gradients = True
+    client_states = ClientStates
+    """What keeps the vectors of SCAFFOLD's clients."""
 
     def __init__(
         self,
@@ -151,7 +153,7 @@ class Federated(ClientSteps):
         self._fresh = FreshOptimizers(self._optimizers)
         self._servers = {id(optimizer): self._make_server(_held(optimizer)) for optimizer in self._optimizers}
         if self.server == "scaffold":
-            self._control = Control(self.state_dir)
+            self._control = Control(self.client_states(self.state_dir))
         return optimizers
 
     def shard_loader(
