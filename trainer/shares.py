@@ -17,7 +17,7 @@ from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.metrics.gathering import gather_values
-from lockstep.trainer.metrics.sync import refuse_windows
+from lockstep.trainer.metrics.sync import refuse_windows, uncached
 from lockstep.trainer.seeding import derive
 
 if TYPE_CHECKING:
@@ -275,7 +275,8 @@ def shared_metrics(shares: Shares, module: nn.Module) -> Iterator[None]:
         metric._sync_dist, metric.reset = _Together(shares, metric), _ResetAll(shares, metric)
         metric.distributed_available_fn = _yes
     try:
-        yield
+        with uncached(metrics):
+            yield
     finally:
         for metric in metrics:
             del metric._sync_dist, metric.reset

@@ -31,7 +31,7 @@ from lockstep.strategies.modules.model_changes import gradient_marks, own_backwa
 from lockstep.strategies.pipeline.microbatches import Feed, Tally, feeds_of, merged
 from lockstep.strategies.pipeline.schedules import Schedule
 from lockstep.strategies.pipeline.shape_inference import Layout
-from lockstep.strategies.pipeline.staged_module import Staged
+from lockstep.strategies.pipeline.staged_module import UNREACHED, Staged, gradient_ends
 from lockstep.strategies.precision import Precision
 from lockstep.strategies.step import weighted_losses
 
@@ -279,11 +279,8 @@ class Engines:
                     "torch.utils.checkpoint around layers of a pipeline; give Pipeline(activation_checkpointing=True) "
                     "instead"
                 ) from error
-            if "appears to not have been used in the graph" in text:
-                raise RuntimeError(
-                    "training_step asks for a gradient by torch.autograd.grad, which in a pipeline ends at the layers "
-                    "of this rank; use strategy='ddp' or 'fsdp' for penalties on gradients"
-                ) from error
+            if UNREACHED in text:
+                raise gradient_ends("training_step") from error
             raise
 
 

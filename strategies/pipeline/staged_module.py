@@ -35,6 +35,17 @@ from lockstep.strategies.pipeline.shape_inference import Layout, ShapeInference
 from lockstep.strategies.pipeline.stage_run import Leave, Links, Run, Stage
 from lockstep.strategies.pipeline.stage_tensors import StageTensors, Tied
 
+UNREACHED = "appears to not have been used in the graph"
+"""In torch's error for a gradient that stages before this one would have to compute."""
+
+
+def gradient_ends(step: str) -> RuntimeError:
+    """What to raise in its place."""
+    return RuntimeError(
+        f"{step} asks for a gradient by torch.autograd.grad, which in a pipeline ends at the layers of this rank; use "
+        "strategy='ddp' or 'fsdp' for penalties on gradients and gradients of inputs"
+    )
+
 
 class Staged(nn.Module):
     """The user's model, of which this rank holds some stages: what `Pipeline.setup_module` returns.
@@ -157,6 +168,10 @@ class Staged(nn.Module):
             return self._pass(Run(wants="evaluation", noise=noise), step)
         except Leave:
             return None
+        except RuntimeError as error:
+            if UNREACHED in str(error):
+                raise gradient_ends("the step of an evaluation") from error
+            raise
 
     def _refuse_uncalled(self, output: Any) -> None:
         if output is not None:

@@ -3,7 +3,7 @@ samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -47,11 +47,26 @@ def synced_metrics(module: nn.Module, strategy: Strategy) -> Iterator[None]:
     for metric in metrics:
         metric.dist_sync_fn, metric._sync_dist = Gather(strategy), EvenLists(metric, strategy)
     try:
-        yield
+        with uncached(metrics):
+            yield
     finally:
         for metric in metrics:
             metric.dist_sync_fn = None
             del metric._sync_dist
+
+
+@contextmanager
+def uncached(metrics: Sequence[Any]) -> Iterator[None]:
+    """While it lasts each `compute` of `metrics` gathers: a rank that has seen no sample since the last one would
+    return what it has kept, and others wait for it or take its next metric for this one."""
+    kept = [metric.compute_with_cache for metric in metrics]
+    for metric in metrics:
+        metric.compute_with_cache, metric._computed = False, None
+    try:
+        yield
+    finally:
+        for metric, value in zip(metrics, kept, strict=True):
+            metric.compute_with_cache = value
 
 
 def refuse_windows(module: nn.Module, num_ranks: int) -> None:

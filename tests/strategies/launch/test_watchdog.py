@@ -150,7 +150,7 @@ def test_a_rank_whose_import_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "blocking.py" in str(caught.value.__cause__)
 
 
-QUICK_S = 0.7
+QUICK_S = 1.2
 
 
 def works_without_a_sign(mark: Path) -> int:

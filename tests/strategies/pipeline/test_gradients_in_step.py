@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lockstep import Module
-from tests.strategies.pipeline.classifiers import ALL, TWO, Base, exact, fit, layers
+from tests.strategies.pipeline.classifiers import ALL, TWO, Base, exact, fit, layers, samples
+from tests.trainer.toy import quiet
 
 pytestmark = pytest.mark.ranks
 
@@ -123,3 +125,19 @@ def test_gradients_of_the_last_stages_weights_are_exact_within_a_step() -> None:
 def test_what_a_stage_cannot_see_is_refused_by_name(make: type[Module], message: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=message):
         fit(make(), "pipeline", 2)
+
+
+class Forces(Base):
+    """Gradients of inputs, in an evaluation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            x = batch[0].clone().requires_grad_()
+            (force,) = torch.autograd.grad(self.net(x)[:, 0].sum(), x)
+        self.log("force", force.norm())
+
+
+def test_gradients_of_inputs_in_an_evaluation_are_refused() -> None:
+    run = quiet(strategy="pipeline", devices=2, precision="64-true", inference_mode=False)
+    with pytest.raises(RuntimeError, match="the step of an evaluation asks for a gradient by torch.autograd.grad"):
+        run.validate(Forces(), DataLoader(samples(), 8))

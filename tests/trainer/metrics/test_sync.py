@@ -160,6 +160,41 @@ def test_collections_that_the_module_computes_and_resets(devices: int, n: int) -
     assert trainer.callback_metrics["val/kept"] == 0.0
 
 
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")  # of the rank without a sample
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_metrics_that_are_not_reset_between_epochs(strategy: str) -> None:
+    """A rank without a sample since the last `compute` still takes part in the next."""
+
+    class Kept(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total, self.of_class = SumMetric(), MulticlassAccuracy(3, average=None)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            logits = self(batch[0])
+            self.total.update(logits.square().sum())
+            self.of_class.update(logits, batch[1])
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("total", self.total.compute())
+            self.log("again", 2.0 * self.total.compute())
+            self.log_dict({f"of_{i}": value for i, value in enumerate(self.of_class.compute())})
+            self.of_class.reset()
+
+    def values(**options: Any) -> Any:
+        torch.manual_seed(0)
+        trainer = quiet(max_epochs=3, precision="64-true", split_batches=True, **options)
+        trainer.fit(Kept(), loader(16), loader(9))
+        return dict(trainer.callback_metrics)
+
+    one = values()
+    several = values(strategy=strategy, devices=2)
+    assert {name: float(value) for name, value in several.items()} == pytest.approx(
+        {name: float(value) for name, value in one.items()}, rel=1e-5
+    ), "metrics keep their sums in float32"
+
+
 def test_metrics_that_cannot_be_shown_are_named() -> None:
     class Matrix(Net):
         def __init__(self) -> None:
