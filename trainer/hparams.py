@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
+from lockstep.strategies.checkpoint_state import pack
+
 
 class Namespace(dict):
     """A dict whose entries are attributes too."""
@@ -40,8 +42,15 @@ class HyperParameters:
 
     @property
     def saved_hparams(self) -> dict[str, Any]:
-        """Of `hparams` what checkpoints and loggers get: all but modules, classes, functions and what holds such."""
-        return {name: value for name, value in self.hparams.items() if not holds_code(value)}
+        """Of `hparams` what checkpoints and loggers get: tensors, numbers, strings, paths, and lists and dicts of them."""
+        return {name: value for name, value in self.hparams.items() if _savable(value)}
+
+    @property
+    def unsaved_hparams(self) -> list[str]:
+        """Names in `hparams` that checkpoints do not hold, but for those whose value is the default of `__init__`."""
+        takes, saved = inspect.signature(type(self)).parameters, self.saved_hparams
+        defaults = {name: parameter.default for name, parameter in takes.items()}
+        return [name for name, value in self.hparams.items() if name not in saved and defaults.get(name) is not value]
 
     @property
     def logs_hparams(self) -> bool:
@@ -58,11 +67,11 @@ class HyperParameters:
     ) -> None:
         """Keep the arguments that `__init__` was called with, or those in `names`; call it in `__init__`.
 
-        A dict (or an object with a `__dict__`) given in place of a name is kept entry by entry. What is
-        kept must be JSON data or tensors to be saved; name what is not in `ignore`, which holds for later
-        calls too (of a base class, or of a subclass), unless they ask for the argument by name. Modules, classes,
-        functions and partials stay in `hparams` but are not saved: `load_from_checkpoint` needs them as arguments.
-        `logger` False keeps them out of the loggers.
+        A dict (or an object with a `__dict__`) given in place of a name is kept entry by entry. `ignore` names what
+        is not kept, in later calls too (of a base class, or of a subclass), unless they ask for the argument by name.
+        What is not JSON data or tensors, such as modules, functions, partials, types and objects of your own, stays in
+        `hparams` but is not saved: `load_from_checkpoint` needs it as an argument. `logger` False keeps all out of the
+        loggers.
         """
         frame = inspect.currentframe()
         caller = frame.f_back if frame else None
@@ -93,11 +102,12 @@ class HyperParameters:
             del self.hparams[name]
 
 
-def holds_code(value: Any) -> bool:
-    """Whether a hyperparameter is, or has among its items, something to call: a module, class, function or partial."""
-    if isinstance(value, Mapping):
-        return any(map(holds_code, value.values()))
-    return any(map(holds_code, value)) if isinstance(value, (list, tuple, set)) else callable(value)
+def _savable(value: Any) -> bool:
+    try:
+        pack(value, "", {})
+    except TypeError:
+        return False
+    return True
 
 
 def restored(cls: type, saved: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,12 +225,6 @@ class NoOptimizers(Module):
     training_step = Net.training_step
 
 
-class Unsaved(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.save_hyperparameters({"lock": threading.Lock()})
-
-
 def empty() -> DataLoader:
     return DataLoader(TensorDataset(torch.zeros(0, 8), torch.zeros(0)), batch_size=4)
 
@@ -308,10 +301,6 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
     "logger's folder": (
         lambda: writing(logger=TensorBoardLogger("file/x")).fit(Net(), loader()),
         "save_dir.*'file/x' cannot",
-    ),
-    "hyperparameter": (
-        lambda: quiet(devices=2, enable_checkpointing=True).fit(Unsaved(), loader()),
-        "hyperparameter 'lock' cannot be saved: .*leave it out",
     ),
     "checkpoint": (lambda: quiet(devices=2).fit(Net(), loader(), ckpt_path="nowhere"), "nowhere"),
     "checkpoint to test": (lambda: quiet(devices=2).validate(Net(), loader(), ckpt_path="nowhere"), "nowhere"),

@@ -100,6 +100,7 @@ def _shared_state(
         "module": pack(extra, "module/extra", tensors),
         "hyperparameters": pack(module.saved_hparams, "module/hparams", tensors),
         "hyperparameters_name": module.hparams_name,
+        "hyperparameters_unsaved": module.unsaved_hparams,
         "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
         "windows": run.train_dataloader.plan,
         "virtual_ranks": run.strategy.virtual_ranks if run.strategy.capabilities.exact else 0,
@@ -273,7 +274,7 @@ def load_module(
     """`Module.load_from_checkpoint`."""
     if not isinstance(path, (str, os.PathLike)) or os.path.isfile(os.path.expanduser(path)):
         found = convert.read_pickle(path, trusts)
-        module = _built(cls, found.hyperparameters, overrides, found.source)
+        module = _built(cls, found.hyperparameters, [], overrides, found.source)
         module.on_load_checkpoint(found.content)
         with refused(found.source):
             module.load_state_dict(found.values, strict=strict)
@@ -281,11 +282,14 @@ def load_module(
     checkpoint = Checkpoint.open(os.path.expanduser(path))
     hparams = unpack(checkpoint.state.get("hyperparameters", {}), checkpoint.read)
     name = checkpoint.state.get("hyperparameters_name")
-    if not isinstance(hparams, dict) or not isinstance(name, str | None):
+    unsaved = checkpoint.state.get("hyperparameters_unsaved", [])
+    if not isinstance(hparams, dict) or not isinstance(name, str | None) or not isinstance(unsaved, list):
         raise CheckpointError(
             f"checkpoint {path} cannot be used: state.json has no valid hyperparameters; load another one"
         )
-    module = _built(cls, {name: Namespace(hparams)} if name is not None else hparams, overrides, path)
+    if name is not None:
+        hparams, unsaved = {name: Namespace(hparams)}, [name] if unsaved else []
+    module = _built(cls, hparams, unsaved, overrides, path)
     _load_extra_of(module, checkpoint)
     with refused(path):
         frozen.check_module(checkpoint, module)
@@ -293,8 +297,9 @@ def load_module(
     return module if map_location is None else module.to(map_location)
 
 
-def _built(cls: Any, saved: dict[str, Any], overrides: dict[str, Any], path: Any) -> Any:
-    """A module of saved hyperparameters; a base class may have been given more than `cls` takes."""
+def _built(cls: Any, saved: dict[str, Any], unsaved: list[str], overrides: dict[str, Any], path: Any) -> Any:
+    """A module of saved hyperparameters; a base class may have been given more than `cls` takes. `unsaved` names those
+    that were given and not saved: their defaults would be another module."""
     takes = inspect.signature(cls).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     if not takes_any:
@@ -303,7 +308,8 @@ def _built(cls: Any, saved: dict[str, Any], overrides: dict[str, Any], path: Any
         saved = restored(cls, saved)
     given = saved | overrides
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    lacking = [p.name for p in takes.values() if p.kind in named and p.default is p.empty and p.name not in given]
+    needed = [p.name for p in takes.values() if p.kind in named and (p.default is p.empty or p.name in unsaved)]
+    lacking = [name for name in needed if name not in given or (name in unsaved and name not in overrides)]
     if strange := [key for key in overrides if key not in takes and not takes_any]:
         raise TypeError(f"{cls.__name__} takes no argument {strange[0]!r}{nearest(strange[0], takes)}")
     if lacking:

@@ -124,6 +124,7 @@ def _save_weights(
             "module": pack(extra, "module/extra", kept),
             "hyperparameters": pack(module.saved_hparams, "module/hparams", kept),
             "hyperparameters_name": module.hparams_name,
+            "hyperparameters_unsaved": module.unsaved_hparams,
         }
     store.save(
         path,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import callbacks
 from lockstep.callbacks.base import Callback
-from lockstep.strategies.checkpoint_state import pack
 from lockstep.strategies.data.open_loader import refuse_dataset
 from lockstep.strategies.launch import environment
 from lockstep.trainer.datamodule import DataModule
@@ -79,7 +78,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
         raise ValueError("train_dataloaders is an empty list or dict; give a loader")
     loaders(sources)
     if run.checkpoint_callback is not None:
-        savable(module)
+        report_unsaved(module)
     savers = [item for item in run.callbacks if isinstance(item, callbacks.ModelCheckpoint)]
     root = run.arguments.default_root_dir
     roots = {str(start.place_of(run, item)[0].parent) for item in run.loggers}
@@ -188,22 +187,13 @@ def loaders(sources: Sources) -> None:
                 raise ValueError(f"{name} is empty: its dataset has no sample, or drop_last drops its only batch")
 
 
-def savable(module: Module) -> None:
-    """Raise TypeError for a hyperparameter that no checkpoint can hold; log which ones are code, and not saved."""
-    saved = module.saved_hparams
-    if code := [name for name in module.hparams if name not in saved]:
+def report_unsaved(module: Module) -> None:
+    """Log the hyperparameters that checkpoints do not hold."""
+    if unsaved := module.unsaved_hparams:
         _log.info(
-            f"hyperparameters that are modules, classes or functions are not saved: {', '.join(code)}; give them to "
-            "load_from_checkpoint"
+            "hyperparameters that are not tensors, numbers, strings, paths, lists, tuples or dicts are not saved: "
+            f"{', '.join(unsaved)}; give them to load_from_checkpoint"
         )
-    for name, value in saved.items():
-        try:
-            pack(value, name, {})
-        except TypeError as error:
-            raise TypeError(
-                f"hyperparameter {name!r} cannot be saved: {error}; leave it out with "
-                f"save_hyperparameters(ignore=[{name!r}])"
-            ) from None
 
 
 def writable(folder: str) -> None:

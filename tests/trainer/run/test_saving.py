@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,8 +134,8 @@ def test_hyperparameters_that_are_code_are_not_saved(
         trainer.fit(module, loader())
     said = [line for line in caplog.messages if "not saved" in line]
     assert said == [
-        "hyperparameters that are modules, classes or functions are not saved: net, optimizer, kinds; give them to "
-        "load_from_checkpoint"
+        "hyperparameters that are not tensors, numbers, strings, paths, lists, tuples or dicts are not saved: "
+        "net, optimizer, kinds; give them to load_from_checkpoint"
     ]
     assert set(module.hparams) == {"net", "optimizer", "kinds", "width"}
     saved = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
@@ -143,6 +144,45 @@ def test_hyperparameters_that_are_code_are_not_saved(
         Factories.load_from_checkpoint(saved)
     loaded = Factories.load_from_checkpoint(saved, net=nn.Linear(8, 3), optimizer=None, kinds=[])
     assert loaded.hparams.width == 5 and equal(weights(loaded), weights(module))
+
+
+@dataclass
+class Options:
+    width: int = 3
+
+
+class Chosen(Net):
+    def __init__(
+        self, act: Any = nn.functional.relu, dtype: Any = torch.float64, options: Options | None = None
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_hyperparameter_that_was_not_saved_is_never_its_default(weights_only: bool, tmp_path: Path) -> None:
+    trainer = quiet()
+    trainer.fit(Chosen(nn.functional.gelu, options=Options()), loader())
+    trainer.save_checkpoint(tmp_path / "c", weights_only=weights_only)
+    with pytest.raises(TypeError, match=r"Chosen needs act, options, which checkpoint .* does not hold; give them"):
+        Chosen.load_from_checkpoint(tmp_path / "c")
+    loaded = Chosen.load_from_checkpoint(tmp_path / "c", act=nn.functional.gelu, options=Options(4))
+    assert loaded.hparams.options.width == 4 and loaded.hparams.dtype is torch.float64
+
+
+class Whole(Net):
+    def __init__(self, options: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters(options)
+
+
+def test_a_config_with_an_entry_that_was_not_saved_is_asked_for(tmp_path: Path) -> None:
+    trainer = quiet()
+    trainer.fit(Whole({"width": 3, "dtype": torch.float16}), loader())
+    trainer.save_checkpoint(tmp_path / "c")
+    with pytest.raises(TypeError, match="Whole needs options, which checkpoint"):
+        Whole.load_from_checkpoint(tmp_path / "c")
+    assert Whole.load_from_checkpoint(tmp_path / "c", options={"width": 4}).hparams.width == 4
 
 
 class Reads(Net):
