@@ -42,7 +42,7 @@ class HyperParameters:
 
     @property
     def saved_hparams(self) -> dict[str, Any]:
-        """Of `hparams` what checkpoints and loggers get: tensors, numbers, strings, paths, and lists and dicts of them."""
+        """Of `hparams` what checkpoints and loggers get: tensors, numbers, strings, paths, lists and dicts of them."""
         return {name: value for name, value in self.hparams.items() if _savable(value)}
 
     @property

@@ -333,11 +333,13 @@ _CALL, _SEQUENTIAL = nn.Module.__call__.__code__, nn.Sequential.forward.__code__
 
 
 def writable(module: nn.Module, args: Any, output: Any) -> Any:
-    """A forward hook of a sharded layer: its output may be changed in place, which torch forbids for what DTensor hands
-    out."""
+    """A forward hook of a sharded layer: its output may be changed in place and read through its memory (by numpy,
+    pickle or safetensors), which torch forbids for what DTensor hands out."""
     if torch.compiler.is_compiling() or not isinstance(output, Tensor) or isinstance(output, DTensor):
         return None
-    return _Writable.apply(output) if output.requires_grad and output._is_view() else None
+    if output.requires_grad and output._is_view():
+        return _Writable.apply(output)
+    return output.wait() if isinstance(output, AsyncCollectiveTensor) else None
 
 
 class _Writable(torch.autograd.Function):

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from examples.gpt import GPT
-from lockstep import Module
+from lockstep import Module, Trainer
 from lockstep.strategies import MeshParallel, TensorParallel
 from tests.strategies.mesh.test_fsdp import fit, seeded
 from tests.strategies.odd import Odd, tokens
@@ -369,3 +369,27 @@ class Checkpointed(GPT):
 def test_blocks_that_run_otherwise_are_refused_with_cut_sequences(network: Any, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         fit(TensorParallel(sequence_parallel=True), 2, seeded(Text, network=network), text(), max_epochs=1)
+
+
+class Reads(Module):
+    """Reads what the layers return through its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/numpy", float(self.net(batch[0]).numpy().sum()))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0])
+
+
+def test_what_a_layer_returns_in_evaluation_is_a_plain_tensor() -> None:
+    results = []
+    for options in ({"strategy": "single", "devices": 1}, {"strategy": "tensor", "devices": 2}):
+        trainer, module = Trainer(accelerator="cpu", enable_progress_bar=False, logger=False, **options), seeded(Reads)
+        data = DataLoader(TensorDataset(torch.linspace(-1, 1, 48).reshape(6, 8)), 3)
+        results.append((torch.cat(trainer.predict(module, data)), trainer.validate(module, data)[0]["val/numpy"]))
+    (predicted, total), (other, same) = results
+    assert type(other) is Tensor and (predicted - other).abs().max() < 1e-6 and total == pytest.approx(same, abs=1e-5)
