@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -35,9 +36,11 @@ class Resolved:
                 node = node[int(name)]
             else:
                 node = node.get(name) if isinstance(node, dict) else None
-        if not isinstance(node, str) or "${oc.env:" not in node:
+        if not isinstance(node, str):
             return ""
-        return f"; an environment variable is a string: write ${{oc.decode:{node}}}"
+        if reference := re.fullmatch(r"\$\{(\w+(?:\.\w+)*)\}", node):  # has been resolved, so it ends
+            return self.from_environment(tuple(reference[1].split(".")))
+        return f"; an environment variable is a string: write ${{oc.decode:{node}}}" if "${oc.env:" in node else ""
 
     @property
     def text(self) -> str:

@@ -417,6 +417,8 @@ def test_a_number_from_the_environment_names_what_makes_one_of_it(monkeypatch: p
         check(resolve([], given))
     assert str(error.value).endswith("an environment variable is a string: write ${oc.decode:${oc.env:EPOCHS}}")
     check(resolve([], [given[0], "trainer.max_epochs=${oc.decode:${oc.env:EPOCHS}}"]))
+    with pytest.raises(ConfigError, match=r"a string: write \$\{oc.decode:\$\{oc.env:EPOCHS\}\}$"):
+        check(resolve([], [given[0], "vars.long=${oc.env:EPOCHS}", "trainer.max_epochs=${vars.long}"]))
 
 
 def test_values_of_the_users_own_are_for_interpolations_alone(tmp_path: Path) -> None:
