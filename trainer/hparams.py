@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-from lockstep.strategies.checkpoint_state import pack
-
 
 class Namespace(dict):
     """A dict whose entries are attributes too."""
@@ -103,6 +101,8 @@ class HyperParameters:
 
 
 def _savable(value: Any) -> bool:
+    from lockstep.strategies.checkpoint_state import pack  # `from lockstep import Module` does not need it
+
     try:
         pack(value, "", {})
     except TypeError:

@@ -52,6 +52,8 @@ class Guards:
         their first."""
         self._still_in = -1
         """That step, which several learners of a rank may take."""
+        self._still_rate = 0.0
+        """Its learning rate: one that rises, in a warmup, may move them yet."""
         self._warned = self._skipped = False
         self._later: Callable[[], str | None] | None = None
 
@@ -179,20 +181,21 @@ class Guards:
         return any(bool(getattr(gradient, "_local_tensor", gradient).any()) for gradient in gradients)
 
     def after_step(self, optimizers: Sequence[Optimizer], moving: bool) -> None:
-        """Raise RuntimeError where two steps with a gradient and a learning rate have moved nothing on this rank."""
+        """Raise RuntimeError if two steps with a gradient and a learning rate that does not rise have moved nothing on
+        this rank."""
         if self._before is None:
             return
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         if not self._before or self._before != fingerprints(optimizers):
             self.watches, self._still = False, ""
         elif moving and all(float(group.get("lr", 1)) > 0 for group in groups):
-            if self._still and self._still_in != self.run.progress.global_step:
+            rate = max(float(group.get("lr", 1)) for group in groups)
+            if self._still and self._still_in != self.run.progress.global_step and rate <= self._still_rate:
                 raise RuntimeError(self._still)
-            self._still_in = self.run.progress.global_step
+            self._still_in, self._still_rate = self.run.progress.global_step, rate
             self._still = (
                 f"optimizer.step moved no parameter in step {self.run.progress.global_step}, though there is a "
-                "gradient and the learning rate is "
-                f"{float(groups[0].get('lr', 1)):g}; is the rate too small for the parameters' dtype, "
+                f"gradient and the learning rate is {rate:g}; is the rate too small for the parameters' dtype, "
                 f"{groups[0]['params'][0].dtype}?"
             )
         elif not moving and not self._warned:

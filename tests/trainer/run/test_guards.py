@@ -27,7 +27,7 @@ from lockstep.strategies import (
     TensorParallel,
 )
 from tests.strategies.contract import Body
-from tests.trainer.toy import Net, loader, quiet, weights
+from tests.trainer.toy import Net, equal, loader, quiet, weights
 
 STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "single": (SingleDevice, 1),
@@ -382,6 +382,20 @@ def test_a_step_that_moves_nothing() -> None:
         match="optimizer.step moved no parameter in step 0, though there is a gradient and the learning rate is 1e-30",
     ):
         quiet().fit(Lost(), loader())
+
+
+def test_a_rate_that_rises_may_move_nothing_at_first() -> None:
+    class Rising(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1e-30 * 1e8**t)
+            return [optimizer], [{"scheduler": rate, "interval": "step"}]
+
+    torch.manual_seed(0)
+    module = Rising()
+    before = [weight.clone() for weight in weights(module)]
+    quiet().fit(module, loader())
+    assert not equal(before, weights(module))
 
 
 def test_rates_of_zero_and_gradients_of_zero_are_not_a_fault() -> None:
