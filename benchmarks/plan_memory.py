@@ -32,10 +32,12 @@ from lockstep.callbacks import Callback
 from lockstep.strategies import (
     DDP,
     FSDP,
+    DataParallel,
     DeepSpeed,
     DiLoCo,
     Federated,
     MeshParallel,
+    ModelParallel,
     Pipeline,
     SingleDevice,
     Strategy,
@@ -48,6 +50,8 @@ WARM_STEPS = 3  # the last of a round of two steps is measured
 BUCKETS = {"zero_optimization": {"reduce_bucket_size": 500_000, "stage3_prefetch_bucket_size": 500_000}}
 STRATEGIES: dict[str, tuple[int, Any]] = {
     "single": (1, SingleDevice),
+    "dp": (2, DataParallel),
+    "model": (2, ModelParallel),
     "ddp": (2, DDP),
     "ddp, int8": (2, lambda **options: DDP(compress="int8", **options)),
     "diloco": (2, lambda **options: DiLoCo(period=2, **options)),
@@ -77,6 +81,9 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
     "ddp=2,fsdp=2": (4, lambda **options: MeshParallel("ddp=2,fsdp=2", **options)),
     "fsdp=2,tensor=2": (4, lambda **options: MeshParallel("fsdp=2,tensor=2", **options)),
 }
+
+ONE_PROCESS = ("dp", "model")
+"""Those whose devices one process has: on the CPU all of them are in its memory, and so is the prediction."""
 
 
 class Gpt(TextModel):
@@ -136,20 +143,21 @@ def on_rank(model: str, name: str, recomputes: bool) -> None:
     """Print what this rank has reached, in bytes."""
     torch.manual_seed(0)  # ranks of a tensor group get the same samples
     module, data = MODELS[model]("small")
-    trainer_of(name, recomputes, 2, []).fit(module, data)
+    devices = STRATEGIES[name][0] if name in ONE_PROCESS else "auto"
+    trainer_of(name, recomputes, 2, [], devices).fit(module, data)
     del module, data
     loaded = MODELS[model]("large")[1]  # the data is not the model's
     _trim()
     before = _status("VmRSS")
     module, watch = MODELS[model]("large")[0], Resident()
-    trainer_of(name, recomputes, WARM_STEPS + 1, [watch]).fit(module, loaded)
+    trainer_of(name, recomputes, WARM_STEPS + 1, [watch], devices).fit(module, loaded)
     print(f"reached {watch.highest - before}", flush=True)
     os._exit(0)
 
 
 def measured(model: str, name: str, recomputes: bool) -> int:
     """Of the rank that has most."""
-    world = STRATEGIES[name][0]
+    world = 1 if name in ONE_PROCESS else STRATEGIES[name][0]
     with tempfile.TemporaryDirectory() as folder:
         shared = {
             "OMP_NUM_THREADS": "1",

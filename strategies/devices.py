@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,6 +82,32 @@ def resolve_devices(devices: int | str, accelerator: str, most: int | None = Non
             f"devices={count}, but this machine has {have} CUDA devices; lower devices or use accelerator='cpu'"
         )
     return count
+
+
+_numbered = False
+
+
+def nth_device(kind: str, index: int) -> torch.device:
+    """The device of a process that runs several: the CPU is one for all indices, or has one for each in a plan."""
+    if kind == "cpu" and not (_numbered and index):
+        return torch.device("cpu")
+    return torch.device(kind, index)
+
+
+def in_plan() -> bool:
+    """Whether tensors have no data and are of this thread."""
+    return _numbered
+
+
+@contextmanager
+def numbered_cpus() -> Iterator[None]:
+    """While it lasts each index of `nth_device` has a CPU of its own, for tensors without data."""
+    global _numbered
+    _numbered = True
+    try:
+        yield
+    finally:
+        _numbered = False
 
 
 def check_launcher(name: str, single_process: bool, devices: int | str, num_devices: int, num_nodes: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.strategies.base import Topology
-from lockstep.strategies.devices import move
+from lockstep.strategies.devices import move, nth_device
 from lockstep.strategies.modules.blocks import Rule, balance, closed_layers
 from lockstep.strategies.spmd import SPMDStrategy
 
@@ -42,7 +42,7 @@ class ModelParallel(SPMDStrategy):
         self._hooks: list[Any] = []
 
     def setup(self) -> Topology:
-        self.topology = replace(super().setup(), device=self._device(0))
+        self.topology = replace(super().setup(), device=nth_device(self._accelerator, 0))
         return self.topology
 
     def setup_module(self, model: nn.Module) -> nn.Module:
@@ -54,9 +54,11 @@ class ModelParallel(SPMDStrategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         for name, index in self.device_map.items():
             layer = model.get_submodule(name)
-            layer.to(self._device(index))
+            layer.to(nth_device(self._accelerator, index))
             self._hooks.append(
-                layer.register_forward_pre_hook(_Mover(self._device(index)).inputs, with_kwargs=True, prepend=True)
+                layer.register_forward_pre_hook(
+                    _Mover(nth_device(self._accelerator, index)).inputs, with_kwargs=True, prepend=True
+                )
             )
         for name, buffer in list(model.named_buffers()):
             if not any(name == place or name.startswith(place + ".") for place in self.device_map):
@@ -80,9 +82,6 @@ class ModelParallel(SPMDStrategy):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-    def _device(self, index: int) -> torch.device:
-        return torch.device("cuda", index) if self._accelerator == "cuda" else torch.device("cpu")
 
     def _check_shared(self, model: nn.Module) -> None:
         """Raise ValueError for a parameter that layers on several devices share."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -20,6 +20,7 @@ from lockstep.callbacks._support.collectives import collective
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.strategies.base import StepVote, Strategy
 from lockstep.strategies.data.sharded_loader import Window
+from lockstep.strategies.devices import numbered_cpus
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import find_blocks
 from lockstep.strategies.pipeline.schedules import Schedule
@@ -31,8 +32,16 @@ from lockstep.strategies.planning.fake_model import (
     without_memory,
 )
 from lockstep.strategies.planning.fake_world import answering_stages, fake_world
-from lockstep.strategies.planning.held import gradients_of, host_buffers_of, parameters_of
-from lockstep.strategies.planning.measure import axes_of, gathered_from_host, offload_of, rank_plan, refuse_unplanned
+from lockstep.strategies.planning.measure import (
+    axes_of,
+    gathered_from_host,
+    gradients_of,
+    host_buffers_of,
+    offload_of,
+    parameters_of,
+    rank_plan,
+    refuse_unplanned,
+)
 from lockstep.strategies.planning.memory import FORWARD, HOST, REDUCTION, ROUND
 from lockstep.strategies.planning.plan import PipelineSchedule, Plan, RankPlan
 from lockstep.strategies.planning.rounds import (
@@ -43,6 +52,7 @@ from lockstep.strategies.planning.rounds import (
     short_round,
     tried,
 )
+from lockstep.strategies.planning.several_devices import axis_of_devices, device_plans
 from lockstep.strategies.planning.trial_mode import CollectiveCall, TrialMode
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import fit as loop_of_fit
@@ -59,6 +69,9 @@ if TYPE_CHECKING:
     from lockstep.trainer.setup.prepare import FitLoop
 
 __all__ = ["plan", "without_memory"]
+
+Held = dict[str, Mapping[int, int]]
+"""Bytes of each kind, by device of the process."""
 
 NOTES = (
     "memory that compiled code saves or takes is not known: the plan is of the code as it is written",
@@ -84,7 +97,7 @@ def plan(
     that have no data; the data is read as far as the first batch of a rank. `module` is not changed. It may have been
     built in memory, on the meta device, or within `without_memory()`.
 
-    `world_size`: ranks of the run; None takes the devices of the Trainer.
+    `world_size`: ranks of the run, or devices where one process runs them; None takes the devices of the Trainer.
     Raises what the strategy raises about the layout, and ValueError for a strategy or step that cannot be planned.
     """
     refuse_unplanned(trainer.strategy)
@@ -92,9 +105,10 @@ def plan(
     ranks, found = [0], []
     while ranks:
         trial = _Trial(trainer, ranks.pop(), size)
-        with fake_world(trial.rank, size), answering_stages(), warnings.catch_warnings():
+        world = fake_world(trial.rank, size // trial.devices)
+        with world, numbered_cpus(), answering_stages(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what the run warns of, it says itself
-            found.append(trial.run(module, train_dataloaders, datamodule))
+            found += trial.run(module, train_dataloaders, datamodule)
         if trial.rank == 0:
             ranks = trial.other_ranks
     found.sort(key=lambda rank: -rank.peak)
@@ -106,14 +120,16 @@ class _Trial:
 
     def __init__(self, trainer: Trainer, rank: int, world_size: int) -> None:
         self.original, self.rank, self.world_size = trainer, rank, world_size
+        self.devices = world_size if axis_of_devices(trainer.strategy) else 1
+        """Of a process."""
         self.mode = TrialMode(_count)
         self.axes: dict[str, int] = {}
         self.samples, self.num_parameters, self.times = 0, 0, 1.0
         self.tokens: int | None = None
         self.other_ranks: list[int] = []
 
-    def run(self, module: Module, train_dataloaders: Any, datamodule: DataModule | None) -> RankPlan:
-        trainer = Trainer(**_arguments_of(self.original))
+    def run(self, module: Module, train_dataloaders: Any, datamodule: DataModule | None) -> list[RankPlan]:
+        trainer = Trainer(**_arguments_of(self.original, self.devices))
         run, copy = trainer._run, fake_copy(module, self.mode)
         sources = Sources({"train": train_dataloaders, "val": None}, datamodule)
         trainer._take_callbacks(copy)
@@ -147,7 +163,10 @@ class _Trial:
                     loop = prepare.fit(run, copy, sources)
                 held = self._steps(run, copy, loop, blocks, steps)
             role, num_ranks = self._role(stages, learners)
-            return rank_plan(self.mode, self.rank, role, num_ranks, held, self.axes, steps, offload, self.times)
+            if self.devices > 1:
+                each = partial(rank_plan, self.mode, held=held, axes=self.axes, steps=steps, num_ranks=1, role="")
+                return device_plans(lambda index: each(rank=index, device=index), *next(iter(self.axes.items())))
+            return [rank_plan(self.mode, self.rank, role, num_ranks, held, self.axes, steps, offload, self.times)]
         finally:
             lifecycle.undo_run(run)
 
@@ -160,12 +179,12 @@ class _Trial:
         own = learners[self.rank]
         return f"ranks of {own} learner{'s' * (own > 1)}", learners.count(own)
 
-    def _steps(self, run: RunState, module: Module, loop: FitLoop, blocks: Sequence[str], steps: int) -> dict[str, int]:
+    def _steps(self, run: RunState, module: Module, loop: FitLoop, blocks: Sequence[str], steps: int) -> Held:
         window = next(iter(loop.train_loader.windows(0, 0, loop.limit)))
         self.samples = window.num_samples
         shown = tried(window, partial(fake_batch, mode=self.mode))
         self.tokens, self.times = _tokens(shown.first, window), shown.times
-        held = {}
+        held: Held = {}
         loop.windows_seen = 1  # the first is shown
         with self.mode, self.mode.places.following(module, blocks):
             held["parameters"] = self.mode.mark("parameters", parameters_of(module))
@@ -221,7 +240,7 @@ def _is_steady(seen: Sequence[Counter[CollectiveCall]]) -> bool:
     return len(seen) == 3 or (len(seen) == 2 and seen[1] <= seen[0])
 
 
-def _step(run: RunState, module: Module, loop: FitLoop, window: Window, mode: TrialMode, held: dict[str, int]) -> None:
+def _step(run: RunState, module: Module, loop: FitLoop, window: Window, mode: TrialMode, held: Held) -> None:
     """One optimizer step, as `trainer/run/fit.py` makes it."""
     strategy, wrapped, automatic = run.strategy, run.wrapped, module.automatic_optimization
     optimizers = list(run.optimizers.values())
@@ -232,10 +251,7 @@ def _step(run: RunState, module: Module, loop: FitLoop, window: Window, mode: Tr
         mode.stage = REDUCTION
         return hooks.vote()
 
-    def step_fn(batch: Any, batch_idx: int) -> Any:
-        mode.places.begin_micro_batch()
-        return loop.training_step(batch, batch_idx)
-
+    step_fn = _Noted(loop.training_step, mode, mode.places.begin_micro_batch)
     for part in _parts(run, window, mode):
         result = strategy.forward_backward(wrapped, step_fn, part, hooks._replace(vote=vote))
         held["gradients"] = mode.mark("gradients", gradients_of(strategy, wrapped))
@@ -255,6 +271,21 @@ def _step(run: RunState, module: Module, loop: FitLoop, window: Window, mode: Tr
     loop_of_fit.finish_window(run, module, loop, window, result, optimizers if automatic else [], stepped)
 
 
+class _Noted:
+    """A step that says where micro-batches begin, and slices of them."""
+
+    def __init__(self, step: Callable[..., Any], mode: TrialMode, begin: Callable[[], None]) -> None:
+        self._step, self._mode, self._begin = step, mode, begin
+
+    def __call__(self, batch: Any, batch_idx: int) -> Any:
+        self._mode.stage = FORWARD
+        self._begin()
+        return self._step(batch, batch_idx)
+
+    def rebind(self, on: Callable[[Callable[..., Any]], Callable[..., Any]]) -> _Noted:
+        return _Noted(on(self._step), self._mode, self._mode.places.begin_slice)
+
+
 def _parts(run: RunState, window: Window, mode: TrialMode) -> Iterator[Window]:
     """The window, or that of each learner; what happens between these is of the round."""
     if run.strategy.capabilities.synchronous:
@@ -271,13 +302,13 @@ def _parts(run: RunState, window: Window, mode: TrialMode) -> Iterator[Window]:
         yield part
 
 
-def _arguments_of(trainer: Trainer) -> dict[str, Any]:
+def _arguments_of(trainer: Trainer, devices: int) -> dict[str, Any]:
     """What the Trainer of a trial is built from: nothing shown, saved or validated, on the CPU."""
     given = {field.name: getattr(trainer.arguments, field.name) for field in fields(trainer.arguments)}
     callbacks: Any = trainer.arguments.callbacks or ()
     kept = [item for item in callbacks if _changes_the_step(item)]
     return given | {
-        "devices": "auto",
+        "devices": devices if devices > 1 else "auto",
         "num_nodes": 1,
         "accelerator": "cpu",
         "callbacks": kept,

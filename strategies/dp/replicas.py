@@ -18,8 +18,9 @@ _HOOKS = (
 )
 
 
-def replica(model: nn.Module) -> nn.Module:
-    """A structural copy with parameters, gradients, buffers, lists and dicts of its own; other objects are shared.
+def replica(model: nn.Module, device: torch.device) -> nn.Module:
+    """A structural copy on `device` with parameters, gradients, buffers, lists and dicts of its own; other objects are
+    shared.
 
     What a step changes in place, such as a target network or a counter, it so changes once in each replica, from the
     same values.
@@ -30,8 +31,10 @@ def replica(model: nn.Module) -> nn.Module:
         if hasattr(module, "merge_state"):  # a torchmetrics object: counts by itself, merged afterwards
             copied = copy.deepcopy(module)
             copied.reset()  # type: ignore[operator]
+            copied.to(device)
         else:
             copied = module._replicate_for_data_parallel()
+            vars(copied)["replica_device"] = device  # what `Module.device` answers in its thread
         copies[id(module)] = copied
     for module in model.modules():
         copied = copies[id(module)]
@@ -41,14 +44,18 @@ def replica(model: nn.Module) -> nn.Module:
             copied._modules[name] = None if child is None else copies[id(child)]
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in aliases:
-                aliases[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                aliases[id(parameter)] = nn.Parameter(_copy(parameter, device), requires_grad=parameter.requires_grad)
             copied._parameters[name] = None if parameter is None else aliases[id(parameter)]
         for name, buffer in module._buffers.items():
-            copied._buffers[name] = None if buffer is None else buffer.clone()
+            copied._buffers[name] = None if buffer is None else _copy(buffer, device)
         if isinstance(module, nn.RNNBase):  # whose forward reads its weights from a list
             vars(copied)["_flat_weights"] = [getattr(copied, name, None) for name in module._flat_weights_names]
     own_state(model, copies)
     return copies[id(model)]
+
+
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.detach().to(device, copy=True, non_blocking=True)
 
 
 def own_state(model: nn.Module, copies: Mapping[int, nn.Module]) -> None:

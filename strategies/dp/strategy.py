@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import replicate
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lockstep.strategies.base import (
@@ -26,12 +25,11 @@ from lockstep.strategies.base import (
 )
 from lockstep.strategies.data.sample_axis import SampleCutter
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
-from lockstep.strategies.devices import move
+from lockstep.strategies.devices import in_plan, move, nth_device
 from lockstep.strategies.dp.replicas import (
     check_hooks,
     join_state,
     metrics_of,
-    own_state,
     parameters_of,
     rebind,
     replica,
@@ -48,8 +46,8 @@ from lockstep.strategies.step import weighted_losses
 class DataParallel(SPMDStrategy):
     """Each micro-batch is cut into one slice a device, and the step runs on all slices at once, in threads.
 
-    Replicas are made again for each micro-batch, on several GPUs those of `torch.nn.parallel.replicate`. Prefer `ddp`:
-    it needs no copies of the parameters in a step and no lock of the interpreter is shared.
+    Replicas are made again for each micro-batch. Prefer `ddp`: it needs no copies of the parameters in a step and no
+    lock of the interpreter is shared.
 
     The model is the first replica. What the step changes alike on all slices (a counter, a target network that it
     moves) changes once. An attribute that it sets by its samples cannot be read after the step, a buffer is refused;
@@ -132,7 +130,7 @@ class DataParallel(SPMDStrategy):
         count, weighted, last = 0.0, 0.0, len(window.micro_batches) - 1
         for number, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
             slices = self._cutter.cut(micro_batch.batch, micro_batch.num_samples, self.num_devices)
-            replicas = self._replicas(wrapped, len(slices))
+            replicas = [wrapped, *(replica(wrapped, self._device_of(i)) for i in range(1, len(slices)))]
             steps = [step_fn, *(rebind(step_fn, wrapped, other) for other in replicas[1:])]
             contexts, rates = [hooks.log_scope(n) for _, n in slices], hooks.vote().rates
             forward = functools.partial(self._forward, micro_batch.batch_idx)
@@ -180,7 +178,7 @@ class DataParallel(SPMDStrategy):
         parameters = [*parameters_of(replica)]
         marks = gradient_marks(parameters)
         with context, torch.autocast(device.type, autocast, autocast is not None):
-            output = step(move(part, device, None, kept="cpu"), batch_idx)
+            output = step(move(part, device, None, kept=None if self._on_cpu else "cpu"), batch_idx)
         if marks != gradient_marks(parameters):
             raise own_backward(remarked(replica.named_parameters(), marks))
         return output
@@ -191,34 +189,22 @@ class DataParallel(SPMDStrategy):
     def _run(self, work: Callable[..., Any], *slices: Iterable[Any]) -> list[Any]:
         """`work` with what each slice has, in threads."""
         assert self._threads is not None
-        return list((map if self._draws else self._threads.map)(work, *slices))
+        return list((map if self._draws or in_plan() else self._threads.map)(work, *slices))
 
     def _device_of(self, index: int) -> torch.device:
-        on_several = self.topology.device.type == "cuda" and torch.cuda.device_count() > 1
-        return torch.device("cuda", index % torch.cuda.device_count()) if on_several else self.topology.device
-
-    def _replicas(self, model: nn.Module, count: int) -> list[nn.Module]:
-        """The model itself, and what the other threads run: equal parameters, gradients and buffers of their own."""
-        if self.topology.device.type == "cpu" or torch.cuda.device_count() == 1:
-            return [model, *(replica(model) for _ in range(count - 1))]
-        others = replicate(model, [self._device_of(i) for i in range(count)])[1:] if count > 1 else []
-        for i, other in enumerate(others, 1):
-            own_state(model, {id(a): b for a, b in zip(model.modules(), other.modules(), strict=True)})
-            for module in other.modules():
-                vars(module)["replica_device"] = self._device_of(i)  # what `Module.device` answers in its thread
-        return [model, *others]
+        num_devices = torch.cuda.device_count() if self.topology.device.type == "cuda" else self.num_devices
+        return self.topology.device if num_devices == 1 else nth_device(self._accelerator, index % num_devices)
 
     def _join(self, model: nn.Module, replicas: list[nn.Module]) -> None:
         """Add up gradients and metrics, in the order of the replicas."""
         for other in replicas[1:]:
             for own, theirs in zip(parameters_of(model), parameters_of(other), strict=False):
-                if (
-                    theirs.is_leaf and theirs.grad is not None
-                ):  # those on other GPUs add to the model's own by themselves
-                    own.grad = theirs.grad if own.grad is None else own.grad.add_(theirs.grad)
+                if theirs.grad is not None:
+                    added = theirs.grad.to(own.device)
+                    own.grad = added if own.grad is None else own.grad.add_(added)
             for metric, copied in zip(metrics_of(model), metrics_of(other), strict=True):
                 if copied._update_count:
-                    metric.merge_state(copied)
+                    metric.merge_state(copied.to(metric.device))
 
 
 def _single(loader: Any) -> Iterator[Any]:

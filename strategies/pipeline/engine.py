@@ -31,7 +31,8 @@ from lockstep.strategies.modules.model_changes import gradient_marks, own_backwa
 from lockstep.strategies.pipeline.microbatches import Feed, Tally, feeds_of, merged
 from lockstep.strategies.pipeline.schedules import Schedule
 from lockstep.strategies.pipeline.shape_inference import Layout
-from lockstep.strategies.pipeline.staged_module import UNREACHED, Staged, gradient_ends
+from lockstep.strategies.pipeline.stage_run import explained
+from lockstep.strategies.pipeline.staged_module import Staged
 from lockstep.strategies.precision import Precision
 from lockstep.strategies.step import weighted_losses
 
@@ -279,9 +280,8 @@ class Engines:
                     "torch.utils.checkpoint around layers of a pipeline; give Pipeline(activation_checkpointing=True) "
                     "instead"
                 ) from error
-            if UNREACHED in text:
-                raise gradient_ends("training_step") from error
-            raise
+            with explained("training_step"):
+                raise
 
 
 class OpenStage(PipelineStage):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -144,3 +145,21 @@ class Stage(nn.Module):
 
     def forward(self, *received: Tensor) -> Any:
         return self.run(self.index, received)  # type: ignore[misc]
+
+
+UNREACHED = "appears to not have been used in the graph"
+"""In torch's error for a gradient that stages before this one would have to compute."""
+
+
+@contextmanager
+def explained(step: str) -> Iterator[None]:
+    """While it lasts that error is one that says what to do; `step` is what asks for the gradient."""
+    try:
+        yield
+    except RuntimeError as error:
+        if UNREACHED not in str(error):
+            raise
+        raise RuntimeError(
+            f"{step} asks for a gradient by torch.autograd.grad, which in a pipeline ends at the layers of this rank; "
+            "use strategy='ddp' or 'fsdp' for penalties on gradients and gradients of inputs"
+        ) from error

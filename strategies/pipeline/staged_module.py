@@ -32,19 +32,8 @@ from lockstep.strategies.pipeline.fake_tensors import Source, is_fake
 from lockstep.strategies.pipeline.microbatch_state import StepState
 from lockstep.strategies.pipeline.partition import Cut, holding_stages
 from lockstep.strategies.pipeline.shape_inference import Layout, ShapeInference
-from lockstep.strategies.pipeline.stage_run import Leave, Links, Run, Stage
+from lockstep.strategies.pipeline.stage_run import Leave, Links, Run, Stage, explained
 from lockstep.strategies.pipeline.stage_tensors import StageTensors, Tied
-
-UNREACHED = "appears to not have been used in the graph"
-"""In torch's error for a gradient that stages before this one would have to compute."""
-
-
-def gradient_ends(step: str) -> RuntimeError:
-    """What to raise in its place."""
-    return RuntimeError(
-        f"{step} asks for a gradient by torch.autograd.grad, which in a pipeline ends at the layers of this rank; use "
-        "strategy='ddp' or 'fsdp' for penalties on gradients and gradients of inputs"
-    )
 
 
 class Staged(nn.Module):
@@ -165,13 +154,10 @@ class Staged(nn.Module):
     def run_evaluation(self, noise: int | None, step: Callable[[], Any]) -> Any:
         """Run `step()` once over all stages; its value on the rank of the last stage, None on the others."""
         try:
-            return self._pass(Run(wants="evaluation", noise=noise), step)
+            with explained("the step of an evaluation"):
+                return self._pass(Run(wants="evaluation", noise=noise), step)
         except Leave:
             return None
-        except RuntimeError as error:
-            if UNREACHED in str(error):
-                raise gradient_ends("the step of an evaluation") from error
-            raise
 
     def _refuse_uncalled(self, output: Any) -> None:
         if output is not None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from lockstep.strategies.planning.trial_mode import TrialMode, mode_of
+from lockstep.strategies.planning.known import mode_of
+from lockstep.strategies.planning.trial_mode import TrialMode
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -95,6 +96,8 @@ def converting_in_place() -> Iterator[None]:
                     converted = fn(tensor)
                 if converted is not tensor:
                     tensor.data = converted
+                    if isinstance(tensor, FakeTensor):
+                        tensor.fake_device = converted.device
         return module
 
     nn.Module._apply = apply  # type: ignore[method-assign]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -110,3 +110,21 @@ def _part(value: Any) -> Any:
         parts = [_part(element) for element in value]
         return None if None in parts else (kind, *parts)
     return None
+
+
+def mode_of(tensor: Tensor) -> FakeTensorMode | None:
+    """Of a tensor without data; None for one with."""
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+
+
+def like(tensor: FakeTensor, mode: FakeTensorMode) -> FakeTensor:
+    """A tensor of `mode` that is like `tensor`."""
+    if tensor.fake_mode is mode:
+        return tensor
+    like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(mode, like, tensor.fake_device)
+
+
+def layout(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors of the same elements of the same storage."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.size(), tensor.stride()

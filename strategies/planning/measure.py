@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.deepspeed.strategy import DeepSpeed
+from lockstep.strategies.hooks import SPMDHooks
 from lockstep.strategies.mesh.mesh import resolve
 from lockstep.strategies.methods.rounds import LearnerRounds
-from lockstep.strategies.planning.memory import HOST, ROUND, Offload, apart, find_kept, find_peak
+from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.planning.memory import HOST, ROUND, Offload, apart, find_kept, find_peak, of_device
 from lockstep.strategies.planning.plan import Block, Collective, RankPlan, Work
+from lockstep.strategies.planning.several_devices import axis_of_devices
 from lockstep.strategies.planning.trial_mode import CollectiveCall, TrialMode
 
 T = TypeVar("T", Collective, Work)
@@ -34,8 +38,6 @@ def refuse_unplanned(strategy: Strategy) -> None:
         )
     if not why and not isinstance(strategy, LearnerRounds) and not can.synchronous:
         why = "its ranks do not meet in every step, and what they exchange depends on when they come"
-    if not why and getattr(strategy, "single_process", False) and strategy.num_devices > 1:
-        why = "it runs several devices in one process, and a plan is of a process with one"
     if why:
         raise ValueError(f"{name} cannot be planned: {why}; plan another strategy, or measure the run on its devices")
 
@@ -72,9 +74,41 @@ def gathered_from_host(
     return offloads
 
 
+def parameters_of(model: nn.Module) -> Iterator[Tensor]:
+    """This rank's shards, and what else of the parameters is on this rank between two steps."""
+    for parameter in filter(is_here, model.parameters()):
+        yield parameter
+        if hasattr(parameter, "ds_tensor"):  # DeepSpeed's shard
+            yield parameter.ds_tensor
+
+
+def gradients_of(strategy: Strategy, wrapped: nn.Module) -> list[Tensor]:
+    """Those that the optimizer gets on this rank."""
+    if isinstance(strategy, SPMDHooks):
+        return strategy.local_gradients(wrapped)
+    return [p.grad for p in wrapped.parameters() if p.grad is not None]
+
+
+_HOST_BUFFERS = (
+    "param_buffer_of_bit16_for_cpu_offload_groups",
+    "temp_grad_buffer_for_cpu_offload",
+    "accumulated_grads_in_cpu",
+    "grad_partitions_flat_buffer",
+)
+
+
+def host_buffers_of(wrapped: nn.Module) -> list[Tensor]:
+    """What DeepSpeed's optimizer, if it offloads, keeps in the host's memory beside its masters and their state."""
+    optimizer = getattr(getattr(wrapped, "engine", None), "optimizer", None)
+    found = [getattr(optimizer, name, None) for name in _HOST_BUFFERS]
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+
+
 def axes_of(strategy: Strategy, world_size: int) -> dict[str, int]:
     """The axes of the mesh of `strategy`, outermost first; those that have none hold the same model on all ranks."""
     axes = getattr(strategy, "axes", None)
+    if name := axis_of_devices(strategy):
+        return {name: world_size}
     if isinstance(axes, Mapping):
         return resolve(axes, world_size)
     if isinstance(strategy, DeepSpeed):
@@ -134,17 +168,21 @@ def rank_plan(
     rank: int,
     role: str,
     num_ranks: int,
-    held: Mapping[str, int],
+    held: Mapping[str, Mapping[int, int]],
     axes: Mapping[str, int],
     steps: int,
     offload: Offload | None = None,
     times: float = 1.0,
+    device: int = 0,
 ) -> RankPlan:
-    """`held`: bytes of parameters, gradients, optimizer, buffers, other state and inputs, as the trial has marked them.
+    """`held`: bytes by device of parameters, gradients, optimizer, buffers, other state and inputs, as the trial has
+    marked them.
     `steps`: how many the trial has recorded; `times`: how often a rank does in a step the work that was tried.
+    `device`: of those of the process.
     """
-    peak, kept = find_peak(mode.at_start, mode.events), find_kept(mode.events)
-    both, host = peak.size, 0
+    both, host = find_peak(mode.at_start, mode.events).size, 0
+    own = of_device(mode.at_start, mode.events, device)
+    peak, kept = find_peak(*own), find_kept(own[1])
     if offload is not None:
         on_device, on_host = apart(mode.at_start, mode.events, offload)
         peak, host = find_peak(*on_device), find_peak(*on_host).size
@@ -155,16 +193,16 @@ def rank_plan(
         rank=rank,
         role=role,
         num_ranks=num_ranks,
-        parameters=held["parameters"],
-        gradients=held["gradients"],
-        optimizer=held["optimizer"],
-        buffers=held["buffers"],
+        parameters=held["parameters"].get(device, 0),
+        gradients=held["gradients"].get(device, 0),
+        optimizer=held["optimizer"].get(device, 0),
+        buffers=held["buffers"].get(device, 0),
         activations=kept.size,
         blocks=tuple(Block(name, size) for name, size in blocks),
         logits_and_loss=kept.tail,
         gathered=peak.by_kind.get("gathered", 0),
-        other_state=held["other_state"],
-        inputs=held["inputs"],
+        other_state=held["other_state"].get(device, 0),
+        inputs=held["inputs"].get(device, 0),
         peak=peak.size,
         peak_by_kind=tuple(peak.by_kind.items()),
         peak_moment=peak.phase,
@@ -172,8 +210,17 @@ def rank_plan(
         collectives=collectives_of(mode.calls, axes, math.prod(axes.values()), steps),
         host=host,
         peak_of_both=both,
-        transfers=tuple(
-            replace(copied, axis="host", num_ranks=1) for copied in collectives_of(mode.transfers, {}, 1, steps)
-        ),
-        work=tuple(_times(_of_a_step(entry, steps), times) for entry in mode.work.entries()),
+        transfers=_transfers(mode.transfers, axes, steps, device),
+        work=tuple(_times(_of_a_step(entry, steps), times) for entry in mode.work[device].entries()),
+    )
+
+
+def _transfers(
+    noted: Sequence[CollectiveCall], axes: Mapping[str, int], steps: int, device: int
+) -> tuple[Collective, ...]:
+    """Copies from and to the host, and those that a device gets from others of its process."""
+    own = [call for call in noted if call.ranks in ((), (device,))]
+    return tuple(
+        replace(copied, axis=next(iter(axes)) if copied.op == "copy" else "host", num_ranks=1)
+        for copied in collectives_of(own, {}, 1, steps)
     )

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 FORWARD, BACKWARD, OPTIMIZER, ROUND = "forward", "backward", "optimizer", "round"
 REDUCTION = "reduction"
 """After the last backward and before the optimizer steps; shown as a part of the optimizer's phase."""
@@ -30,6 +33,8 @@ class Allocation:
     """Name of the block that computed it; empty outside of blocks."""
     is_tail: bool = False
     """Whether it was computed behind the last block."""
+    device: int = 0
+    """Of those of the process."""
 
     @property
     def final_kind(self) -> str:
@@ -97,6 +102,14 @@ def apart(
     return (starts[0], found[0]), (starts[1], found[1])
 
 
+def of_device(
+    at_start: Iterable[tuple[Allocation, int]], events: Sequence[Event], device: int
+) -> tuple[list[tuple[Allocation, int]], list[Event]]:
+    """The same of one of the process's devices."""
+    start = [each for each in at_start if each[0].device == device]
+    return start, [event for event in events if event.allocation.device == device]
+
+
 def find_peak(at_start: Iterable[tuple[Allocation, int]], events: Sequence[Event]) -> Peak:
     """Where the sum of what is alive is highest. `at_start`: what was alive before the first event, with its size."""
     by_kind: Counter[str] = Counter()
@@ -133,3 +146,13 @@ def find_kept(events: Sequence[Event]) -> Kept:
         else:
             by_block[event.allocation.block] += event.change
     return Kept(highest - tail, {name: size for name, size in by_block.items() if size}, tail)
+
+
+def has_bytes(tensor: Tensor) -> bool:
+    """Whether it takes memory of a device."""
+    return tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+def device_of(tensor: Tensor) -> int:
+    """Which of the process's devices a tensor is on: numbered ones of the CPU."""
+    return tensor.device.index or 0

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+_NAME = "_planned_name"
+
 
 class Places:
     """The names of modules and blocks, as a step comes to them."""
 
     def __init__(self) -> None:
-        self._names: dict[int, str] = {}
         self.blocks: list[str] = []
         """Names of the blocks, in the order in which they run."""
         self._last = ""
@@ -48,7 +49,8 @@ class Places:
     @contextmanager
     def following(self, model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
         """While it lasts the modules of `model` are followed; `blocks` are names, in the order in which they run."""
-        self._names = {id(module): name for name, module in model.named_modules()}
+        for name, module in model.named_modules():
+            vars(module)[_NAME] = name  # which replicas have as well
         self.blocks, self._last = list(blocks), blocks[-1] if blocks else ""
         self._is_block = set(blocks)
         handles = [
@@ -60,17 +62,23 @@ class Places:
         finally:
             for handle in handles:
                 handle.remove()
+            for module in model.modules():
+                vars(module).pop(_NAME, None)
             self._stack.clear()
             self._block.clear()
 
     def begin_micro_batch(self) -> None:
-        """A forward begins."""
-        self.is_tail = False
+        """A forward begins, and those before it have had their backward."""
+        self.begin_slice()
         self._numbers.clear()
         self._at.clear()
 
+    def begin_slice(self) -> None:
+        """A forward begins."""
+        self.is_tail = False
+
     def _enter(self, module: nn.Module, args: Any) -> None:
-        name = self._names.get(id(module))
+        name = vars(module).get(_NAME)
         if name is None:
             return
         self._stack.append(name)
@@ -80,7 +88,7 @@ class Places:
         self._note(name)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        name = self._names.get(id(module))
+        name = vars(module).get(_NAME)
         if name is None:
             return
         while self._stack and self._stack.pop() != name:

@@ -61,11 +61,12 @@ class RankPlan:
     """What one kind of rank needs; `role` says which ranks are of this kind. All memory is in bytes."""
 
     rank: int
-    """The rank that was tried."""
+    """The rank that was tried, or the device of its process."""
     role: str
-    """Which ranks it stands for, such as "all ranks" or "stage 0"."""
+    """Which ranks it stands for, such as "all ranks" or "stage 0", or which devices of a process, such as
+    "device 0"."""
     num_ranks: int
-    """How many ranks of the run are of this kind."""
+    """How many ranks or devices of the run are of this kind."""
     parameters: int
     """This rank's shards."""
     gradients: int
@@ -96,9 +97,11 @@ class RankPlan:
     host: int = 0
     """The most bytes at one moment in the host's memory, where the strategy offloads; `peak` has none of them."""
     peak_of_both: int = 0
-    """The most bytes at one moment in the device's and the host's memory together: what a run on CPU ranks holds."""
+    """The most bytes at one moment in the device's and the host's memory together, or in all devices of a process: what
+    a run on CPU ranks holds."""
     transfers: tuple[Collective, ...] = ()
-    """Copies over the host link: op is "to device" or "to host", axis is host."""
+    """Copies over the host link: op is "to device" or "to host", axis is host. Those that a device gets from others of
+    its process: op is copy, axis dp or model."""
     other_state: int = 0
     """What else stays from step to step: residuals of compression, the weights that learners have in common, the
     state of an outer optimizer, buffers of engines."""

@@ -7,13 +7,14 @@ device's peak, whichever is longer; a collective takes as long as its bytes need
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
 from lockstep.strategies.pipeline.schedules import schedule
 from lockstep.strategies.planning.devices import Device
 from lockstep.strategies.planning.plan import Collective, PipelineSchedule, Plan, RankPlan
+from lockstep.strategies.planning.several_devices import IN_TURN, TOGETHER
 
 EFFICIENCY = 0.68
 """Share of every peak (FLOP/s, memory bandwidth, links) that is reached."""
@@ -107,6 +108,11 @@ def estimate(plan: Plan, device: Device, *, efficiency: float = EFFICIENCY) -> E
     if not device.flops:
         raise ValueError("a time needs the device's FLOP/s: give flops=, as in --gpu memory=80,flops=989e12")
     axes = dict(plan.axes)
+    if plan.world_size > device.node and of_one_process(plan):
+        raise ValueError(
+            f"one process has at most the {device.node} {device.name} of a node, but the plan is of {plan.world_size} "
+            "devices; lower --devices or use strategy=ddp"
+        )
     if plan.world_size > device.node and device.network is None:
         raise ValueError(
             f"{plan.world_size} ranks are on several nodes of {device.node} {device.name}, whose data sheet has no "
@@ -119,8 +125,7 @@ def estimate(plan: Plan, device: Device, *, efficiency: float = EFFICIENCY) -> E
         )
     times = tuple(_rank_time(rank, plan, axes, device, efficiency) for rank in plan.ranks)
     bubble = 0.0 if plan.pipeline is None else _bubble(plan.pipeline, axes.get("pipeline", 1))
-    seconds = max(time.forward + time.backward + time.exposed for time in times) / (1 - bubble)
-    seconds = (seconds + max(time.optimizer for time in times)) * slowest(plan.world_size)
+    seconds = _step_seconds(plan, axes, times, bubble)
     useful = sum(rank.num_ranks * _useful_seconds(rank, plan, device) for rank in plan.ranks)
     return Estimate(
         device=device,
@@ -132,6 +137,24 @@ def estimate(plan: Plan, device: Device, *, efficiency: float = EFFICIENCY) -> E
         tokens_per_s=None if plan.tokens is None else plan.tokens / seconds,
         mfu=useful / (seconds * plan.world_size),
     )
+
+
+def of_one_process(plan: Plan) -> bool:
+    """Whether one process runs all devices."""
+    return any(name in (IN_TURN, TOGETHER) for name, _ in plan.axes)
+
+
+def _step_seconds(plan: Plan, axes: Mapping[str, int], times: Sequence[RankTime], bubble: float) -> float:
+    """Of one optimizer step, of what ranks or devices take."""
+    if IN_TURN in axes:
+        return sum(rank.num_ranks * time.seconds for rank, time in zip(plan.ranks, times, strict=True))
+    if TOGETHER in axes:  # devices wait for each other at the end of each phase
+        computing = max(time.forward for time in times) + max(time.backward for time in times)
+        waited = [sum(e.exposed for e in time.communication if e.phase == phase) for time in times for phase in PHASES]
+        copying = sum(max(waited[i :: len(PHASES)]) for i in range(len(PHASES)))
+    else:
+        computing, copying = max(time.forward + time.backward + time.exposed for time in times) / (1 - bubble), 0.0
+    return (computing + copying + max(time.optimizer for time in times)) * slowest(plan.world_size)
 
 
 def slowest(num_ranks: int) -> float:

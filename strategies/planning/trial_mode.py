@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.strategies.planning.fake_world import ranks_of
-from lockstep.strategies.planning.known import Known
+from lockstep.strategies.planning.known import Known, layout, like, mode_of
 from lockstep.strategies.planning.memory import (
     BACKWARD,
     FORWARD,
@@ -30,6 +31,8 @@ from lockstep.strategies.planning.memory import (
     ROUND,
     Allocation,
     Event,
+    device_of,
+    has_bytes,
 )
 from lockstep.strategies.planning.modules import Places
 from lockstep.strategies.planning.user_code import DEEPSPEED, OWN, nearest_file, user_line
@@ -68,18 +71,19 @@ class TrialMode(FakeTensorMode):
         self.events: list[Event] = []
         self.calls: list[CollectiveCall] = []
         self.transfers: list[CollectiveCall] = []
-        """Over the host link, where `offloads` says so."""
+        """Over the host link, where `offloads` says so; between devices of one process, by the one that receives."""
         self.offloads: Callable[[tuple[int, ...]], torch.dtype | None] = lambda _: None
         """Dtype of the parameters that ranks gather from the host's memory and whose gradients they send there."""
         self.host_kinds: frozenset[str] = frozenset()
         """Kinds of allocations in the host's memory, of an engine that copies between these and others."""
-        self.work = Tally()
+        self.work: defaultdict[int, Tally] = defaultdict(Tally)
+        """By device of the process."""
         self.places = Places()
         self.notes: dict[str, None] = {}
         self.recording = self.optimizing = False
         self.stage = FORWARD
         """The phase outside of backwards and of steps of optimizers."""
-        self._depth = self._recorded_depth = 0
+        self._depth = self._recorded_depth = self._inside = 0
         self._op = ""
         self._known = Known(self)
 
@@ -105,14 +109,16 @@ class TrialMode(FakeTensorMode):
         ):
             return NotImplemented  # a DTensor: its local part comes here
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_fake = any(isinstance(leaf, FakeTensor) for leaf in leaves)
+        is_fake = any(isinstance(leaf, FakeTensor) for leaf in leaves) or bool(
+            leaves and getattr(kwargs.get("device"), "index", None)  # a real one goes to where none is
+        )
         if is_fake and (other := next((mode for leaf in leaves if (mode := mode_of(leaf)) not in (None, self)), None)):
-            args, kwargs = tree_map_only(FakeTensor, lambda leaf: _like(leaf, other), (args, kwargs))
+            args, kwargs = tree_map_only(FakeTensor, lambda leaf: like(leaf, other), (args, kwargs))
             return func(*args, **kwargs)  # a pipeline's shape inference: nothing that the run does
         if is_fake and func in _READS:
             return self._read(leaves[0], func)
         if is_fake and func is torch.ops.aten.is_set_to.default:  # torch would run it on memory
-            return _layout(leaves[0]) == _layout(leaves[1])
+            return layout(leaves[0]) == layout(leaves[1])
         self._op = func.name()
         if is_fake:
             output = self._on_fakes(func, types, args, kwargs)
@@ -123,7 +129,7 @@ class TrialMode(FakeTensorMode):
         else:
             output = self._on_fakes(func, types, args, kwargs)
             made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            if _is_real(func, made):
+            if not self._inside and _is_real(func, made):  # not what a fake one is to be written to
                 output = func(*args, **kwargs)
         if self.recording and self._depth > self._recorded_depth:
             return output  # torch asks for shapes, or runs what an operator is made of: the operator itself is noted
@@ -137,6 +143,7 @@ class TrialMode(FakeTensorMode):
     def _on_fakes(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         try:
             ask = functools.partial(super().__torch_dispatch__, func, types, args, kwargs)
+            self._inside += 1
             return self._known.result(func, args, kwargs, ask)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ValueError(
@@ -144,6 +151,15 @@ class TrialMode(FakeTensorMode):
                 "tensor, which a plan does not have; write it so that shapes do not depend on values, or measure the "
                 "run on a device"
             ) from error
+        except RuntimeError as error:
+            if "on the same device" not in str(error):
+                raise
+            raise ValueError(
+                f"{user_line()} gives {func.name().removeprefix('aten::')} tensors of several devices, as a run would; "
+                "give a device_map that has what this line joins on one device, or fewer devices"
+            ) from error
+        finally:
+            self._inside -= 1
 
     def _count(self, func: Any, args: Any, output: Any, inputs: list[Tensor], results: list[Tensor]) -> None:
         call = self._collective(func, tuple(args), output)
@@ -156,9 +172,18 @@ class TrialMode(FakeTensorMode):
             if self._op == "c10d::allgather_":  # into a list: Gloo and NCCL gather into one tensor and copy from it
                 self._stage(call[2])
         elif func.namespace == "aten":
+            device = device_of(results[0] if results else inputs[0]) if results or inputs else 0
             if self.host_kinds and func is torch.ops.aten.copy_.default:
                 self._note_copy(inputs[0], inputs[-1])
-            self.work.add(func, args, output, inputs, results, _shown(self.phase))
+            elif results and inputs and device != device_of(inputs[-1]) and inputs[-1].dim():
+                self._note_send(inputs[-1], results[0])
+            self.work[device].add(func, args, output, inputs, results, _shown(self.phase))
+
+    def _note_send(self, source: Tensor, into: Tensor) -> None:
+        dtype = str(source.dtype).removeprefix("torch.")
+        self.transfers.append(CollectiveCall("copy", dtype, source.nbytes, _shown(self.phase), (device_of(into),)))
+        if self._known_as(source) == "parameters":
+            self.mark(GATHERED, [into])
 
     def _note_copy(self, into: Tensor, source: Tensor) -> None:
         to_host, from_host = self._is_on_host(into), self._is_on_host(source)
@@ -247,7 +272,7 @@ class TrialMode(FakeTensorMode):
         return OPTIMIZER if self.optimizing and self.stage != ROUND else self.stage
 
     def _note(self, tensor: Tensor) -> None:
-        if not _has_bytes(tensor):
+        if not has_bytes(tensor):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -257,7 +282,7 @@ class TrialMode(FakeTensorMode):
         if size > 8 * REAL_NUMEL and not isinstance(tensor, FakeTensor):  # the user's data
             return
         block, tail = self.places.block, self.places.is_tail
-        allocation = Allocation(size, "", self.phase if self.recording else "", "", block, tail)
+        allocation = Allocation(size, "", self.phase if self.recording else "", "", block, tail, device_of(tensor))
         self._alive[key] = allocation, weakref.ref(storage, lambda _: self._free(key))
         self._log(allocation, size)
 
@@ -277,12 +302,12 @@ class TrialMode(FakeTensorMode):
                 module = self.places.of_backward()
             self.events.append(Event(allocation, change, _shown(self.phase), module, self._op))
 
-    def mark(self, kind: str, tensors: Iterable[Tensor]) -> int:
-        """Say what tensors are for; returns their bytes, each storage counted once."""
-        seen, total = set(), 0
+    def mark(self, kind: str, tensors: Iterable[Tensor]) -> Counter[int]:
+        """Say what tensors are for; returns their bytes by device, each storage counted once."""
+        seen, total = set(), Counter[int]()
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)
-            if not _has_bytes(local):
+            if not has_bytes(local):
                 continue
             key = local.untyped_storage()._cdata
             if key in seen:
@@ -290,31 +315,37 @@ class TrialMode(FakeTensorMode):
             seen.add(key)
             self._note(local)
             self._alive[key][0].kind = kind
-            total += self._alive[key][0].size
+            total[self._alive[key][0].device] += self._alive[key][0].size
         return total
 
     def unknown(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """Those that were there before the step and of which nothing is said: copies that an engine steps."""
-        for tensor in filter(_has_bytes, tensors):
+        for tensor in filter(has_bytes, tensors):
             found = self._alive.get(tensor.untyped_storage()._cdata)
             if found is not None and not found[0].kind and not found[0].made_in:
                 yield tensor
 
-    def mark_what_stays(self, kind: str) -> int:
-        """Say what is alive of what was allocated in the phase `kind`; returns the bytes of all that is of this
-        kind."""
-        alive = [allocation for allocation, _ in self._alive.values()]
-        for allocation in alive:
+    def mark_what_stays(self, kind: str) -> Counter[int]:
+        """Say what is alive of what was allocated in the phase `kind`; returns the bytes by device of all that is of
+        this kind."""
+        for allocation, _ in self._alive.values():
             if allocation.made_in == kind and not allocation.kind:
                 allocation.kind = kind
-        return sum(allocation.size for allocation in alive if allocation.kind == kind)
+        return self._bytes_of(kind)
 
-    def mark_other_state(self) -> int:
-        """Say that what is alive between two steps and is nothing else is state as well; returns its bytes."""
-        alive = [allocation for allocation, _ in self._alive.values()]
-        for allocation in alive:
+    def mark_other_state(self) -> Counter[int]:
+        """Say that what is alive between two steps and is nothing else is state as well; returns its bytes by
+        device."""
+        for allocation, _ in self._alive.values():
             allocation.kind = allocation.kind or OTHER
-        return sum(allocation.size for allocation in alive if allocation.kind == OTHER)
+        return self._bytes_of(OTHER)
+
+    def _bytes_of(self, kind: str) -> Counter[int]:
+        found = Counter[int]()
+        for allocation, _ in self._alive.values():
+            if allocation.kind == kind:
+                found[allocation.device] += allocation.size
+        return found
 
     @contextmanager
     def watching_resizes(self) -> Iterator[None]:
@@ -343,16 +374,12 @@ class TrialMode(FakeTensorMode):
         self.at_start = [(allocation, allocation.size) for allocation, _ in self._alive.values()]
         for allocation, _ in self.at_start:
             allocation.made_in = ""
-        self.events, self.calls, self.transfers, self.work = [], [], [], Tally()
+        self.events, self.calls, self.transfers, self.work = [], [], [], defaultdict(Tally)
         self.recording, self._recorded_depth = True, self._depth
         try:
             yield
         finally:
             self.recording = False
-
-
-def _has_bytes(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
 def _shown(phase: str) -> str:
@@ -362,20 +389,5 @@ def _shown(phase: str) -> str:
 def _is_real(func: Any, made: list[Tensor]) -> bool:
     """Whether what is made from nothing has values: not what an engine is to fill with parameters."""
     is_filled = not func.name().startswith("aten::empty") or not any(leaf.is_floating_point() for leaf in made)
+    is_filled &= not any(map(device_of, made))  # real tensors are on the first device
     return is_filled and sum(leaf.numel() for leaf in made) <= REAL_NUMEL
-
-
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.size(), tensor.stride()
-
-
-def mode_of(tensor: Tensor) -> FakeTensorMode | None:
-    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
-
-
-def _like(tensor: FakeTensor, mode: FakeTensorMode) -> FakeTensor:
-    """A tensor of `mode` that is like `tensor`."""
-    if tensor.fake_mode is mode:
-        return tensor
-    like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    return FakeTensor(mode, like, tensor.fake_device)

@@ -79,7 +79,7 @@ def test_slices_run_in_threads_on_parameters_of_their_own() -> None:
     quiet(strategy="dp", devices=2).fit(Watching(), loader(32))
     assert len(seen) == 2 and all(name.startswith("replica") for name in seen)
     model = Net()
-    copied = replica(model)
+    copied = replica(model, torch.device("cpu"))
     assert all(  # what a step changes in place must change once, not once a slice
         a.data_ptr() != b.data_ptr() and torch.equal(a, b)
         for a, b in zip(model.parameters(), copied.parameters(), strict=True)

@@ -357,7 +357,7 @@ def test_a_square_batch_with_its_samples_last_is_refused() -> None:
 
 def test_a_replica_has_the_weights_of_recurrent_layers_of_its_own() -> None:
     model = nn.Sequential(nn.GRU(2, 3))
-    copied = replica(model)
+    copied = replica(model, torch.device("cpu"))
     copied[0](torch.zeros(1, 1, 2))[0].sum().backward()  # type: ignore[index]
     assert all(p.grad is None for p in model.parameters())
 
@@ -372,8 +372,8 @@ def test_a_replica_answers_with_its_own_device(monkeypatch: pytest.MonkeyPatch) 
 
     import lockstep.strategies.dp.strategy as dp
 
-    def named(model: nn.Module) -> nn.Module:
-        made = replica(model)
+    def named(model: nn.Module, device: torch.device) -> nn.Module:
+        made = replica(model, device)
         for module in made.modules():
             vars(module)["replica_device"] = torch.device("cpu", 1)  # as on a second GPU
         return made

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.strategies import ModelParallel
+from lockstep.strategies import ModelParallel, model_parallel
 from lockstep.strategies.model_parallel import balanced
 from tests.strategies.contract import build
 from tests.trainer.toy import distance, loader, net, quiet, weights
@@ -51,7 +51,7 @@ def test_activations_are_brought_to_each_layer_and_back(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         module, "move", lambda batch, device, dtype: (sent.append(device), real(batch, torch.device("cpu"), dtype))[1]
     )
-    monkeypatch.setattr(ModelParallel, "_device", lambda self, index: torch.device("cpu", index))
+    monkeypatch.setattr(model_parallel, "nth_device", lambda kind, index: torch.device("cpu", index))
     strategy = ModelParallel()
     strategy.configure(devices=2, accelerator="cpu")
     strategy.setup()

@@ -452,10 +452,9 @@ def test_a_layout_that_cannot_be_is_refused_by_the_strategy() -> None:
     ("strategy", "why"),
     [
         (DeepSpeed(stage=3, offload_parameters=True), "gathers parameters from the host's memory"),
-        ("dp", "several devices in one process"),
         ("parameter_server", "do not meet in steps"),
     ],
-    ids=["deepspeed-with-parameters-offloaded", "dp", "parameter_server"],
+    ids=["deepspeed-with-parameters-offloaded", "parameter_server"],
 )
 def test_what_cannot_be_planned_is_refused_by_name(strategy: Any, why: str) -> None:
     with pytest.raises(ValueError, match=f"cannot be planned: .*{why}"):

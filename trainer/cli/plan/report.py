@@ -36,7 +36,8 @@ def text(
     """The whole page."""
     tokens = "" if plan.tokens is None else f" ({plan.tokens:,} tokens)"
     parts = [
-        f"{plan.strategy} on {_count(plan.world_size, 'rank')}, {plan.precision}: {plan.num_parameters:,} parameters, "
+        f"{plan.strategy} on {_count(plan.world_size, _unit(plan))}, {plan.precision}: "
+        f"{plan.num_parameters:,} parameters, "
         f"{_count(plan.samples, 'sample')}{tokens} a step"
         + (f", a round of {plan.round_steps:,} steps" if plan.round_steps > 1 else ""),
         memory(plan, device),
@@ -62,7 +63,12 @@ def memory(plan: Plan, device: Device | None) -> str:
     """A row for each kind of rank."""
     kinds = [kind for kind in KINDS if any(getattr(rank, kind) for rank in plan.ranks)]
     offloads = any(rank.host for rank in plan.ranks)
-    head = ["memory of a rank", *(kind.replace("_", " ") for kind in kinds), *["in the host"] * offloads, "peak"]
+    head = [
+        f"memory of a {_unit(plan)}",
+        *(kind.replace("_", " ") for kind in kinds),
+        *["in the host"] * offloads,
+        "peak",
+    ]
     head += [] if device is None else ["reserved", f"of {size(device.memory)}"]
     rows = [head]
     for rank in plan.ranks:
@@ -130,16 +136,20 @@ def collectives(plan: Plan) -> str:
 def time(plan: Plan, estimate: Estimate, steps: int | None, price: float | None) -> str:
     """What a step takes, of what, and what a run costs."""
     slowest = max(estimate.ranks, key=lambda rank: rank.seconds)
+    single = timing.of_one_process(plan)
     rows = [
-        ("a step", seconds(estimate.seconds), f"at {estimate.efficiency:.0%} of every peak of {estimate.device.name}"),
-        ("  forward", seconds(slowest.forward), ""),
-        ("  backward", seconds(slowest.backward), ""),
-        ("  optimizer", seconds(slowest.optimizer), ""),
-        *_communication(slowest),
+        ("a step", seconds(estimate.seconds), f"at {estimate.efficiency:.0%} of every peak of {estimate.device.name}")
     ]
+    for rank in estimate.ranks if single else [slowest]:
+        rows += [
+            ("  forward", seconds(rank.forward), rank.role if single else ""),
+            ("  backward", seconds(rank.backward), ""),
+            ("  optimizer", seconds(rank.optimizer), ""),
+            *_communication(rank),
+        ]
     if estimate.bubble:
         rows.append(("  bubble", f"{estimate.bubble:.1%}", "of the time of forward and backward, stages being equal"))
-    if plan.world_size > 1:
+    if plan.world_size > 1 and not single:
         rows.append(("  slowest device", f"{timing.slowest(plan.world_size) - 1:.1%}", "of all this is waited for"))
     rows.append(("samples/s", f"{estimate.samples_per_s:,.1f}", ""))
     if estimate.tokens_per_s is not None:
@@ -202,7 +212,13 @@ def _letter(kind: str) -> str:
     return LETTERS.get(kind, kind[0].upper())
 
 
+def _unit(plan: Plan) -> str:
+    return "device" if timing.of_one_process(plan) else "rank"
+
+
 def _role(rank: RankPlan) -> str:
+    if rank.role.startswith("device"):
+        return rank.role
     return f"{rank.role} ({_count(rank.num_ranks, 'rank')})"
 
 
