@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,8 @@ _ROOTS = {
     "lightning_fabric": "lockstep.lightning.fabric",
 }
 _NEW = "lockstep.lightning"
+_MARK = "\ufeff"
+"""What some editors write at the head of a file."""
 
 
 class Finding(NamedTuple):
@@ -64,15 +67,20 @@ def main(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = arg
     given = parse(words, parser_class)
     found = 0
     for file in given.files:
+        if file.suffix == ".ipynb":
+            raise ConfigError(
+                f"{file} is a notebook; `jupyter nbconvert --to script {file}` makes a program of it, to migrate"
+            )
         try:
-            source = file.read_text(encoding="utf-8")
+            with file.open(encoding="utf-8", newline="") as stream:  # lines end as they did
+                source = stream.read()
             new, findings = migrate(source)
-        except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        except (OSError, SyntaxError, ValueError) as error:
             raise ConfigError(f"{file} cannot be read as Python: {error}") from None
-        before, after = source.splitlines(keepends=True), new.splitlines(keepends=True)
-        print("".join(difflib.unified_diff(before, after, f"a/{file}", f"b/{file}")), end="")
+        print("".join(difflib.unified_diff(_lines(source), _lines(new), f"a/{file}", f"b/{file}")), end="")
         if given.write and new != source:
-            file.write_text(new, encoding="utf-8")
+            with file.open("w", encoding="utf-8", newline="") as stream:
+                stream.write(new)
         for finding in findings:
             print(f"{file}:{finding.line}: {finding.text}")
         found += len(findings)
@@ -81,12 +89,17 @@ def main(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = arg
 
 def migrate(source: str) -> tuple[str, list[Finding]]:
     """Return the program with its imports of Lightning replaced, and what has no counterpart, by line."""
-    reader = _Reader(ast.parse(source))
-    lines = source.splitlines(keepends=True)
+    reader = _Reader(ast.parse(source.removeprefix(_MARK)))
+    lines = _lines(source.removeprefix(_MARK))
     for edit in sorted(reader.edits, reverse=True):
         line = lines[edit.line - 1].encode()
         lines[edit.line - 1] = (line[: edit.begin] + edit.text.encode() + line[edit.end :]).decode()
-    return "".join(lines), sorted(set(reader.findings))
+    return _MARK * source.startswith(_MARK) + "".join(lines), sorted(set(reader.findings))
+
+
+def _lines(source: str) -> list[str]:
+    """The lines as Python counts them: a form feed ends one for `splitlines` only."""
+    return list(io.StringIO(source, newline=""))
 
 
 class _Reader:
@@ -96,6 +109,7 @@ class _Reader:
         self.edits: list[Edit] = []
         self.findings: list[Finding] = []
         self._bound: dict[str, str] = {}  # local names, with what they are: "lightning.pytorch.Trainer"
+        self._kinds: dict[str, set[str]] = {}  # classes of the program, with what of Lightning they derive from
         nodes = list(ast.walk(tree))
         for node in nodes:
             if isinstance(node, ast.Import):
@@ -194,6 +208,8 @@ class _Reader:
         kinds = {self._name(base).rpartition(".")[2] for base in node.bases} & {
             "LightningModule", "LightningDataModule", "Callback",
         }  # fmt: skip
+        kinds = kinds.union(*(self._kinds.get(ast.unparse(base), ()) for base in node.bases))
+        self._kinds[node.name] = kinds
         if not kinds:
             return
         names = {**HOOKS, **METHODS} if "LightningModule" in kinds else HOOKS

@@ -102,6 +102,37 @@ def test_the_command_shows_or_writes(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "cannot be read as Python" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b"import lightning as L\r\nx = 1\r\n", b"import lockstep.lightning as L\r\nx = 1\r\n"),
+        (b"\xef\xbb\xbfimport lightning as L\n", b"\xef\xbb\xbfimport lockstep.lightning as L\n"),
+        (
+            b"\x0c\nx = '\xe2\x80\xa8'\nimport lightning\n",
+            b"\x0c\nx = '\xe2\x80\xa8'\nimport lockstep.lightning as lightning\n",
+        ),
+    ],
+)
+def test_what_is_not_an_import_of_lightning_keeps_its_bytes(before: bytes, after: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_bytes(before)
+    assert main(["migrate", "--write", str(file)]) == 0
+    assert file.read_bytes() == after
+
+
+def test_a_notebook_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.ipynb").write_text('{"cells": []}')  # an expression of Python too
+    assert main(["migrate", str(tmp_path / "a.ipynb")]) == 2
+    assert "is a notebook; `jupyter nbconvert --to script" in capsys.readouterr().err
+
+
+def test_a_class_of_the_program_between_counts_as_lightnings() -> None:
+    program = (
+        "import lightning as L\nclass A(L.LightningModule): pass\nclass B(A):\n    def test_epoch_end(self, x): ...\n"
+    )
+    assert [(line, text[:35]) for line, text in migrate(program)[1]] == [(4, "B.test_epoch_end is not called; log")]
+
+
 @pytest.mark.ranks
 def test_it_imports_no_torch(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("import lightning as L\n")
