@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import os
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,11 @@ def resolve_accelerator(accelerator: str) -> str:
     if accelerator == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if accelerator not in ("cpu", "gpu", "cuda"):
-        raise ValueError(f"accelerator must be 'auto', 'cpu', 'gpu' or 'cuda', but accelerator={accelerator!r}")
+        near = difflib.get_close_matches(str(accelerator).lower(), ("auto", "cpu", "gpu", "cuda"), 1)
+        raise ValueError(
+            f"accelerator must be 'auto', 'cpu', 'gpu' or 'cuda', but accelerator={accelerator!r}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
     if accelerator != "cpu" and not torch.cuda.is_available():
         raise ValueError(
             f"accelerator={accelerator!r} needs a CUDA device, and torch sees none; use accelerator='cpu' or 'auto'"

@@ -48,7 +48,8 @@ class Precision:
         name = ALIASES.get(str(name), str(name))
         if name not in PRECISIONS:
             given = name.lower().removeprefix("torch.")
-            near = [ELSEWHERE[given]] if given in ELSEWHERE else difflib.get_close_matches(given, PRECISIONS, 1)
+            known = ELSEWHERE | ALIASES
+            near = [known[given]] if given in known else difflib.get_close_matches(given, PRECISIONS, 1)
             raise ValueError(
                 f"precision must be one of {', '.join(PRECISIONS)}, but precision={name!r}"
                 + (f"; did you mean {near[0]!r}?" if near else "")

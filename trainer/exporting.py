@@ -47,7 +47,7 @@ class Exporting:
         for package in ("onnx", "onnxscript"):
             if importlib.util.find_spec(package) is None:
                 raise ImportError(
-                    f"to_onnx needs the package {package}, which is not installed: pip install lockstep-trainer[onnx]"
+                    f"to_onnx needs the package {package}, which is not installed: pip install 'lockstep-trainer[onnx]'"
                 )
         with _ready(self, input_sample) as (module, args, kwargs):
             size = sum(tensor.nbytes for tensor in module.state_dict().values() if isinstance(tensor, torch.Tensor))

@@ -185,13 +185,27 @@ def missing(what: str, name: str, table: Mapping[str, str], known: Iterable[str]
     return f"{what} {name!r}{nearest(name, known)}"
 
 
-_SHORT = {"epochs": "max_epochs", "steps": "max_steps", "num_epochs": "max_epochs", "num_steps": "max_steps"}
-"""What another name would be nearer to by its letters alone."""
+_SHORT = {
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "max_epochs"),
+    **dict.fromkeys(("steps", "num_steps", "num_train_steps"), "max_steps"),
+    **dict.fromkeys(("num_gpus", "n_gpus", "gpu", "world_size", "nproc_per_node"), "devices"),
+    **dict.fromkeys(
+        ("output_dir", "logging_dir", "log_dir", "save_dir", "root_dir", "project_dir"), "default_root_dir"
+    ),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulation_steps", "grad_accum"), "accumulate_grad_batches"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "clip_grad_norm"), "gradient_clip_val"),
+    **dict.fromkeys(("eval_steps", "val_interval"), "val_check_interval"),
+    **dict.fromkeys(("loggers", "report_to"), "logger"),
+    "logging_steps": "log_every_n_steps",
+    "mixed_precision": "precision",
+}
+"""Names of other trainers, and what they would be nearer to by their letters alone."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """ "; did you mean 'max_epochs'?" for the known name most like `name`, or nothing."""
     lower = {other.lower(): other for other in known}
-    words = _SHORT.get(name.lower(), name.lower())
+    words = _SHORT.get(name.lower(), "")
+    words = words if words in lower else name.lower()
     found = difflib.get_close_matches(words, lower, 1)
     return f"; did you mean {lower[found[0]]!r}?" if found else ""

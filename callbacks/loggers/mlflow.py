@@ -55,7 +55,7 @@ class MLflowLogger(RunLogger):
     ) -> None:
         if importlib.util.find_spec("mlflow") is None:
             raise ImportError(
-                "MLflowLogger needs the package mlflow, which is not installed: pip install lockstep-trainer[mlflow]"
+                "MLflowLogger needs the package mlflow, which is not installed: pip install 'lockstep-trainer[mlflow]'"
             )
         super().__init__(save_dir, name, version)
         self.tracking_uri = tracking_uri

@@ -58,7 +58,7 @@ class WandbLogger(RunLogger):
         **options: Any,
     ) -> None:
         if importlib.util.find_spec(module) is None:
-            extra = "lockstep-trainer[wandb]" if module == "wandb" else module
+            extra = "'lockstep-trainer[wandb]'" if module == "wandb" else module
             raise ImportError(f"WandbLogger needs the package {module}, which is not installed: pip install {extra}")
         super().__init__(save_dir, name, version)
         self.project = project

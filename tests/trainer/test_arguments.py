@@ -94,7 +94,15 @@ def test_the_summary_follows_the_bar_unless_it_is_asked_for(bar: bool, summary: 
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("epochs", "max_epochs"), ("num_steps", "max_steps"), ("accumulate", "accumulate_grad_batches")]
+    ("name", "near"),
+    [
+        ("epochs", "max_epochs"),
+        ("num_steps", "max_steps"),
+        ("accumulate", "accumulate_grad_batches"),
+        ("num_gpus", "devices"),
+        ("max_grad_norm", "gradient_clip_val"),
+        ("output_dir", "default_root_dir"),
+    ],
 )
 def test_short_names_lead_to_the_arguments(name: str, near: str) -> None:
     with pytest.raises(TypeError, match=f"no argument {name!r}; did you mean {near!r}"):

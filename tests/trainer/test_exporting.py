@@ -69,7 +69,7 @@ def test_what_cannot_be_exported_is_one_sentence(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RuntimeError, match="Net cannot be exported from the meta device, where it has no weights"):
         empty.to_torch_export(torch.zeros(1, 8))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"to_onnx needs the package onnx, .*pip install lockstep-trainer\[onnx\]"):
+    with pytest.raises(ImportError, match=r"to_onnx needs the package onnx, .*pip install 'lockstep-trainer\[onnx\]'"):
         net().to_onnx(tmp_path / "model.onnx", torch.zeros(1, 8))
 
 

@@ -97,8 +97,13 @@ def test_a_strategy_of_another_library_names_the_one_here(given: str, said: str)
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [("fp16", "16-mixed"), ("float64", "64-true"), ("BF16-Mixed", "bf16-mixed"), ("half", "16-mixed")],
+    [("fp16", "16-mixed"), ("float64", "64-true"), ("FP32", "32-true"), ("half", "16-mixed")],
 )
 def test_a_precision_of_another_library_names_the_nearest(given: str, said: str) -> None:
     with pytest.raises(ValueError, match=f"but precision='{given}'; did you mean '{said}'"):
         Trainer(precision=given)
+
+
+def test_an_accelerator_in_capitals_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="but accelerator='GPU'; did you mean 'gpu'"):
+        Trainer(accelerator="GPU")

@@ -201,7 +201,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, kind: type) -> None:
 @pytest.mark.parametrize(("kind", "package"), [(WandbLogger, "wandb"), (MLflowLogger, "mlflow")])
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, kind: type, package: str) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=rf"pip install lockstep-trainer\[{package}\]"):
+    with pytest.raises(ImportError, match=rf"pip install 'lockstep-trainer\[{package}\]'"):
         kind()
 
 
