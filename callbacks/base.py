@@ -182,8 +182,17 @@ class Logger(Callback):
     """Folder of this experiment below `save_dir`; None takes the module's class name."""
     version: str | int | None = None
     """Folder of this run below `name`; None takes the next free `version_N`."""
-    log_dir: str | None = None
+    run_dir: str | None = None
     """Folder of this run; the Trainer sets it, equal on all ranks, before `setup`."""
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder to write to: `run_dir`, if a subclass does not define another."""
+        return self.run_dir
+
+    @log_dir.setter
+    def log_dir(self, folder: str | None) -> None:
+        self.run_dir = folder
 
     @property
     def experiment(self) -> Any:

@@ -36,8 +36,8 @@ class RunLogger(Logger):
 
     @property
     def root_dir(self) -> str | None:
-        """Folder of this experiment: the one above `log_dir`."""
-        return os.path.dirname(self.log_dir) if self.log_dir else None
+        """Folder of this experiment: the one above `run_dir`."""
+        return os.path.dirname(self.run_dir) if self.run_dir else None
 
     @property
     def experiment(self) -> Any:

@@ -205,7 +205,7 @@ def _report(run: RunState, stage: str, caught: BaseException) -> BaseException:
                 error.add_note(f"on_exception failed too: {type(later).__name__}: {str(later)[:500]}")
     _end(run, "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed", error)
     if stage != "fit" and run.is_global_zero:
-        for folder in {run.log_dir, *(logger.log_dir for logger in run.loggers)} - {None}:
+        for folder in {run.log_dir, *(logger.run_dir for logger in run.loggers)} - {None}:
             with suppress(OSError):  # it holds what this Trainer has written before
                 os.rmdir(str(folder))
                 run.log_dir = None

@@ -108,7 +108,7 @@ def _result(run: RunState, module: Module, returned: Any) -> dict[str, Any]:
         "progress": run.progress.state_dict(),
         "callbacks": [publish.state_of(run, item) for item in run.callbacks],
         "attributes": [own_data(owner) for owner in _owners(run, module)],
-        "log_dirs": [item.log_dir for item in run.loggers],
+        "log_dirs": [item.run_dir for item in run.loggers],
         "results": {name: vars(run)[name] for name in RESULTS},
     }
 
@@ -129,6 +129,6 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
     for owner, attributes in zip(_owners(run, module), result["attributes"], strict=True):
         take_data(owner, attributes)
     for logger, folder in zip(run.loggers, result["log_dirs"], strict=True):
-        publish.guarded(run, logger, setattr, logger, "log_dir", folder)
+        logger.run_dir = folder
     vars(run).update(result["results"])
     attach(module, run.trainer)

@@ -58,7 +58,7 @@ def open_checkpoint(run: RunState, ckpt_path: str | None) -> Checkpoint | None:
     choice = checked_choice(choice)
     run.log_dir = choice["log_dir"]
     for logger, folder in zip(run.loggers, choice["loggers"], strict=True):
-        publish.guarded(run, logger, setattr, logger, "log_dir", folder)
+        logger.run_dir = folder
     # rank 0 has verified every checksum
     return None if choice["checkpoint"] is None else Checkpoint.open(choice["checkpoint"], verify=False)
 

@@ -120,3 +120,45 @@ class KeepsItsRoot(Logger):
 def test_a_logger_of_the_users_own_may_have_a_root_dir(tmp_path: Path) -> None:
     quiet(logger=KeepsItsRoot(tmp_path), log_every_n_steps=1, default_root_dir=tmp_path).fit(net(), loader(16))
     assert (tmp_path / "steps.txt").read_text() == "2"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_subclass_may_define_where_it_writes(devices: int, tmp_path: Path) -> None:
+    class Records(Logger):
+        """As loggers for Lightning are written: everything that names a place is a property."""
+
+        def __init__(self, root: Path) -> None:
+            self.root = root
+
+        @property
+        def name(self) -> str:  # type: ignore[override]
+            return "mine"
+
+        @property
+        def version(self) -> str:  # type: ignore[override]
+            return "first"
+
+        @property
+        def log_dir(self) -> str:  # type: ignore[override]
+            return os.path.join(self.root, "elsewhere")
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            os.makedirs(self.log_dir, exist_ok=True)
+            (Path(self.log_dir) / f"{step}").write_text(str(metrics))
+
+    class Elsewhere(CSVLogger):
+        @property
+        def log_dir(self) -> str:  # type: ignore[override]
+            return os.path.join(str(self.root_dir), "elsewhere")
+
+    records, table_of = Records(tmp_path / "records"), Elsewhere(tmp_path, name="table", version="v")
+    trainer = quiet(
+        logger=[records, table_of], log_every_n_steps=2, devices=devices, accelerator="cpu", default_root_dir=tmp_path
+    )
+    trainer.fit(net(), loader(64))
+    assert trainer.log_dir == str(tmp_path / "mine" / "first") and trainer.log_dir == records.run_dir
+    written = sorted(int(file.name) for file in (tmp_path / "records" / "elsewhere").iterdir())
+    assert written == list(range(2, trainer.global_step + 1, 2))
+    assert sorted({int(row["step"]) for row in table(tmp_path / "table" / "elsewhere")}) == written
+    assert table_of.log_dir == str(tmp_path / "table" / "elsewhere")
