@@ -36,6 +36,14 @@ _MEASURED = {
     "profiler": None,
 }
 """What `barebones` allows: that which has no part in the time of a step."""
+_WHOLE = (
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "val_check_interval",
+)
+"""Arguments that are 1.0 where they limit nothing, for code that computes with them."""
 _DDP = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
 
 
@@ -84,6 +92,10 @@ class Trainer(_Trainer):
         """What `self.log(…, prog_bar=True)` shows, as floats."""
         shown: dict[str, Tensor] = super().progress_bar_metrics
         return {name: float(value) for name, value in shown.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return 1.0 if value is None and name in _WHOLE else value
 
     def fit(self, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> None:
         """As `lockstep.Trainer.fit`; `weights_only` changes nothing, as no checkpoint is unpickled."""
