@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,10 @@ class Weights:
     values: dict[str, Any]
     """A state dict: tensors, and extra state of modules."""
     hyperparameters: dict[str, Any] = field(default_factory=dict)
+    hyperparameters_name: str | None = None
+    """The argument that they are together, if they are one."""
+    unsaved: list[str] = field(default_factory=list)
+    """Names of hyperparameters that a checkpoint cannot hold."""
     global_step: int = 0
     current_epoch: int = 0
     skipped: list[str] = field(default_factory=list)
@@ -73,6 +78,7 @@ def export_weights(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> Pa
             if '"$tensor"' not in json.dumps(value)
         },
         "hyperparameters_name": state.get("hyperparameters_name"),
+        "hyperparameters_unsaved": state.get("hyperparameters_unsaved", []),
         "progress": _progress(state.get("progress")),
     }
     layout = {name.removeprefix("model/"): (checkpoint.dtype(name), checkpoint.shape(name)) for name in names}
@@ -198,7 +204,8 @@ def _write(found: Weights, source: Path, target: Path) -> None:
             "progress": {"global_step": found.global_step, "current_epoch": found.current_epoch},
             "strategy": {"model": model},
             "hyperparameters": pack(found.hyperparameters, "module/hparams", tensors),
-            "hyperparameters_name": None,
+            "hyperparameters_name": found.hyperparameters_name,
+            "hyperparameters_unsaved": found.unsaved,
             "imported_from": source.name,
         }
     except TypeError as error:
@@ -225,9 +232,10 @@ def _read_safetensors(source: Path) -> Weights:
         hyperparameters = unpack(note.get("hyperparameters", {}), values.__getitem__)
         if not isinstance(hyperparameters, dict) or not all(isinstance(name, str) for name in hyperparameters):
             raise ValueError("its hyperparameters are not a JSON object")
-        if note.get("hyperparameters_name") is not None:
-            hyperparameters = {note["hyperparameters_name"]: hyperparameters}
-        return Weights(whole, hyperparameters, progress["global_step"], progress["current_epoch"])
+        name, unsaved = note.get("hyperparameters_name"), note.get("hyperparameters_unsaved", [])
+        if not isinstance(name, str | None) or not isinstance(unsaved, list):
+            raise ValueError("its hyperparameters are not named")
+        return Weights(whole, hyperparameters, name, unsaved, progress["global_step"], progress["current_epoch"])
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot import {source}: it is not a valid safetensors file ({error}); download it again"
@@ -256,7 +264,7 @@ def read_pickle(file: str | os.PathLike[str] | BinaryIO, trusts: bool) -> Weight
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"cannot read {source}: it holds more than tensors and plain data, which would run code "
-            f"({str(error).splitlines()[0][:150]}); give weights_only=False to load_from_checkpoint, or --trust-pickle "
+            f"({_reason(error)}); give weights_only=False to load_from_checkpoint, or --trust-pickle "
             "to lockstep checkpoint import, if you trust its author"
         ) from error
     except Exception as error:  # whatever the pickled program does
@@ -289,11 +297,21 @@ def read_pickle(file: str | os.PathLike[str] | BinaryIO, trusts: bool) -> Weight
             found.hyperparameters[name] = value
         else:
             found.skipped.append(f"hyper_parameters: {name}")
+            found.unsaved.append(str(name))
+    name = loaded.get("hparams_name")
+    found.hyperparameters_name = name if isinstance(name, str) and name != "kwargs" else None
     found.global_step = _count(loaded.get("global_step"))
     found.current_epoch = _count(loaded.get("epoch", loaded.get("current_epoch")))
-    known = {nested, "hyper_parameters", "global_step", "epoch", "current_epoch"}
+    known = {nested, "hyper_parameters", "global_step", "epoch", "current_epoch", "hparams_name"}
     found.skipped += [str(name) for name in loaded if name not in known]
     return found
+
+
+def _reason(error: pickle.UnpicklingError) -> str:
+    """What torch's restricted unpickler refused, without its advice and colors."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    found = re.search(r"WeightsUnpickler error: (.*)", text)
+    return (found[1] if found else text.splitlines()[0]).split(". ")[0][:150].strip()
 
 
 def _fits(value: Any) -> bool:

@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -274,7 +274,9 @@ def load_module(
     """`Module.load_from_checkpoint`."""
     if not isinstance(path, (str, os.PathLike)) or os.path.isfile(os.path.expanduser(path)):
         found = convert.read_pickle(path, trusts)
-        module = _built(cls, found.hyperparameters, [], overrides, found.source)
+        given = found.content.get("hyper_parameters")
+        given = {key: value for key, value in given.items() if type(key) is str} if isinstance(given, Mapping) else {}
+        module = _built(cls, *_arguments(given, found.hyperparameters_name, []), overrides, found.source)
         module.on_load_checkpoint(found.content)
         with refused(found.source):
             module.load_state_dict(found.values, strict=strict)
@@ -287,14 +289,17 @@ def load_module(
         raise CheckpointError(
             f"checkpoint {path} cannot be used: state.json has no valid hyperparameters; load another one"
         )
-    if name is not None:
-        hparams, unsaved = {name: Namespace(hparams)}, [name] if unsaved else []
-    module = _built(cls, hparams, unsaved, overrides, path)
+    module = _built(cls, *_arguments(hparams, name, unsaved), overrides, path)
     _load_extra_of(module, checkpoint)
     with refused(path):
         frozen.check_module(checkpoint, module)
         restore_model(module, checkpoint, strict)
     return module if map_location is None else module.to(map_location)
+
+
+def _arguments(hparams: dict[str, Any], name: str | None, unsaved: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Hyperparameters, and the names of those that were not saved, as arguments: those of `name` are one together."""
+    return (hparams, unsaved) if name is None else ({name: Namespace(hparams)}, [name] if unsaved else [])
 
 
 def _built(cls: Any, saved: dict[str, Any], unsaved: list[str], overrides: dict[str, Any], path: Any) -> Any:

@@ -195,7 +195,7 @@ def test_a_lightning_file_needs_an_explicit_word(tmp_path: Path, capsys: pytest.
     assert run("import", "--trust-pickle", tmp_path / "a.ckpt", tmp_path / "b") == 0
     out, err = capsys.readouterr()
     assert "4 tensors, step 30, 4 hyperparameters" in out
-    assert err == "skipped: pytorch-lightning_version, optimizer_states, lr_schedulers, hparams_name\n"
+    assert err == "skipped: pytorch-lightning_version, optimizer_states, lr_schedulers\n"
     assert run("verify", tmp_path / "b") == 0
     checkpoint = Checkpoint.open(tmp_path / "b")
     assert (checkpoint.global_step, checkpoint.state["progress"]["current_epoch"]) == (30, 2)

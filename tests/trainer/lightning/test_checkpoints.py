@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 
 import lockstep.lightning.pytorch as pl
 from lockstep.lightning.pytorch.callbacks import ModelCheckpoint
+from lockstep.trainer.checkpoint.convert import export_weights, import_weights
+from lockstep.trainer.checkpoint.store import Checkpoint
 
 
 class Net(pl.LightningModule):
@@ -93,3 +95,50 @@ def test_the_default_is_the_same_callback_and_can_be_resumed(tmp_path: Path) -> 
     trainer = pl.Trainer(max_epochs=2, accelerator="cpu", logger=False, default_root_dir=tmp_path)
     trainer.fit(Net(), data(10), ckpt_path=saver.best_model_path)
     assert trainer.global_step == 20
+
+
+class Configured(Net):
+    def __init__(self, act: Any = torch.relu, dtype: Any = torch.float32, layer: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Whole(Net):
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters(config)
+
+
+def written(folder: Path, module: Any, hyperparameters: dict[str, Any], name: str) -> Path:
+    """A file in the layout of Lightning."""
+    content = {"state_dict": module.state_dict(), "hyper_parameters": hyperparameters, "hparams_name": name}
+    torch.save(content, folder / "model.ckpt")
+    return folder / "model.ckpt"
+
+
+def test_no_hyperparameter_of_a_file_of_lightning_is_left_at_its_default(tmp_path: Path) -> None:
+    given = {"act": torch.tanh, "dtype": torch.float16, "layer": torch.nn.Linear(1, 1)}
+    file = written(tmp_path, Net(), given, "kwargs")
+    hparams = Configured.load_from_checkpoint(file, weights_only=False).hparams
+    assert hparams.act is torch.tanh and hparams.dtype is torch.float16 and isinstance(hparams.layer, torch.nn.Linear)
+    import_weights(file, tmp_path / "imported", trust_pickle=True)
+    with pytest.raises(TypeError, match="Configured needs act, dtype, layer, which checkpoint"):
+        Configured.load_from_checkpoint(tmp_path / "imported")
+    assert Configured.load_from_checkpoint(tmp_path / "imported", **given).hparams.act is torch.tanh
+
+
+def test_hyperparameters_that_are_one_argument_of_a_file_of_lightning_stay_one(tmp_path: Path) -> None:
+    file = written(tmp_path, Net(), {"width": 3}, "config")
+    assert Whole.load_from_checkpoint(file).hparams.width == 3
+    import_weights(file, tmp_path / "imported", trust_pickle=True)
+    assert Whole.load_from_checkpoint(tmp_path / "imported").hparams.width == 3
+
+
+def test_what_was_not_saved_is_asked_for_after_an_export_too(tmp_path: Path) -> None:
+    trainer = pl.Trainer(max_steps=1, accelerator="cpu", logger=False, default_root_dir=tmp_path)
+    trainer.fit(Configured(torch.tanh), data(1))
+    trainer.save_checkpoint(tmp_path / "own")
+    export_weights(Checkpoint.open(tmp_path / "own"), tmp_path / "own.safetensors")
+    import_weights(tmp_path / "own.safetensors", tmp_path / "again")
+    with pytest.raises(TypeError, match="Configured needs act, which checkpoint"):
+        Configured.load_from_checkpoint(tmp_path / "again")
