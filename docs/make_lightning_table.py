@@ -82,7 +82,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "on_before_zero_grad": "after the step",
         "on_load_checkpoint": "the dict is what `on_save_checkpoint` filled; weights are not in it",
         "on_save_checkpoint": "fill it with tensors and JSON data; weights are not in it",
-        "on_train_batch_end": "`outputs` is what `training_step` returned, detached",
+        "on_train_batch_end": "`outputs` is what `training_step` returned; a dict with `lockstep.lightning`",
         "optimizers": "objects whose `step` and `zero_grad` keep ranks together; the optimizer is their `.optimizer`; "
         "`step` returns None",
         "toggled_optimizer": "with `lockstep.lightning`",
@@ -96,7 +96,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "on_before_zero_grad": "after the step",
         "on_load_checkpoint": "the dict is what `on_save_checkpoint` filled; weights are not in it",
         "on_save_checkpoint": "fill it with tensors and JSON data; weights are not in it; before `state_dict`",
-        "on_train_batch_end": "`outputs` is what `training_step` returned, detached",
+        "on_train_batch_end": "`outputs` is what `training_step` returned; a dict with `lockstep.lightning`",
         "state_dict": "tensors and JSON data",
         "state_key": "the class's name, so two callbacks of a class need names of their own",
     },

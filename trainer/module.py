@@ -39,6 +39,9 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
     example_input_array: Any = None
     """Input of `forward` from which the summary derives sizes and FLOPs, and loggers the graph."""
 
+    hooks_get_dicts = False
+    """Whether `on_train_batch_end` gets {"loss": loss} for a `training_step` that returns a tensor, as in Lightning."""
+
     def __init__(self) -> None:
         super().__init__()
         self.__dict__["_trainer"] = None

@@ -30,7 +30,9 @@ class _OfClass(classmethod):
 
 
 class LightningModule(Module):
-    """`lockstep.Module`."""
+    """`lockstep.Module`, whose hooks get a loss in a dict."""
+
+    hooks_get_dicts = True
 
     @_OfClass  # type: ignore[arg-type]
     def load_from_checkpoint(

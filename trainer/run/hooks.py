@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
@@ -244,6 +245,25 @@ class Adapted:
     def rebind(self, bound: Callable[[Callable], Callable]) -> Adapted:
         """The same for what `bound` makes of the method (a replica's)."""
         return replace(self, method=bound(self.method))
+
+
+@dataclass(frozen=True)
+class InDict:
+    """A step that returns {"loss": loss} where `step` returns a loss alone, which hooks get as `outputs`."""
+
+    step: Callable
+
+    def __call__(self, *args: Any) -> Any:
+        output = self.step(*args)
+        return {"loss": output} if isinstance(output, Tensor) else output
+
+    def rebind(self, bound: Callable[[Callable], Callable]) -> InDict:
+        return replace(self, step=bound(self.step))
+
+
+def training_step_of(module: Module) -> Callable:
+    step = step_function(module.training_step, 2)
+    return InDict(step) if module.hooks_get_dicts else step
 
 
 def step_function(fn: Callable, num_args: int) -> Callable:

@@ -21,7 +21,7 @@ from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run.guards import Guards, check_ownership
-from lockstep.trainer.run.hooks import all_of, in_phase, overrides, step_function, transfer_of
+from lockstep.trainer.run.hooks import all_of, in_phase, overrides, training_step_of, transfer_of
 from lockstep.trainer.run.manual import AutomaticOptimizer, ManualOptimizer
 from lockstep.trainer.seeding import derive, seed_everything
 from lockstep.trainer.setup import frozen, optimizers, resume
@@ -119,7 +119,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     _train_mode(module)
     strategy.adopt_changes(run.wrapped)  # what configure_optimizers and on_load_checkpoint did
 
-    training_step = step_function(module.training_step, 2)
+    training_step = training_step_of(module)
     transfer = transfer_of(module, run.datamodule, strategy.to_device, strategy.topology.device)
     steps_itself = overrides(module, "optimizer_step", Module)
     return FitLoop(

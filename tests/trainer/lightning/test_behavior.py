@@ -259,3 +259,26 @@ def test_manual_optimization() -> None:
 def test_sharded_parameters_keep_no_graph() -> None:
     with pytest.raises(Exception, match="retain_graph=True: sharded parameters are freed after backward"):
         trainer(devices=2, strategy="fsdp").fit(_Manual(), loader(8))
+
+
+class Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert set(outputs) == {"loss"} and not outputs["loss"].requires_grad
+        self.losses.append(float(outputs["loss"]))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("dp", 2), ("ddp", 2), ("fsdp", 2), ("tensor", 2)])
+def test_hooks_find_the_loss_in_a_dict(strategy: str, devices: int) -> None:
+    seen = Losses()
+    own: list[float] = []
+
+    def hook(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        own.append(float(outputs["loss"]))
+
+    module = type("Noted", (classifier(pl),), {"on_train_batch_end": hook})()
+    trainer(callbacks=[seen], strategy=strategy, devices=devices).fit(module, loader())
+    assert len(seen.losses) > 1 and (strategy not in ("auto", "dp") or own == seen.losses)
