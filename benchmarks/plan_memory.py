@@ -168,11 +168,12 @@ def measured(model: str, name: str, recomputes: bool) -> int:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29500",
         }
+        alone = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}  # threads of dp would keep arenas each
         command = [sys.executable, "-m", "benchmarks.plan_memory", "--on-rank", model, name, str(int(recomputes))]
         ranks = [
             subprocess.Popen(
                 command,
-                env={**os.environ, **(shared if world > 1 else {"MALLOC_MMAP_THRESHOLD_": "65536"})}
+                env={**os.environ, **(shared if world > 1 else alone)}
                 | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}),
                 stdout=subprocess.PIPE,
                 text=True,

@@ -6,8 +6,7 @@ import copy
 import dataclasses
 import difflib
 import os
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -89,30 +88,11 @@ def resolve_devices(devices: int | str, accelerator: str, most: int | None = Non
     return count
 
 
-_numbered = False
-
-
 def nth_device(kind: str, index: int) -> torch.device:
-    """The device of a process that runs several: the CPU is one for all indices, or has one for each in a plan."""
-    if kind == "cpu" and not (_numbered and index):
+    """The device of a process that runs several: the CPU is one for all indices, or in a plan one for each."""
+    if kind == "cpu" and not (index and environment.in_plan()):
         return torch.device("cpu")
     return torch.device(kind, index)
-
-
-def in_plan() -> bool:
-    """Whether tensors have no data and are of this thread."""
-    return _numbered
-
-
-@contextmanager
-def numbered_cpus() -> Iterator[None]:
-    """While it lasts each index of `nth_device` has a CPU of its own, for tensors without data."""
-    global _numbered
-    _numbered = True
-    try:
-        yield
-    finally:
-        _numbered = False
 
 
 def check_launcher(name: str, single_process: bool, devices: int | str, num_devices: int, num_nodes: int) -> None:

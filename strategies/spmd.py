@@ -23,7 +23,7 @@ from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.devices import check_launcher, device_index, resolve_accelerator, resolve_devices
 from lockstep.strategies.launch import environment, fault_injection, launcher, process_group, sidecar, watchdog
 from lockstep.strategies.modules.activation_checkpointing import find_recomputed, keep, recompute
-from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.modules.blocks import Rule, is_metric
 from lockstep.strategies.modules.meta import materialize
 from lockstep.strategies.modules.model_changes import ModelChanges, refuse_max_norm
 from lockstep.strategies.modules.parameter_hooks import ParameterHooks
@@ -210,7 +210,10 @@ class SPMDStrategy(SPMDStep):
         self._parameter_hooks.take(model.named_parameters())
         if self.activation_checkpointing is not False:
             recompute(model, self.activation_checkpointing)  # type: ignore[arg-type]
-        return self.wrap(self.precision.convert(model))
+        wrapped = self.wrap(self.precision.convert(model))
+        for metric in filter(is_metric, model.modules()):
+            metric.to(self.topology.device)  # what moves parameters and buffers does not know their states
+        return wrapped
 
     def teardown_module(self, wrapped: nn.Module) -> None:
         model = self.unwrap(wrapped)

@@ -20,7 +20,6 @@ from lockstep.callbacks._support.collectives import collective
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.strategies.base import StepVote, Strategy
 from lockstep.strategies.data.sharded_loader import Window
-from lockstep.strategies.devices import numbered_cpus
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import find_blocks
 from lockstep.strategies.pipeline.schedules import Schedule
@@ -29,6 +28,7 @@ from lockstep.strategies.planning.fake_model import (
     fake_batch,
     fake_copy,
     make_fake,
+    metrics_without_values,
     without_memory,
 )
 from lockstep.strategies.planning.fake_world import answering_stages, fake_world
@@ -106,7 +106,7 @@ def plan(
     while ranks:
         trial = _Trial(trainer, ranks.pop(), size)
         world = fake_world(trial.rank, size // trial.devices)
-        with world, numbered_cpus(), answering_stages(), warnings.catch_warnings():
+        with world, answering_stages(), metrics_without_values(trial.mode), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what the run warns of, it says itself
             found += trial.run(module, train_dataloaders, datamodule)
         if trial.rank == 0:

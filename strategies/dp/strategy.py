@@ -25,7 +25,7 @@ from lockstep.strategies.base import (
 )
 from lockstep.strategies.data.sample_axis import SampleCutter
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
-from lockstep.strategies.devices import in_plan, move, nth_device
+from lockstep.strategies.devices import move, nth_device
 from lockstep.strategies.dp.replicas import (
     check_hooks,
     join_state,
@@ -34,6 +34,7 @@ from lockstep.strategies.dp.replicas import (
     rebind,
     replica,
 )
+from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.rng import kept_streams
 from lockstep.strategies.losses import detach, split_loss
 from lockstep.strategies.modules.blocks import Rule
@@ -189,7 +190,7 @@ class DataParallel(SPMDStrategy):
     def _run(self, work: Callable[..., Any], *slices: Iterable[Any]) -> list[Any]:
         """`work` with what each slice has, in threads."""
         assert self._threads is not None
-        return list((map if self._draws or in_plan() else self._threads.map)(work, *slices))
+        return list((map if self._draws or environment.in_plan() else self._threads.map)(work, *slices))
 
     def _device_of(self, index: int) -> torch.device:
         num_devices = torch.cuda.device_count() if self.topology.device.type == "cuda" else self.num_devices

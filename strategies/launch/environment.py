@@ -78,10 +78,14 @@ def detect(environ: Mapping[str, str] = os.environ) -> World | None:
             raise ValueError(
                 f"Two launchers disagree: {first.launcher} says rank {first.rank} of {first.world_size}, "
                 f"{other.launcher} says rank {other.rank} of {other.world_size}; set LOCKSTEP_LAUNCHER to the one that "
-                "started the ranks ("
-                f"{first.launcher} or {other.launcher})"
+                f"started the ranks ({first.launcher} or {other.launcher})"
             )
     return first
+
+
+def in_plan(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process tries a step on tensors without data, in which other ranks do what this one does."""
+    return environ.get("LOCKSTEP_LAUNCHER") == "plan"
 
 
 def started_by_lockstep() -> bool:
@@ -110,11 +114,9 @@ def requeue(environ: Mapping[str, str] = os.environ) -> str | None:
         done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
         return f"job {job} could not be requeued: {error}"
-    return (
-        f"job {job} was requeued"
-        if done.returncode == 0
-        else f"job {job} could not be requeued: {(done.stderr or done.stdout).strip()}"
-    )
+    if done.returncode == 0:
+        return f"job {job} was requeued"
+    return f"job {job} could not be requeued: {(done.stderr or done.stdout).strip()}"
 
 
 def expand_hosts(hosts: str) -> list[str]:

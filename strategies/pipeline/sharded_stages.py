@@ -112,10 +112,10 @@ class Shards:
             if (p.data_ptr(), p._version) != (place, version):
                 written.append(name)
             else:
-                unseen[name] = (_bits(self._own(p)) != _bits(shard)).any()
+                unseen[name] = (_bits(self._own(p)) == _bits(shard)).all()
         if unseen:
-            differs = torch.stack([*unseen.values()]).tolist()  # on an accelerator the host waits, once a window
-            written += [name for name, differ in zip(unseen, differs, strict=True) if differ]
+            alike = torch.stack([*unseen.values()]).tolist()  # on an accelerator the host waits, once a window
+            written += [name for name, is_alike in zip(unseen, alike, strict=True) if not is_alike]
         if written:
             raise RuntimeError(
                 f"weights were changed within an accumulation window ({shortened(written)}), while ranks hold them "

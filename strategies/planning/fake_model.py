@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from lockstep.strategies.planning.known import mode_of
 from lockstep.strategies.planning.trial_mode import TrialMode
+from lockstep.strategies.planning.user_code import ValueUnknownError, user_line
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -105,3 +107,43 @@ def converting_in_place() -> Iterator[None]:
         yield
     finally:
         nn.Module._apply = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def metrics_without_values(mode: TrialMode) -> Iterator[None]:
+    """While it lasts a torchmetrics object whose `update` needs values of tensors counts nothing, which a note says."""
+    metrics = sys.modules.get("torchmetrics")
+    if metrics is None:
+        yield
+        return
+    wrap_update, wrap_compute = metrics.Metric._wrap_update, metrics.Metric._wrap_compute
+
+    def guarded(metric: nn.Module, method: Callable[..., Any], instead: Callable[[], Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if id(metric) in unknown:
+                return instead()
+            try:
+                return method(*args, **kwargs)
+            except ValueUnknownError:
+                unknown[id(metric)] = metric
+                mode.notes.setdefault(
+                    f"{user_line()} counts with {type(metric).__name__}, whose work depends on values of tensors: "
+                    "neither that nor what it keeps is in the plan"
+                )
+                return instead()
+
+        return call
+
+    def update(metric: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+        return guarded(metric, wrap_update(metric, method), lambda: None)
+
+    def compute(metric: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+        return guarded(metric, wrap_compute(metric, method), lambda: torch.zeros((), device=str(metric.device)))
+
+    unknown: dict[int, nn.Module] = {}
+    metrics.Metric._wrap_update, metrics.Metric._wrap_compute = update, compute
+    try:
+        yield
+    finally:
+        metrics.Metric._wrap_update, metrics.Metric._wrap_compute = wrap_update, wrap_compute

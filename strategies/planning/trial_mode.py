@@ -35,7 +35,7 @@ from lockstep.strategies.planning.memory import (
     has_bytes,
 )
 from lockstep.strategies.planning.modules import Places
-from lockstep.strategies.planning.user_code import DEEPSPEED, OWN, nearest_file, user_line
+from lockstep.strategies.planning.user_code import DEEPSPEED, OWN, ValueUnknownError, nearest_file, user_line
 from lockstep.strategies.planning.work import Tally
 
 REAL_NUMEL = 4096
@@ -146,7 +146,7 @@ class TrialMode(FakeTensorMode):
             self._inside += 1
             return self._known.result(func, args, kwargs, ask)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise ValueError(
+            raise ValueUnknownError(
                 f"{user_line()} calls {func.name().removeprefix('aten::')}, whose result depends on the values of a "
                 "tensor, which a plan does not have; write it so that shapes do not depend on values, or measure the "
                 "run on a device"
@@ -244,7 +244,7 @@ class TrialMode(FakeTensorMode):
     def _read(self, tensor: Tensor, func: Any) -> bool | int | float:
         """A value of a tensor. What the strategies themselves read, such as losses and whether ranks agree, is 1.
 
-        Raises ValueError if user code reads what is not a floating point number, on which shapes or its path depend.
+        Raises ValueUnknownError if user code reads what is not a floating point number, on which its path may depend.
         """
         is_branch = tensor.dtype == torch.bool or func is torch.ops.aten.equal.default
         file = nearest_file()
@@ -255,7 +255,7 @@ class TrialMode(FakeTensorMode):
         line = user_line()
         if is_branch or not tensor.is_floating_point():
             what = "branches on" if is_branch else "reads"
-            raise ValueError(
+            raise ValueUnknownError(
                 f"{line} {what} the value of a tensor, which a plan does not have; let the step depend on shapes only, "
                 "or measure the run on a device"
             )

@@ -15,6 +15,10 @@ _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python")
 _MODES = (__file__, os.path.join(_HERE, "trial_mode.py"))
 
 
+class ValueUnknownError(ValueError):
+    """The step asks for values of a tensor that has none."""
+
+
 def nearest_file() -> str:
     """The file that called torch."""
     frame = sys._getframe(1)

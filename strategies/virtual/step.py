@@ -149,7 +149,8 @@ class VirtualStep(ShareHooks, SPMDStrategy):
                 losses, count = weighted_losses(
                     output, micro_batch.num_samples, 1 / window.num_samples, hooks.parameters
                 )
-                counted, total = counted + count, total + sum(value.item() for value, *_ in losses)
+                counted += count
+                total += sum(value.item() for value, *_ in losses) if self._on_cpu else math.nan  # no host sync
                 micro_batch.output = detach(output)
                 if ends:
                     of_shares.append((counted, total * window.num_samples))
@@ -158,7 +159,8 @@ class VirtualStep(ShareHooks, SPMDStrategy):
                 if i == last:
                     vote, (counted, total) = hooks.vote(), numbers.total()
                     if self._agreement is not None:
-                        self._agreement.send(vote, window.num_samples, counted, math.isfinite(total), total)
+                        finite = not self._on_cpu or math.isfinite(total)
+                        self._agreement.send(vote, window.num_samples, counted, finite, total)
                 if fault_injection.plan is not None:
                     fault_injection.fault("backward")
                 for j, (value, inputs, returned) in enumerate(losses):
@@ -171,8 +173,8 @@ class VirtualStep(ShareHooks, SPMDStrategy):
                     gradients.append(self.take_gradients(wrapped))
         self.put_gradients(gradients.total())
         if self._agreement is None:
-            bad = None if math.isfinite(total) else "the loss of rank 0"
-            result = StepResult(counted, vote.stop, bad, total / counted if counted else None)
+            bad = None if math.isfinite(total) or not self._on_cpu else "the loss of rank 0"
+            result = StepResult(counted, vote.stop, bad, total / counted if counted and self._on_cpu else None)
         else:
             result = self.sum_numbers(self._receive(wrapped, self._agreement, in_tree=True), of_shares)
         if not result.count:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanSquaredError
+from torchmetrics.classification import MulticlassAccuracy
 
 from examples.digits import Digits, DigitsData
 from examples.gpt import Text, TextModel
@@ -468,3 +470,77 @@ def test_counts_add_up() -> None:
     assert set(calls) == {"forward", "backward", "optimizer"}
     assert rank.flops == sum(rank.flops_by_dtype.values()) > 0
     assert rank.memory_traffic > 0
+
+
+class Moved(MulticlassAccuracy):
+    """Says where it is moved to."""
+
+    devices: list[Any] = []
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        self.devices += args
+        return super().to(*args, **options)
+
+
+class Clamped(Net):
+    """Reaches into the whole model after each step, and counts with a metric that needs values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = Moved(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self(batch[0])
+        self.log("train/acc", self.accuracy(output, batch[1]))
+        self.accuracy.compute()
+        return nn.functional.cross_entropy(output, batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with self.trainer.whole(self), torch.no_grad():
+            for p in self.parameters():
+                p.clamp_(-1, 1)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [
+        ("single", 1),
+        ("dp", 2),
+        ("model", 2),
+        ("ddp", 2),
+        ("fsdp", 2),
+        ("tensor", 2),
+        ("pipeline", 2),
+        ("fsdp=2,pipeline=2", 4),
+    ],
+)
+def test_hooks_that_see_the_whole_model_and_metrics_are_planned(
+    strategy: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Moved, "devices", [])
+    found = plan(Trainer(strategy=strategy, devices=devices, max_steps=1, **QUIET), Clamped(), loader(64))
+    assert found.world_size == devices and found.ranks[0].peak > found.ranks[0].parameters
+    assert torch.device("cpu") in Moved.devices, "its states would stay where they were made"
+    (note,) = [note for note in found.notes if "Moved" in note]
+    assert note.startswith(f"{__file__}:") and "neither that nor what it keeps is in the plan" in note
+
+
+@pytest.mark.unit
+def test_a_metric_is_counted_where_its_work_depends_on_shapes_alone() -> None:
+    class Squares(Net):
+        def __init__(self, counts: bool) -> None:
+            super().__init__()
+            self.error = MeanSquaredError() if counts else None
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            output = self(batch[0])
+            if self.error is not None:
+                self.error(output[:, 0], batch[0][:, 0])
+            return nn.functional.cross_entropy(output, batch[1])
+
+    trainer = Trainer(strategy="ddp", devices=2, max_steps=1, **QUIET)
+    counted, plain = (plan(trainer, Squares(counts), loader(64)) for counts in (True, False))
+    assert counted.notes == plain.notes
+    works = [sum(work.bytes for work in found.ranks[0].work) for found in (counted, plain)]
+    assert works[0] > works[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lockstep.trainer.metrics.exact import ExactSum
@@ -12,11 +13,16 @@ from lockstep.trainer.metrics.exact import ExactSum
 COMBINE: dict[str, Callable[[list[float]], float]] = {"mean": sum, "sum": sum, "max": max, "min": min}
 """How a reduction puts the ranks' values together."""
 
+MOST_WAITING = 1024
+"""Values of an accelerator that a name keeps there before the host reads them."""
+
 
 class Entry:
     """One logged name."""
 
     __slots__ = (
+        "_number",
+        "_waiting",
         "by_hand",
         "count",
         "epoch_count",
@@ -25,7 +31,6 @@ class Entry:
         "metric",
         "name",
         "no_count",
-        "number",
         "on_epoch",
         "on_step",
         "prog_bar",
@@ -56,14 +61,60 @@ class Entry:
         self.metric: Any = None
         self.by_hand = False  # logged outside of batches: a rank's value weighs the samples that it has seen
         self.total: Tensor | None = None  # what tensors added since the last reduction, on their device
-        self.number: Any = self.start  # an ExactSum with virtual ranks
+        self._number: Any = self.start
+        self._waiting: list[tuple[Tensor, float]] = []
         self.count: Any = self.no_count  # of this rank, since the last reduction
         self.seen = 0.0  # 1 where `metric` was logged on this rank since the last reduction
         self.epoch_value = float(self.start)  # over all ranks, since the epoch began
         self.epoch_count = 0.0
 
+    @property
+    def number(self) -> Any:
+        """What was added on the host since the last reduction: a float, or for sums with virtual ranks an
+        `ExactSum`."""
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for value, (_, weight) in zip(_on_host([value for value, _ in waiting]), waiting, strict=True):
+                self.add(value, weight)
+        return self._number
+
+    @number.setter
+    def number(self, value: Any) -> None:
+        self._number, self._waiting = value, []
+
+    def sums(self) -> tuple[Any, ...]:
+        """What was added since the last reduction, without waiting for a device; for `put_sums`."""
+        return self._number, [*self._waiting], None if self.total is None else self.total.clone(), self.count
+
+    def put_sums(self, sums: tuple[Any, ...]) -> None:
+        self._number, self._waiting, self.total, self.count = sums
+
+    def forget(self) -> None:
+        """Be as before anything was added."""
+        self.put_sums((self.start, [], None, self.no_count))
+
+    def add(self, value: float, weight: float) -> None:
+        """Add one value to the sum. Padding, of no weight, must not bring in its NaN."""
+        if not weight:
+            return
+        if self.reduce_fx in ("mean", "sum"):
+            self._number += value * weight
+        else:
+            self._number = (max if self.reduce_fx == "max" else min)(self._number, value)
+
+    def add_later(self, value: Tensor, weight: float) -> None:
+        """The same for a tensor of an accelerator, which the host reads with others once the number is asked for."""
+        self._waiting.append((value.detach().reshape(()), weight))
+        if len(self._waiting) >= MOST_WAITING:
+            _ = self.number
+
     def flags(self) -> list[Any]:
         return [self.reduce_fx, self.on_step, self.on_epoch, self.prog_bar, self.logger, self.rank_zero_only]
+
+
+def _on_host(values: list[Tensor]) -> list[float]:
+    """Waits for the device once."""
+    return torch.stack([value.double() for value in values]).tolist()
 
 
 class Reduced(NamedTuple):

@@ -127,7 +127,11 @@ class MetricStore:
                     f"self.log({entry.name!r}) takes one number, but got a tensor of shape {list(value.shape)}; log "
                     "its mean or its elements under names of their own"
                 )
-            if not value.is_cpu and not self.exact:
+            if not value.is_cpu and self.exact:
+                entry.add_later(value, weight)
+                entry.count += weight
+                return
+            if not value.is_cpu:
                 self._log_on_device(entry, value.detach().reshape(()), weight)
                 return
             value = value.item()
@@ -138,11 +142,7 @@ class MetricStore:
                 f"self.log({entry.name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got "
                 f"{type(value).__name__}"
             )
-        if entry.reduce_fx in ("mean", "sum"):
-            if weight:  # padding must not bring in its NaN
-                entry.number += float(value) * weight
-        elif weight:
-            entry.number = (max if entry.reduce_fx == "max" else min)(entry.number, float(value))
+        entry.add(float(value), weight)
         entry.count += weight
 
     def _log_on_device(self, entry: Entry, value: Tensor, weight: float) -> None:
@@ -188,16 +188,16 @@ class MetricStore:
 
     def mark(self) -> list[tuple[Any, ...]]:
         """What has been logged so far, for `back_to`."""
-        return [
-            (e, e.number, None if e.total is None else e.total.clone(), e.count, e.seen, e.epoch_value, e.epoch_count)
-            for e in self.entries.values()
-        ]
+        return [(e, e.sums(), e.seen, e.epoch_value, e.epoch_count) for e in self.entries.values()]
 
     def back_to(self, mark: list[tuple[Any, ...]]) -> None:
         """Forget what was logged since `mark`; names stay."""
-        fresh = [(e, e.start, None, e.no_count, 0.0, float(e.start), 0.0) for e in self.entries.values()]
-        for entry, *values in [*fresh, *mark]:
-            entry.number, entry.total, entry.count, entry.seen, entry.epoch_value, entry.epoch_count = values
+        for entry in self.entries.values():
+            entry.forget()
+            entry.seen, entry.epoch_value, entry.epoch_count = 0.0, float(entry.start), 0.0
+        for entry, sums, *values in mark:
+            entry.put_sums(sums)
+            entry.seen, entry.epoch_value, entry.epoch_count = values
 
     @contextmanager
     def undone_after_errors(self) -> Iterator[None]:

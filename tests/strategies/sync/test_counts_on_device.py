@@ -3,6 +3,7 @@ do."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lockstep.strategies import DDP, FSDP, Loss, SingleDevice
+from lockstep.strategies import DDP, FSDP, LocalSGD, Loss, SingleDevice
 from lockstep.strategies.step import weighted_losses
+from lockstep.strategies.virtual.replicas import VirtualReplicas
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
+from tests.trainer.toy import Net, loader, quiet
 
 
 class AsOnAnAccelerator:
@@ -87,6 +90,43 @@ def test_the_count_is_read_once_and_after_the_backward() -> None:
         assert result.count == float((contract.dataset(12).tensors[0][:, 0] > 0).sum())
     finally:
         strategy.teardown()
+
+
+class Learners(AsOnAnAccelerator, LocalSGD): ...
+
+
+class OfShares(AsOnAnAccelerator, VirtualReplicas): ...
+
+
+@pytest.mark.parametrize(
+    ("make", "on_host"),
+    [
+        (partial(Learners, period=2, learners_per_rank=[2]), partial(LocalSGD, period=2, learners_per_rank=[2])),
+        (partial(OfShares, 2, on_one_device=True), partial(VirtualReplicas, 2, on_one_device=True)),
+    ],
+)
+def test_learners_and_shares_go_backward_before_the_host_reads_their_loss(make: Any, on_host: Any) -> None:
+    events: list[str] = []
+
+    class Marks(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+            loss.register_hook(lambda gradient: events.append("backward"))
+            events.append("step")
+            return loss
+
+    def weights(strategy: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module = Marks()
+        with HostReads(events):
+            quiet(strategy=strategy, devices=1, accelerator="cpu", max_epochs=1).fit(module, loader(48))
+        return [p.detach() for p in module.parameters()]
+
+    found = weights(make())
+    assert "step read" not in " ".join(events)
+    events.clear()
+    assert all(map(torch.equal, found, weights(on_host())))
+    assert "step read backward" in " ".join(events)
 
 
 @pytest.mark.parametrize("count", [0, 0.0, torch.zeros(()), torch.zeros((), dtype=torch.int64), torch.tensor([0.0])])

@@ -593,3 +593,29 @@ def test_values_stay_on_the_trainer_after_a_run_of_two_ranks() -> None:
     assert set(trainer.logged_metrics) == {"train/loss_step", "train/loss_epoch", "val/loss", "val/acc"}
     assert trainer.callback_metrics["train/loss"] == trainer.callback_metrics["train/loss_epoch"]
     assert [step for step, _ in recorder.values("train/loss_step")] == [1, 2]
+
+
+class OnDevice(torch.Tensor):
+    """A number of the CPU that says that it is not there."""
+
+    is_cpu = False  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "min", "max"])
+def test_exact_sums_of_values_on_a_device_are_read_when_they_are_asked_for(reduce_fx: str) -> None:
+    values = torch.randn(2500, generator=torch.Generator().manual_seed(0)).tolist()
+    stores = []
+    for kind in (torch.Tensor, OnDevice):
+        store = MetricStore(exact=True)
+        for i, value in enumerate(values):
+            if i == 2000:
+                mark = store.mark()
+            store.log("value", torch.tensor(value).as_subclass(kind), reduce_fx=reduce_fx, batch_size=i % 3)
+        stores.append((store, mark))
+    found = [float(store.entries["value"].number) for store, _ in stores]
+    assert found[0] == found[1]
+    for store, mark in stores:
+        store.back_to(mark)
+    before = [float(store.entries["value"].number) for store, _ in stores]
+    assert before[0] == before[1] and (before != found or reduce_fx in ("min", "max"))
+    assert float(stores[0][0].entries["value"].count) == float(stores[1][0].entries["value"].count)
