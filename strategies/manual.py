@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.hooks import SPMDHooks
 from lockstep.strategies.modules import finite
-from lockstep.strategies.modules.model_changes import ModelChanges
+from lockstep.strategies.modules.model_changes import ModelChanges, late_hooks, shortened
 from lockstep.strategies.modules.parameter_hooks import ParameterHooks
 from lockstep.strategies.precision import Precision
 from lockstep.strategies.sync import collectives
@@ -43,6 +43,22 @@ class ManualOptimization(SPMDHooks):
         if what in self.capabilities.refuses:
             raise ValueError(self.capabilities.refuses[what])
 
+    def _check_changes(self) -> None:
+        """Raise RuntimeError for what the step has changed in the model that is not as on one process."""
+        if self._changes is None or self.sees_whole_gradients:
+            return
+        self._refuse_added(self._changes.added())
+        if late := self._parameter_hooks.added(self._changes.hookable()):
+            raise late_hooks(late, self.name)
+
+    def _refuse_added(self, names: list[str]) -> None:
+        """Raise RuntimeError for parameters that came during the run and would not be trained as on one process."""
+        if names and not self.sees_whole_gradients:
+            raise RuntimeError(
+                f"parameters were added or replaced during the run ({shortened(names)}), which {self.name} cannot "
+                "take over; create them in __init__, setup or configure_model, or copy values into the existing ones"
+            )
+
     def _check_finite(self, optimizer: Optimizer) -> None:
         """Manual optimization: raise FloatingPointError, on all ranks alike, for a gradient that is not finite."""
         if self.precision.scaler is not None:
@@ -65,6 +81,8 @@ class ManualOptimization(SPMDHooks):
         if self.sees_whole_gradients:
             yield
             return
+        if self._changes is not None and self._parameter_hooks.added(self._changes.hookable()):
+            self._parameter_hooks.take(self._changes.hookable())
         before = {id(p): p.grad for p in self._watched if p.grad is not None}
         for parameter in self._watched:
             parameter.grad = None

@@ -245,6 +245,7 @@ class SPMDStrategy(SPMDStep):
         if self._changes is not None:
             self._changes.close()
         self._changes = ModelChanges(self.unwrap(wrapped), self._trained)
+        self._changes.in_step = getattr(wrapped, "unsharded_by_name", tuple)
         self.adopt_changes(wrapped)
 
     def adopt_changes(self, wrapped: nn.Module) -> None:

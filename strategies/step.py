@@ -20,7 +20,7 @@ from lockstep.strategies.launch import fault_injection
 from lockstep.strategies.losses import detach, split_loss
 from lockstep.strategies.manual import ManualOptimization
 from lockstep.strategies.modules import finite
-from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
+from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
 from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.optimizers.fused import allow_sparse, skips_on_device
 from lockstep.strategies.sync import collectives
@@ -151,8 +151,7 @@ class SPMDStep(ManualOptimization):
 
     def _receive(self, wrapped: nn.Module, agreement: StepAgreement, in_tree: bool = False) -> StepResult:
         """What the ranks conclude, once this one has run backward."""
-        if self._changes is not None and self._changes.pending:
-            self._refuse_added(self._changes.added())
+        self._check_changes()
         self.end_backward(wrapped)
         return agreement.receive(in_tree)
 
@@ -247,8 +246,7 @@ class SPMDStep(ManualOptimization):
         if self.virtual_ranks and (mine := self.local_gradients(wrapped)):  # after the sum, which would round otherwise
             torch._foreach_mul_(mine, scale)
             torch._foreach_add_(mine, 0.0)  # zero loses its sign
-        if self._changes is not None and self._changes.pending:
-            self._refuse_added(self._changes.added())
+        self._check_changes()
         if self._parameter_hooks.taken:
             self._run_parameter_hooks(wrapped)
         if hooks.after_backward is not None:
@@ -298,15 +296,6 @@ class SPMDStep(ManualOptimization):
             optimizer.found_inf = self._non_finite  # type: ignore[attr-defined]
             return True
         return not bool(self._non_finite)
-
-    def _refuse_added(self, names: list[str]) -> None:
-        """Raise RuntimeError for parameters that came during the run and would not be trained as on one process."""
-        if names and not self.sees_whole_gradients:
-            raise RuntimeError(
-                f"parameters were added or replaced during the run ({shortened(names)}), which {self.name} "
-                "cannot "
-                "take over; create them in __init__, setup or configure_model, or copy values into the existing ones"
-            )
 
     def _in_model_order(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """What `optimizer` steps and has a gradient, in the order of the model's parameters: a norm depends on it in

@@ -55,6 +55,8 @@ class MeshModel(nn.Module):
         self._calls: set[Any] = set()
         self.reused: list[Any] = []
         """Blocks that run, or of which a layer runs, more than once in this step."""
+        self._in_units: list[tuple[str, Any]] = []
+        """What FSDP holds of each parameter, by the parameter's name."""
         self.writes = UnshardedWrites()
         self.used: set[int] = set()
         """Parameters with a gradient of this rank, if torch reduces all (`find_unused_parameters`)."""
@@ -94,6 +96,19 @@ class MeshModel(nn.Module):
         groups = [group for unit in self.units for group in unit._get_fsdp_state()._fsdp_param_groups]
         parameters = [[fsdp_param.sharded_param for fsdp_param in group.fsdp_params] for group in groups]
         return any(len({p.dtype for p in group if p.requires_grad}) > 1 for group in parameters)
+
+    def unsharded_by_name(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole parameters that user code finds in a step, as far as they were gathered, by name."""
+        if not self._in_units:
+            names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+            for unit in self.units:
+                for group in unit._get_fsdp_state()._fsdp_param_groups:
+                    for parameter in group.fsdp_params:
+                        whole = getattr(parameter, "_unsharded_param", None)
+                        self._in_units.append((names.get(id(whole)) or names[id(parameter.sharded_param)], parameter))
+        for name, parameter in self._in_units:
+            if hasattr(parameter, "_unsharded_param"):
+                yield name, parameter.unsharded_param
 
     def _note_used(self, group: Any, post_backward: Callable[..., None], *args: Any) -> None:
         for parameter in group.fsdp_params:

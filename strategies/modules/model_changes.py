@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -26,6 +26,8 @@ class ModelChanges:
         self._flags = [name in trained for name in self.parameters]
         self._places: list[tuple[str, dict[str, nn.Parameter | None], str]] | None = None
         """Where `current` finds the parameters; None if that has changed."""
+        self.in_step: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
+        """Gives by name what an engine has put in the place of parameters within a step."""
         self.pending = False
         """Whether a parameter or module was registered in the model since the last call of `added`."""
         self._hooks = [
@@ -54,6 +56,11 @@ class ModelChanges:
         changed = [name for name, new, old in zip(self.parameters, flags, self._flags, strict=True) if new != old]
         self._flags = flags
         return changed
+
+    def hookable(self) -> Iterator[tuple[str, Tensor]]:
+        """By name, each tensor on which a user may have registered a hook for the gradient of a parameter."""
+        yield from self.parameters.items()
+        yield from self.in_step()
 
     def current(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that are in the model now, by name: an engine's, while those stand for the wrapped ones."""
@@ -125,6 +132,14 @@ def partial_gradient(why: str) -> RuntimeError:
         "on_after_backward is overridden, but before the last backward of a step it would see the gradient of some "
         f"samples only, because {why}; override on_before_optimizer_step, or train without accumulation and with one "
         "loss for all optimizers"
+    )
+
+
+def late_hooks(names: Sequence[str], strategy: str) -> RuntimeError:
+    """The error for hooks on the gradients of these parameters that a step has registered."""
+    return RuntimeError(
+        f"hooks were registered on {shortened(names)} within a step, where {strategy} calls them with a part of the "
+        "gradient; register them before, as in __init__ or on_train_start, from where on they get the whole one"
     )
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where torch keeps the hooks of a tensor: dicts, in which the handles that users hold find what to remove."""
@@ -38,13 +39,16 @@ class ParameterHooks:
         self.taken: dict[str, dict[str, dict[int, Any]]] = {}
         """By name and attribute: the dict of hooks of the user's own parameter. Empty as long as no user registered
         any."""
+        self._given_back = False
+        self._registered = 0
+        """How many hooks torch had given handles for when parameters were last seen."""
 
     def take(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Let autograd call none of the users' hooks on these parameters."""
-        named = [*named_parameters]
-        for name, parameter in compress(named, map(any, map(_HOOKS, map(_PARAMETER, named)))):  # without Python's loop
+        """Let autograd call none of the users' hooks on these parameters. Does nothing after `put_back`."""
+        self._registered = RemovableHandle.next_id
+        for name, parameter in [] if self._given_back else _hooked(named_parameters):
             for attribute, hooks in zip(ATTRIBUTES, _HOOKS(parameter), strict=True):
-                theirs = [key for key, hook in (hooks or {}).items() if not _is_of_an_engine(hook)]
+                theirs = _users(hooks)
                 for key in theirs:
                     hooks[key] = Deferred(hooks[key])
                 if theirs:
@@ -52,8 +56,21 @@ class ParameterHooks:
                     if known is not hooks:  # of a parameter that stands in the place of the user's own
                         known.update((key, hooks[key]) for key in theirs)
 
+    def added(self, named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """The names of parameters with hooks of users that are not taken. Cheap where torch gave out no handle since
+        the last look."""
+        if self._given_back or self._registered == RemovableHandle.next_id:
+            return []
+        self._registered = RemovableHandle.next_id
+        return [
+            name
+            for name, parameter in _hooked(named_parameters)
+            if any(not isinstance(hooks[key], Deferred) for hooks in _HOOKS(parameter) for key in _users(hooks))
+        ]
+
     def put_back(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Let a plain backward of these parameters call the hooks."""
+        """From here on let a plain backward of these parameters call the hooks."""
+        self._given_back = True
         for name, parameter in named_parameters:
             for attribute, hooks in self.taken.pop(name, {}).items():
                 for key, hook in tuple(hooks.items()):
@@ -85,6 +102,15 @@ class ParameterHooks:
             put_gradient(parameter, gradient)
             for hook in _deferred(hooks.get("_post_accumulate_grad_hooks")):
                 hook(parameter)
+
+
+def _hooked(named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    named = [*named_parameters]
+    return compress(named, map(any, map(_HOOKS, map(_PARAMETER, named))))  # without Python's loop
+
+
+def _users(hooks: dict[int, Any] | None) -> list[int]:
+    return [key for key, hook in (hooks or {}).items() if not _is_of_an_engine(hook)]
 
 
 def _deferred(hooks: dict[int, Any] | None) -> list[Callable[[Any], Any]]:

@@ -207,6 +207,92 @@ def test_gradients_are_those_of_the_batch_after_a_manual_backward(make: Callable
     assert_as_on_one_process(make, strategy, 2, n=UNEVEN)
 
 
+class AmongHooks(AddedByHand):
+    """Hooks that are watched for changes come between the backward and what follows."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
+
+    def on_before_zero_grad(self, optimizer: Any) -> None: ...
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+
+def test_hooks_on_parameters_hold_among_others_in_manual_optimization() -> None:
+    alone = fitted(AddedByHand(), "single", 1, n=UNEVEN)
+    assert_same(fitted(AmongHooks(), "single", 1, n=UNEVEN), alone)
+    assert_same(fitted(AmongHooks(), "ddp", 2, n=UNEVEN), alone)
+
+
+class LateHook(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 1:
+            self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [("ddp", 2), ("fsdp", 2), ("tensor", 2), ("pipeline", 2), ("dp", 2), ("fsdp=2,pipeline=2", 4)],
+)
+def test_a_hook_that_a_step_registers_is_refused(strategy: str, devices: int) -> None:
+    with pytest.raises(Exception, match=r"hooks were registered on net\.0\.weight within a step, where .* a part of"):
+        fitted(LateHook(), strategy, devices)
+
+
+def test_a_hook_that_a_step_registers_is_refused_where_others_step() -> None:
+    with pytest.raises(Exception, match=r"hooks were registered on net\.0\.weight within a step"):
+        fitted(LateHook(), ParameterServer(staleness=0), 2)
+
+
+class LateByHand(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+            self.net[2].weight.register_post_accumulate_grad_hook(self.clamp)
+        super().training_step(batch, batch_idx)
+
+    @staticmethod
+    def clamp(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
+def test_a_hook_that_a_step_registers_before_its_own_backward_gets_the_gradient_of_all(strategy: str) -> None:
+    assert_as_on_one_process(LateByHand, strategy, 2, n=UNEVEN)
+
+
+class InWindow(Base):
+    """Reaches into the whole model at each micro-batch, or once a step."""
+
+    at = "on_train_batch_end"
+
+    def clamp(self, *_: Any) -> None:
+        with self.trainer.whole(self), torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.2, 0.2)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.at == "on_train_batch_end":
+            self.clamp()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.at == "on_before_zero_grad":
+            self.clamp()
+
+
+class OncePerStep(InWindow):
+    at = "on_before_zero_grad"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
+def test_the_whole_model_is_seen_after_a_window_and_not_within(strategy: str) -> None:
+    with pytest.raises(RuntimeError, match="called within an accumulation window, whose gradients are not added up"):
+        fitted(InWindow(), strategy, 2, accumulate_grad_batches=2)
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "n": UNEVEN}
+    assert_same(fitted(OncePerStep(), strategy, 2, **options), fitted(OncePerStep(), "single", 1, **options))
+
+
 class OwnBackward(ByHand):
     def manual_backward(self, loss: torch.Tensor, *args: Any, **options: Any) -> None:
         loss.backward()

@@ -272,7 +272,7 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
     data_size, num_samples = run.strategy.topology.data_size, window.num_samples
     if loop.counts_manually:
         num_samples = _samples_of_all(run, window) or num_samples
-    run.window_is_open, shares = True, run.shares
+    run.window_is_open, run.is_accumulating, shares = True, num > 1, run.shares
     for i, micro_batch in enumerate(window.micro_batches):
         if shares is not None:
             shares.enter(micro_batch.share, "train", progress.total_batches)
@@ -301,6 +301,7 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
         elif run.strategy.capabilities.local_steps:  # the last batch of the last client of this rank
             for hook in filter(is_users, hooks.on_train_batch_end):
                 hook(micro_batch.output, micro_batch.batch, micro_batch.batch_idx)
+    run.is_accumulating = False
     if shares is not None:
         shares.leave("train", progress.total_batches)
         metrics.weight = sum(last.num_samples for last in window.micro_batches[num - 1 :: num])  # as on as many ranks
@@ -309,8 +310,7 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
 def _samples_of_all(run: RunState, window: Window) -> int:
     """The samples that collate functions left in a window, over all ranks. Every rank calls it."""
     mine = sum(micro_batch.num_samples for micro_batch in window.micro_batches)
-    strategy = run.strategy
-    return int(strategy.all_reduce(torch.tensor(mine))) * strategy.topology.data_size // strategy.topology.world_size
+    return int(run.strategy.all_reduce(torch.tensor(mine))) * run.strategy.topology.data_size // run.world_size
 
 
 def _validation_is_due(run: RunState, loop: FitLoop) -> bool:

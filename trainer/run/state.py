@@ -154,6 +154,8 @@ class RunState:
     """Whether `manual_backward` was ever called."""
     window_is_open: bool = False
     """Whether an accumulation window is being computed, so that gradients are not whole."""
+    is_accumulating: bool = False
+    """Whether a window of several micro-batches is before its last backward: gradients are of a part of the step."""
     batch_share: float = 1.0
     """Samples of the running micro-batch over those of its accumulation window on all ranks."""
     sanity_checking: bool = False

@@ -283,7 +283,9 @@ class ParameterServer(SPMDStrategy):
             )
             place, forward = f"rank {self.topology.rank}", partial(self.precision.autocast, self.topology.device)
             self._owned = None
-            self._worker = Worker(self._engine, wrapped, self._optimizers, self.virtual_ranks, place, forward)
+            self._worker = Worker(
+                self._engine, wrapped, self._optimizers, self.virtual_ranks, place, forward, self._check_changes
+            )
         return self._worker
 
     def _enough_servers(self, wrapped: nn.Module) -> int:

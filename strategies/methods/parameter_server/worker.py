@@ -30,7 +30,7 @@ class _Part(NamedTuple):
 
 
 class Worker:
-    """Until its engine ends. `forward` is the context of a forward pass."""
+    """Until its engine ends. `forward` is the context of a forward pass; `check` raises for what it changed."""
 
     def __init__(
         self,
@@ -40,9 +40,10 @@ class Worker:
         workers: int,
         place: str,
         forward: Callable[[], Any],
+        check: Callable[[], None],
     ) -> None:
         self._engine, self._wrapped, self._optimizers = engine, wrapped, optimizers
-        self._workers, self._place, self._forward = workers, place, forward
+        self._workers, self._place, self._forward, self._check = workers, place, forward, check
         self._watched = list(wrapped.parameters())
         self._metrics = [m for m in wrapped.modules() if hasattr(m, "metric_state") and hasattr(m, "_update_count")]
         self.computes = False
@@ -167,6 +168,7 @@ class Worker:
             marks = gradient_marks(self._watched)
             with self._forward():
                 output = part.step_fn(micro_batch.batch, micro_batch.batch_idx)
+            self._check()
             self._refuse_numbers(before)
             if marks != gradient_marks(self._watched):
                 raise own_backward(remarked(wrapped.named_parameters(), marks))
