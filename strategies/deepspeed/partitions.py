@@ -73,6 +73,8 @@ class Partitions:
             if piece is not None and parameter.numel():
                 low = parameter.detach().reshape(-1)[piece.offset : piece.offset + piece.source.numel()]
                 self._changed = _take_changes(piece.source, low) or self._changed
+                if parameter.requires_grad:  # of which the engine gathers another copy, once it has freed it
+                    _take_changes(parameter.ds_tensor[: low.numel()], low)  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def unsharded(self, gathers: bool) -> Iterator[None]:

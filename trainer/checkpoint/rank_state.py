@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict[str, Any]:
     """What each rank holds for itself, as JSON; its tensors go to `tensors`."""
-    topology, sums = run.strategy.topology, run.metrics.state_dict()
+    streams, metrics = run.paused or (rng_state(run.streams), run.metrics)  # a validation has others of its own
+    topology, sums = run.strategy.topology, metrics.state_dict()
     folder = f"ranks/{topology.rank}"
     return {
         "data_rank": topology.data_rank,
@@ -33,7 +34,7 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
             for name, trained in resume.trainability(module).items()
             if trained != run.trainable_at_start.get(name, trained)
         },
-        "rng": pack(rng_state(run.streams), f"{folder}/rng", tensors),
+        "rng": pack(streams, f"{folder}/rng", tensors),
         "sums": sums,
         "loader": pack(run.train_dataloader.state_dict(), f"{folder}/loader", tensors),
         **({} if run.shares is None else {"shares": run.shares.save(folder, tensors)}),

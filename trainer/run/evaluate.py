@@ -134,13 +134,13 @@ def run_stage(run: RunState, module: Module, sources: Sources, stage: str) -> An
 
 def validate_in_fit(run: RunState, module: Module, loaders: list[ShardedLoader]) -> None:
     """Validate asynchronously: its random streams, metrics and modes stay as they are."""
-    random_streams, training_metrics = rng_state(run.streams), run.metrics
-    run.strategy.synchronize(run.wrapped)
+    run.paused = random_streams, training_metrics = rng_state(run.streams), run.metrics
     try:
+        run.strategy.synchronize(run.wrapped)
         with run.strategy.evaluation_weights(run.wrapped, run.optimizers.values()):
             evaluate(run, module, loaders, "validate")
     finally:
-        run.metrics = training_metrics
+        run.paused, run.metrics = None, training_metrics
         set_rng_state(random_streams, run.streams)
 
 

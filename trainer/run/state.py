@@ -99,6 +99,8 @@ class RunState:
     """What is overridden; nothing before it is known."""
     signals: Signals = field(default_factory=Signals)
     metrics: MetricStore = field(default_factory=lambda: _nothing_measured())
+    paused: tuple[dict[str, Any], MetricStore] | None = None
+    """The random streams and metrics with which training goes on after the validation that runs now."""
     seed: int = 0
     """The run's seed, on all ranks; its random streams are derived from it."""
     streams: dict[str, torch.Generator] = field(default_factory=dict)

@@ -188,6 +188,16 @@ class Experts(Plain):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class ClampsAmongEvaluations(Clamps):
+    """An evaluation before the first step lets ZeRO-3 free small parameters, too, that hooks find whole."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def val_dataloader(self) -> Any:
+        return loader(12)
+
+
 def train(kind: type[Module], strategy: Strategy | str, **options: Any) -> list[Tensor]:
     torch.manual_seed(0)
     module = kind()
@@ -213,6 +223,7 @@ ANYWHERE = [
 ]
 REST: list[tuple[type[Module], str]] = [
     (Clamps, "3 with small parameters whole"),
+    (ClampsAmongEvaluations, "3 with small parameters whole"),
     (Penalty, "1"),
     (Penalty, "2"),
     (GradientPenalty, "2"),
@@ -225,7 +236,8 @@ REST: list[tuple[type[Module], str]] = [
 
 @pytest.mark.parametrize("cases", [WHOLE + REST, ANYWHERE], ids=["whole parameters", "any stage"])
 def test_what_user_code_does_has_the_effect_of_one_process(cases: list[tuple[type[Module], str]]) -> None:
-    found = launch(train_each, ([(kind, stage, {}) for kind, stage in cases],), 2)
+    checked = {"num_sanity_val_steps": 2}
+    found = launch(train_each, ([(kind, stage, checked) for kind, stage in cases],), 2)
     expected = {kind: train(kind, "single") for kind in {kind for kind, _ in cases}}
     for (kind, stage), result in zip(cases, found, strict=True):
         assert not isinstance(result, str), (kind.__name__, stage, result)

@@ -289,3 +289,80 @@ def test_load_from_checkpoint_rebuilds_the_module(tmp_path: Path) -> None:
     assert loaded.hparams == {"width": 5, "dropout": 0.0, "lr": 1e-2, "optimizer": "AdamW"}
     assert equal(weights(loaded), weights(model))
     assert Net.load_from_checkpoint(path, lr=0.5).hparams.lr == 0.5
+
+
+class Validated(Rich):
+    """Draws random numbers in validation, too."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        noise = torch.randn_like(batch[0])
+        self.log("val/loss", F.cross_entropy(self.net(self.norm(batch[0] + noise)), batch[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.drawn = torch.rand(())
+
+
+class ValidatedOnce(Validated):
+    """With one loss and optimizer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)["net"]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "options"),
+    [
+        ("single", 1, {}),
+        ("single", 1, {"virtual_ranks": 2}),
+        pytest.param("ddp", 2, {}, marks=pytest.mark.ranks),
+        pytest.param("ddp", 2, {"virtual_ranks": 4}, marks=pytest.mark.ranks),
+    ],
+)
+def test_a_checkpoint_saved_by_a_validation_within_an_epoch_holds_training(
+    strategy: str, devices: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    def fit(folder: Path, path: Path | None = None) -> tuple[Trainer, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        module = Validated() if not options else ValidatedOnce()
+        trainer = quiet(
+            strategy=strategy,
+            devices=devices,
+            max_epochs=2,
+            split_batches=True,
+            val_check_interval=2,
+            seed=1,
+            enable_checkpointing=True,
+            callbacks=[ModelCheckpoint(dirpath=folder, filename="{step}", save_top_k=-1)],
+            **options,
+        )
+        trainer.fit(module, loader(48, shuffle=True), loader(20), ckpt_path=path)
+        return trainer, [value.detach().clone() for value in module.state_dict().values()]
+
+    trainer, expected = fit(tmp_path / "whole")
+    for step in (2, 8):
+        resumed, found = fit(tmp_path / f"from {step}", tmp_path / "whole" / f"step={step}")
+        assert equal(found, expected), step
+        assert resumed.callback_metrics == trainer.callback_metrics, step
+        assert {"train/acc", "train/loss_epoch"} <= set(resumed.callback_metrics)
+
+
+@pytest.mark.ranks
+def test_a_rank_without_samples_takes_up_what_a_validation_has_saved(tmp_path: Path) -> None:
+    def fit(steps: int, path: str | None = None) -> Trainer:
+        trainer = quiet(
+            strategy="ddp",
+            devices=2,
+            max_epochs=2,
+            max_steps=steps,
+            split_batches=True,
+            enable_checkpointing=True,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(Net(), loader(17), loader(20), ckpt_path=path)
+        return trainer
+
+    fit(2)
+    assert fit(-1, "last").global_step == 6
