@@ -33,6 +33,9 @@ def resolve_accelerator(accelerator: str) -> str:
     return "cpu" if accelerator == "cpu" else "cuda"
 
 
+_RULE = "devices must be 'auto', -1, a whole number of at least 1 or a list such as [0, 1]"
+
+
 def device_count(devices: int | str | Sequence[int], accelerator: str) -> int | str:
     """`devices` as a number or "auto": -1 is "auto", and a list of devices, such as [0, 1] or "0,1", their number.
 
@@ -52,7 +55,7 @@ def device_count(devices: int | str | Sequence[int], accelerator: str) -> int | 
         or len({*indices}) < len(indices)
         or any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in indices)
     ):
-        raise ValueError(f"devices must be a number, 'auto', -1 or a list such as [0, 1], but devices={devices!r}")
+        raise ValueError(f"{_RULE}, but devices={devices!r}")
     if sorted(indices) != list(range(len(indices))) and resolve_accelerator(accelerator) == "cuda":
         names = ",".join(map(str, indices))
         raise ValueError(
@@ -75,7 +78,7 @@ def resolve_devices(devices: int | str, accelerator: str, most: int | None = Non
     except (TypeError, ValueError):
         count = 0
     if count < 1 or isinstance(devices, bool):
-        raise ValueError(f"devices must be 'auto' or a whole number of at least 1, but devices={devices!r}")
+        raise ValueError(f"{_RULE}, but devices={devices!r}")
     if most is not None and count > most:
         raise ValueError(f"strategy='single' runs on one device, but devices={count}; use strategy='ddp' for {count}")
     world = environment.detect() if accelerator == "cuda" and count > have else None

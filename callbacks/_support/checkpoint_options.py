@@ -25,8 +25,8 @@ def check_options(
     """Raise ValueError for options that are out of range or contradict each other."""
     if mode not in ("min", "max"):
         raise ValueError(f"mode of ModelCheckpoint must be 'min' or 'max', got {mode!r}")
-    if save_top_k < -1:
-        raise ValueError(f"save_top_k of ModelCheckpoint must be at least 0, or -1 to keep all, got {save_top_k}")
+    if not isinstance(save_top_k, int) or save_top_k < -1:
+        raise ValueError(f"save_top_k of ModelCheckpoint must be at least 0, or -1 to keep all, got {save_top_k!r}")
     periods = {"every_n_train_steps": every_n_train_steps, "every_n_epochs": every_n_epochs}
     for name, period in periods.items():
         if period is not None and period < 1:

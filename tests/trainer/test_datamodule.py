@@ -204,3 +204,20 @@ def test_training_loaders_side_by_side_cycle_the_shorter_one() -> None:
     trainer, model = quiet(devices=2, strategy=DDP(broadcast_buffers=False)), Joint()
     trainer.fit(model, {"labeled": loader(24), "more": loader(5, 4)})
     assert model.sizes.tolist() == [[8, 4], [8, 4]], "whole batches, in turn"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            DataModule,
+            r"datamodule must be a lockstep\.DataModule, but it is the class DataModule; write DataModule\(…\)",
+        ),
+        (3, r"datamodule must be a lockstep\.DataModule, but it is int"),
+    ],
+)
+def test_a_datamodule_that_is_not_one_is_named(given: Any, expected: str) -> None:
+    with pytest.raises(TypeError, match=expected):
+        quiet().fit(net(), datamodule=given)
+    with pytest.raises(TypeError, match=expected):
+        quiet().validate(net(), datamodule=given)

@@ -84,9 +84,12 @@ TRAINER: dict[str, tuple[dict[str, Any], str]] = {
     "strategy class": ({"strategy": DDP}, "but strategy=<class .*DDP'>; write DDP\\(\\)"),
     "no strategy": ({"strategy": None}, "but strategy=None; give 'auto'"),
     "devices twice": ({"devices": [0, 0]}, "a list such as \\[0, 1\\], but devices=\\[0, 0\\]"),
-    "devices in part": ({"devices": 1.5}, "devices must be a number, .*, but devices=1.5"),
+    "devices in part": ({"devices": 1.5}, "devices must be .*, but devices=1.5"),
     "strategy type": ({"strategy": 3}, "strategy must be a name or a Strategy object, but strategy=3"),
-    "devices": ({"devices": "many"}, "devices must be 'auto' or a whole number of at least 1, but devices='many'"),
+    "devices": (
+        {"devices": "many"},
+        "devices must be 'auto', -1, a whole number of at least 1 or a list such as \\[0, 1\\], but devices='many'",
+    ),
     "devices zero": ({"devices": 0}, "devices=0"),
     "single": (
         {"strategy": "single", "devices": 2},

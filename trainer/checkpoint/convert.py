@@ -262,9 +262,12 @@ def read_pickle(file: str | os.PathLike[str] | BinaryIO, trusts: bool) -> Weight
                 source.seek(0)
             loaded = torch.load(source, map_location="cpu", weights_only=False)
     except pickle.UnpicklingError as error:
+        reason = _reason(error)
+        held = "it is not a file of tensors and plain data from torch.save; if it is a pickle, "
+        if reason:
+            held = f"it holds more than tensors and plain data, which would run code ({reason}); "
         raise CheckpointError(
-            f"cannot read {source}: it holds more than tensors and plain data, which would run code "
-            f"({_reason(error)}); give weights_only=False to load_from_checkpoint, or --trust-pickle "
+            f"cannot read {source}: {held}give weights_only=False to load_from_checkpoint, or --trust-pickle "
             "to lockstep checkpoint import, if you trust its author"
         ) from error
     except Exception as error:  # whatever the pickled program does

@@ -50,8 +50,10 @@ class Resolved:
         return OmegaConf.to_yaml(OmegaConf.create(self.values))
 
     def error(self, key: Key, message: str) -> ConfigError:
-        """The error of `key`, with where the key or the nearest section around it was set."""
-        origin = next((self.origins[key[:n]] for n in range(len(key), 0, -1) if key[:n] in self.origins), None)
+        """The error of `key`, with where it was set, or the nearest key in it or around it."""
+        inside = (origin for known, origin in self.origins.items() if known[: len(key)] == key)
+        around = (self.origins[key[:n]] for n in range(len(key), 0, -1) if key[:n] in self.origins)
+        origin = self.origins.get(key) or next(inside, None) or next(around, None)
         return error_at(key, origin, message)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from lockstep.trainer.cli.errors import ConfigError
-from lockstep.trainer.lightning_names import ARGUMENTS
+from lockstep.trainer.lightning_names import ARGUMENTS, nearest
 
 COMMANDS = {
     "fit": "train, then print the metrics and the run's folder",
@@ -75,6 +75,9 @@ def parse(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:
     if arguments[:1] and arguments[0] in COMMANDS and {"-h", "--help"} & set(arguments[1:]):
         print(command_help(arguments[0]))
         raise SystemExit(0)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        near = nearest(arguments[0], COMMANDS)
+        raise ConfigError(f"there is no command {arguments[0]!r}; the commands are {', '.join(COMMANDS)}{near}")
     given, unknown = parser.parse_known_args(arguments)
     option = next((word for word in unknown if word.startswith("--")), None)
     if option is not None:
@@ -85,6 +88,11 @@ def parse(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     files = [word for word in given.words if "=" not in word]
+    keys = {"module", "data", "trainer", "vars", "ckpt_path", "output", "optimizer", "lr_scheduler"}
+    for word in files:
+        is_file = Path(word).exists() or Path(word).suffix in (".yaml", ".yml")
+        if not is_file and word.partition(".")[0] in keys | trainer_arguments().keys():
+            parser.error(f"{word} has no value; write {word}=VALUE")
     return given.command, files, [word for word in given.words if "=" in word]
 
 

@@ -20,9 +20,9 @@ USAGE = "lockstep runs [FOLDER] [--json]"
 
 DESCRIPTION = """
 A run is running, finished, interrupted (killed, or stopped by a signal), failed, or unknown if its summary.json cannot
-be read. Steps of a run that has not ended
-are those of its newest checkpoint, or what it has computed if it was never restarted. "best" is the best value of the
-metric that a ModelCheckpoint monitors. "when" is when a run ended, or when it was started if it is running.
+be read. Steps of a run that has not ended are those of its newest checkpoint, or what it has computed if it was never
+restarted. "best" is the best value of the metric that a ModelCheckpoint monitors. "when" is when a run ended, or when
+it was started if it is running.
 """
 
 

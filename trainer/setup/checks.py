@@ -121,6 +121,10 @@ def hooks(run: RunState, module: Module, datamodule: DataModule | None) -> None:
     check_names(module, Module)
     check_shapes(module)
     if datamodule is not None:
+        if not isinstance(datamodule, DataModule):
+            given, name = datamodule, getattr(datamodule, "__name__", "")
+            said = f"the class {name}; write {name}(…)" if isinstance(given, type) else f"{type(given).__name__}"
+            raise TypeError(f"datamodule must be a lockstep.DataModule, but it is {said}")
         check_names(datamodule, DataModule)
     for callback in run.callbacks:
         check_names(callback, Callback)

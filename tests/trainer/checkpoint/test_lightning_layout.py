@@ -76,3 +76,12 @@ def test_a_file_that_would_run_code_is_read_only_if_it_is_trusted(tmp_path: Path
     assert "\x1b" not in str(error.value)
     with open(path, "rb") as file:
         assert equal(weights(Net.load_from_checkpoint(file, weights_only=False)), weights(module))
+
+
+def test_a_file_that_torch_did_not_write_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "notes.py"
+    file.write_text("from torch import nn\n")
+    with pytest.raises(
+        CheckpointError, match=r"notes\.py: it is not a file of tensors and plain data from torch\.save"
+    ):
+        Net.load_from_checkpoint(file)

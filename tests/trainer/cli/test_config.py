@@ -54,6 +54,10 @@ class Wide(Net):
         super().__init__(**kwargs)
         self.depth = depth
 
+class Bare(Module):
+    def __init__(self, width: int):
+        super().__init__()
+
 class Loose(Module):
     def __init__(self, **kwargs: Any):
         super().__init__()
@@ -356,6 +360,14 @@ def test_nothing_is_built_where_anything_is_wrong(monkeypatch: pytest.MonkeyPatc
             "module.sizes=[1,",
             "module.sizes (command line): '[1,' is not valid YAML: did not find expected node content",
         ),
+        (
+            "module.width=${foo",
+            "module.width (command line): '${foo' is not a valid interpolation; write ${vars.name} or ${oc.env:NAME}",
+        ),
+        (
+            "optimizers.lr=1",
+            "optimizers (command line): no such key; did you mean 'optimizer'? Sections are module, data",
+        ),
         ("+seed=1", "'+seed=1' (command line): an override is key=value, such as trainer.max_epochs=3"),
         (
             "trainer.callbacks.0.steps=5",
@@ -434,3 +446,9 @@ def test_values_of_the_users_own_are_for_interpolations_alone(tmp_path: Path) ->
 def resolve_again(resolved: Resolved, folder: Path) -> Any:
     (folder / "again.yaml").write_text(resolved.text)
     return resolve([folder / "again.yaml"]).values
+
+
+def test_a_mistake_in_an_argument_names_where_its_part_was_set() -> None:
+    text = "module:\n  class: shop.Wide\n  width: 8\n"
+    expected = "module.optimizer (command line): "
+    assert message("optimizer.class=SGD", text=text.replace("Wide", "Bare")).startswith(expected)

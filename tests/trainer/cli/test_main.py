@@ -188,7 +188,7 @@ def test_config_prints_what_can_be_run_again(capsys: pytest.CaptureFixture[str])
             r"module\.lrr \(command line\): Line has no argument 'lrr'; did you mean 'lr'\?",
         ),
         (["fit", "none.yaml"], 2, r"cannot read config file 'none\.yaml': No such file or directory"),
-        (["fitt", "run.yaml"], 2, r".*'fitt'.*fit.*\(usage: lockstep .*\)"),
+        (["fitt", "run.yaml"], 2, r"there is no command 'fitt'; .*; did you mean 'fit'\?"),
         (["fit"], 2, r".*required.*\(usage: lockstep .*\)"),
         (["fit", "run.yaml", "--fast"], 2, r".*--fast.*"),
         (["fit", "run.yaml", "strategy=dddp"], 2, r".*strategy='dddp'; did you mean 'ddp'\?"),
@@ -295,3 +295,20 @@ def test_the_help_of_fit_lists_every_argument_of_the_trainer(capsys: pytest.Capt
     for field in dataclasses.fields(TrainerArguments):
         at = lines.index(f"  {field.name}={field.default!r}")
         assert re.fullmatch(r" {6}\S.{5,}", lines[at + 1]), lines[at + 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["fti", "run.yaml"], "there is no command 'fti'; the commands are fit, "),
+        (["fti", "run.yaml"], "; did you mean 'fit'?"),
+        (["fit", "run.yaml", "max_epochs"], "max_epochs has no value; write max_epochs=VALUE"),
+        (["fit", "run.yaml", "module.lr"], "module.lr has no value; write module.lr=VALUE"),
+        (["fit", "module.yaml"], "cannot read config file 'module.yaml'"),
+    ],
+)
+def test_a_mistyped_word_says_what_to_write(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert expected in capsys.readouterr().err

@@ -111,6 +111,7 @@ def _canonical(tree: dict[str, Any], lines: dict[Key, str]) -> tuple[dict[str, A
 def parse_override(text: str) -> tuple[Key, Any]:
     import yaml
     from omegaconf import OmegaConf
+    from omegaconf.errors import GrammarParseError
 
     name, equals, value = text.partition("=")
     name = re.sub(r"\[(\d+)\]", r".\1", name)
@@ -123,6 +124,12 @@ def parse_override(text: str) -> tuple[Key, Any]:
             tuple(name.split(".")),
             "command line",
             f"'{value}' is not valid YAML: {getattr(error, 'problem', None) or error}",
+        ) from error
+    except GrammarParseError as error:
+        raise error_at(
+            tuple(name.split(".")),
+            "command line",
+            f"'{value}' is not a valid interpolation; write ${{vars.name}} or ${{oc.env:NAME}}",
         ) from error
     return tuple(name.split(".")), _string_keys(tree)["value"]
 
@@ -184,8 +191,10 @@ def _check_top_level(name: str, origin: str) -> None:
     if name in ARGUMENTS:
         raise error_at((name,), origin, f"the Trainer has no such argument; {ARGUMENTS[name]}")
     if name not in known:
+        near = nearest(name, known)
         raise error_at(
             (name,),
             origin,
-            f"no such key{nearest(name, known)}; sections are {', '.join(SECTIONS)}, or any argument of the Trainer",
+            f"no such key{near}{' Sections' if near else '; sections'} are {', '.join(SECTIONS)}, or any argument of "
+            "the Trainer",
         )
