@@ -262,13 +262,9 @@ def read_pickle(file: str | os.PathLike[str] | BinaryIO, trusts: bool) -> Weight
                 source.seek(0)
             loaded = torch.load(source, map_location="cpu", weights_only=False)
     except pickle.UnpicklingError as error:
-        reason = _reason(error)
-        held = "it is not a file of tensors and plain data from torch.save; if it is a pickle, "
-        if reason:
-            held = f"it holds more than tensors and plain data, which would run code ({reason}); "
         raise CheckpointError(
-            f"cannot read {source}: {held}give weights_only=False to load_from_checkpoint, or --trust-pickle "
-            "to lockstep checkpoint import, if you trust its author"
+            f"cannot read {source}: {_reason(error)}; give weights_only=False to load_from_checkpoint, or "
+            "--trust-pickle to lockstep checkpoint import, if you trust its author"
         ) from error
     except Exception as error:  # whatever the pickled program does
         raise CheckpointError(
@@ -314,7 +310,10 @@ def _reason(error: pickle.UnpicklingError) -> str:
     """What torch's restricted unpickler refused, without its advice and colors."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     found = re.search(r"WeightsUnpickler error: (.*)", text)
-    return (found[1] if found else text.splitlines()[0]).split(". ")[0][:150].strip()
+    refused = (found[1] if found else text.splitlines()[0]).split(". ")[0][:150].strip()
+    if not refused:  # bytes that torch.save does not write
+        return "it is not a file of tensors and plain data from torch.save, and a pickle could run code"
+    return f"it holds more than tensors and plain data, which would run code ({refused})"
 
 
 def _fits(value: Any) -> bool:
