@@ -24,7 +24,7 @@ from lockstep.strategies.mesh.mesh import resolve
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import changed_within_window, partial_gradient, refuse_sparse, shortened
-from lockstep.strategies.modules.sharded_errors import explained
+from lockstep.strategies.modules.sharded_errors import explained, within_step
 from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.modules.unused_parameters import drop_unused, refuse_unequal
 from lockstep.strategies.optimizers.sharded import ShardedOptimizers
@@ -190,11 +190,9 @@ class ShardedStrategy(ShardedOptimizers):
         if self._is_whole:
             yield
             return
-        if self._in_step or wrapped.depth:
-            raise RuntimeError(
-                f"whole() was called within a step, where {self.name} has not reduced the gradients yet; "
-                "call it in on_after_backward, on_before_optimizer_step or later"
-            )
+        by_hand = bool(wrapped.manual) and wrapped.depth == 1  # each backward leaves the gradient of all ranks
+        if (self._in_step or wrapped.depth) and not by_hand:
+            raise within_step(self.name)
         from lockstep.strategies.mesh.whole_model import whole_model
 
         wrapped.close()  # type: ignore[operator]
@@ -204,6 +202,8 @@ class ShardedStrategy(ShardedOptimizers):
                 yield
         finally:
             self._is_whole = False
+            if by_hand:
+                wrapped.gather()  # type: ignore[operator]
 
     # ---- 2. gradient sync ------------------------------------------------------------------------
 

@@ -49,3 +49,11 @@ def explanation(error: BaseException, what: str) -> RuntimeError | None:
         f"{what} computes ({found[0] if found else text.split()[0][:40]}) with weights or gradients that are sharded "
         f"over ranks together with tensors that are whole or sharded over other ranks; {INSTEAD}"
     )
+
+
+def within_step(strategy: str) -> RuntimeError:
+    """The error of `whole()` where gradients are not reduced yet."""
+    return RuntimeError(
+        f"whole() was called within a step, where {strategy} has not reduced the gradients yet; call it in "
+        "on_after_backward, on_before_optimizer_step or later"
+    )

@@ -293,6 +293,31 @@ def test_the_whole_model_is_seen_after_a_window_and_not_within(strategy: str) ->
     assert_same(fitted(OncePerStep(), strategy, 2, **options), fitted(OncePerStep(), "single", 1, **options))
 
 
+class WholeByHand(ByHand):
+    """Two steps a batch, with the whole model in each: gradients changed before it, weights after it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        with self.trainer.whole(self), torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.3, 0.3)
+        super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with self.trainer.whole(self):
+            gradients = [p.grad for p in self.parameters() if p.grad is not None]
+            norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+            for gradient in gradients:
+                gradient.div_(norm + 0.1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("ddp", 2), ("fsdp", 2), ("tensor", 2), ("ddp=2,fsdp=2", 4), ("fsdp=2,tensor=2", 4)]
+)
+def test_the_whole_model_is_seen_between_manual_steps(strategy: str, devices: int) -> None:
+    assert_as_on_one_process(WholeByHand, strategy, devices, n=UNEVEN)
+
+
 class OwnBackward(ByHand):
     def manual_backward(self, loss: torch.Tensor, *args: Any, **options: Any) -> None:
         loss.backward()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep._lazy import without_collector
+from lockstep.callbacks.base import Callback
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.launch.phase import AFTER_BACKWARD
 from lockstep.strategies.optimizers.closures import needs_closure
@@ -290,14 +291,13 @@ def _set_up_optimizers(run: RunState, module: Module) -> tuple[set[str], list[st
 def _parameter_states(run: RunState, module: Module) -> dict[str, ParameterState]:
     """What callbacks keep beside the parameters, by name. Raises ValueError if the strategy cannot save it."""
     states = {}
+    refused = run.strategy.capabilities.refuses.get("parameter_state")
     for callback in run.callbacks:
-        state = callback.parameter_state(run.trainer, module)
-        if state is None:
-            continue
-        refused = run.strategy.capabilities.refuses.get("parameter_state")
-        if refused is not None:
+        if refused is not None and overrides(callback, "parameter_state", Callback):  # which may find no parameters
             raise ValueError(f"{type(callback).__name__} keeps state beside the parameters: {refused}")
-        states[f"callbacks.{callback.state_key}"] = state
+        state = callback.parameter_state(run.trainer, module)
+        if state is not None:
+            states[f"callbacks.{callback.state_key}"] = state
     return states
 
 

@@ -135,7 +135,8 @@ class _Apart:
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         marks: dict[str, Any] = {}
         for key, optimizer in run.optimizers.items():
-            for i, (_, state) in enumerate(optimizer.state.items()):
+            held_here = getattr(optimizer.state, "held", optimizer.state)  # where user code is shown none of it
+            for i, (_, state) in enumerate(held_here.items()):
                 tensors |= {f"the optimizer's {name} ({i})": v for name, v in state.items() if isinstance(v, Tensor)}
             for i, group in enumerate(optimizer.param_groups):
                 held = {f"{name} of group {i} of optimizer {key!r}": value for name, value in group.items()}

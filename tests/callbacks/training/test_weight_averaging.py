@@ -266,9 +266,10 @@ def test_layers_unfrozen_later_are_averaged() -> None:
 
 
 @pytest.mark.ranks
-def test_deepspeed_is_refused() -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_is_refused(stage: int) -> None:
     with pytest.raises(ValueError, match="WeightAveraging keeps state beside the parameters: DeepSpeed"):
-        fit(WeightAveraging(0.9), strategy="deepspeed", devices=2, precision="32-true")
+        fit(WeightAveraging(0.9), strategy=f"deepspeed_stage_{stage}", devices=2, precision="32-true")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,9 +161,16 @@ class Run(Module):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def trained(make: Callable[[], nn.Module], strategy: str, devices: int) -> tuple[dict[str, Tensor], float]:
+class WithHook(Run):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("seen", float(batch_idx))
+
+
+def trained(
+    make: Callable[[], nn.Module], strategy: str, devices: int, kind: type[Run] = Run
+) -> tuple[dict[str, Tensor], float]:
     torch.manual_seed(0)
-    module = Run(make())
+    module = kind(make())
     trainer = Trainer(
         strategy=strategy,
         devices=devices,
@@ -189,6 +197,15 @@ def test_stages_have_the_bits_of_one_process(case: str) -> None:
     others, also = trained(make, "pipeline", devices)
     assert also == loss
     assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+
+
+@pytest.mark.ranks
+def test_users_hooks_of_a_batch_run_beside_optimizers_of_stages() -> None:
+    (weights, loss), (others, also) = (
+        trained(SAME["summed"][0], strategy, devices, WithHook)
+        for strategy, devices in (("single", 1), ("pipeline", 2))
+    )
+    assert also == loss and all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 @pytest.mark.slow
