@@ -236,6 +236,7 @@ class Trainer(Facts):
         sources = loaders.Sources({evaluate.KINDS[stage]: dataloaders}, datamodule)
         self._take_callbacks(module)
         checks.hooks(run, module, datamodule)
+        evaluate.check_step(module, stage)
         checks.loaders(sources)
         path = start.checked(run, ckpt_path)
         run.callback_metrics, run.logged_metrics, run.progress_bar_metrics = {}, {}, {}

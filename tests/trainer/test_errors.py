@@ -309,7 +309,7 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
     "checkpoint to test": (lambda: quiet(devices=2).validate(Net(), loader(), ckpt_path="nowhere"), "nowhere"),
     "best": (
         lambda: quiet(devices=2).fit(Net(), loader(), ckpt_path="best"),
-        "ckpt_path='best' needs a ModelCheckpoint that has saved; fit first, or give a path",
+        "ckpt_path='best' needs a ModelCheckpoint that has saved in this process; fit first, or give a path",
     ),
     "outside": (
         lambda: quiet().save_checkpoint("x"),

@@ -42,7 +42,7 @@ examples:
   lockstep validate examples/digits.yaml ckpt_path=runs/digits/version_0/checkpoints/last
 
 YAML files are merged in order, then the overrides in order. Every argument of the Trainer may be given
-at the top level. ckpt_path is a checkpoint, last, best or auto; null runs on the initial weights.
+at the top level. ckpt_path is a checkpoint, last or auto; null runs on the initial weights.
 """
 
 
@@ -136,6 +136,6 @@ _KEYS = (
     "  module           {class: package.file.Class, argument: value, ...}; required",
     "  data             a DataModule, as module",
     "  optimizer        short for module.optimizer; lr_scheduler likewise",
-    "  ckpt_path        a checkpoint, last, best or auto; null for none",
+    "  ckpt_path        a checkpoint, last or auto; null for none",
     "  vars             values of your own, for ${vars.name} elsewhere",
 )

@@ -74,7 +74,7 @@ def schema() -> dict[str, Any]:
             **{name: _object(f"short for module.{name}") for name in SHORT_FOR_MODULE},
             "trainer": {"$ref": "#/definitions/trainer"},
             "vars": {"type": "object", "description": "values of your own, for ${vars.name}"},
-            "ckpt_path": {"type": ["string", "null"], "description": "a checkpoint, last, best, auto or null"},
+            "ckpt_path": {"type": ["string", "null"], "description": "a checkpoint, last, auto or null"},
             "output": {"type": ["string", "null"], "description": "file for the predictions of lockstep predict"},
             **{name: {"$ref": f"#/definitions/trainer/properties/{name}"} for name in arguments},
         },

@@ -96,9 +96,8 @@ def stage_of(stage: str, module: Module, hooks: Hooks) -> Stage:
     )
 
 
-def run_stage(run: RunState, module: Module, sources: Sources, stage: str) -> Any:
-    """`Trainer.validate`, `test` and `predict` on one rank: metrics by loader, or predictions in dataset order."""
-    kind = KINDS[stage]
+def check_step(module: Module, stage: str) -> None:
+    """Raise ValueError if `module` has no step for the stage."""
     steps = {"validate": "validation_step", "test": "test_step"}
     if stage in steps and not overrides(module, steps[stage], Module):
         raise ValueError(f"{stage} needs {type(module).__name__}.{steps[stage]}; define it")
@@ -106,6 +105,11 @@ def run_stage(run: RunState, module: Module, sources: Sources, stage: str) -> An
         overrides(module, "predict_step", Module) or overrides(module, "forward", nn.Module)
     ):
         raise ValueError(f"predict needs {type(module).__name__}.predict_step or forward; define one")
+
+
+def run_stage(run: RunState, module: Module, sources: Sources, stage: str) -> Any:
+    """`Trainer.validate`, `test` and `predict` on one rank: metrics by loader, or predictions in dataset order."""
+    kind = KINDS[stage]
     source = sources.get(module, kind)
     if not loaders_of(source):
         raise ValueError(f"{stage} needs data: give dataloaders, or a DataModule or Module with {kind}_dataloader")

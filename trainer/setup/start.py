@@ -31,7 +31,9 @@ def checked(run: RunState, ckpt_path: str | Path | None) -> str | None:
     ckpt_path = os.path.expanduser(ckpt_path)
     if ckpt_path == "best":
         if not getattr(run.checkpoint_callback, "best_model_path", None):
-            raise ValueError("ckpt_path='best' needs a ModelCheckpoint that has saved; fit first, or give a path")
+            raise ValueError(
+                "ckpt_path='best' needs a ModelCheckpoint that has saved in this process; fit first, or give a path"
+            )
     else:
         Checkpoint.open(ckpt_path, verify=False)
     return str(ckpt_path)
@@ -88,7 +90,9 @@ def choose(run: RunState, ckpt_path: str | None) -> dict[str, Any]:
         elif ckpt_path == "best":
             checkpoint = getattr(run.checkpoint_callback, "best_model_path", None)
             if not checkpoint:
-                raise ValueError("ckpt_path='best' needs a ModelCheckpoint that has saved; fit first, or give a path")
+                raise ValueError(
+                    "ckpt_path='best' needs a ModelCheckpoint that has saved in this process; fit first, or give a path"
+                )
         elif ckpt_path is not None:
             checkpoint = ckpt_path
         if checkpoint is not None:

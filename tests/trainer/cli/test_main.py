@@ -63,6 +63,9 @@ class Line(Module):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
 
+class Bare(Module):
+    pass
+
 class Data(DataModule):
     def __init__(self, size: int = 22):
         self.size = size
@@ -312,3 +315,13 @@ def test_a_mistyped_word_says_what_to_write(
 ) -> None:
     assert main(words) == 2
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_a_stage_without_its_step_is_refused_before_the_run_begins(
+    tmp_path: Path, stage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bare.yaml").write_text(CONFIG.replace("tiny.Line", "tiny.Bare"))
+    assert main([stage, "bare.yaml", "ckpt_path=null"]) == 2
+    assert f"{stage} needs Bare." in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
