@@ -236,9 +236,9 @@ class Trainer(Facts):
         sources = loaders.Sources({evaluate.KINDS[stage]: dataloaders}, datamodule)
         self._take_callbacks(module)
         checks.hooks(run, module, datamodule)
-        evaluate.check_step(module, stage)
         checks.loaders(sources)
         path = start.checked(run, ckpt_path)
+        evaluate.check_step(module, stage)
         run.callback_metrics, run.logged_metrics, run.progress_bar_metrics = {}, {}, {}
         run.final = run.final and path is None  # else the module gets other weights
         with lifecycle.noted(run, module, stage, sources):
