@@ -15,7 +15,17 @@ from lockstep.strategies.data.batch_rows import count_samples, guess_batch_size
 from lockstep.strategies.data.fetchers import Once, Samples, escaped
 from lockstep.strategies.data.permutation import Permutation, mix
 from lockstep.strategies.data.randomness import Randomness, announce
-from lockstep.strategies.data.source import Piece, Share, Source, Task, bounds, cannot_share, length_of, name_of
+from lockstep.strategies.data.source import (
+    Piece,
+    Share,
+    Source,
+    Task,
+    bounds,
+    cannot_share,
+    length_of,
+    name_of,
+    parts_within,
+)
 from lockstep.strategies.data.workers import Workers
 
 _READ_AHEAD, _READ_AHEAD_BATCHES = 1024, 32
@@ -200,7 +210,10 @@ class Indexed(Source):
             done = done if share.split else passed // share.size
             tasks = self._cut(batches, start, share) if share.split else self._deal(batches, start)
         else:
-            done = start // self._unit * (self.window_micro_batches if share.split else 1)
+            done, rest = divmod(start, self._unit)
+            if share.split:  # where a limit ended the epoch within a batch, the rest is a part of it
+                most = self.window_micro_batches
+                done = done * most + parts_within(rest, self._unit, most)
             tasks = self._indices(epoch, self._cut(self._units(epoch, start, self._unit), start, share))
         return tasks if limit is None else islice(tasks, max(0, limit - done) * len(share.own))
 
@@ -289,11 +302,12 @@ class Indexed(Source):
             batch = next(batches, None)
             if batch is None:
                 break
+            most = min(self.share.accumulate, len(batch))
             if len(batch) > start:
-                return chain([batch[start:]], batches), passed, parts
+                return chain([batch[start:]], batches), passed, parts + parts_within(start, len(batch), most)
             start -= len(batch)
             passed += 1
-            parts += min(self.share.accumulate, len(batch))
+            parts += most
         return batches, passed, parts
 
     def _deal(self, batches: Iterator[list[Any]], position: int) -> Iterator[Task]:

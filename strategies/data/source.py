@@ -183,3 +183,8 @@ def bounds(length: int, part: int, parts: int) -> tuple[int, int]:
     quotient, rest = divmod(length, parts)
     begin = part * quotient + min(part, rest)
     return begin, begin + quotient + (part < rest)
+
+
+def parts_within(samples: int, length: int, parts: int) -> int:
+    """How many of `parts` pieces end within the first `samples` of `length`."""
+    return sum(bounds(length, part, parts)[1] <= samples for part in range(parts))

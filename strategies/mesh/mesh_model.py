@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
+from lockstep.strategies.mesh import mixed_tensors
 from lockstep.strategies.mesh.structure import Structure
 from lockstep.strategies.mesh.tensor_plan.styles import SequenceSharding
 from lockstep.strategies.mesh.unsharded_writes import UnshardedWrites
@@ -72,7 +73,8 @@ class MeshModel(nn.Module):
                 self.writes.look(self)
         self.depth += 1
         try:
-            output = fn(*args)
+            with mixed_tensors.step():
+                output = fn(*args)
         finally:
             self.depth -= 1
             if self.units:

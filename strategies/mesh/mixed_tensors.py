@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,11 +46,38 @@ def install() -> None:
     DTensor.data = property(data.__get__, assign)  # type: ignore[assignment]
 
 
+_in_steps = 0
+
+
+@contextmanager
+def step() -> Iterator[None]:
+    """While it lasts user code has values of this rank's own samples at hand."""
+    global _in_steps
+    _in_steps += 1
+    try:
+        yield
+    finally:
+        _in_steps -= 1
+
+
 def _number(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """`.item()`, `float()` and the like: of the whole, where torch would give this rank's part. Every rank of the mesh
-    calls it."""
+    calls it.
+
+    Raises RuntimeError in a step for a sum over ranks with samples of their own: torch takes a plain number that was
+    added to it, such as the loss, for the same on all of them.
+    """
+    tensor = args[0]
+    if _in_steps:
+        names = tensor.device_mesh.mesh_dim_names or ()
+        sums = {name for name, place in zip(names, tensor.placements, strict=False) if place.is_partial("sum")}
+        if sums & {"ddp", "fsdp"}:
+            raise RuntimeError(
+                "a number was taken in a step of a sum over weights that are sharded over ranks, to which values of "
+                f"this rank's own samples may be added; {INSTEAD}"
+            )
     with torch.no_grad():
-        return op(args[0].full_tensor())
+        return op(tensor.full_tensor())
 
 
 _OF_HOOKS = {AFTER_BACKWARD, OPTIMIZER_STEP, END_OF_STEP, CALLBACKS}

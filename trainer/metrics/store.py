@@ -119,19 +119,17 @@ class MetricStore:
     def _count(self, entry: Entry, value: Any, weight: float) -> None:
         """Add a number, or a tensor of one element, to the sum of `entry`."""
         if isinstance(value, Tensor):
-            if type(value) is not Tensor and hasattr(value, "full_tensor"):
-                # Sharded, such as the norm of a gradient: every rank logs it.
-                value = value.detach().full_tensor()  # type: ignore[attr-defined]
             if value.numel() != 1:
                 raise ValueError(
                     f"self.log({entry.name!r}) takes one number, but got a tensor of shape {list(value.shape)}; log "
                     "its mean or its elements under names of their own"
                 )
-            if not value.is_cpu and self.exact:
+            is_sharded = type(value) is not Tensor and hasattr(value, "full_tensor")  # every rank takes its item
+            if not value.is_cpu and self.exact and not is_sharded:
                 entry.add_later(value, weight)
                 entry.count += weight
                 return
-            if not value.is_cpu:
+            if not value.is_cpu and not is_sharded:
                 self._log_on_device(entry, value.detach().reshape(()), weight)
                 return
             value = value.item()

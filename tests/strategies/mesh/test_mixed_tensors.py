@@ -98,3 +98,28 @@ def test_code_that_would_mix_shards_with_others_is_refused(
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
         fit(strategy, 2, make(), labeled())
+
+
+class PenaltyInValidation(Blocks):
+    """Adds weights, which are sharded, to the loss of this rank's samples."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]) + self.penalty())
+
+    def penalty(self) -> torch.Tensor:
+        return self.net[0].up.weight.square().sum()
+
+    def val_dataloader(self) -> Any:
+        return labeled(12)
+
+
+class PenaltyAsNumber(PenaltyInValidation):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]) + self.penalty()
+        self.log("val/loss", loss.item())
+
+
+@pytest.mark.parametrize("make", [PenaltyInValidation, PenaltyAsNumber])
+def test_a_sum_of_sharded_weights_and_own_values_is_refused_in_a_step(make: Callable[[], Module]) -> None:
+    with pytest.raises(RuntimeError, match="a sum over weights that are sharded over ranks, to which values of this"):
+        fit("fsdp", 2, make(), labeled(), max_epochs=1)

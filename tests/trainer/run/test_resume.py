@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lockstep import CheckpointError, Trainer
 from lockstep.callbacks import Callback, EarlyStopping, LRWarmup, ModelCheckpoint
-from tests.trainer.toy import Net, equal, loader, quiet, weights
+from tests.trainer.toy import Net, data, equal, loader, quiet, weights
 
 KILL = "LOCKSTEP_TEST_KILL"
 
@@ -366,3 +367,31 @@ def test_a_rank_without_samples_takes_up_what_a_validation_has_saved(tmp_path: P
 
     fit(2)
     assert fit(-1, "last").global_step == 6
+
+
+@pytest.mark.parametrize("own_batches", [False, True])
+@pytest.mark.parametrize("limit", [3, 5])
+def test_a_limit_that_ends_within_a_split_batch_holds_after_a_resume(
+    own_batches: bool, limit: int, tmp_path: Path
+) -> None:
+    def fit(path: Path | None = None) -> tuple[int, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        module, samples = Net(), data(24)
+        batches = BatchSampler(SequentialSampler(samples), 8, False)
+        trainer = quiet(
+            max_epochs=2,
+            split_batches=True,
+            accumulate_grad_batches=2,
+            limit_train_batches=limit,
+            enable_checkpointing=True,
+            callbacks=[ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)],
+        )
+        loaded = DataLoader(samples, batch_sampler=batches) if own_batches else DataLoader(samples, 8)
+        trainer.fit(module, loaded, ckpt_path=path)
+        return trainer.global_step, weights(module)
+
+    steps, expected = fit()
+    assert steps == 2 * -(-limit // 2)
+    for step in range(1, steps):
+        found = fit(tmp_path / f"step={step}")
+        assert found[0] == steps and equal(found[1], expected), step
