@@ -286,6 +286,8 @@ class DDP(SPMDStrategy):
 
     def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
         assert isinstance(wrapped, Replica)
+        if not self._step_hooks.automatic:  # each backward of the user's own is summed by itself
+            return
         if wrapped.micro_batches:
             raise changed_within_window(names, "DDP")
         wrapped.wrap(init_sync=False)

@@ -71,6 +71,8 @@ class MeshModel(nn.Module):
             self._calls.clear()
             if self.units:
                 self.writes.look(self)
+        if self.manual:
+            self._follow_flags()
         self.depth += 1
         try:
             with mixed_tensors.step():
@@ -101,6 +103,11 @@ class MeshModel(nn.Module):
 
     def unsharded_by_name(self) -> Iterator[tuple[str, Tensor]]:
         """The whole parameters that user code finds in a step, as far as they were gathered, by name."""
+        for name, parameter in self._held():
+            if hasattr(parameter, "_unsharded_param"):
+                yield name, parameter.unsharded_param
+
+    def _held(self) -> list[tuple[str, Any]]:
         if not self._in_units:
             names = {id(parameter): name for name, parameter in self.model.named_parameters()}
             for unit in self.units:
@@ -108,9 +115,15 @@ class MeshModel(nn.Module):
                     for parameter in group.fsdp_params:
                         whole = getattr(parameter, "_unsharded_param", None)
                         self._in_units.append((names.get(id(whole)) or names[id(parameter.sharded_param)], parameter))
-        for name, parameter in self._in_units:
-            if hasattr(parameter, "_unsharded_param"):
-                yield name, parameter.unsharded_param
+        return self._in_units
+
+    def _follow_flags(self) -> None:
+        """Let whole parameters require gradients as the sharded ones, which user code may have changed since they were
+        gathered."""
+        for _, parameter in self._held():
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None and whole.requires_grad != parameter.sharded_param.requires_grad:
+                whole.requires_grad_(parameter.sharded_param.requires_grad)
 
     def _note_used(self, group: Any, post_backward: Callable[..., None], *args: Any) -> None:
         for parameter in group.fsdp_params:

@@ -324,7 +324,7 @@ class ShardedStrategy(ShardedOptimizers):
         put_gradient(parameter, gradient)
 
     def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
-        if self._in_step and self._micro_batches and wrapped.units:
+        if self._in_step and self._micro_batches and wrapped.units and not wrapped.manual:
             raise changed_within_window(names, self.name)
         if wrapped.trains_several_dtypes():  # type: ignore[operator]
             raise RuntimeError(

@@ -318,6 +318,31 @@ def test_the_whole_model_is_seen_between_manual_steps(strategy: str, devices: in
     assert_as_on_one_process(WholeByHand, strategy, devices, n=UNEVEN)
 
 
+class Toggled(ByHand):
+    """Two optimizers, toggled between forward and backward; gradients are cleared after the steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[i].parameters(), lr=0.1, momentum=0.9) for i in (0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("ddp", 2), ("fsdp", 2), ("tensor", 2), ("ddp=2,fsdp=2", 4), ("ddp=2,tensor=2", 4)]
+)
+def test_toggled_optimizers_leave_no_gradients_to_others(strategy: str, devices: int) -> None:
+    assert_as_on_one_process(Toggled, strategy, devices, n=UNEVEN)
+
+
 class OwnBackward(ByHand):
     def manual_backward(self, loss: torch.Tensor, *args: Any, **options: Any) -> None:
         loss.backward()

@@ -223,15 +223,20 @@ def train_loader(
         done = loader.resume_windows(checkpoint.state["windows"], seen, whole=not module.automatic_optimization)
         if done is not None and run.is_global_zero:
             _log.info(done)
-    total = length_of(loader)
+    return loader, *_measured(run, loader)
+
+
+def _measured(run: RunState, loader: ShardedLoader) -> tuple[int | None, int | None]:
+    """The limit of the batches in an epoch, and their number, if known."""
+    total, overfit = length_of(loader), run.arguments.overfit_batches
     name = "overfit_batches" if overfit else "limit_train_batches"
-    limit = limit_of(overfit or arguments.limit_train_batches, total, name)
+    limit = limit_of(overfit or run.arguments.limit_train_batches, total, name)
     num_batches = total if limit is None else limit if total is None else min(limit, total)
     if num_batches == 0:
         raise ValueError("the training loader has no batch: its dataset is empty, or drop_last drops its only batch")
     run.num_training_batches = math.inf if num_batches is None else num_batches
     run.windows_per_epoch = loader.num_windows(limit)
-    return loader, limit, num_batches
+    return limit, num_batches
 
 
 def change_accumulation(run: RunState, loop: FitLoop) -> None:
@@ -247,7 +252,8 @@ def change_accumulation(run: RunState, loop: FitLoop) -> None:
     if refused is not None:
         raise ValueError(f"accumulate_grad_batches was set to {number} during the run, but {refused}")
     loop.train_loader.set_accumulation(number)
-    run.windows_per_epoch = loop.train_loader.num_windows(loop.limit)
+    loop.limit, loop.num_batches = _measured(run, loop.train_loader)  # fractions are of other numbers, where it splits
+    loop.val_every = validation_interval(run, loop.num_batches) if loop.val_loaders else None
 
 
 def validates(run: RunState, module: Module) -> bool:

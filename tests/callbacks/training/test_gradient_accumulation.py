@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lockstep.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from tests.trainer.toy import Net, distance, equal, loader, net, quiet, weights
 
 SCHEDULE = {1: 3, 2: 2}
@@ -108,3 +108,38 @@ def test_deepspeed_is_refused() -> None:
 def test_invalid_schedules(scheduling: Any) -> None:
     with pytest.raises(ValueError, match="scheduling must"):
         GradientAccumulationScheduler(scheduling)
+
+
+class Validations(Callback):
+    """Where each validation came: epoch, step."""
+
+    def __init__(self) -> None:
+        self.at: list[tuple[int, int]] = []
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.at.append((trainer.current_epoch, trainer.global_step))
+
+
+def test_fractions_of_an_epoch_follow_the_schedule_where_batches_are_split(tmp_path: Path) -> None:
+    def run(path: Path | None = None) -> list[tuple[int, int]]:
+        seen = Validations()
+        trainer = quiet(
+            max_epochs=3,
+            split_batches=True,
+            val_check_interval=0.5,
+            limit_train_batches=0.9,
+            enable_checkpointing=True,
+            callbacks=[
+                GradientAccumulationScheduler({0: 1, 1: 2, 2: 1}),
+                seen,
+                ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1),
+            ],
+        )
+        trainer.fit(net(), loader(48), loader(16), ckpt_path=path)
+        return [*seen.at, (3, trainer.global_step)]
+
+    alone = run()
+    assert [epoch for epoch, _ in alone] == [0, 0, 1, 1, 2, 2, 3]
+    for step in (6, 7, 9):
+        found = run(tmp_path / f"step={step}")
+        assert found == alone[-len(found) :] and found[0][1] >= step, step
