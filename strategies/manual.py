@@ -45,7 +45,7 @@ class ManualOptimization(SPMDHooks):
 
     def _check_changes(self) -> None:
         """Raise RuntimeError for what the step has changed in the model that is not as on one process."""
-        if self._changes is None or self.sees_whole_gradients:
+        if self._changes is None:
             return
         self._refuse_added(self._changes.added())
         if late := self._parameter_hooks.added(self._changes.hookable()):

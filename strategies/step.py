@@ -151,7 +151,8 @@ class SPMDStep(ManualOptimization):
 
     def _receive(self, wrapped: nn.Module, agreement: StepAgreement, in_tree: bool = False) -> StepResult:
         """What the ranks conclude, once this one has run backward."""
-        self._check_changes()
+        if not self.sees_whole_gradients:
+            self._check_changes()
         self.end_backward(wrapped)
         return agreement.receive(in_tree)
 
@@ -246,7 +247,8 @@ class SPMDStep(ManualOptimization):
         if self.virtual_ranks and (mine := self.local_gradients(wrapped)):  # after the sum, which would round otherwise
             torch._foreach_mul_(mine, scale)
             torch._foreach_add_(mine, 0.0)  # zero loses its sign
-        self._check_changes()
+        if not self.sees_whole_gradients:
+            self._check_changes()
         if self._parameter_hooks.taken:
             self._run_parameter_hooks(wrapped)
         if hooks.after_backward is not None:

@@ -210,6 +210,7 @@ def _restore_training(run: RunState, checkpoint: Checkpoint) -> None:
                 if key in values and not is_alike(values[key], now):
                     raise ValueError(f"scheduler {name} has {key}={now!r:.60}, but {values[key]!r:.60} was saved")
             config.scheduler.load_state_dict(values)
+            config.scheduler.optimizer._opt_called = True  # in the saved run; else torch warns at an epoch's end
         _say_what_is_dropped(run, checkpoint)
         for callback in run.callbacks:
             if callback.state_key in state["callbacks"]:
