@@ -194,6 +194,8 @@ class Strategy(ABC):
     """Shares into which each step is cut, as if there were so many ranks; 0 for none."""
     ranks_meet: bool = True
     """Whether all ranks meet in the step of now, after which collectives may follow. Always, if synchronous."""
+    in_turn: bool = False
+    """Whether a learner that is one rank or a part of it takes a step of its own."""
     _stands_for = ""
     starts_ranks: bool
     """True if this process is the launcher and `launch` is to start the ranks. Valid after `configure`."""
@@ -209,8 +211,7 @@ class Strategy(ABC):
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
     ) -> Strategy:
-        """Take the run's layout and return the strategy to use, which is another one if one rank needs no code of its
-        own.
+        """Take the run's layout and return the strategy to use: another one if one rank needs no code of its own.
 
         One process calls it, before anything starts; starts nothing. `devices` is the number of devices on this node.
         Raises ValueError for a layout that this strategy or this machine cannot give.
@@ -237,8 +238,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def setup(self) -> Topology:
-        """Join the ranks (rendezvous, process group) and return where this rank is, which `topology` holds from here
-        on."""
+        """Join the ranks (rendezvous, process group) and return where this rank is, which `topology` holds then."""
 
     @abstractmethod
     def teardown(self) -> None:

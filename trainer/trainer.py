@@ -171,9 +171,9 @@ class Trainer(Facts):
 
         `with trainer.whole(module): …` in a hook, on every rank, to read or change weights and gradients, or for a
         complete `module.state_dict()`. A change holds afterwards. Random numbers are those of rank 0 on all ranks, and
-        of a run on one process. Needs the memory of the whole model. Raises RuntimeError for a change that is not the
-        same on all ranks, within a step (on several ranks its accumulation window included), and for a `module` that is
-        not the module that runs.
+        of a run on one process; in the step of a learner of local updates, the learner's. Needs the memory of the whole
+        model. Raises RuntimeError for a change that is not the same on all ranks, within a step (on several ranks its
+        accumulation window included), and for a `module` that is not the module that runs.
         """
         run = self._run
         if module is not run.module or run.wrapped is None:
@@ -189,7 +189,8 @@ class Trainer(Facts):
                 "whole() was called within an accumulation window, whose gradients are not added up yet; call it in "
                 "on_before_optimizer_step or on_before_zero_grad, which come once a step, or after the last micro-batch"
             )
-        streams = nullcontext() if alone else shared_streams(run.strategy.broadcast, run.is_global_zero)
+        own = alone or run.strategy.in_turn
+        streams = nullcontext() if own else shared_streams(run.strategy.broadcast, run.is_global_zero)
         with run.strategy.whole(run.wrapped), streams:
             yield
             if not alone and run.strategy.capabilities.synchronous:

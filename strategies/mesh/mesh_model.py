@@ -53,6 +53,8 @@ class MeshModel(nn.Module):
         accumulated."""
         self._synchronized = True
         self._kept = self._flushes = False
+        self._held_back: list[Any] = []
+        """Groups whose gradients are not reduced before all uses of their block have theirs."""
         self._calls: set[Any] = set()
         self.reused: list[Any] = []
         """Blocks that run, or of which a layer runs, more than once in this step."""
@@ -194,6 +196,10 @@ class MeshModel(nn.Module):
 
     def _again(self, unit: Any, gradient: Tensor) -> None:
         unit.unshard()  # another backward within the step may have freed it
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            if group.reduce_grads:  # once, with what earlier micro-batches have left
+                group.reduce_grads = False
+                self._held_back.append(group)
         if not self._flushes:
             self._flushes = True
             Variable._execution_engine.queue_callback(self._flush)
@@ -201,9 +207,12 @@ class MeshModel(nn.Module):
     def _flush(self) -> None:
         """Reduce the gradients that came after torch took the backward of their block to be over."""
         self._flushes = False
+        for group in self._held_back:
+            group.reduce_grads = True
+        self._held_back.clear()
         for unit in self.reused:
             for group in unit._get_fsdp_state()._fsdp_param_groups:
-                if any(p.unsharded_param.grad is not None for p in group.fsdp_params if hasattr(p, "_unsharded_param")):
+                if any(_has_gradient(parameter) for parameter in group.fsdp_params):
                     group.post_backward()
                     group.finalize_backward()
 
@@ -323,6 +332,12 @@ class _Lender:
             elif torch.is_grad_enabled():
                 self._wrapped._reuse(self._unit, output)
                 self._wrapped._watch(output)
+
+
+def _has_gradient(parameter: Any) -> bool:
+    if not hasattr(parameter, "_unsharded_param"):
+        return False
+    return parameter.unsharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None
 
 
 def _with_gradient(output: Any) -> list[Tensor]:

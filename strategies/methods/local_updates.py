@@ -63,6 +63,10 @@ class LocalUpdates(LearnerRounds, VirtualStep):
 
     # ---- processes and data ---------------------------------------------------------------------------
 
+    @property
+    def in_turn(self) -> bool:  # type: ignore[override]
+        return self._turn is not None
+
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
     ) -> Strategy:

@@ -120,6 +120,9 @@ class Mode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.known: dict[Any, Blank] = {}
 
+    def __deepcopy__(self, memo: Any) -> Mode:
+        return self  # see `TrialMode`
+
     def fake(self, tensor: Tensor) -> Tensor:
         """A tensor of this mode that is like `tensor`, which may be one of another mode: in a run that is planned."""
         return blank(tensor, self) if isinstance(tensor, FakeTensor) else self.from_tensor(tensor)

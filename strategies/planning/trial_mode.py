@@ -87,6 +87,9 @@ class TrialMode(FakeTensorMode):
         self._op = ""
         self._known = Known(self)
 
+    def __deepcopy__(self, memo: Any) -> TrialMode:
+        return self  # a tensor's copy is of its mode; of two modes both would free what the weak references hold
+
     # ---- what happens ------------------------------------------------------------------------------------
 
     def __enter__(self) -> TrialMode:

@@ -25,7 +25,7 @@ from lockstep.strategies.sync.collectives import sum_gradients
 from lockstep.strategies.sync.tree import PartialSums, add_gradients, all_reduce
 from lockstep.strategies.virtual.replicas import VirtualReplicas
 from lockstep.strategies.virtual.stage_links import StageLinks
-from lockstep.strategies.virtual.step import VirtualStep, add_numbers, alone
+from lockstep.strategies.virtual.step import VirtualStep, add_numbers, alone, vote_of
 from lockstep.strategies.virtual.streams import Streams
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class VirtualPipeline(StagedStrategy, VirtualStep):
 
     def _send_numbers(self, shares: ShareWindow) -> None:
         """Send this rank's part of the step agreement: what the losses came to, on the last stage."""
-        vote = shares.hooks.vote()
+        vote = vote_of(shares.window, shares.hooks)
         numbers = PartialSums(add_numbers)
         for of_share in shares.numbers():
             numbers.append(of_share)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, Strategy, Topology
+from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, StepVote, Strategy, Topology
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.launch import environment, fault_injection
 from lockstep.strategies.losses import detach
@@ -157,7 +157,7 @@ class VirtualStep(ShareHooks, SPMDStrategy):
                     numbers.append(of_shares[-1])
                     counted = total = 0.0
                 if i == last:
-                    vote, (counted, total) = hooks.vote(), numbers.total()
+                    vote, (counted, total) = vote_of(window, hooks), numbers.total()
                     if self._agreement is not None:
                         finite = not self._on_cpu or math.isfinite(total)
                         self._agreement.send(vote, window.num_samples, counted, finite, total)
@@ -268,6 +268,12 @@ def _after_loss(hooks: StepHooks, more: bool, ends: bool) -> None:
         raise partial_gradient(_APART)
     if hooks.after_backward is not None and (more or not ends):  # at a share's end once, as on a rank of its own
         hooks.after_backward()
+
+
+def vote_of(window: Window, hooks: StepHooks) -> StepVote:
+    """This rank's vote; without samples, which no step has run on, not for the names of what others have logged."""
+    vote = hooks.vote()
+    return vote if any(batch.num_samples for batch in window.micro_batches) else vote._replace(keys=0)
 
 
 def add_numbers(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:

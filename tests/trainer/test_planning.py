@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -524,6 +525,25 @@ def test_hooks_that_see_the_whole_model_and_metrics_are_planned(
     assert torch.device("cpu") in Moved.devices, "its states would stay where they were made"
     (note,) = [note for note in found.notes if "Moved" in note]
     assert note.startswith(f"{__file__}:") and "neither that nor what it keeps is in the plan" in note
+
+
+@pytest.mark.unit
+def test_copies_of_layers_are_planned_with_the_step() -> None:
+    """Their tensors are of the plan's mode: of a copied one, weak references to storages would be freed twice."""
+
+    class Copies(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            teacher = copy.deepcopy(self)
+            modes.update(next(module.parameters()).fake_mode for module in (self, teacher))
+            with torch.no_grad():
+                target = teacher(batch[0]).argmax(1)
+            return nn.functional.cross_entropy(self(batch[0]), target)
+
+    modes: set[Any] = set()
+    trainer = Trainer(strategy="single", max_steps=1, **QUIET)
+    found, plain = (plan(trainer, module, loader(64)) for module in (Copies(), Net()))
+    assert len(modes) == 1
+    assert found.ranks[0].flops > plain.ranks[0].flops
 
 
 @pytest.mark.unit

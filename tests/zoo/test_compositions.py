@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ STRATEGIES = {
     "fsdp=2,tensor=2": 4,
     "fsdp=2,pipeline=2": 4,
 }
+SHARED = ("ddp", "fsdp", "pipeline", "ddp=2,fsdp=2", "ddp=2,pipeline=2")
+"""Strategies that can share work among virtual ranks."""
 REFUSED = "requires_grad|within an accumulation window|is refused|cannot|needs"
 
 
@@ -56,3 +59,30 @@ def test_a_strategy_gives_the_numbers_of_one_process_or_a_sentence(strategy: str
         assert found.differences(expected, 1e-9) == [], composition
         equal += 1
     assert equal > len(seeds) / 2
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("seed", "strategy"),
+    [
+        (2010, "fsdp"),  # a block that runs twice in a step, with accumulation
+        (2025, "ddp=2,pipeline=2"),  # ranks without samples in every step, and hooks that log
+        *(pytest.param(seed, strategy, marks=pytest.mark.slow) for seed in range(2000, 2016) for strategy in SHARED),
+    ],
+)
+def test_virtual_ranks_give_the_same_bits_resumed_or_not(seed: int, strategy: str, tmp_path: Path) -> None:
+    composition = draw(seed)
+    composition = replace(composition, options=(*composition.options, ("virtual_ranks", 4)))
+    expected = train(composition, tmp_path / "alone", dropout=0.2)
+    saved = sorted((tmp_path / "alone").glob("step=*"))
+    for ckpt_path in (None, random.Random(seed).choice(saved)):
+        found = train(
+            composition,
+            tmp_path / ("resumed" if ckpt_path else "whole"),
+            strategy,
+            STRATEGIES[strategy],
+            dropout=0.2,
+            ckpt_path=ckpt_path,
+        )
+        assert found.differences(expected, 0.0) == [], composition

@@ -70,6 +70,15 @@ class Scales(Decaying):
             group["lr"] *= 0.9
 
 
+class Noisy(Decaying):
+    """Random numbers within `whole`: the learner's own, or those of all learners while these step together."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with self.trainer.whole(self):
+            for parameter in self.net.parameters():
+                parameter.grad += 0.1 * torch.randn_like(parameter)
+
+
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "diloco": lambda: DiLoCo(learners=2, period=3),
     "fragments": lambda: DiLoCo(learners=2, period=4, fragments=2, delay=1, mixing=0.5),
@@ -85,7 +94,7 @@ def trained(module: Module, strategy: Strategy, devices: int, **options: Any) ->
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("make", [Reads, Assigns, Scales])
+@pytest.mark.parametrize("make", [Reads, Assigns, Scales, Noisy])
 def test_learners_of_one_rank_are_those_of_two(make: Callable[[], Module], name: str) -> None:
     alone, together = (trained(make(), STRATEGIES[name](), devices) for devices in (1, 2))
     assert alone.keys() == together.keys()
