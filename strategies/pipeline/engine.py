@@ -27,7 +27,13 @@ from lockstep.strategies.launch import fault_injection
 from lockstep.strategies.launch.rng import kept_streams
 from lockstep.strategies.losses import detach
 from lockstep.strategies.modules.absent import is_here
-from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
+from lockstep.strategies.modules.model_changes import (
+    gradient_marks,
+    own_backward,
+    partial_gradient,
+    remarked,
+    shortened,
+)
 from lockstep.strategies.pipeline.microbatches import Feed, Tally, feeds_of, merged
 from lockstep.strategies.pipeline.schedules import Schedule
 from lockstep.strategies.pipeline.shape_inference import Layout
@@ -209,6 +215,8 @@ class Engines:
         """Forward and backward of all micro-batches; `send` is called before the last backward."""
         assert wrapped.state is not None
         last = len(window.micro_batches) - 1
+        if last and hooks.whole_gradients and (self._topology.data_size > 1 or wrapped.tied.by_group):
+            raise partial_gradient("what ranks of a pipeline have in common is summed once a step")
         for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
             before = send if i == last else None
             scale = 1 / window.num_samples

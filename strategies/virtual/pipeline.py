@@ -25,7 +25,7 @@ from lockstep.strategies.sync.collectives import sum_gradients
 from lockstep.strategies.sync.tree import PartialSums, add_gradients, all_reduce
 from lockstep.strategies.virtual.replicas import VirtualReplicas
 from lockstep.strategies.virtual.stage_links import StageLinks
-from lockstep.strategies.virtual.step import VirtualStep, add_numbers, alone, vote_of
+from lockstep.strategies.virtual.step import VirtualStep, add_numbers, alone, refuse_parts, vote_of
 from lockstep.strategies.virtual.streams import Streams
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ class VirtualPipeline(StagedStrategy, VirtualStep):
         assert isinstance(wrapped, Staged) and self._agreement is not None
         if not hooks.automatic:
             self._refuse("manual_optimization")
+        refuse_parts(window, hooks)
         self._step_hooks = hooks
         self._steps_seen += 1
         engines = self._engines = self._engines or self._make_engines()

@@ -125,8 +125,7 @@ class VirtualStep(ShareHooks, SPMDStrategy):
     ) -> StepResult:
         if not hooks.automatic:
             self._refuse("manual_optimization")
-        if hooks.whole_gradients and len(window.micro_batches) > window.num_shares:
-            raise partial_gradient(_APART)
+        refuse_parts(window, hooks)
         self._step_hooks = hooks
         run = self.run_step(wrapped, step_fn)
         last, of_a_share = len(window.micro_batches) - 1, len(window.micro_batches) // window.num_shares
@@ -268,6 +267,12 @@ def _after_loss(hooks: StepHooks, more: bool, ends: bool) -> None:
         raise partial_gradient(_APART)
     if hooks.after_backward is not None and (more or not ends):  # at a share's end once, as on a rank of its own
         hooks.after_backward()
+
+
+def refuse_parts(window: Window, hooks: StepHooks) -> None:
+    """Raise RuntimeError for a user's `on_after_backward` that would be called with a part of a share's gradient."""
+    if hooks.whole_gradients and len(window.micro_batches) > window.num_shares:
+        raise partial_gradient(_APART)
 
 
 def vote_of(window: Window, hooks: StepHooks) -> StepVote:

@@ -348,6 +348,33 @@ class OwnBackward(ByHand):
         loss.backward()
 
 
+class NormsWithin(Base):
+    """Logs the norm of what each micro-batch has added up to."""
+
+    def on_after_backward(self) -> None:
+        self.log("norm", self.grad_norm())
+
+
+def norm_of(strategy: str, devices: int, **options: Any) -> float:
+    return float(fitted(NormsWithin(), strategy, devices, **options).trainer.callback_metrics["norm"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("ddp=2,pipeline=2", {}), ("fsdp=2,pipeline=2", {}), ("ddp=2,pipeline=2", {"virtual_ranks": 2})],
+)
+def test_gradients_of_a_part_of_the_ranks_are_not_read_within_a_window(strategy: str, options: dict[str, Any]) -> None:
+    """Without accumulation they are those of all ranks."""
+    with pytest.raises(RuntimeError, match=r"on_after_backward is overridden.* of some samples only"):
+        norm_of(strategy, 4, accumulate_grad_batches=2, **options)
+    assert norm_of(strategy, 4, **options) == pytest.approx(norm_of("single", 1, **options), rel=1e-12)
+
+
+def test_norms_within_a_window_are_those_of_one_process_in_a_pipeline_of_own_parameters() -> None:
+    alone, staged = (norm_of(*layout, accumulate_grad_batches=2) for layout in (("single", 1), ("pipeline", 2)))
+    assert staged == pytest.approx(alone, rel=1e-12)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_plain_backward_before_a_manual_step_is_refused(strategy: str) -> None:
     with pytest.raises(RuntimeError, match="call self.manual_backward"):

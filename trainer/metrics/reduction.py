@@ -184,12 +184,13 @@ def _say_what_was_averaged(store: MetricStore) -> None:
 def _agree_on_names(store: MetricStore, strategy: Strategy) -> list[int]:
     """Return the samples of each rank. Raise RuntimeError where ranks have logged different names.
 
-    A rank without a sample, or that does not report, takes the others' names.
+    A rank without a sample (of each loader that has any), or that does not report, takes the others' names.
     """
-    own = torch.tensor([store.keys_hash, store.samples, int(strategy.topology.is_reporting_rank)])
-    gathered = strategy.all_gather(own).tolist()
-    seen = [number if reports else 0 for _, number, reports in gathered]
-    speakers = [rank for rank, number in enumerate(seen) if number]
+    reports = int(strategy.topology.is_reporting_rank)
+    gathered = strategy.all_gather(torch.tensor([store.keys_hash, store.samples, reports, store.num_loaders])).tolist()
+    seen = [number if reports else 0 for _, number, reports, _ in gathered]
+    of_all = max((row[3] for row, number in zip(gathered, seen, strict=True) if number), default=0)
+    speakers = [rank for rank, number in enumerate(seen) if number and gathered[rank][3] == of_all]
     speakers = speakers or [rank for rank, row in enumerate(gathered) if row[2]]
     source = speakers[0]
     if len({gathered[rank][0] for rank in speakers}) > 1:
@@ -208,9 +209,8 @@ def _agree_on_names(store: MetricStore, strategy: Strategy) -> list[int]:
             store.entries = {n: entry for n, entry in store.entries.items() if n in names or entry.rank_zero_only}
         elif unknown := [entry.name for entry in store.shared() if entry.name not in names]:
             raise RuntimeError(
-                f"rank {strategy.topology.rank}, which has seen no sample, logged {_quoted(unknown)}, and the other "
-                "ranks did not; "
-                "every rank must log the same names"
+                f"rank {strategy.topology.rank}, which has seen no sample of a loader, logged {_quoted(unknown)}, and "
+                "the other ranks did not; every rank must log the same names"
             )
     return seen
 

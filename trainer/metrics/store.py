@@ -40,6 +40,8 @@ class MetricStore:
         self.samples = 0
         """Samples that this rank has seen since the epoch began or was resumed: the weight of what is logged outside of
         batches."""
+        self.num_loaders = 0
+        """Loaders of an evaluation that gave this rank a sample."""
         self.is_ambiguous = False
         """Whether nothing tells how many samples the running batch holds, so that a mean over it has no weight."""
         self.in_batch = False

@@ -192,7 +192,9 @@ def evaluate(run: RunState, module: Module, loaders: list[ShardedLoader], stage:
         buffers = EvaluatedBuffers(strategy, module)
         for index, loader in enumerate(loaders):
             metrics.suffix = f"/dataloader_idx_{index}" if several else ""
+            before = metrics.samples
             outputs.append(_evaluate_loader(run, module, what, loader, index, several, buffers))
+            metrics.num_loaders += metrics.samples > before
         buffers.check(f"{what.name}_step")
         metrics.suffix, metrics.weight = "", 1.0
         early: list[Reduced] = []

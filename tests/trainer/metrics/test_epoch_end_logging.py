@@ -170,7 +170,7 @@ class Names(Net):
     [
         (Careless, 3, "on_validation_epoch_end failed on rank 2, which has seen no sample .*log in the step"),
         (Sometimes, 2, "rank 1 did not log 'alone'|rank 0 logged 'alone'"),
-        (Extra, 3, "rank 2, which has seen no sample, logged 'without samples'"),
+        (Extra, 3, "rank 2, which has seen no sample of a loader, logged 'without samples'"),
     ],
 )
 def test_what_ranks_without_samples_cannot_do_is_refused_by_name(make: Any, devices: int, message: str) -> None:
@@ -181,6 +181,21 @@ def test_what_ranks_without_samples_cannot_do_is_refused_by_name(make: Any, devi
 def test_names_that_differ_in_a_step_are_named() -> None:
     with pytest.raises(RuntimeError, match="rank 1 logged 'odd', which not all did"):
         quiet(devices=2, accelerator="cpu").fit(Names(), loader(40, 2))
+
+
+class OfLoaders(Net):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        self.log("val/loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+
+def test_a_rank_may_have_samples_of_one_validation_loader_alone() -> None:
+    found = []
+    for devices in (1, 3):
+        trainer = quiet(devices=devices, accelerator="cpu", split_batches=True, precision="64-true")
+        torch.manual_seed(0)
+        found.append(trainer.validate(OfLoaders(), [loader(9, 3), loader(4, 2)], verbose=False))
+    for alone, over_ranks in zip(*found, strict=True):
+        assert alone == pytest.approx(over_ranks, abs=1e-12) and len(alone) == 1
 
 
 class Reads(Net):
