@@ -262,8 +262,12 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
         rank calls it.
 
         Call it in `on_before_optimizer_step` or, in manual optimization, before `step`. The same under every strategy.
+        Raises RuntimeError on several ranks between the micro-batches of a window.
         """
+        from lockstep.strategies.launch.phase import AFTER_BACKWARD
+
         run = self._running()
+        run.refuse_within_window("grad_norm()", but_in=AFTER_BACKWARD)
         norms = [run.strategy.clip_gradients(run.wrapped, item, math.inf) for item in run.optimizers.values()]
         return torch.stack([norm for norm in norms if norm is not None]).square().sum().sqrt()
 

@@ -184,11 +184,7 @@ class Trainer(Facts):
         from lockstep.strategies.launch.rng import shared_streams
 
         alone = run.world_size == 1
-        if run.is_accumulating and not alone and run.strategy.capabilities.synchronous:
-            raise RuntimeError(
-                "whole() was called within an accumulation window, whose gradients are not added up yet; call it in "
-                "on_before_optimizer_step or on_before_zero_grad, which come once a step, or after the last micro-batch"
-            )
+        run.refuse_within_window("whole()")
         own = alone or run.strategy.in_turn
         streams = nullcontext() if own else shared_streams(run.strategy.broadcast, run.is_global_zero)
         with run.strategy.whole(run.wrapped), streams:

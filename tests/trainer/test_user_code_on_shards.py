@@ -370,6 +370,19 @@ def test_gradients_of_a_part_of_the_ranks_are_not_read_within_a_window(strategy:
     assert norm_of(strategy, 4, **options) == pytest.approx(norm_of("single", 1, **options), rel=1e-12)
 
 
+class NormsAfterBatches(Base):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2 == 0:
+            self.log("norm", self.grad_norm())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+def test_a_norm_between_micro_batches_is_refused_on_several_ranks(strategy: str) -> None:
+    fitted(NormsAfterBatches(), "single", 1, accumulate_grad_batches=2)
+    with pytest.raises(RuntimeError, match=r"grad_norm\(\) was called within an accumulation window"):
+        fitted(NormsAfterBatches(), strategy, 2, accumulate_grad_batches=2)
+
+
 def test_norms_within_a_window_are_those_of_one_process_in_a_pipeline_of_own_parameters() -> None:
     alone, staged = (norm_of(*layout, accumulate_grad_batches=2) for layout in (("single", 1), ("pipeline", 2)))
     assert staged == pytest.approx(alone, rel=1e-12)

@@ -16,6 +16,7 @@ from lockstep.callbacks.guard import Guard
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.callbacks.training.gradient_accumulation import GradientAccumulationScheduler
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.launch.phase import current_phase
 from lockstep.trainer.arguments import TrainerArguments
 from lockstep.trainer.checkpoint import store
 from lockstep.trainer.metrics.entry import nowhere
@@ -199,6 +200,16 @@ class RunState:
         return next((item for item in self.callbacks if isinstance(item, Guard)), Guard())
 
     # ---- for the callbacks of this package, which import nothing of the trainer ------------------------
+    def refuse_within_window(self, what: str, but_in: str | None = None) -> None:
+        """Raise RuntimeError for a call between micro-batches, unless in phase `but_in`: gradients are this rank's."""
+        if not self.is_accumulating or self.world_size == 1 or current_phase()[1] == but_in:
+            return
+        if self.strategy.capabilities.synchronous:
+            raise RuntimeError(
+                f"{what} was called within an accumulation window, whose gradients are not added up yet; call it in "
+                "on_before_optimizer_step or on_before_zero_grad, which come once a step, or after the last micro-batch"
+            )
+
     def log_metrics(self, values: dict[str, float]) -> None:
         publish.log_metrics(self, values)
 
