@@ -355,6 +355,15 @@ class NormsWithin(Base):
         self.log("norm", self.grad_norm())
 
 
+class Tied(NormsWithin):
+    """Its last layer has the weight of the first, on another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.net[2].weight = self.net[0].weight
+
+
 def norm_of(strategy: str, devices: int, **options: Any) -> float:
     return float(fitted(NormsWithin(), strategy, devices, **options).trainer.callback_metrics["norm"])
 
@@ -368,6 +377,13 @@ def test_gradients_of_a_part_of_the_ranks_are_not_read_within_a_window(strategy:
     with pytest.raises(RuntimeError, match=r"on_after_backward is overridden.* of some samples only"):
         norm_of(strategy, 4, accumulate_grad_batches=2, **options)
     assert norm_of(strategy, 4, **options) == pytest.approx(norm_of("single", 1, **options), rel=1e-12)
+
+
+def test_gradients_that_stages_add_up_are_not_read_within_a_window() -> None:
+    with pytest.raises(RuntimeError, match=r"on_after_backward is overridden.* of some samples only"):
+        fitted(Tied(), "pipeline", 2, accumulate_grad_batches=2)
+    norms = [fitted(Tied(), *layout).trainer.callback_metrics["norm"] for layout in (("single", 1), ("pipeline", 2))]
+    assert float(norms[1]) == pytest.approx(float(norms[0]), rel=1e-12)
 
 
 class NormsAfterBatches(Base):

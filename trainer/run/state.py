@@ -101,7 +101,7 @@ class RunState:
     signals: Signals = field(default_factory=Signals)
     metrics: MetricStore = field(default_factory=lambda: _nothing_measured())
     paused: tuple[dict[str, Any], MetricStore] | None = None
-    """The random streams and metrics with which training goes on after the validation that runs now."""
+    """The random streams and metrics of training while a validation runs."""
     seed: int = 0
     """The run's seed, on all ranks; its random streams are derived from it."""
     streams: dict[str, torch.Generator] = field(default_factory=dict)
@@ -199,7 +199,6 @@ class RunState:
         """The run's Guard, or one with the defaults."""
         return next((item for item in self.callbacks if isinstance(item, Guard)), Guard())
 
-    # ---- for the callbacks of this package, which import nothing of the trainer ------------------------
     def refuse_within_window(self, what: str, but_in: str | None = None) -> None:
         """Raise RuntimeError for a call between micro-batches, unless in phase `but_in`: gradients are this rank's."""
         if not self.is_accumulating or self.world_size == 1 or current_phase()[1] == but_in:
@@ -210,6 +209,7 @@ class RunState:
                 "on_before_optimizer_step or on_before_zero_grad, which come once a step, or after the last micro-batch"
             )
 
+    # ---- for the callbacks of this package, which import nothing of the trainer ------------------------
     def log_metrics(self, values: dict[str, float]) -> None:
         publish.log_metrics(self, values)
 
