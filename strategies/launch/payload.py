@@ -22,6 +22,7 @@ from typing import Any
 import cloudpickle
 import torch
 from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
 
 _ALIGN = 64  # what torch's own allocator gives; vector instructions are slower below it
 _LARGE = 1 << 20  # bytes from which on a tensor is mapped, not read
@@ -36,7 +37,8 @@ def pack(value: Any) -> int:
     buffers: list[pickle.PickleBuffer] = []
     data = dumps(value, buffers)
     parts = [memoryview(data), *(buffer.raw() for buffer in buffers)]
-    header = struct.pack(f"{1 + len(parts)}q", len(parts), *(part.nbytes for part in parts))
+    numbers = RemovableHandle.next_id, len(parts), *(part.nbytes for part in parts)
+    header = struct.pack(f"{len(numbers)}q", *numbers)
     fd = _anonymous_file()
     try:
         offset = _write(fd, memoryview(header), 0)
@@ -54,10 +56,10 @@ def unpack(fd: int) -> Any:
     Large ones are views of the file, copied page by page on write, each with a map of its own: one that stays keeps no
     other. Their storages cannot be resized. Raises whatever importing or building the objects raises.
     """
-    (num_parts,) = struct.unpack("q", os.pread(fd, 8, 0))
-    offset = 8 + 8 * num_parts
+    next_hook_id, num_parts = struct.unpack("2q", os.pread(fd, 16, 0))
+    offset = 16 + 8 * num_parts
     parts = []
-    for size in struct.unpack(f"{num_parts}q", os.pread(fd, 8 * num_parts, 8)):
+    for size in struct.unpack(f"{num_parts}q", os.pread(fd, 8 * num_parts, 16)):
         offset = _aligned(offset, size)
         if size >= _LARGE:
             part = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY, offset=offset))
@@ -66,6 +68,8 @@ def unpack(fd: int) -> Any:
             os.preadv(fd, [part], offset)
         parts.append(part)
         offset += size
+    # A hook's key is the count of hooks in the process that registered it: one registered here must not take its place.
+    RemovableHandle.next_id = max(RemovableHandle.next_id, next_hook_id)
     return pickle.loads(parts[0], buffers=parts[1:])
 
 

@@ -19,6 +19,7 @@ from lockstep.callbacks.base import Callback, Logger
 from lockstep.strategies.launch.failure import ends_well, shortened
 from lockstep.strategies.launch.phase import current_phase, set_phase
 from lockstep.strategies.launch.watchdog import SETTING_UP, where
+from lockstep.strategies.modules.hook_ids import reserve_hook_ids
 from lockstep.strategies.modules.sharded_errors import explanation
 from lockstep.trainer.lightning_names import MODULE, missing
 from lockstep.trainer.metrics.sync import synced_metrics
@@ -92,7 +93,7 @@ def _life(run: RunState, module: Module, sources: Sources, stage: str, ckpt_path
     run.begun = run.active = True
     process = os.getpid()
     run.hooks = Hooks()  # those of an earlier run must not get this one's failure
-    attach(module, run.trainer)
+    _attach(run, module)
     run.signals.catch()
     try:
         open_run(run, module, sources.datamodule, stage, ckpt_path)
@@ -114,6 +115,12 @@ def _life(run: RunState, module: Module, sources: Sources, stage: str, ckpt_path
         if run.log_dir is not None and run.is_global_zero:
             conclude(Path(run.log_dir), late)
         raise late
+
+
+def _attach(run: RunState, module: Module) -> None:
+    """Before anything is registered on the module."""
+    attach(module, run.trainer)
+    reserve_hook_ids(module)
 
 
 def open_run(
@@ -148,7 +155,7 @@ def open_run(
             owner.setup(stage)
     with building() if building is not None else torch.device("meta") if on_meta else nullcontext():
         module.configure_model()
-    attach(module, run.trainer)  # with what was built just now
+    _attach(run, module)  # with what was built just now
     if run.compile_options is not None:
         run.compiled = Compiled(module, run.compile_options)
     run.hooks = Hooks.find(run, module)
