@@ -22,6 +22,7 @@ from lockstep.strategies.checkpoint_state import LocalShard, Reader, State, gath
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.devices import check_launcher, device_index, resolve_accelerator, resolve_devices
 from lockstep.strategies.launch import environment, fault_injection, launcher, process_group, sidecar, watchdog
+from lockstep.strategies.launch.program.contexts import refuse_hooks_on_all
 from lockstep.strategies.modules.activation_checkpointing import find_recomputed, keep, recompute
 from lockstep.strategies.modules.blocks import Rule, is_metric
 from lockstep.strategies.modules.meta import materialize
@@ -123,6 +124,8 @@ class SPMDStrategy(SPMDStep):
 
     def check(self, model: nn.Module) -> None:
         refuse_max_norm(model, self.expected_topology.data_size, self.name)
+        if self.expected_topology.world_size > 1:
+            refuse_hooks_on_all()
         if self.activation_checkpointing is not False:
             find_recomputed(model, self.activation_checkpointing)  # type: ignore[arg-type]
 

@@ -35,6 +35,7 @@ from lockstep.strategies.dp.replicas import (
     replica,
 )
 from lockstep.strategies.launch import environment
+from lockstep.strategies.launch.program.contexts import refuse_contexts
 from lockstep.strategies.launch.rng import kept_streams
 from lockstep.strategies.losses import detach, split_loss
 from lockstep.strategies.modules.blocks import Rule
@@ -126,6 +127,8 @@ class DataParallel(SPMDStrategy):
         if self._scaler_used:
             self._update_scaler()
         check_hooks(wrapped)
+        if not environment.in_plan():
+            refuse_contexts("the threads of strategy 'dp'")
         self._cutter = self._cutter or SampleCutter()
         random_state = torch.get_rng_state() if self._draws else None
         count, weighted, last = 0.0, 0.0, len(window.micro_batches) - 1

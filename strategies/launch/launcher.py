@@ -30,7 +30,8 @@ from typing import Any, TypeVar
 from lockstep.strategies.launch import forkserver, watchdog
 from lockstep.strategies.launch.failure import Failure, RankFailure, cut, raise_failure, signal_name, stop_error
 from lockstep.strategies.launch.payload import dumps, pack, unpack
-from lockstep.strategies.launch.worker import library_state, program_state
+from lockstep.strategies.launch.program.contexts import refuse_contexts, refuse_hooks_on_all
+from lockstep.strategies.launch.program.state import library_state, program_state
 
 T = TypeVar("T")
 _log = logging.getLogger("lockstep")
@@ -65,8 +66,8 @@ def launch(
     Each rank gets its own copy of `fn` and `args` (cloudpickle, so classes and functions of a notebook or an unguarded
     script work); the bytes of CPU tensors and numpy arrays are shared until written to. Ranks start with this process's
     working folder, environment, import path, warning filters, random number generators, garbage collector, default
-    dtype and torch's numeric flags, with cores / num_ranks threads each unless OMP_NUM_THREADS is set, without standard
-    input, and find their place by `environment.detect()`.
+    dtype, torch's numeric flags and what the program has changed in its modules, with cores / num_ranks threads each
+    unless OMP_NUM_THREADS is set, without standard input, and find their place by `environment.detect()`.
 
     The exception of a rank is raised here as itself, its traceback there as the cause; a rank that was killed or just
     exited raises RankFailure. The other ranks then get SIGTERM and after 2 s SIGKILL, and so do processes that failed
@@ -74,13 +75,16 @@ def launch(
     finish their way within `grace_s` seconds; a third signal kills them. Where a rank of `spare` is killed in a step,
     one line names it and the others continue; if they then fail for want of it, its RankFailure is raised.
 
-    Raises TypeError for what cannot be pickled, ValueError for `num_ranks` out of 1 to 200.
+    Raises TypeError for what cannot be pickled, ValueError for `num_ranks` out of 1 to 200, and within a context
+    (autocast, a torch function mode) or with hooks on all modules, which ranks would not have.
     """
     if not 1 <= num_ranks <= forkserver.MAX_RANKS:
         raise ValueError(
             f"devices must be from 1 to {forkserver.MAX_RANKS}, the ranks that one node can start, but "
             f"devices={num_ranks}"
         )
+    refuse_contexts("ranks")
+    refuse_hooks_on_all()
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # none, as in some daemons; gone; closed
             stream.flush()

@@ -1,0 +1,329 @@
+"""What a program has changed in modules since it imported them.
+
+Ranks import the user's modules again, so `config.LR = 0.1`, `Net.dropout = 0`, an item put into a module's dict or a
+function that was replaced would be on the ranks what the files say. Where a file binds a name to a constant or a
+function, the program compares what it holds with the file, and sends what differs. What a file computes is sent as it
+is, and a rank compares it with what it has computed itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from enum import EnumMeta
+from pathlib import PurePath
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lockstep.strategies.launch.payload import dumps
+from lockstep.strategies.launch.program.source import (
+    Binding,
+    Class,
+    Computed,
+    Constant,
+    Function,
+    Import,
+    bindings_of,
+    differs_by_process,
+)
+from lockstep.strategies.launch.program.values import FUNCTIONS, NotComparable, has_settings, is_config, state_of
+
+
+class Change(NamedTuple):
+    """What the program holds by a name that importing its module again may bind to another value."""
+
+    module: str
+    owner: str
+    """The class in the module; empty for the module itself."""
+    name: str
+    value: Any
+    file: Constant | None = None
+    """What the file says. A rank that has another value than this has set it itself, and keeps it."""
+    added: bool = False
+    """The file does not bind the name. A rank that has it has set it itself, and keeps it."""
+
+    @property
+    def path(self) -> str:
+        return ".".join(part for part in self[:3] if part)
+
+
+_log = logging.getLogger("lockstep")
+_PACKAGES = f"-packages{os.sep}"
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_MAX_ITEMS = 10_000
+_MAX_BYTES = 64 << 20
+"""Of what is sent to be compared with what a rank has computed."""
+
+
+def changes() -> list[Change]:
+    """What modules of the program hold, and importing them again may not give.
+
+    Raises TypeError for a replaced function, class or value that cannot be pickled, with its name.
+    """
+    own = {name: module for name, module in [*sys.modules.items()] if _is_own(name, module)}
+    found = [change for module in own.values() for change in _sendable([*_of_module(module, own)])]
+    return [*found, *_sendable([*_in_packages(own)])]
+
+
+def is_own_class(cls: type) -> bool:
+    """Whether the program defines it, not an installed package."""
+    name = str(cls.__module__)
+    return name == "__main__" or _is_own(name, sys.modules.get(name))
+
+
+def _is_own(name: str, module: Any) -> bool:
+    """Whether a rank imports this file by its name, and it belongs to no installed package."""
+    if name == "__main__" or name.partition(".")[0] == "lockstep" or not isinstance(module, ModuleType):
+        return False
+    file, spec = str(vars(module).get("__file__")), vars(module).get("__spec__")
+    installed = _PACKAGES in file or file.startswith(_LIBRARY)
+    return file.endswith(".py") and not installed and getattr(spec, "name", None) == name
+
+
+def _of_module(module: ModuleType, own: Mapping[str, ModuleType]) -> Iterator[Change]:
+    bindings = bindings_of(str(module.__file__))
+    yield from _differences(module, "", vars(module), bindings, own)
+    for name, binding in bindings.items():
+        cls = vars(module).get(name)
+        if isinstance(binding, Class) and type(cls) is not EnumMeta and _is_named(cls, module, name):
+            yield from _differences(module, name, vars(cls), binding.bindings, own)
+
+
+def _differences(
+    module: ModuleType,
+    owner: str,
+    held: Mapping[str, Any],
+    bindings: dict[str, Binding],
+    own: Mapping[str, ModuleType],
+) -> Iterator[Change]:
+    for name, value in [*held.items()]:
+        if name.startswith("__") or differs_by_process(name):
+            continue
+        binding = bindings.get(name)
+        change = Change(module.__name__, owner, name, value)
+        if name not in bindings:
+            is_new = _is_data(value) or isinstance(value, type) or _is_from_elsewhere(value, module, own)
+            if "*" not in bindings and is_new:
+                yield change._replace(added=True)
+        elif isinstance(binding, Constant):
+            if not _are_equal(value, binding.value) and (type(value) is FunctionType or not _is_descriptor(value)):
+                yield change._replace(file=binding)
+        elif isinstance(binding, (Function, Class)):
+            if _is_replaced(value, binding, module, name, own):
+                yield change
+        elif isinstance(binding, Import):
+            if _is_other_import(value, binding, module):
+                yield change
+        elif isinstance(binding, Computed) and _is_compared(value, binding.calls):
+            yield change
+
+
+def _is_replaced(
+    value: Any, binding: Function | Class, module: ModuleType, name: str, own: Mapping[str, ModuleType]
+) -> bool:
+    """Whether it is neither what the file defines nor a library's wrapper of that."""
+    if isinstance(binding, Class):
+        return isinstance(value, type) and not binding.decorated and not _is_named(value, module, name)
+    function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    if type(function) is not FunctionType:
+        return callable(value)
+    if function.__globals__ is vars(module):
+        return function.__code__.co_firstlineno != binding.line
+    return _is_from_elsewhere(function, module, own)
+
+
+def _is_other_import(value: Any, binding: Import, module: ModuleType) -> bool:
+    """Whether a rank may import another value there: it is data, or the name now refers to another function."""
+    if not isinstance(value, FUNCTIONS):
+        return _is_compared(value, calls=False)
+    package = vars(module).get("__package__") or ""
+    try:
+        origin = sys.modules.get(importlib.util.resolve_name(binding.module, package))
+    except ImportError:
+        return False
+    return origin is not None and getattr(origin, binding.name, value) is not value
+
+
+def _is_from_elsewhere(value: Any, module: ModuleType, own: Mapping[str, ModuleType]) -> bool:
+    """Whether it is a function that the program, or the text of a library, defines outside of this module."""
+    if type(value) is not FunctionType or value.__globals__ is vars(module):
+        return False
+    defined_in = value.__globals__.get("__name__")
+    is_text = value.__module__ == defined_in and "<locals>" not in value.__qualname__
+    return is_text or defined_in in own or defined_in == "__main__"
+
+
+def _is_named(cls: Any, module: ModuleType, name: str) -> bool:
+    return isinstance(cls, type) and (cls.__module__, cls.__qualname__) == (module.__name__, name)
+
+
+def _is_descriptor(value: Any) -> bool:
+    """Whether a class has made it of what its body says, as of the fields of a NamedTuple."""
+    return hasattr(type(value), "__get__")
+
+
+def _is_data(value: Any) -> bool:
+    try:
+        state_of(value, is_own_class, contents=False)
+    except NotComparable:
+        return False
+    return True
+
+
+def _is_compared(value: Any, calls: bool) -> bool:
+    """Whether a rank can tell that its own is another one. A name or a flag that a call gave may be the rank's."""
+    if calls and isinstance(value, (bool, str, bytes, PurePath, type(None))):
+        return False
+    if type(value) is FunctionType and not calls:
+        return True
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.nbytes <= _MAX_BYTES and _is_data(value)
+    is_large = isinstance(value, (list, tuple, dict, set, frozenset)) and len(value) > _MAX_ITEMS
+    return not is_large and _is_data(value)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    try:
+        return bool(state_of(one, is_own_class) == state_of(other, is_own_class))
+    except NotComparable:
+        return False
+
+
+def _in_packages(own: Mapping[str, ModuleType]) -> Iterator[Change]:
+    """Functions and classes of the program in the place of those of an installed package, such as an activation of
+    `torch.nn.functional`."""
+    program = {"__main__", *own}
+    globals_ = {id(vars(module)) for name, module in [*sys.modules.items()] if name in program}
+
+    def made(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        functions = [(name, value) for name, value in [*values.items()] if type(value) is FunctionType]
+        return [(name, value) for name, value in functions if id(value.__globals__) in globals_]
+
+    for name, module in [*sys.modules.items()]:
+        if not isinstance(module, ModuleType) or _PACKAGES not in str(vars(module).get("__file__")):
+            continue
+        classes = [(key, value) for key, value in [*vars(module).items()] if issubclass(type(value), type)]
+        placed = [*made(vars(module)), *((key, cls) for key, cls in classes if cls.__module__ in program)]
+        yield from (Change(name, "", key, value) for key, value in placed)
+        for key, cls in classes:
+            if cls.__module__ == name:
+                yield from (Change(name, key, method, function) for method, function in made(vars(cls)))
+
+
+def _sendable(found: list[Change]) -> list[Change]:
+    """What of the changes of a module ranks get: all, or nothing if it has been filled with what only this process can
+    hold, such as a connection."""
+    sent, kept = [], []
+    for change in found:
+        value = change.value
+        if type(value) is FunctionType and f"{value.__module__}.{value.__qualname__}" == change.path:
+            change = change._replace(value=_renamed(value))  # by its name a rank would find what it replaces
+        try:
+            dumps(change.value, [])
+        except TypeError as error:
+            if change.file is not None and not change.file.value:  # a cache, which each process fills for itself
+                kept.append(change)
+                continue
+            raise TypeError(
+                f"{change.path} was replaced since its file was imported, and ranks import the file again, but what is "
+                f"there now cannot be sent to them ({error}); write it in the file"
+            ) from error
+        sent.append(change)
+    decided = [change for change in sent if change.file is not None or change.added]
+    if kept and decided:
+        _log.warning(
+            "ranks import %s as its file says, without the changes to %s, because %s cannot be sent to them; set what "
+            "ranks need in a hook, such as setup()",
+            kept[0].module,
+            ", ".join(change.path for change in decided),
+            ", ".join(change.path for change in kept),
+        )
+    return [] if kept else sent
+
+
+def _renamed(function: FunctionType) -> FunctionType:
+    copy = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__, copy.__module__ = function.__kwdefaults__, function.__module__
+    copy.__dict__.update(vars(function))
+    copy.__qualname__ = f"{function.__qualname__}.<locals>.{function.__name__}"
+    return copy
+
+
+# ---- on a rank -----------------------------------------------------------------------------------------
+
+
+def apply(changes: list[Change]) -> None:
+    """Let the modules of this process hold what those of the program did: those imported already now, others when they
+    are imported."""
+    pending: dict[str, list[Change]] = {}
+    for change in changes:
+        pending.setdefault(change.module, []).append(change)
+    for name in [name for name in pending if name in sys.modules]:
+        _apply_to(sys.modules[name], pending.pop(name))
+    if pending:
+        sys.meta_path.insert(0, _Importer(pending))
+
+
+class _Importer:
+    """Applies changes to a module as soon as it has been imported."""
+
+    def __init__(self, pending: dict[str, list[Change]]) -> None:
+        self.pending = pending
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        changes = self.pending.pop(name, None)
+        spec = importlib.util.find_spec(name) if changes else None
+        if changes is None or spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_apply(module: ModuleType) -> None:
+            execute(module)
+            _apply_to(module, changes)
+
+        spec.loader.exec_module = execute_and_apply  # type: ignore[method-assign]
+        return spec
+
+
+def _apply_to(module: Any, changes: list[Change]) -> None:
+    for change in changes:
+        owner = getattr(module, change.owner, None) if change.owner else module
+        missing = owner is None or change.name not in vars(owner)
+        current = None if missing else vars(owner)[change.name]
+        if owner is None or (change.added and not missing):
+            continue
+        if change.file is not None and not _are_equal(current, change.file.value):
+            continue
+        if missing or not _are_equal(current, change.value):
+            _put(owner, change.name, current, change.value)
+
+
+def _put(owner: Any, name: str, current: Any, value: Any) -> None:
+    """In place where that can be, as other modules may have imported the object."""
+    if type(current) is not type(value):
+        setattr(owner, name, value)
+    elif isinstance(value, (list, set)):
+        current.clear()
+        (current.extend if isinstance(value, list) else current.update)(value)
+    elif is_config(value):
+        vars(current).update(vars(value))
+    elif isinstance(value, dict) or has_settings(value, is_own_class):
+        held, given = (item if isinstance(item, dict) else vars(item) for item in (current, value))
+        for key in [key for key in held if key not in given and not differs_by_process(key)]:
+            del held[key]
+        held.update({key: item for key, item in given.items() if not differs_by_process(key)})
+    else:
+        setattr(owner, name, value)
+
+
+__all__ = ["Change", "apply", "changes"]

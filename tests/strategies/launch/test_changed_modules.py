@@ -1,0 +1,202 @@
+"""Ranks import the user's modules again, and must hold in them what the program held, or nothing starts."""
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.strategies.launch.programs import Program
+
+pytestmark = pytest.mark.ranks
+
+SETTINGS = """
+    import os
+    from dataclasses import dataclass, field
+    from enum import Enum
+    from types import SimpleNamespace
+    import torch
+    import torch.nn.functional as F
+
+    LR = 0.1
+    LAYERS = [8, 8]
+    OPTIONS = {"width": 8, "nested": {"depth": 2}}
+    SCALE = 2.0 ** 3
+    TWICE = 1
+    TWICE = TWICE + 1
+    ACTIVATION = F.relu
+    SECOND = F.relu
+    TABLE = torch.zeros(4)
+    OTHER_TABLE = torch.zeros(4)
+    RANK = int(os.environ.get("RANK", -1))
+    STARTED_AS = os.getpid()
+    ON_A_RANK = "RANK" in os.environ
+    _cache = None
+    REGISTRY = {}
+    class Color(Enum):
+        RED = 1
+
+    @dataclass
+    class Config:
+        lr: float = 0.1
+        names: list = field(default_factory=list)
+        device: torch.device = torch.device("cpu")
+
+    class Replaced:
+        dropout = 0.5
+
+    class Net:
+        dropout = 0.5
+        def width(self):
+            return 8
+        @property
+        def depth(self):
+            return 2
+
+    config = Config()
+    space = SimpleNamespace(color=Color.RED, loss=F.mse_loss)
+
+    def loss(x):
+        return x
+
+    def uses():
+        return LR, SCALE, helper(2)
+
+    def helper(x):
+        return x + 1
+
+    def triple(x):
+        return 3 * x
+"""
+
+OTHER = """
+    from settings import LAYERS, OPTIONS, TWICE as DEPTH, config, loss
+    def both():
+        return LAYERS, DEPTH, config.lr
+"""
+
+
+Answers = dict[str, tuple[str, str, str]]
+
+
+@pytest.fixture
+def ask(program: Callable[[str], Program], tmp_path: Path) -> Callable[..., tuple[Answers, str]]:
+    """Change modules in a program. Returns what each expression gives there before and after, and on a rank; and what
+    was said about it."""
+    (tmp_path / "settings.py").write_text(textwrap.dedent(SETTINGS))
+    (tmp_path / "other.py").write_text(textwrap.dedent(OTHER))
+
+    def run(change: str, *expressions: str, imported: str = "settings, other") -> tuple[Answers, str]:
+        source = f"""
+            import functools, threading
+            import torch, torch.nn.functional as F, {imported}
+            from lockstep.strategies.launch.launcher import launch
+
+            def ask():
+                import settings, other
+                names = dict(settings=settings, other=other, torch=torch, F=F)
+                return [repr(eval(expression, names)) for expression in {expressions!r}]
+
+            before = ask() if "other" in globals() else [""] * {len(expressions)}
+            CHANGE
+            there = launch(ask, (), 2)
+            for line in zip({expressions!r}, before, ask(), there):
+                print(*line, sep="|")
+        """
+        source = textwrap.dedent(source).replace("CHANGE", textwrap.dedent(change).strip())
+        code, out, err = program(source).finish()
+        assert code == 0, err
+        lines = [line.split("|") for line in out.splitlines()]
+        return {line[0]: (line[1], line[2], line[3]) for line in lines}, err
+
+    return run
+
+
+CHANGES = {
+    "constant": ("settings.LR = 0.5", "settings.LR", "settings.uses()"),
+    "added name": ("settings.NEW = {'a': (1, 2.0)}", "vars(settings).get('NEW')"),
+    "items of a dict": (
+        "settings.OPTIONS['nested']['depth'] = 9; del settings.OPTIONS['width']",
+        "settings.OPTIONS",
+        "other.OPTIONS",
+    ),
+    "item of a list": ("settings.LAYERS.append(3)", "settings.LAYERS"),
+    "type of a number": ("settings.TWICE = 2.0", "settings.TWICE"),
+    "expression": ("settings.SCALE = 3.0", "settings.SCALE"),
+    "name in the other file only": ("other.DEPTH = 7", "other.both()"),
+    "object's attribute": (
+        "settings.config.lr = 0.7; settings.config.names.append('x')",
+        "settings.config",
+        "other.config.lr, other.config.names",
+    ),
+    "namespace with functions": ("settings.space.loss = F.l1_loss", "settings.space.loss is F.l1_loss"),
+    "class attribute": ("settings.Net.dropout = 0.0", "settings.Net.dropout", "settings.Net().dropout"),
+    "content of a tensor": ("settings.TABLE[1] = 2", "settings.TABLE.tolist()"),
+    "another tensor": ("settings.OTHER_TABLE = torch.arange(3.0)", "settings.OTHER_TABLE.tolist()"),
+    "function of torch": ("settings.ACTIVATION = F.gelu", "settings.ACTIVATION is F.gelu"),
+    "lambda in its place": ("settings.SECOND = lambda x: x * 5", "settings.SECOND(torch.tensor(-1.0)).item()"),
+    "lambda for a function": ("settings.helper = lambda x: 50 * x", "settings.helper(2)"),
+    "imported function": ("other.loss = settings.helper", "other.loss(3)"),
+    "function of the program": ("def mine(x):\n    return -x\nsettings.loss = mine", "settings.loss(4)"),
+    "wrapped function": (
+        "old = settings.triple\n@functools.wraps(old)\ndef more(x):\n    return old(x) + 100\nsettings.triple = more",
+        "settings.triple(1)",
+    ),
+    "method": ("settings.Net.width = lambda self: 99", "settings.Net().width()"),
+    "property": ("settings.Net.depth = property(lambda self: 99)", "settings.Net().depth"),
+    "class": ("class Mine:\n    dropout = 0.9\nsettings.Replaced = Mine", "settings.Replaced.dropout"),
+    "registry": ("settings.REGISTRY['f'] = mine", "sorted(settings.REGISTRY)"),
+    "function of a package": ("F.relu6 = lambda x: x * 3", "F.relu6(torch.tensor(-1.0)).item()"),
+    "method of a package": (
+        "torch.nn.Linear.reset_parameters = lambda self: torch.nn.init.constant_(self.weight, 3)",
+        "torch.nn.Linear(1, 1).weight.item()",
+    ),
+}
+
+
+def test_a_rank_holds_what_the_program_changed(ask: Callable[..., tuple[Answers, str]]) -> None:
+    change = "\n".join(change for change, *_ in CHANGES.values())
+    answers, said = ask(change, *[expression for _, *expressions in CHANGES.values() for expression in expressions])
+    assert not said
+    for name, (_, *expressions) in CHANGES.items():
+        for expression in expressions:
+            before, here, there = answers[expression]
+            assert here == there != before, (name, expression)
+
+
+def test_what_is_imported_later_is_changed_too(ask: Callable[..., tuple[Answers, str]]) -> None:
+    change = "import settings\nsettings.LR, settings.config.lr, settings.SCALE = 0.5, 0.25, 1.5"
+    answers, _ = ask(change, "settings.uses()", "other.both()", imported="os")
+    assert answers["settings.uses()"] == ("", "(0.5, 1.5, 3)", "(0.5, 1.5, 3)")
+    assert answers["other.both()"] == ("", "([8, 8], 2, 0.25)", "([8, 8], 2, 0.25)")
+
+
+def test_a_rank_keeps_what_is_its_own(ask: Callable[..., tuple[Answers, str]]) -> None:
+    answers, _ = ask("settings.LR = 0.5", "settings.RANK", "settings.STARTED_AS", "settings.ON_A_RANK", "settings.LR")
+    assert answers["settings.RANK"] == ("-1", "-1", "0")
+    assert answers["settings.ON_A_RANK"] == ("False", "False", "True")
+    assert answers["settings.STARTED_AS"][1] != answers["settings.STARTED_AS"][2]
+    assert answers["settings.LR"] == ("0.1", "0.5", "0.5")
+
+
+def test_a_cache_that_cannot_be_sent_is_filled_on_the_rank(ask: Callable[..., tuple[Answers, str]]) -> None:
+    answers, said = ask("settings._cache = threading.Lock()", "settings._cache is None")
+    assert answers["settings._cache is None"] == ("True", "False", "True") and not said
+    answers, said = ask("settings._cache = threading.Lock()\nsettings.LR = 0.5", "settings.LR")
+    assert answers["settings.LR"] == ("0.1", "0.5", "0.1")
+    assert "without the changes to settings.LR, because settings._cache cannot be sent to them" in said
+
+
+def test_a_replacement_that_cannot_be_sent_is_refused(program: Callable[[str], Program], tmp_path: Path) -> None:
+    (tmp_path / "settings.py").write_text(textwrap.dedent(SETTINGS))
+    code, out, err = program("""
+        import settings, threading
+        from lockstep.strategies.launch.launcher import launch
+
+        def closing(lock):
+            return lambda x: lock
+        settings.helper = closing(threading.Lock())
+        launch(print, (), 2)
+    """).finish()
+    assert code == 1 and not out
+    assert "settings.helper was replaced since its file was imported" in err.splitlines()[-1]
