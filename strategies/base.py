@@ -262,11 +262,11 @@ class Strategy(ABC):
         """Take the optimizers that were built on the wrapped parameters; return those to step."""
         return optimizers
 
-    def adopt_changes(self, wrapped: nn.Module) -> None:  # noqa: B027 - one process notices by itself
+    def adopt_changes(self, wrapped: nn.Module, after: bool = True) -> None:  # noqa: B027 - one process sees them
         """Take over `requires_grad` and gradient hooks that user code has changed since the model was wrapped.
 
-        Call it after such code. Raises RuntimeError for what this strategy cannot take over, such as parameters added
-        during a run, by name.
+        Every rank calls it after such code, with `after=False` also before: ranks that change different parameters
+        are an error in the next step. Raises RuntimeError for what this strategy cannot take over, by name.
         """
 
     @contextmanager

@@ -17,6 +17,7 @@ from lockstep.strategies.hooks import SPMDHooks
 from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.model_changes import ModelChanges, late_hooks, shortened
 from lockstep.strategies.modules.parameter_hooks import ParameterHooks
+from lockstep.strategies.modules.user_edits import UserEdits
 from lockstep.strategies.precision import Precision
 from lockstep.strategies.sync import collectives
 from lockstep.strategies.sync.step_agreement import StepAgreement
@@ -35,6 +36,7 @@ class ManualOptimization(SPMDHooks):
         """The ranks with which this one steps; None for all."""
         self._parameter_hooks = ParameterHooks()
         self._changes: ModelChanges | None = None
+        self._edits = UserEdits()
         self._watched: list[nn.Parameter] = []
         """The wrapped model's parameters."""
 

@@ -28,6 +28,7 @@ from lockstep.strategies.modules.blocks import Rule, is_metric
 from lockstep.strategies.modules.meta import materialize
 from lockstep.strategies.modules.model_changes import ModelChanges, refuse_max_norm
 from lockstep.strategies.modules.parameter_hooks import ParameterHooks
+from lockstep.strategies.modules.user_edits import UserEdits
 from lockstep.strategies.optimizers import modes
 from lockstep.strategies.optimizers.fused import fuse
 from lockstep.strategies.optimizers.owners import Owners, described
@@ -192,7 +193,7 @@ class SPMDStrategy(SPMDStep):
         self._ready = self._in_group = False
         if self._agreement is not None:
             self._agreement.close()
-        self._agreement = None
+        self._agreement, self._edits = None, UserEdits()
         self._scaler_used = self._looks = self._steps_on_host = False
         self._unscaled.clear()
         self._non_finite, self._watched, self._copies = None, [], None
@@ -237,6 +238,9 @@ class SPMDStrategy(SPMDStep):
         # Walking through the modules in each step would cost more than the check of the gradients.
         self._watched = list(wrapped.parameters())
         self._watch_changes(wrapped)
+        if self._agreement is not None and self.capabilities.exact:
+            self._edits = UserEdits(self.unwrap(wrapped))
+            self._agreement.edits = self._edits.take
         if self._compression is not None:
             self._compression.watch(self.unwrap(wrapped), optimizers.values())
         self._evaluation = None
@@ -251,7 +255,11 @@ class SPMDStrategy(SPMDStep):
         self._changes.in_step = getattr(wrapped, "unsharded_by_name", tuple)
         self.adopt_changes(wrapped)
 
-    def adopt_changes(self, wrapped: nn.Module) -> None:
+    def adopt_changes(self, wrapped: nn.Module, after: bool = True) -> None:
+        if not after:
+            self._edits.begin()
+            return
+        self._edits.end()
         if self._changes is None:
             return
         self._refuse_added(self._changes.added())
@@ -288,6 +296,10 @@ class SPMDStrategy(SPMDStep):
         yield True
         self._evaluation = evaluation
         evaluation.begin()
+
+    def synchronize(self, wrapped: nn.Module) -> None:
+        if self._edits.asked and self._agreement is not None:
+            self._agreement.check()
 
     # ---- 2. collectives --------------------------------------------------------------------------------
 

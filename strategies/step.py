@@ -252,7 +252,9 @@ class SPMDStep(ManualOptimization):
         if self._parameter_hooks.taken:
             self._run_parameter_hooks(wrapped)
         if hooks.after_backward is not None:
+            self._edits.begin()
             hooks.after_backward()
+            self._edits.end()
         if self.precision.scaler is not None:
             return result._replace(non_finite=None)  # the scaler skips such a step
         if result.non_finite is None:

@@ -197,11 +197,7 @@ class DeepSpeed(SPMDStrategy):
     # ---- 2. gradient sync ------------------------------------------------------------------------
 
     def forward_backward(
-        self,
-        wrapped: nn.Module,
-        step_fn: StepFn,
-        window: Window,
-        hooks: StepHooks = NO_HOOKS,
+        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
     ) -> StepResult:
         assert isinstance(wrapped, ZeroStep)
         if not hooks.automatic:
@@ -269,10 +265,7 @@ class DeepSpeed(SPMDStrategy):
         if self._non_finite is not None and bool(self._non_finite):
             wrapped.forget_gradients()
             return False
-        wrapped.partitions.adopt_weights()
-        changed = wrapped.partitions.take_changed()
-        if self._agreement is not None and self._agreement.first_rank(changed) is not None:
-            check_weights_alike(wrapped, self.all_gather)
+        self._adopt_weights(wrapped)
         self._steps = True
         try:
             with wrapped.access.of_engine():
@@ -280,6 +273,18 @@ class DeepSpeed(SPMDStrategy):
         finally:
             self._steps = wrapped.has_gradients = False
         return wrapped.engine.was_step_applied()
+
+    def _adopt_weights(self, wrapped: ZeroStep) -> None:
+        """Let the optimizer step what hooks have changed. Raises RuntimeError if ranks have changed other weights."""
+        wrapped.partitions.adopt_weights()
+        changed = wrapped.partitions.take_changed()
+        if self._agreement is not None and self._agreement.first_rank(changed) is not None:
+            check_weights_alike(wrapped, self.all_gather)
+
+    def synchronize(self, wrapped: nn.Module) -> None:
+        assert isinstance(wrapped, ZeroStep)
+        if wrapped.engine is not None:
+            self._adopt_weights(wrapped)
 
     # ---- 3. sampler seeding ----------------------------------------------------------------------
 

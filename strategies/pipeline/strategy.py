@@ -214,7 +214,7 @@ class StagedStrategy(SPMDStrategy):
             raise RuntimeError(
                 "whole() was called within a step, which a pipeline's ranks do not run alike; call it in a hook"
             )
-        with whole(wrapped, self._ranks.group, self._optimizers):
+        with self._edits.paused(), whole(wrapped, self._ranks.group, self._optimizers):
             yield
 
     # ---- 3. sampler seeding ----------------------------------------------------------------------
@@ -280,11 +280,11 @@ class StagedStrategy(SPMDStrategy):
             gradient = shard_like(gradient, parameter)
         parameter.grad = gradient
 
-    def adopt_changes(self, wrapped: nn.Module) -> None:
+    def adopt_changes(self, wrapped: nn.Module, after: bool = True) -> None:
         assert isinstance(wrapped, Staged)
-        if wrapped.shards is not None:
+        if wrapped.shards is not None and after:
             wrapped.shards.follow_trainability()
-        super().adopt_changes(wrapped)
+        super().adopt_changes(wrapped, after)
 
     def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
         assert isinstance(wrapped, Staged)

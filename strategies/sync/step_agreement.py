@@ -1,15 +1,16 @@
 """The control message of a step: what the ranks must agree on, exchanged beside the last backward.
 
-Ten numbers a rank, apart from the collectives of the user (`strategies/sync/host_all_gather.py`). They are sent before
+Eleven numbers a rank, beside the collectives of the user (`strategies/sync/host_all_gather.py`). They are sent before
 the last backward and read after it: a rank that skipped a collective, gave it another tensor or reduction or logged
-other names is found while the parameters are still untouched. Three more a rank, once the gradients are final, say
-whether those are finite and what was called since, and before an optimizer steps what was called until then.
+other names is found while the parameters are still untouched. Five more a rank, once the gradients are final, say
+whether those are finite, what was called and what hooks changed since, and before an optimizer steps until then.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -36,6 +37,8 @@ class Message(NamedTuple):
     """Hash of the latest of these."""
     rates: int
     """Hash of the optimizers' learning rates and the like."""
+    edits: int
+    """Hash of the names of parameters that user code has changed."""
     keys: int
     """Hash of the names logged."""
     stop: int
@@ -53,12 +56,14 @@ _EQUAL = {
     "collectives": "collective calls so far",
     "kinds": "latest collective calls (operation, reduction, dtype or size)",
     "rates": "optimizers' learning rates, momentums or weight decays",
+    "edits": "changes of weights, gradients or requires_grad in hooks",
     "keys": "logged metric names",
 }
 _SAMPLES, _KEYS, _STOP, _COUNT, _TOTAL = map(Message._fields.index, ("samples", "keys", "stop", "count", "total"))
 """Places in a message; what is before the keys must be equal."""
 _RULES = {
     _EQUAL["samples"]: "read the same data, or say shards_itself on the dataset",
+    _EQUAL["edits"]: "change them alike, whatever its number",
     _EQUAL["rates"]: "set them from values that are equal on all ranks, such as trainer.callback_metrics",
 }
 _NUMBERS = _EQUAL["step"], _EQUAL["samples"], _EQUAL["collectives"]
@@ -75,7 +80,10 @@ class StepAgreement:
         self._number, self._rank = rank, self._ranks[rank]
         self._step = 0
         self._messages = open_exchange(rank, world_size, len(Message._fields) + 2, timeout_s, group)
-        self._answers = open_exchange(rank, world_size, 4, timeout_s, group)
+        self._answers = open_exchange(rank, world_size, 5, timeout_s, group)
+        self.edits: Callable[[], list[str]] = list
+        """Gives the names of parameters that user code has changed since the last call."""
+        self._edited: list[str] = []
         self._calls = Calls()
         self._names: Callable[[], list[str]] | None = None
         self._sent = self._calls.latest
@@ -93,7 +101,7 @@ class StepAgreement:
         """`send` in two: this says what was called until now; what it returns takes the rest, and starts the
         exchange."""
         self._names = vote.names
-        said = self._step, samples, self.num_calls(), self._calls.hash, vote.rates, vote.keys, vote.stop
+        said = self._step, samples, self.num_calls(), self._calls.hash, vote.rates, self._edits(), vote.keys, vote.stop
         self._sent = self._calls.latest
         self._calls.clear()
 
@@ -147,14 +155,19 @@ class StepAgreement:
         self._asked(0)
 
     def _asked(self, number: float) -> Reduced:
-        self._answers.post(number, self.num_calls(), self._calls.hash, self._number if number else math.inf)
+        first = self._number if number else math.inf
+        self._answers.post(number, self.num_calls(), self._calls.hash, self._edits(), first)
         found = self._answers.reduced()
         self._sent = self._calls.latest
-        if found.lowest[1:3] != found.highest[1:3]:
+        if found.lowest[1:4] != found.highest[1:4]:
             answers = self._answers.read()
-            self._compare(_EQUAL["collectives"], [calls for _, calls, *_ in answers])
-            self._compare(_EQUAL["kinds"], [kinds for _, _, kinds, _ in answers])
+            for place, field in enumerate(("collectives", "kinds", "edits"), 1):
+                self._compare(_EQUAL[field], [answer[place] for answer in answers])
         return found
+
+    def _edits(self) -> int:
+        self._edited = self.edits()
+        return zlib.crc32(" ".join(self._edited).encode()) if self._edited else 0
 
     def _refuse(self, messages: list[Message]) -> None:
         """Raise RuntimeError for the first thing in which the ranks' messages differ. Every rank calls it."""
@@ -206,9 +219,9 @@ class StepAgreement:
             if what in _NUMBERS
             else ""
         )
-        here = (
-            f" (rank {self._rank} called {', '.join(self._sent)} last)"
-            if what == _EQUAL["kinds"] and self._sent
-            else ""
-        )
+        here = ""
+        if what == _EQUAL["kinds"] and self._sent:
+            here = f" (rank {self._rank} called {', '.join(self._sent)} last)"
+        if what == _EQUAL["edits"]:
+            here = f" (rank {self._rank} changed {', '.join(self._edited[:10]) or 'nothing'})"
         raise RuntimeError(f"the ranks disagree on their {what}{each}: {who}{when}{here}; every rank must {rule}")

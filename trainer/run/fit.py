@@ -236,6 +236,7 @@ def _finish(run: RunState, module: Module, loop: FitLoop, optimizers: list[Optim
     saving.agree_to_stop(run)
     for hook in run.hooks.on_fit_end:
         hook()
+    run.strategy.synchronize(run.wrapped)  # what these hooks changed
 
 
 def _learned(run: RunState, loop: FitLoop) -> bool:
@@ -251,8 +252,7 @@ def vote(run: RunState, meets: bool) -> StepVote:
     stop = run.signals.number or int(run.should_stop)
     if run.saving is not None and run.saving.failure is not None:
         stop = saving.SAVE_FAILED
-    rates = _hash_of_rates(run.optimizers.values()) if meets else 0
-    return StepVote(stop, metrics.keys_hash, metrics.names, rates)
+    return StepVote(stop, metrics.keys_hash, metrics.names, _hash_of_rates(run.optimizers.values()) if meets else 0)
 
 
 def _hash_of_rates(optimizers: Iterable[Optimizer]) -> int:

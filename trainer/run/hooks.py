@@ -88,12 +88,11 @@ class Hooks:
             others = _of_callbacks(run, module, name)
             if name == "on_exception" and run.datamodule is not None and overrides(run.datamodule, name, DataModule):
                 others.insert(0, run.datamodule.on_exception)
-            adopt = [] if name in UNWATCHED else [partial(_adopt_changes, run)]
+            around = partial(_watched, run, name)
             if name == "on_train_epoch_end":
-                found.module_train_epoch_end = (*own, *(adopt if own else ()))
+                found.module_train_epoch_end = around(own)
                 own = []
-            calls = [*own, *others]
-            setattr(found, name, (*calls, *adopt) if any(map(is_users, calls)) else tuple(calls))
+            setattr(found, name, around([*own, *others]))
         return found
 
 
@@ -123,9 +122,16 @@ def is_users(hook: Callable) -> bool:
     return owner is None or not type(owner).__module__.startswith(("lockstep.callbacks.", "lockstep.trainer."))
 
 
-def _adopt_changes(run: RunState, *_: Any) -> None:
+def _watched(run: RunState, name: str, calls: list[Callable[..., Any]]) -> Calls:
+    """The hooks, between looks of the strategy at the model if user code is among them."""
+    if name in UNWATCHED or not any(map(is_users, calls)):
+        return tuple(calls)
+    return partial(_watch_model, run, False), *calls, partial(_watch_model, run, True)
+
+
+def _watch_model(run: RunState, after: bool, *_: Any) -> None:
     if run.wrapped is not None:
-        run.strategy.adopt_changes(run.wrapped)
+        run.strategy.adopt_changes(run.wrapped, after)
 
 
 def check_names(owner: Any, base: type) -> None:
