@@ -157,6 +157,7 @@ def _checksum_of(folder: Path, name: str, start: int, size: int) -> int:
     with open_regular(folder, name) as file:
         try:
             file.seek(start)
+            fault("verify")
             while left and (count := file.readinto(buffer[:left])):  # type: ignore[attr-defined]
                 checksum, left = crc32(buffer[:count], checksum), left - count
         except OSError as error:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lockstep import CheckpointError, Module
 from lockstep.callbacks import Callback, Guard, ModelCheckpoint
 from lockstep.strategies import DDP
+from lockstep.strategies.launch import fault_injection
 from lockstep.trainer.checkpoint import files
 from lockstep.trainer.checkpoint.reader import read_manifest
 from lockstep.trainer.checkpoint.store import open_together
@@ -169,6 +170,26 @@ def test_a_flipped_bit_is_found_by_the_rank_that_has_its_share_and_raised_by_all
         found = opened(saved, saved)
         assert len(set(found)) == 1 and f"{name} has changed" in found[0]
         flip(saved / name, listed[name]["size"] - 1)
+
+
+def test_a_disk_that_fails_on_one_rank_is_named_by_all(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_FAULTS", f"rank=2,point=verify,action=eio,times=1,file={tmp_path}/count")
+    name = files.shares(read_manifest(saved)["files"], 2, 3)[0][0]
+    found = opened(saved, saved, saved)
+    assert len(set(found)) == 1
+    assert f"{name} cannot be read (Input/output error (EIO))" in found[0] and "found by rank 2 of 3" in found[0]
+
+
+def test_ranks_send_heartbeats_while_they_verify(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the watchdog takes a large checkpoint for a rank that hangs."""
+    beats: list[int] = []
+    monkeypatch.setattr(fault_injection, "beat", lambda: beats.append(1))
+    monkeypatch.setattr(files, "_SEGMENT_BYTES", 1000)
+    listed = read_manifest(saved)["files"]
+    files.verify(saved, listed)
+    assert len(beats) >= sum(entry["size"] for entry in listed.values()) / 1000
 
 
 def remove_file(folder: Path) -> None:
