@@ -5,7 +5,8 @@
 
 One process saves a checkpoint of AdamW, a third of the bytes each for parameters and two moments, and runs resume it in
 turns on 1, 2 and 4 ranks; the first is the reference. A time is seconds, the median over rounds, and holds the start of
-the ranks. "read by one" are the most bytes that one process reads by system calls until then, which is what it
+the ranks. "CPU s" is the processor time of all processes until then, which other programs on the machine hardly change.
+"read by one" are the most bytes that one process reads by system calls until then, which is what it
 verifies, and "read by all" those of all of them; what ranks load comes through memory maps and is not counted. With
 `--against` the same runs are done by the code of another checkout of this repository too, in turns with these, and a
 ratio is that to its time on as many ranks in the same round. `--cold` drops the files from the page cache before each
@@ -15,6 +16,7 @@ run. Expect two minutes, and three times the bytes of memory a rank.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -66,7 +68,7 @@ class Notes(Callback):
         self.read = bytes_read()
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        note = {"time": time.monotonic(), "read": self.read, "process": os.getpid()}
+        note = {"time": time.monotonic(), "cpu": time.process_time(), "read": self.read, "process": os.getpid()}
         Path(self.folder, f"{trainer.global_rank}.json").write_text(json.dumps(note))
 
 
@@ -105,14 +107,18 @@ def serve(checkpoint: Path, num_bytes: int, strategy: str, cold: bool) -> None:
             with open(file, "rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with tempfile.TemporaryDirectory() as folder:
-            before, began = bytes_read(), time.monotonic()
+            gc.collect()  # the model of the run before
+            before, cpu, began = bytes_read(), time.process_time(), time.monotonic()
             fit(checkpoint, num_bytes, ranks, strategy, Notes(folder), resumes=True)
             notes = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
         assert len(notes) == ranks
         read = [note["read"] - (before if note["process"] == os.getpid() else 0) for note in notes]
+        used = sum(note["cpu"] for note in notes) - cpu
         if ranks > 1:  # the process that starts them
             read.append(bytes_read() - before)
-        answer = {"s": max(note["time"] for note in notes) - began, "one": max(read) / 1e6, "all": sum(read) / 1e6}
+            used += time.process_time()
+        seconds = max(note["time"] for note in notes) - began
+        answer = {"s": seconds, "cpu": used, "one": max(read) / 1e6, "all": sum(read) / 1e6}
         print(json.dumps(answer), file=answers, flush=True)
 
 
@@ -162,11 +168,14 @@ def measure(given: argparse.Namespace) -> None:
         for (ranks, _), name in names.items()
     }
     results = summarize({name: [one["s"] for one in own] for name, own in found.items()}, "s", references)
+    cpu = summarize({name: [one["cpu"] for one in own] for name, own in found.items()}, "s", references)
     for name, row in results.items():
+        row["cpu_s"], row["cpu_ratio"] = cpu[name]["median_s"], cpu[name]["ratio"]
         row["read_by_one_mb"], row["read_by_all_mb"] = (max(one[key] for one in found[name]) for key in ("one", "all"))
     where = "from the disk" if given.cold else "from the page cache"
     print(f"{described(facts)}; {whole:,.0f} MB {where}, {given.strategy}, {given.rounds} rounds")
     columns = {"s": ("median_s", ".3f"), "min": ("min_s", ".3f"), "max": ("max_s", ".3f"), "ratio": ("ratio", ".3f")}
+    columns |= {"CPU s": ("cpu_s", ".2f"), "CPU ratio": ("cpu_ratio", ".3f")}
     columns |= {"MB read by one": ("read_by_one_mb", ",.0f"), "by all": ("read_by_all_mb", ",.0f")}
     print(table(results, columns))
     write_json(given.json, facts, results, columns=columns, rounds=given.rounds, megabytes=whole)

@@ -81,7 +81,7 @@ class NotesReads(Callback):
 
 
 def bytes_read() -> int:
-    """By system calls: tensors are loaded through a memory map, which are none."""
+    """By system calls. Loading tensors through a memory map makes no such calls."""
     line = next(line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar"))
     return int(line.split()[1])
 
