@@ -60,12 +60,15 @@ def launch_fit(run: RunState, module: Module, sources: Sources, ckpt_path: str |
                     return run.strategy.launch(_on_rank, *work)
                 return launcher.launch(_on_rank, work, 1)
             except BaseException as error:
-                given = begins_from == first and not start.searches(ckpt_path)
-                if given or not (isinstance(error, UnusableCheckpointError) and error.begins_run):
+                if not (isinstance(error, UnusableCheckpointError) and error.begins_run):
                     if run.log_dir:
                         conclude(Path(run.log_dir), error)
                     raise
-                store.skip(str(begins_from), error, skipped)
+                unusable = UnusableCheckpointError(str(error))
+            if begins_from == first and not start.searches(ckpt_path):
+                run.begun = number > 0
+                raise unusable  # as one that this process finds: nothing has happened on ranks that would help
+            store.skip(str(begins_from), unusable, skipped)
             if begins_from == first:
                 choose()
 

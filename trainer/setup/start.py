@@ -74,7 +74,7 @@ def open_checkpoint(run: RunState, ckpt_path: str | None) -> Checkpoint | None:
             if run.is_global_zero:
                 _forsake(run, choice["log_dir"])
             if not searches(ckpt_path):
-                error.begins_run = True
+                error.begins_run, run.begun = True, False
                 raise
             if run.is_global_zero:
                 store.skip(choice["checkpoint"], error, skipped)
