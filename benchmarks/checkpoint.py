@@ -31,7 +31,8 @@ from torch.utils.data import DataLoader
 from benchmarks._rounds import described, machine, quiet, summarize, table, take_turns, write_json
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
-from lockstep.trainer.checkpoint import file_writer, reader
+from lockstep.trainer.checkpoint import files
+from lockstep.trainer.checkpoint.reader import read_manifest
 
 COPY, RAW, SAVE, UNCHECKED, BESIDE = (
     "memory copy of the state",
@@ -113,11 +114,11 @@ def write(tensors: list[Tensor], path: Path) -> None:
 
 
 def verify(path: Path, threads: int | None) -> None:
-    reader.check_files(path, reader.read_manifest(path)["files"], checksums=True, threads=threads)
+    files.verify(path, read_manifest(path)["files"], threads)
 
 
 def unchecked(save: Callable[[], Any]) -> None:
-    with patch.object(file_writer, "crc32", lambda data, value=0: 0):
+    with patch.object(files, "crc32", lambda data, value=0: 0):
         save()
 
 

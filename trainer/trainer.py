@@ -73,7 +73,6 @@ class Trainer(Facts):
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         run.failed_loggers.clear()
-        run.verified = None
         sources = loaders.Sources({"train": train_dataloaders, "val": val_dataloaders}, datamodule)
         self._take_callbacks(model)
         checks.fit(run, model, sources)
@@ -229,7 +228,6 @@ class Trainer(Facts):
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
         run.failed_loggers.clear()
-        run.verified = None
         sources = loaders.Sources({evaluate.KINDS[stage]: dataloaders}, datamodule)
         self._take_callbacks(module)
         checks.hooks(run, module, datamodule)

@@ -50,11 +50,12 @@ POINTS = (
     "save.fsync",
     "save.rename",
     "save.manifest",
+    "verify",
     "teardown",
 )
 """Where a strategy sets its rank up, before a batch is fetched, before the first forward and the backward of a step,
 between the two halves of its control message, before and after the optimizers step, before `on_train_batch_end`, at the
-stages of a save, and where a strategy leaves."""
+stages of a save, while the bytes of a checkpoint are verified, and where a strategy leaves."""
 
 _PHASES = {
     "loading data": "next_batch",

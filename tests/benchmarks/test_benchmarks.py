@@ -162,6 +162,16 @@ def test_checkpoint(run: Run, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "numbers.json"], "checkpoints of the benchmark are gone"
 
 
+def test_resume(run: Run, tmp_path: Path) -> None:
+    size = ("--megabytes", "6", "--ranks", "1", "2", "--rounds", "2", "--folder", str(tmp_path))
+    output, numbers = run("resume", *size, "--against", str(REPO_ROOT), file=tmp_path / "numbers.json")
+    results = numbers["results"]
+    assert set(results) == {"1 rank", "1 rank, against", "2 ranks", "2 ranks, against"}
+    sane(results, "s", output, 2, least=0.001, most=100)
+    assert all(row["read_by_one_mb"] >= numbers["megabytes"] / int(name[0]) > 2.9 for name, row in results.items())
+    assert list(tmp_path.iterdir()) == [tmp_path / "numbers.json"], "checkpoints of the benchmark are gone"
+
+
 def test_gpu(run: Run, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("the other test runs it")

@@ -41,13 +41,20 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or used. The message names the path and what to do."""
 
 
-class MissingCheckpointError(CheckpointError, FileNotFoundError):
+class UnusableCheckpointError(CheckpointError):
+    """What is at a path cannot be read, or is not what was saved: ckpt_path='auto' and 'last' take an older one."""
+
+    begins_run = False
+    """Whether a run was to begin from it, and nothing of the run has happened yet."""
+
+
+class MissingCheckpointError(UnusableCheckpointError, FileNotFoundError):
     """There is no checkpoint at a path."""
 
 
 def manifest_fault(manifest: dict[str, Any]) -> str | None:
     """What is wrong with a parsed manifest, or None."""
-    if manifest.pop("checksum", None) != manifest_checksum(manifest):
+    if manifest.get("checksum") != manifest_checksum(manifest):
         return "does not match its own checksum: it was changed after it was written"
     if not _is_sizes([manifest.get(key) for key in ("format", "global_step", "saved_at_ns", "world_size")]):
         return "has no valid format, global_step, saved_at_ns and world_size"
@@ -87,6 +94,8 @@ def manifest_fault(manifest: dict[str, Any]) -> str | None:
 
 
 def manifest_checksum(manifest: dict[str, Any]) -> str:
+    """Of all but its own entry `checksum`."""
+    manifest = {key: value for key, value in manifest.items() if key != "checksum"}
     return f"{crc32(json.dumps(manifest, sort_keys=True, separators=(',', ':')).encode('ascii')):08x}"
 
 
@@ -160,8 +169,8 @@ def _volume(shape: Sequence[int]) -> int:
     return volume
 
 
-def unusable(folder: Path, what: str) -> CheckpointError:
-    return CheckpointError(
+def unusable(folder: Path, what: str) -> UnusableCheckpointError:
+    return UnusableCheckpointError(
         f"checkpoint {folder} cannot be used: {what}; or load another one (ckpt_path='auto' finds the newest valid one)"
     )
 

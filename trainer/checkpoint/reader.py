@@ -1,25 +1,24 @@
 """Reading checkpoints, and nothing but what their manifest lists.
 
-Checksums are CRC-32 of the bytes. CRC-32 finds every flipped bit and every burst of up to 32 bits and misses one
-in 4e9 of other damage. It does not protect against a forger. Safety needs none: data names no code.
+Nothing here protects against a forger. Safety needs none: data names no code.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import stat
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lockstep.trainer.checkpoint.checksum import crc32, joined
+from lockstep.trainer.checkpoint.checksum import crc32
 from lockstep.trainer.checkpoint.directory import asides
+from lockstep.trainer.checkpoint.files import LFS, Segment, check_sizes, checksums, compare, open_regular, shares
 from lockstep.trainer.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -27,18 +26,13 @@ from lockstep.trainer.checkpoint.manifest import (
     STATE,
     CheckpointError,
     MissingCheckpointError,
+    UnusableCheckpointError,
     manifest_fault,
     reason,
     split_name,
     unusable,
 )
 from lockstep.trainer.checkpoint.safetensors_file import CODES, DTYPES, PAIRS
-
-_CHUNK_BYTES = 1 << 20
-_SEGMENT_BYTES = 16 << 20
-"""What a thread verifies at a time."""
-_MAX_THREADS = 16
-_LFS = b"version https://git-lfs.github.com/spec"
 
 
 class Checkpoint:
@@ -58,6 +52,8 @@ class Checkpoint:
     """`state["progress"]["global_step"]`, 0 where there is none."""
     versions: dict[str, str]
     """What wrote it: Python, torch, lockstep."""
+    checksum: str
+    """Of the manifest: the same on two ranks only if they see the same checkpoint."""
 
     def __init__(self, path: Path, manifest: dict[str, Any], state: dict[str, Any]) -> None:
         self.path = path
@@ -65,6 +61,7 @@ class Checkpoint:
         self.world_size = manifest["world_size"]
         self.global_step = manifest["global_step"]
         self.versions = manifest["versions"]
+        self.checksum = manifest["checksum"]
         self._files: dict[str, dict[str, Any]] = manifest["files"]
         self._tensors: dict[str, dict[str, Any]] = manifest["tensors"]
         self._keys: dict[str, list[tuple[str, str, list[int]]]] = {}
@@ -78,20 +75,34 @@ class Checkpoint:
         """Open the checkpoint at `path`; with `verify` threads read and check every byte, in constant memory.
 
         Manifest, names, sizes, JSON files and the index of pieces are checked in any case. Without `verify` a
-        flipped bit in a tensor passes, so leave it out only where another rank has just verified.
+        flipped bit in a tensor passes until `compare` got the checksums of all of its bytes.
         Raises CheckpointError, and nothing else, for anything that is wrong with the folder.
         """
         folder = _locate(Path(path))
         manifest = read_manifest(folder)
-        check_files(folder, manifest["files"], checksums=verify)
+        check_sizes(folder, manifest["files"])
         state = _read_json(folder, STATE, manifest["files"][STATE])
         if not isinstance(state.get("strategy", {}), dict):
             raise unusable(folder, f"{STATE} has no object under 'strategy'")
         checkpoint = cls(folder, manifest, state)
         if verify:
-            for name in checkpoint._keys:
-                checkpoint._file(name)
+            checkpoint.compare(checkpoint.checksums())
+            checkpoint.check_index()
         return checkpoint
+
+    def checksums(self, rank: int = 0, world_size: int = 1) -> list[Segment]:
+        """Read what `rank` of `world_size` is to verify; over all ranks that is each byte once, divided evenly."""
+        return checksums(self.path, shares(self._files, rank, world_size))
+
+    def compare(self, found: Iterable[Segment]) -> None:
+        """Raise CheckpointError for the first file whose checksum is another one by what `checksums` of all ranks
+        found."""
+        compare(self.path, self._files, found)
+
+    def check_index(self) -> None:
+        """Raise CheckpointError for a file that does not hold the tensors that the manifest says. Reads no tensor."""
+        for name in self._keys:
+            self._file(name)
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -191,7 +202,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether a manifest is there that is whole and every file that it lists has its size. Reads no tensor."""
     try:
         folder = Path(path)
-        check_files(folder, read_manifest(folder)["files"], checksums=False)
+        check_sizes(folder, read_manifest(folder)["files"])
     except CheckpointError:
         return False
     return True
@@ -208,11 +219,11 @@ def _locate(path: Path) -> Path:
                 return aside
         raise MissingCheckpointError(f"there is no checkpoint at {path}: pass the path of an existing one") from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(
+        raise UnusableCheckpointError(
             f"the checkpoint {path} cannot be opened: {reason(error)}; pass a readable path"
         ) from error
     if not stat.S_ISDIR(mode):
-        raise CheckpointError(
+        raise UnusableCheckpointError(
             f"{path} is not a folder, and a checkpoint is a folder with a {MANIFEST}: pass the path of one, or create "
             "one with `lockstep checkpoint import`"
         )
@@ -234,62 +245,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_files(folder: Path, files: dict[str, Any], *, checksums: bool, threads: int | None = None) -> None:
-    """Raise CheckpointError for the first of `files` that is not as the manifest says; with `checksums` by every byte,
-    which `threads` read in segments (by default one a core)."""
-    for name, entry in files.items():
-        _check_size(folder, name, entry)
-    if not checksums:
-        return
-    segments = [(name, start) for name, entry in files.items() for start in range(0, entry["size"], _SEGMENT_BYTES)]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, min(threads or cores, _MAX_THREADS, len(segments)))
-    with ThreadPoolExecutor(threads, "lockstep-verify") as pool:
-        found = pool.map(lambda segment: _checksum_of(folder, *segment), segments)
-        try:
-            for name, entry in files.items():
-                checksum = 0
-                for start in range(0, entry["size"], _SEGMENT_BYTES):
-                    checksum = joined(checksum, next(found), min(_SEGMENT_BYTES, entry["size"] - start))
-                if f"{checksum:08x}" != entry["crc32"]:
-                    raise unusable(
-                        folder, f"{name} has changed: its checksum is {checksum:08x} instead of {entry['crc32']}"
-                    )
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _check_size(folder: Path, name: str, entry: dict[str, Any]) -> None:
-    with _open_regular(folder, name) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != entry["size"]:
-            pointer = file.read(len(_LFS)) == _LFS
-            raise unusable(
-                folder,
-                f"{name} is a git-lfs pointer, so run `git lfs pull`"
-                if pointer
-                else f"{name} has {size} bytes instead of {entry['size']}",
-            )
-
-
-def _checksum_of(folder: Path, name: str, start: int) -> int:
-    """The checksum of the segment of a file that begins at `start`."""
-    checksum, left = 0, _SEGMENT_BYTES
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    with _open_regular(folder, name) as file:
-        try:
-            file.seek(start)
-            while left and (count := file.readinto(buffer[:left])):  # type: ignore[attr-defined]
-                checksum, left = crc32(buffer[:count], checksum), left - count
-        except OSError as error:
-            raise unusable(folder, f"{name} cannot be read ({reason(error)})") from error
-    return checksum
-
-
 def _read_json(folder: Path, name: str, entry: dict[str, Any] | None) -> dict[str, Any]:
     """Parse a JSON file, which must be an object without repeated keys and have the checksum in `entry`."""
-    with _open_regular(folder, name) as file:
+    with open_regular(folder, name) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_JSON_BYTES:
             raise unusable(folder, f"{name} has {size} bytes, more than the {MAX_JSON_BYTES} that are read")
@@ -297,7 +255,7 @@ def _read_json(folder: Path, name: str, entry: dict[str, Any] | None) -> dict[st
             content = file.read(size)
         except OSError as error:
             raise unusable(folder, f"{name} cannot be read ({reason(error)})") from error
-    if content.startswith(_LFS):
+    if content.startswith(LFS):
         raise unusable(folder, f"{name} is a git-lfs pointer, so run `git lfs pull`")
     if entry is not None and f"{crc32(content):08x}" != entry["crc32"]:
         raise unusable(folder, f"{name} has changed: its checksum is not {entry['crc32']}")
@@ -308,20 +266,6 @@ def _read_json(folder: Path, name: str, entry: dict[str, Any] | None) -> dict[st
     if not isinstance(value, dict):
         raise unusable(folder, f"{name} is not a JSON object")
     return value
-
-
-def _open_regular(folder: Path, name: str) -> BinaryIO:
-    """Open a regular file of the folder, following no link; without blocking, should it be a pipe."""
-    try:
-        descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
-        known = {errno.ENOENT: "is missing", errno.ELOOP: "is a link"}
-        what = known.get(getattr(error, "errno", 0), f"cannot be opened ({reason(error)})")
-        raise unusable(folder, f"{name} {what}") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise unusable(folder, f"{name} is not a regular file")
-    return os.fdopen(descriptor, "rb", buffering=0)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

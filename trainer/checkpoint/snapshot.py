@@ -130,12 +130,11 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
         rank_state.restore(run, module, checkpoint)
 
 
-def rewind(run: RunState, module: Module, path: str | Path) -> None:
+def rewind(run: RunState, checkpoint: Checkpoint) -> None:
     """Restore weights, optimizers, schedulers and callbacks from a checkpoint of this run, but not data and metrics.
 
     Every rank calls it, between windows.
     """
-    checkpoint = Checkpoint.open(path)
     load_extra(run, checkpoint)
     _restore_training(run, checkpoint)
     run.progress.global_step = checkpoint.state["progress"]["global_step"]

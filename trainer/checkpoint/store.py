@@ -9,14 +9,17 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.strategies.base import Strategy
 from lockstep.strategies.checkpoint_state import TensorShard
 from lockstep.trainer.checkpoint.directory import LEFTOVER, abandoned, folders, hidden, put_in_place, remove, sync
-from lockstep.trainer.checkpoint.manifest import MANIFEST, CheckpointError, reason
+from lockstep.trainer.checkpoint.manifest import MANIFEST, CheckpointError, UnusableCheckpointError, reason, unusable
 from lockstep.trainer.checkpoint.reader import Checkpoint, is_checkpoint, read_manifest
 from lockstep.trainer.checkpoint.writer import Saving
+from lockstep.trainer.metrics.gathering import gather_values
 
 __all__ = [
     "Checkpoint",
@@ -27,9 +30,12 @@ __all__ = [
     "copy",
     "is_checkpoint",
     "newest",
+    "open_newest",
+    "open_together",
     "present",
     "remove",
     "save",
+    "skip",
 ]
 
 
@@ -138,13 +144,16 @@ def begin(
     return saving
 
 
-def newest(folder: str | os.PathLike[str], without: Container[Any] = ()) -> Path | None:
-    """The checkpoint in `folder` with the highest (global_step, time of saving) that verifies, or None.
+def newest(
+    folder: str | os.PathLike[str],
+    without: Container[Any] = (),
+    opens: Callable[[Path], Checkpoint] = Checkpoint.open,
+) -> Path | None:
+    """The checkpoint in `folder` with the highest (global_step, time of saving) that `opens` finds valid, or None.
 
-    Reads every byte of the one that it returns. Warns once for each damaged one that is newer. Temporary folders
-    are skipped; an aside copy counts where a kill fell between the two renames of a replacement. Those in `without`,
-    which
-    `present` returned, do not count.
+    By default that reads every byte of the one that is returned. Warns once for each damaged one that is newer.
+    Temporary folders are skipped; an aside copy counts where a kill fell between the two renames of a replacement.
+    Those in `without`, which are values of `identity`, do not count.
     """
     folder = Path(os.path.abspath(folder))
     found: list[tuple[int, int, Path]] = []
@@ -159,23 +168,73 @@ def newest(folder: str | os.PathLike[str], without: Container[Any] = ()) -> Path
         except CheckpointError as error:
             warnings.warn(f"skipped: {error}", stacklevel=2)
         else:
-            if _identity(entry) not in without:
+            if identity(entry) not in without:
                 found.append((manifest["global_step"], manifest["saved_at_ns"], entry))
     for _, _, entry in sorted(found, reverse=True):
         try:
-            return Checkpoint.open(entry).path
-        except CheckpointError as error:
+            return opens(entry).path
+        except UnusableCheckpointError as error:
             warnings.warn(f"skipped: {error}", stacklevel=2)
     return None
 
 
+def open_together(path: str | os.PathLike[str], strategy: Strategy) -> Checkpoint:
+    """Open the checkpoint at `path`, each byte of it verified by one of the ranks, which share them evenly.
+
+    Every rank calls it. They tell each other what they have found, so all of them raise the same CheckpointError, which
+    names the file, where a byte has changed, where one of them cannot read what it should, and where they see different
+    checkpoints at `path`.
+    """
+    rank, world_size = strategy.topology.rank, strategy.topology.world_size
+    own: dict[str, Any] = {}
+    failure: CheckpointError | None = None
+    try:
+        checkpoint = Checkpoint.open(path, verify=False)
+        own = {"manifest": checkpoint.checksum, "segments": checkpoint.checksums(rank, world_size)}
+    except UnusableCheckpointError as error:
+        failure, own = error, {"error": str(error)}
+    found = gather_values(strategy, own)
+    if failure is not None and all(part == own for part in found):
+        raise failure
+    for other, part in enumerate(found):
+        if "error" in part:
+            raise UnusableCheckpointError(f"{part['error']} (found by rank {other} of {world_size})") from failure
+        if part["manifest"] != found[0]["manifest"]:
+            raise unusable(checkpoint.path, f"rank {other} sees another checkpoint there than rank 0")
+    checkpoint.compare(tuple(segment) for part in found for segment in part["segments"])
+    checkpoint.check_index()  # of files that are the same on all ranks by now
+    return checkpoint
+
+
+def open_newest(folder: str | os.PathLike[str] | None, strategy: Strategy) -> Checkpoint | None:
+    """The newest valid checkpoint in `folder`, opened by `open_together`, or None. Every rank calls it."""
+    skipped: set[Any] = set()
+    while True:
+        found = None
+        if strategy.topology.rank == 0 and folder is not None:
+            found = newest(folder, skipped, opens=partial(Checkpoint.open, verify=False))
+        found = strategy.broadcast(None if found is None else str(found))
+        if found is None:
+            return None
+        try:
+            return open_together(found, strategy)
+        except UnusableCheckpointError as error:
+            skip(found, error, skipped)
+
+
+def skip(path: str, error: UnusableCheckpointError, skipped: set[Any]) -> None:
+    """Warn that the checkpoint at `path` is not taken, and add to `skipped` what `newest` shall leave."""
+    warnings.warn(f"skipped: {error}", stacklevel=2)
+    skipped.add(identity(Path(path)))
+
+
 def present(folder: str | os.PathLike[str]) -> set[Any]:
     """What is in `folder` now, for `newest`: no clock tells what was saved later, as clocks are set back."""
-    return {identity for entry in folders(Path(os.path.abspath(folder))) if (identity := _identity(entry)) is not None}
+    return {found for entry in folders(Path(os.path.abspath(folder))) if (found := identity(entry)) is not None}
 
 
-def _identity(entry: Path) -> tuple[int, int] | None:
-    """What a checkpoint keeps when it is renamed, and one that replaces it has not."""
+def identity(entry: Path) -> tuple[int, int] | None:
+    """What a checkpoint keeps when it is renamed, and one that replaces it has not; None if it cannot be seen."""
     try:
         status = os.stat(entry / MANIFEST)
     except OSError:

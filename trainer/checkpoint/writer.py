@@ -38,7 +38,7 @@ from lockstep.trainer.checkpoint.content import (
     refusal,
 )
 from lockstep.trainer.checkpoint.directory import hidden, lock, make_folders, put_in_place, refuse_foreign, remove, sync
-from lockstep.trainer.checkpoint.file_writer import CHUNK_BYTES, write_file
+from lockstep.trainer.checkpoint.files import CHUNK_BYTES, check_sizes, verify, write_file
 from lockstep.trainer.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -58,7 +58,7 @@ from lockstep.trainer.checkpoint.parts import (
     rank_file,
     read_part,
 )
-from lockstep.trainer.checkpoint.reader import check_files, read_manifest
+from lockstep.trainer.checkpoint.reader import read_manifest
 
 _POLL_S = 0.02
 _STALLED_S = 10.0
@@ -358,9 +358,10 @@ class Saving:
         """Raise CheckpointError if these files, by default the manifest's, are not on the disk as they were written."""
         try:
             files = read_manifest(self.temporary)["files"] if files is None else files
-            check_files(
-                self.temporary, files, checksums=checksums, threads=1
-            )  # asynchronous saves leave the other cores to the training
+            if checksums:
+                verify(self.temporary, files, threads=1)  # asynchronous saves leave the other cores to the training
+            else:
+                check_sizes(self.temporary, files)
         except CheckpointError as error:
             raise self._stopped(
                 f"what was written cannot be read back ({str(error).split(': ', 1)[-1].split(';')[0]})", None

@@ -85,15 +85,15 @@ class Guards:
         run.metrics.back_to(self._logged)
         if options.non_finite == "roll_back":
             skipped, in_a_row = options.skipped_steps, options.in_a_row
-            path = saving.newest(run)
-            if path is None:
+            checkpoint = saving.newest(run)
+            if checkpoint is None:
                 error = self._error(bad, step)
                 error.args = (
                     f"{error}; Guard(non_finite='roll_back') has no checkpoint to go back to yet: let ModelCheckpoint "
                     "save by steps",
                 )
                 raise error
-            snapshot.rewind(run, self.module, path)
+            snapshot.rewind(run, checkpoint)
             options.skipped_steps, options.in_a_row = skipped, in_a_row
         self._skipped = True
         options.skipped_steps += 1

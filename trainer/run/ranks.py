@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from lockstep.callbacks.base import Logger
 from lockstep.strategies.launch import launcher, restart
 from lockstep.trainer.checkpoint import store
+from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import evaluate, fit, publish, saving
 from lockstep.trainer.run.attributes import own_data, take_data
@@ -28,30 +30,47 @@ def launch_fit(run: RunState, module: Module, sources: Sources, ckpt_path: str |
     before, streams = run.log_dir, rng_state()
     run.module, run.stage = module, "fit"
     ahead.check(run, module, sources, "fit", resumes=ckpt_path is not None)
-    choice = start.checked_choice(start.choose(run, ckpt_path))  # here, so that every attempt has the same folder
-    run.log_dir, first = choice["log_dir"], choice["checkpoint"]
-    of_others = store.present(saving.folder_of(run))
+    skipped: set[Any] = set()
+    first: str | None = None
+    of_others: set[Any] = set()
+
+    def choose() -> None:
+        """Here, so that every attempt has the same folder."""
+        nonlocal first, of_others
+        run.log_dir = before
+        choice = start.checked_choice(start.choose(run, ckpt_path, skipped))
+        run.log_dir, first = choice["log_dir"], choice["checkpoint"]
+        of_others = store.present(saving.folder_of(run))
 
     def newest(number: int) -> str | None:
         if not number or not run.log_dir or run.checkpoint_callback is None:
             return first
-        found = store.newest(saving.folder_of(run), of_others)
-        if found:
-            run.verified = str(found)
+        found = store.newest(saving.folder_of(run), of_others | skipped, opens=partial(start.resumable, run))
         return str(found) if found else first
 
+    choose()
     run.begun = True
 
     def attempt(number: int) -> dict[str, Any]:
-        work = (run, "fit", module, sources, newest(number), streams)
-        try:
-            if run.strategy.starts_ranks:
-                return run.strategy.launch(_on_rank, *work)
-            return launcher.launch(_on_rank, work, 1)
-        except BaseException as error:
-            if run.log_dir:
-                conclude(Path(run.log_dir), error)
-            raise
+        while True:
+            begins_from = newest(number)
+            work = (run, "fit", module, sources, begins_from, streams)
+            try:
+                if run.strategy.starts_ranks:
+                    return run.strategy.launch(_on_rank, *work)
+                return launcher.launch(_on_rank, work, 1)
+            except BaseException as error:
+                if not (isinstance(error, UnusableCheckpointError) and error.begins_run):
+                    if run.log_dir:
+                        conclude(Path(run.log_dir), error)
+                    raise
+                unusable = UnusableCheckpointError(str(error))
+            if begins_from == first and not start.searches(ckpt_path):
+                run.begun = number > 0
+                raise unusable  # as one that this process finds: nothing has happened on ranks that would help
+            store.skip(str(begins_from), unusable, skipped)
+            if begins_from == first:
+                choose()
 
     try:
         result = restart.keep_going(

@@ -160,11 +160,10 @@ def settle(run: RunState, error: BaseException) -> None:
         error.add_note(f"besides, a checkpoint was not saved: {lost}")
 
 
-def newest(run: RunState) -> str | None:
-    """The newest valid checkpoint that this run has saved. Every rank calls it."""
+def newest(run: RunState) -> store.Checkpoint | None:
+    """The newest valid checkpoint that this run has saved, opened. Every rank calls it."""
     finish(run)
-    found = store.newest(folder_of(run)) if run.is_global_zero and run.checkpoint_callback is not None else None
-    return run.strategy.broadcast(None if found is None else str(found))
+    return store.open_newest(folder_of(run) if run.checkpoint_callback is not None else None, run.strategy)
 
 
 def folder_of(run: RunState) -> str:

@@ -107,8 +107,6 @@ class RunState:
     streams: dict[str, torch.Generator] = field(default_factory=dict)
     folder: RunFolder | None = None
     resumed: Checkpoint | None = None
-    verified: str | None = None
-    """The checkpoint whose checksums this run has verified: started ranks need not do so again."""
     saving: Saving | None = None
     """An asynchronous checkpoint save that has not been waited for."""
     failed_loggers: list[Logger] = field(default_factory=list)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+from collections.abc import Container
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.trainer.checkpoint import snapshot, store
+from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from lockstep.trainer.run import publish
 from lockstep.trainer.run.folder import RunFolder
@@ -53,20 +58,51 @@ def last_module(run: RunState, stage: str, ckpt_path: str | Path | None) -> tupl
 
 
 def open_checkpoint(run: RunState, ckpt_path: str | None) -> Checkpoint | None:
-    """Choose the run's folder and open the checkpoint that `ckpt_path` means. Every rank calls it."""
-    choice = choose(run, ckpt_path) if run.is_global_zero else None
-    choice = run.strategy.broadcast(choice)
-    run.begun = "error" not in choice  # as where the launcher chooses, before it starts the ranks
-    choice = checked_choice(choice)
+    """Choose the run's folder, and open and verify the checkpoint that `ckpt_path` means. Every rank calls it."""
+    skipped: set[Any] = set()
+    checkpoint = None
+    while True:
+        choice = choose(run, ckpt_path, skipped) if run.is_global_zero else None
+        choice = run.strategy.broadcast(choice)
+        run.begun = "error" not in choice  # as where the launcher chooses, before it starts the ranks
+        choice = checked_choice(choice)
+        try:
+            if choice["checkpoint"] is not None:
+                checkpoint = store.open_together(choice["checkpoint"], run.strategy)
+            break
+        except UnusableCheckpointError as error:
+            if run.is_global_zero:
+                _forsake(run, choice["log_dir"])
+            if not searches(ckpt_path):
+                error.begins_run, run.begun = True, False
+                raise
+            if run.is_global_zero:
+                store.skip(choice["checkpoint"], error, skipped)
     run.log_dir = choice["log_dir"]
     for logger, folder in zip(run.loggers, choice["loggers"], strict=True):
         logger.run_dir = folder
-    # rank 0 has verified every checksum
-    return None if choice["checkpoint"] is None else Checkpoint.open(choice["checkpoint"], verify=False)
+    return checkpoint
 
 
-def choose(run: RunState, ckpt_path: str | None) -> dict[str, Any]:
-    """Rank 0: the run's folder and the checkpoint to open, or the error, as JSON data."""
+def searches(ckpt_path: str | None) -> bool:
+    """Whether it means the newest valid checkpoint, whichever that is."""
+    return ckpt_path in ("auto", "last")
+
+
+def resumable(run: RunState, path: str | Path) -> Checkpoint:
+    """The checkpoint at `path`, of which all is checked but the bytes of tensors.
+
+    Raises CheckpointError if this stage of the run cannot begin with it.
+    """
+    opened = Checkpoint.open(path, verify=False)
+    if run.stage == "fit":
+        snapshot.check_resumable(opened)
+    return opened
+
+
+def choose(run: RunState, ckpt_path: str | None, skipped: Container[Any] = ()) -> dict[str, Any]:
+    """Rank 0: the run's folder and the checkpoint to open, or the error, as JSON data. `skipped` are checkpoints of
+    which `store.skip` has warned."""
     try:
         writes = bool(run.loggers) or (run.stage == "fit" and run.checkpoint_callback is not None)
         places = [place_of(run, logger) for logger in run.loggers]
@@ -74,11 +110,10 @@ def choose(run: RunState, ckpt_path: str | None) -> dict[str, Any]:
         checkpoint = None
         if run.log_dir is not None:  # this Trainer continues in its folder
             version = Path(run.log_dir).name
-        if ckpt_path in ("auto", "last"):
-            found = _newest(run, base, version)
+        if searches(ckpt_path):
+            found = _newest(run, base, version, skipped)
             if found is not None:
                 version, checkpoint = found
-                run.verified = checkpoint  # looking for it has read every byte
             if ckpt_path == "last" and checkpoint is None:
                 raise CheckpointError(
                     f"ckpt_path='last' finds no valid checkpoint below {base.absolute()}; give a path, or 'auto' to "
@@ -95,11 +130,8 @@ def choose(run: RunState, ckpt_path: str | None) -> dict[str, Any]:
                 )
         elif ckpt_path is not None:
             checkpoint = ckpt_path
-        if checkpoint is not None:
-            opened = Checkpoint.open(checkpoint, verify=str(checkpoint) != run.verified)
-            run.verified = str(checkpoint)
-            if run.stage == "fit":
-                snapshot.check_resumable(opened)
+        if checkpoint is not None and not searches(ckpt_path):
+            resumable(run, checkpoint)
         folder = _run_folder(base, version) if writes else None
         if folder is not None and run.active and run.stage == "fit":
             run.folder = RunFolder(folder)
@@ -142,11 +174,13 @@ def place_of(run: RunState, logger: Logger) -> tuple[Path, str | int | None]:
     return found
 
 
-def _newest(run: RunState, base: Path, version: str | int | None) -> tuple[str | None, str] | None:
+def _newest(
+    run: RunState, base: Path, version: str | int | None, skipped: Container[Any]
+) -> tuple[str | None, str] | None:
     """The newest valid checkpoint of the given version, else of the newest version that has one."""
-    callback = run.checkpoint_callback
+    callback, search = run.checkpoint_callback, partial(store.newest, without=skipped, opens=partial(resumable, run))
     if callback is not None and callback.dirpath:
-        found = store.newest(callback.dirpath)
+        found = search(callback.dirpath)
         return None if found is None else (None if version is None else _version(version), str(found))
     candidates = (
         [base / _version(version)]
@@ -154,7 +188,7 @@ def _newest(run: RunState, base: Path, version: str | int | None) -> tuple[str |
         else sorted(base.glob("version_*"), key=_version_number, reverse=True)
     )
     for folder in candidates:
-        found = store.newest(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
+        found = search(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
         if found is not None:
             return folder.name, str(found)
     return None
@@ -175,6 +209,16 @@ def _run_folder(base: Path, version: str | int | None) -> Path:
             return folder
         except FileExistsError:
             number += 1
+
+
+def _forsake(run: RunState, log_dir: str | None) -> None:
+    """Let go of the folder that `choose` took, and remove it if it was made for this run."""
+    if run.folder is not None:
+        run.folder.end(run, None)
+        run.folder = None
+    with suppress(OSError):
+        if log_dir is not None and all(path.name == "run.lock" for path in Path(log_dir).iterdir()):
+            shutil.rmtree(log_dir)
 
 
 def _version(version: str | int) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.trainer.checkpoint import checksum, reader
+from lockstep.trainer.checkpoint import checksum, files
+from lockstep.trainer.checkpoint.reader import read_manifest
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from tests.trainer.checkpoint.folders import save_alone
 
@@ -64,21 +65,21 @@ def test_checksums_of_runs_of_bytes_are_joined(first: int, second: int) -> None:
 
 
 def test_threads_verify_segments_of_one_file_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    size, together = 4 * reader._CHUNK_BYTES, threading.Barrier(2)
+    size, together = 4 * files.CHUNK_BYTES, threading.Barrier(2)
     save_alone(tmp_path / "a", {"model/w": torch.zeros(size, dtype=torch.uint8)})
-    files = reader.read_manifest(tmp_path / "a")["files"]
-    big = {name: entry for name, entry in files.items() if entry["size"] >= size}
+    listed = read_manifest(tmp_path / "a")["files"]
+    big = {name: entry for name, entry in listed.items() if entry["size"] >= size}
     assert len(big) == 1
-    monkeypatch.setattr(reader, "_SEGMENT_BYTES", size // 2)
+    monkeypatch.setattr(files, "_SEGMENT_BYTES", size // 2)
     met = []
 
     def meet(data: memoryview, value: int = 0) -> int:
-        if value == 0 and len(data) == reader._CHUNK_BYTES:  # the first chunk of a segment, but for the file's end
+        if value == 0 and len(data) == files.CHUNK_BYTES:  # the first chunk of a segment, but for the file's end
             met.append(together.wait(timeout=10))
         return zlib.crc32(data, value)
 
-    monkeypatch.setattr(reader, "crc32", meet)
-    reader.check_files(tmp_path / "a", big, checksums=True, threads=2)
+    monkeypatch.setattr(files, "crc32", meet)
+    files.verify(tmp_path / "a", big, threads=2)
     assert sorted(met) == [0, 1]
 
 
@@ -86,20 +87,20 @@ def test_threads_verify_segments_of_one_file_at_the_same_time(tmp_path: Path, mo
 def test_the_first_changed_file_is_named_wherever_its_changed_byte_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    monkeypatch.setattr(reader, "_SEGMENT_BYTES", 1000)
-    monkeypatch.setattr(reader, "_CHUNK_BYTES", 300)
+    monkeypatch.setattr(files, "_SEGMENT_BYTES", 1000)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 300)
     save_alone(tmp_path / "a", {"model/w": torch.randn(1999), "optimizer/adam/w/m": torch.randn(500)})
-    files = reader.read_manifest(tmp_path / "a")["files"]
-    reader.check_files(tmp_path / "a", files, checksums=True, threads=threads)
-    big = [name for name, entry in files.items() if entry["size"] > 2000]
+    listed = read_manifest(tmp_path / "a")["files"]
+    files.verify(tmp_path / "a", listed, threads=threads)
+    big = [name for name, entry in listed.items() if entry["size"] > 2000]
     assert len(big) == 2
-    for place in (0, 299, 999, 1000, 1999, files[big[0]]["size"] - 1):
+    for place in (0, 299, 999, 1000, 1999, listed[big[0]]["size"] - 1):
         whole = {name: (tmp_path / "a" / name).read_bytes() for name in big}
         for name in big:
             changed = bytearray(whole[name])
             changed[min(place, len(changed) - 1)] ^= 1
             (tmp_path / "a" / name).write_bytes(changed)
         with pytest.raises(CheckpointError, match=f"{big[0]} has changed: its checksum is"):
-            reader.check_files(tmp_path / "a", files, checksums=True, threads=threads)
+            files.verify(tmp_path / "a", listed, threads=threads)
         for name in big:
             (tmp_path / "a" / name).write_bytes(whole[name])

@@ -126,6 +126,22 @@ def test_fit_ends_with_metrics_and_where_the_run_lies(capsys: pytest.CaptureFixt
     assert rows["view"] == f"tensorboard --logdir {rows['run']}"
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", [["strategy=single"], ["strategy=ddp", "devices=2"]], ids=["single", "ddp"])
+def test_a_damaged_checkpoint_is_one_line_and_refused_before_the_run(
+    layout: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", "run.yaml"]) == 0
+    path = checkpoint(block(capsys.readouterr().out, "fit: ")["run"])
+    weights = Path(path, "model.safetensors")
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert main(["fit", "run.yaml", f"ckpt_path={path}", *layout]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lockstep: error: checkpoint ")
+    assert f"{path} cannot be used: model.safetensors has changed" in line
+
+
 def test_evaluation_and_prediction_of_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "run.yaml"]) == 0
     fitted = block(capsys.readouterr().out, "fit: ")

@@ -4,7 +4,6 @@ continued."""
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR,
 
 from lockstep import CheckpointError, Module
 from lockstep.callbacks import Callback, EarlyStopping, LearningRateMonitor
-from lockstep.trainer.checkpoint import reader
 from tests.trainer.run.test_resume_bitwise import SavesAt
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
@@ -281,71 +279,3 @@ def test_the_state_of_a_callback_that_is_not_given_again_is_dropped_with_one_lin
     assert (
         len(said) == 1 and "EarlyStopping[monitor=train/loss_epoch, mode=min]" in said[0] and "SavesAt" not in said[0]
     )
-
-
-# ---- reading -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("path", ["auto", "given"])
-@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2)])
-def test_each_byte_is_checked_once_when_a_run_is_resumed(
-    tmp_path: Path, path: str, strategy: str, devices: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one process, before ranks are started: what it has read they need not read again. Damage is found all the
-    same."""
-    options: dict[str, Any] = {
-        "strategy": strategy,
-        "devices": devices,
-        "accelerator": "cpu",
-        "default_root_dir": tmp_path,
-    }
-    first = quiet(enable_checkpointing=True, **options)
-    first.fit(net(), loader(32))
-    saved = Path(first.checkpoint_callback.best_model_path)
-    checked: list[str] = []
-    original = reader.check_files
-
-    def check(folder: Path, files: dict[str, Any], *, checksums: bool, **how: Any) -> None:
-        if checksums:
-            with open(tmp_path / "checked", "a") as file:
-                file.write(f"{folder}\n")
-        original(folder, files, checksums=checksums, **how)
-
-    monkeypatch.setattr(reader, "check_files", check)
-
-    def resume() -> None:
-        ckpt_path = "auto" if path == "auto" else saved
-        quiet(enable_checkpointing=True, max_epochs=2, callbacks=[CountsReads(tmp_path)], **options).fit(
-            net(), loader(32), ckpt_path=ckpt_path
-        )
-
-    resume()
-    checked = (tmp_path / "checked").read_text().splitlines()
-    assert checked == [str(saved)] and (tmp_path / "read_on_ranks").read_text() == "0"
-    newest = (
-        Path(quiet(enable_checkpointing=True, **options).arguments.default_root_dir)
-        / "Net"
-        / "version_0"
-        / "checkpoints"
-    )
-    for weights_file in newest.glob("*/model.safetensors"):
-        content = bytearray(weights_file.read_bytes())
-        content[-1] ^= 1
-        weights_file.write_bytes(content)
-    if path == "given":
-        saved = next(newest.iterdir())
-        with pytest.raises(CheckpointError, match="has changed"):
-            resume()
-
-
-class CountsReads(Callback):
-    """Writes how many files a started rank has checked against checksums before the run begins."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.process = folder, os.getpid()
-
-    def on_fit_start(self, trainer: Any, module: Any) -> None:
-        if trainer.is_global_zero:
-            own = os.getpid() == self.process  # no rank was started
-            (self.folder / "read_on_ranks").write_text("0" if own or trainer._run.verified else "1")
