@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,7 +27,7 @@ class UserEdits:
             for path, module in model.named_modules():
                 self._buffers += [(f"{path}.{name}" if path else name, module, name) for name in module._buffers]
         self._before: list[object] | None = None
-        self._found: set[str] = set()
+        self._found: Counter[str] = Counter()
         self.asked = False
         """Whether user code has run since the last `take`."""
 
@@ -41,7 +42,7 @@ class UserEdits:
         if after != self._before:
             gradients = self._parameters if self._with_gradients else ()
             names = [*self._parameters, *gradients, *(name for name, *_ in self._buffers)]
-            self._found |= {name for name, a, b in zip(names, self._before, after, strict=True) if a != b}
+            self._found.update({name for name, a, b in zip(names, self._before, after, strict=True) if a != b})
         self._before = None
 
     @contextmanager
@@ -56,12 +57,15 @@ class UserEdits:
                 self.begin()
 
     def take(self) -> list[str]:
-        """What was found since the last call. Within `begin` and `end` it continues to look."""
+        """What was found since the last call, and in how many hooks, as ranks may call one for more batches than others.
+
+        Within `begin` and `end` it continues to look.
+        """
         if self._before is not None:
             self.end()
             self.begin()
         self.asked = False
-        found = sorted(self._found)
+        found = [f"{name} ({times} times)" if times > 1 else name for name, times in sorted(self._found.items())]
         self._found.clear()
         return found
 

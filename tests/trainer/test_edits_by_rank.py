@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep import Module
-from tests.trainer.test_user_code import Base, assert_as_on_one_process, fitted
+from tests.trainer.test_user_code import Base, assert_as_on_one_process, batches, fitted
 
 pytestmark = pytest.mark.ranks
 
@@ -72,6 +72,19 @@ class Buffer(Base):
             self.scale.mul_(0.9)
 
 
+class Validated(Base):
+    """Only rank 0 has a sample in the second batch."""
+
+    def val_dataloader(self) -> Any:
+        return batches(9)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.net[0].weight.mul_(0.99)
+
+
 @pytest.mark.parametrize(
     ("make", "strategy"),
     [
@@ -82,6 +95,7 @@ class Buffer(Base):
         (GradientsBeforeTheStep, "fsdp"),
         *((AtTheEnd, strategy) for strategy in ("fsdp", "pipeline")),
         (Buffer, "pipeline"),
+        (Validated, "fsdp"),
         pytest.param(Scaled, "ddp=2,fsdp=2", marks=pytest.mark.slow),
         pytest.param(Loaded, "ddp=2,pipeline=2", marks=pytest.mark.slow),
         pytest.param(AtTheEnd, "fsdp=2,tensor=2", marks=pytest.mark.slow),
