@@ -57,7 +57,7 @@ class UserEdits:
                 self.begin()
 
     def take(self) -> list[str]:
-        """What was found since the last call, and in how many hooks, as ranks may call one for more batches than others.
+        """What was found since the last call, and in how many hooks: ranks may call one for more batches than others.
 
         Within `begin` and `end` it continues to look.
         """

@@ -405,12 +405,12 @@ def test_what_ddp_cannot_follow_is_refused(make: Callable[[], Module], message: 
 
 
 class Drops(Base):
-    """One rank changes its gradients once they are reduced."""
+    """One rank changes its gradients once they are reduced, and torch does not count it."""
 
     def on_after_backward(self) -> None:
         if self.global_rank == 1 and self.trainer.global_step == 1:
             for parameter in self.parameters():
-                parameter.grad = None
+                parameter.grad.data.zero_()
 
 
 def test_replicas_are_compared_without_being_asked() -> None:
