@@ -369,8 +369,9 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
 
         `checkpoint_path` is a checkpoint folder, or a file in Lightning's layout: its path, or the open file. Such a
         file is read without running what it may hold; `weights_only=False` unpickles it, for files that you trust.
-        `overrides` replace or complete the saved hyperparameters. `map_location` is a device. Raises
-        CheckpointError for a folder that is not a valid checkpoint, TypeError where `__init__` needs more.
+        `overrides` replace or complete the saved hyperparameters. `map_location` is a device, or a function or dict as
+        for torch.load. Raises CheckpointError for a folder that is not a valid checkpoint, TypeError where `__init__`
+        needs more.
         """
         from lockstep.trainer.checkpoint.snapshot import load_module  # here, as module.py is what snapshot.py builds on
 
