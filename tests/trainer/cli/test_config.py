@@ -340,7 +340,8 @@ def test_nothing_is_built_where_anything_is_wrong(monkeypatch: pytest.MonkeyPatc
         ),
         (
             "callbacks=[{class_path: LRWarmup}]",
-            "trainer.callbacks.0.class_path (command line): is LightningCLI's; write class, with the arguments beside it",
+            "trainer.callbacks.0.class_path (command line): is LightningCLI's; write class, with the arguments "
+            "beside it",
         ),
         (
             "strategy.class=Strategy",

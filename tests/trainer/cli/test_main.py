@@ -307,7 +307,7 @@ def test_a_page_of_help_imports_no_torch() -> None:
 
 
 @pytest.mark.ranks
-def test_a_reader_that_goes_is_no_error() -> None:
+def test_a_reader_of_help_that_goes_leaves_exit_code_0() -> None:
     command = f"{sys.executable} -m lockstep fit --help | head -1; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100)
     assert (result.returncode, result.stderr) == (0, ""), result.stderr
