@@ -58,6 +58,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "logger": "read-only",
         "loggers": "read-only",
         "model": "the module as the strategy has wrapped it, while it runs",
+        "optimizers": "read-only; `param_groups` may change",
         "predict": "each sample once, in order, on every rank",
         "save_checkpoint": "a folder, written by all ranks; `.ckpt` by `lockstep checkpoint export`; refused after a "
         "fit that failed",
@@ -106,7 +107,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "as in Lightning with `lockstep.lightning`",
         "BasePredictionWriter": "of ranks that share samples one writes; `PredictionWriter` writes one file in order",
         "BatchSizeFinder": "trials are runs of their own, of fit only, and at least one",
-        "Checkpoint": "a base class for callbacks of your own",
+        "Checkpoint": "a base class for callbacks of your own, beside which the default ModelCheckpoint saves",
         "DeviceStatsMonitor": "`DeviceStats`, whose values have other names",
         "EMAWeightAveraging": "`WeightAveraging(decay)`; buffers are not averaged: `use_buffers=False` for BatchNorm",
         "GradientAccumulationScheduler": "`accumulate_grad_batches` of the Trainer holds before its first epoch",
