@@ -201,7 +201,7 @@ def _in_units(number: int, base: int, units: tuple[str, ...]) -> str:
 
 
 def _check_depth(max_depth: int) -> None:
-    if max_depth < -1:
+    if not isinstance(max_depth, int) or max_depth < -1:
         raise ValueError(
-            f"max_depth must be -1 (all levels), 0 (totals only) or a number of levels, but it is {max_depth}"
+            f"max_depth must be -1 (all levels), 0 (totals only) or a number of levels, but it is {max_depth!r}"
         )

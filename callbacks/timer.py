@@ -35,7 +35,7 @@ class Timer(Callback):
         if interval not in ("step", "epoch"):
             raise ValueError(f"interval must be 'step' or 'epoch', but it is {interval!r}")
         self.interval = interval
-        self.duration_s = None if duration is None else _seconds(duration)
+        self.duration_s = None if duration is None else seconds(duration, "duration")
         self._elapsed_s = dict.fromkeys(("train", "validate", "test", "predict"), 0.0)  # of spans that have ended
         self._began: dict[str, float] = {}  # spans that run now, by the monotonic clock
         self._deadline = float("inf")  # by the monotonic clock
@@ -117,25 +117,26 @@ class Timer(Callback):
         }
 
 
-def _seconds(duration: str | timedelta | dict[str, float]) -> float:
+def seconds(duration: str | timedelta | dict[str, float], name: str) -> float:
+    """The seconds of a duration; errors call it `name`."""
     if isinstance(duration, str):
         match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration.strip())
         if match is None:
             raise ValueError(
-                f"duration must read DD:HH:MM:SS, for example '00:12:00:00' for 12 hours, but it is {duration!r}"
+                f"{name} must read DD:HH:MM:SS, for example '00:12:00:00' for 12 hours, but it is {duration!r}"
             )
-        days, hours, minutes, seconds = map(int, match.groups())
-        length = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        days, hours, minutes, rest = map(int, match.groups())
+        length = timedelta(days=days, hours=hours, minutes=minutes, seconds=rest)
     elif isinstance(duration, dict):
         try:
             length = timedelta(**duration)
         except TypeError:
             names = "weeks, days, hours, minutes, seconds"
-            raise ValueError(f"duration as a dict takes numbers for {names}, but it is {duration}") from None
+            raise ValueError(f"{name} as a dict takes numbers for {names}, but it is {duration}") from None
     elif isinstance(duration, timedelta):
         length = duration
     else:
-        raise TypeError(f"duration must be a str 'DD:HH:MM:SS', a timedelta or a dict, but it is {duration!r}")
+        raise TypeError(f"{name} must be a str 'DD:HH:MM:SS', a timedelta or a dict, but it is {duration!r}")
     if length <= timedelta(0):
-        raise ValueError(f"duration must be longer than zero, but it is {duration!r}")
+        raise ValueError(f"{name} must be longer than zero, but it is {duration!r}")
     return length.total_seconds()

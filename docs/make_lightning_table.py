@@ -42,6 +42,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "inference_mode": "evaluation runs under `no_grad`, which gives the same numbers, with True and False",
         "logger": "True is TensorBoard in `runs/<module>`; in `lightning_logs` with `lockstep.lightning`",
         "max_epochs": "a run without an end is an error; 1,000 epochs with `lockstep.lightning`",
+        "overfit_batches": "validates on the training batches too",
         "plugins": "an empty list is accepted by `lockstep.lightning`",
         "profiler": "`'simple'` or `'torch'`",
         "reload_dataloaders_every_n_epochs": "loads both loaders at the start of an epoch",
@@ -57,12 +58,13 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "logger": "read-only",
         "loggers": "read-only",
         "model": "the module as the strategy has wrapped it, while it runs",
+        "optimizers": "read-only; `param_groups` may change",
         "predict": "each sample once, in order, on every rank",
         "save_checkpoint": "a folder, written by all ranks; `.ckpt` by `lockstep checkpoint export`; refused after a "
         "fit that failed",
         "callback_metrics": "also those of the validation before training, until training begins",
         "should_stop": "ends after the next step at the latest, on all ranks alike; a shortened epoch does not count",
-        "state": "`status`, `fn` and `stage` are strings",
+        "state": "`status`, `fn` and `stage` are strings, as is the `stage` of `setup` and `teardown`",
         "strategy": "a strategy of Lockstep",
         "train_dataloader": "this rank's shard; your loader is its `.loader`",
     },
@@ -105,18 +107,20 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "as in Lightning with `lockstep.lightning`",
         "BasePredictionWriter": "of ranks that share samples one writes; `PredictionWriter` writes one file in order",
         "BatchSizeFinder": "trials are runs of their own, of fit only, and at least one",
-        "Checkpoint": "a base class for callbacks of your own",
+        "Checkpoint": "a base class for callbacks of your own, beside which the default ModelCheckpoint saves",
         "DeviceStatsMonitor": "`DeviceStats`, whose values have other names",
         "EMAWeightAveraging": "`WeightAveraging(decay)`; buffers are not averaged: `use_buffers=False` for BatchNorm",
         "GradientAccumulationScheduler": "`accumulate_grad_batches` of the Trainer holds before its first epoch",
-        "LearningRateMonitor": "works without a logger too; its values are in `callback_metrics`, not in `lrs`",
-        "LearningRateFinder": "`LRFinder`; trials are runs of their own; several optimizers are searched together; "
+        "LearningRateMonitor": "works without a logger too; a value for each step of the optimizers; in "
+        "`callback_metrics`, not in `lrs`",
+        "LearningRateFinder": "`LRFinder`; trials are runs of their own, whose rates go from `min_lr` to "
+        "`max_lr` and whose `results` are not smoothed; several optimizers are searched together; "
         "`suggestion` takes no `skip_begin` and `skip_end`, and needs as many steps as those skip",
         "ModelCheckpoint": "a checkpoint is a folder, with `lockstep.lightning` of the name of Lightning's file; a `/` "
         "in a name becomes `_`; `save_last` is the same save under another name, once; without `monitor` the "
         "`save_top_k` newest are kept, in `best_k_models` too; a metric of training steps is there when steps are "
-        "logged; NaN stays NaN; `train_time_interval` is checked every `log_every_n_steps` steps; "
-        "`save_on_exception` is refused",
+        "logged; `format_checkpoint_name` is the name without folder and ending; NaN stays NaN; "
+        "`train_time_interval` is checked every `log_every_n_steps` steps; `save_on_exception` is refused",
         "ModelSummary": "the table and its sums; no `in_sizes` and the like",
         "ProgressBar": "not a base class for bars of your own; shown if it is given, whatever `enable_progress_bar` "
         "says",

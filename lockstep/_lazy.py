@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import gc
 import importlib
 import sys
@@ -24,7 +25,10 @@ def exports(package: str, modules: Mapping[str, Sequence[str]]) -> tuple[Callabl
         elif name in modules:
             value = _imported(f"{package}.{name}")
         else:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            near = [] if name.startswith("_") else difflib.get_close_matches(name, places, 1)
+            raise AttributeError(
+                f"module {package!r} has no attribute {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+            )
         setattr(sys.modules[package], name, value)
         return value
 

@@ -131,7 +131,7 @@ class TrainerArguments:
                 object.__setattr__(self, name, None)
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, str) and field.type in ("bool", "bool | None"):
+            if field.type in ("bool", "bool | None") and value is not None and value not in (True, False):
                 raise TypeError(f"{field.name} must be True or False, but {field.name}={value!r}")
         for name, least in _LEAST.items():
             _check_at_least(name, getattr(self, name), least)
@@ -238,7 +238,9 @@ class TrainerArguments:
             savers = [callbacks.ModelCheckpoint()]
         rest = [item for item in given if not isinstance(item, (Logger, callbacks.ModelCheckpoint))]
         if self.max_time is not None:
-            rest.append(callbacks.Timer(duration=self.max_time))
+            from lockstep.callbacks.timer import seconds  # here, so that `import lockstep` does not load it
+
+            rest.append(callbacks.Timer(duration=timedelta(seconds=seconds(self.max_time, "max_time"))))
         if self.profiler is not None:
             rest.append(callbacks.Profiler(self.profiler))
         summary = self.enable_progress_bar if self.enable_model_summary is None else self.enable_model_summary

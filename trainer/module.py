@@ -223,6 +223,8 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
 
     def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
         """`log` for each entry of a dict or MetricCollection."""
+        if not hasattr(values, "items"):
+            raise TypeError(f"self.log_dict takes a dict of values by name, but got {type(values).__name__}")
         for name, value in values.items():
             self.log(name, value, **options)
 
@@ -369,7 +371,7 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
 
         `checkpoint_path` is a checkpoint folder, or a file in Lightning's layout: its path, or the open file. Such a
         file is read without running what it may hold; `weights_only=False` unpickles it, for files that you trust.
-        `overrides` replace or complete the saved hyperparameters. `map_location` is a device. Raises
+        `overrides` replace or complete the saved hyperparameters. `map_location` is what torch.load takes. Raises
         CheckpointError for a folder that is not a valid checkpoint, TypeError where `__init__` needs more.
         """
         from lockstep.trainer.checkpoint.snapshot import load_module  # here, as module.py is what snapshot.py builds on

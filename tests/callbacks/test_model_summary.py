@@ -89,8 +89,9 @@ def test_depth_and_dtype() -> None:
     ]
     assert "10.2 KiB in parameters" in summarize(net, max_depth=0)
     assert "|" not in summarize(net, max_depth=0)
-    with pytest.raises(ValueError, match="max_depth must be"):
-        ModelSummary(max_depth=-2)
+    for wrong in (-2, "all"):
+        with pytest.raises(ValueError, match=f"max_depth must be .*, but it is {wrong!r}"):
+            ModelSummary(max_depth=wrong)  # type: ignore[arg-type]
 
 
 def test_models_without_data_or_shapes() -> None:

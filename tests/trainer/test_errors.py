@@ -120,7 +120,8 @@ TRAINER: dict[str, tuple[dict[str, Any], str]] = {
         {"callbacks": [EarlyStopping("a"), EarlyStopping("a")]},
         "two callbacks have the same state_key 'EarlyStopping\\[monitor=a, mode=min\\]'",
     ),
-    "max_time": ({"max_time": "ten minutes"}, "max_time|duration"),
+    "max_time": ({"max_time": "ten minutes"}, "max_time must read DD:HH:MM:SS, .* but it is 'ten minutes'"),
+    "flag as a number": ({"benchmark": 2}, "benchmark must be True or False, but benchmark=2"),
 }
 
 

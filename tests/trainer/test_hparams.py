@@ -93,7 +93,8 @@ def test_load_from_checkpoint_rebuilds_what_was_saved(tmp_path: Path) -> None:
     assert loaded.hparams == {"width": 7, "lr": 0.2, "extra": [1, 2], "depth": 3} and equal(
         weights(loaded), weights(model)
     )
-    assert Derived.load_from_checkpoint(path, depth=9, loss=None, map_location="cpu").depth == 9
+    for place in ("cpu", {"cuda:0": "cpu"}, lambda storage, location: storage):
+        assert Derived.load_from_checkpoint(path, depth=9, loss=None, map_location=place).depth == 9
     with pytest.raises(CheckpointError, match="shape"):
         Derived.load_from_checkpoint(path, width=6)
 

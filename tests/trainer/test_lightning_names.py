@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import lockstep.callbacks
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
 from lockstep.strategies import build
@@ -67,6 +68,14 @@ def test_arguments_are_attributes_that_cannot_be_set() -> None:
     trainer.max_epochs = 3
     with pytest.raises(AttributeError, match="Trainer has no attribute 'globl_step'; did you mean 'global_step'"):
         _ = trainer.globl_step
+
+
+def test_a_mistyped_name_of_a_package_names_the_nearest() -> None:
+    with pytest.raises(
+        AttributeError, match="'lockstep.callbacks' has no attribute 'EarlyStoping'; did you mean 'EarlyStopping'"
+    ):
+        _ = lockstep.callbacks.EarlyStoping
+    assert not hasattr(lockstep, "__wrapped__") and not hasattr(lockstep, "quantum")
 
 
 class Own(Trainer):

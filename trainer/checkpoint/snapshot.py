@@ -280,7 +280,7 @@ def load_module(
         module.on_load_checkpoint(found.content)
         with refused(found.source):
             module.load_state_dict(found.values, strict=strict)
-        return module if map_location is None else module.to(map_location)
+        return module.to(_device(map_location))
     checkpoint = Checkpoint.open(os.path.expanduser(path))
     hparams = unpack(checkpoint.state.get("hyperparameters", {}), checkpoint.read)
     name = checkpoint.state.get("hyperparameters_name")
@@ -294,7 +294,14 @@ def load_module(
     with refused(path):
         frozen.check_module(checkpoint, module)
         restore_model(module, checkpoint, strict)
-    return module if map_location is None else module.to(map_location)
+    return module.to(_device(map_location))
+
+
+def _device(map_location: Any) -> Any:
+    """The device that `map_location` means; what has been read is on the CPU."""
+    if callable(map_location):
+        return map_location(torch.UntypedStorage(0), "cpu").device
+    return map_location.get("cpu") if isinstance(map_location, Mapping) else map_location
 
 
 def _arguments(hparams: dict[str, Any], name: str | None, unsaved: list[str]) -> tuple[dict[str, Any], list[str]]:

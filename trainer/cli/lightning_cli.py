@@ -71,8 +71,12 @@ class LightningCLI:
         }
         self._refuse(options)
         self._seed, self._optimizes = seed_everything_default, auto_configure_optimizers
+        words: Any = sys.argv[1:] if args is None else args
+        if args is None and not {"-h", "--help"}.isdisjoint(words):
+            safe_print(self._help(run))
+            raise SystemExit(0)
         try:
-            self._set_up(sys.argv[1:] if args is None else args, run)
+            self._set_up(words, run)
         except ConfigError as error:
             if args is not None:
                 raise
@@ -99,6 +103,22 @@ class LightningCLI:
 
     # ---- reading -----------------------------------------------------------------------------------------
 
+    def _help(self, run: bool) -> str:
+        """A page that lists what may be given for model and data."""
+        name = Path(sys.argv[0]).name
+        lines = [
+            f"usage: {name} {'|'.join(SUBCOMMANDS) + ' ' if run else ''}[--config FILE] [--section.argument=value]"
+        ]
+        lines += ["", f"sections: {', '.join(_SECTIONS)}", "--print_config prints the config and ends", ""]
+        for section, (target, base, by_name) in self._classes.items():
+            if by_name:
+                lines.append(f"  --{section}=package.file.Class")
+                continue
+            for argument, (parameter, _) in arguments_of(target, base)[0].items():
+                default = "" if parameter.default is parameter.empty else repr(parameter.default)
+                lines.append(f"  --{section}.{argument}={default}")
+        return "\n".join([*lines, "  --trainer.…: the arguments that `lockstep fit --help` lists"])
+
     def _refuse(self, options: dict[str, Any]) -> None:
         for name, value in options.items():
             if name not in _ACCEPTED or (_ACCEPTED[name] is not ... and value != _ACCEPTED[name]):
@@ -118,7 +138,8 @@ class LightningCLI:
         self.subcommand, words = None, args
         if run:
             self.subcommand, words = _subcommand(args)
-        resolved = _resolve(words)
+        prints = not isinstance(words, Mapping) and "--print_config" in words
+        resolved = _resolve([word for word in words if word != "--print_config"] if prints else words)
         values = resolved.values
         seed = values.get("seed_everything", self._seed)
         calls = {name: self._call(resolved, name) for name in self._classes}
@@ -128,6 +149,9 @@ class LightningCLI:
             for name, base in (("optimizer", Optimizer), ("lr_scheduler", LRScheduler))
             if values.get(name)
         }
+        if prints:
+            safe_print(resolved.text, end="")
+            raise SystemExit(0)
         given: dict[str, Any] = {**values, "seed_everything": seed}
         for name in self._classes:
             if (call := calls[name]) is not None:
@@ -172,7 +196,12 @@ class LightningCLI:
         always = _as_list(defaults.pop("callbacks", None))
         given = {name: make(value) for name, value in call.arguments.items()}
         callbacks: list[Callback] = [*_as_list(given.pop("callbacks", None)), *always]
-        return call.target(**(defaults | given), callbacks=callbacks)
+        try:
+            return call.target(**(defaults | given), callbacks=callbacks)
+        except (TypeError, ValueError) as error:
+            if call.target.__init__ is not Trainer.__init__:  # the mistake may be the subclass's
+                raise
+            raise ConfigError(f"trainer: {error}") from error
 
     def _run(self, subcommand: str) -> None:
         for name in (f"before_{subcommand}", subcommand, f"after_{subcommand}"):

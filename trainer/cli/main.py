@@ -68,6 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         safe_print(f"lockstep: error: {error}", file=sys.stderr)
         return 2
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and run is None:  # the reader of a page has gone, as with `| head`
+            safe_print()
+            return 0
         if not _is_framework_error(error):
             traceback.print_exception(error)
             return 1

@@ -36,14 +36,15 @@ _MEASURED = {
     "profiler": None,
 }
 """What `barebones` allows: that which has no part in the time of a step."""
-_WHOLE = (
-    "limit_train_batches",
-    "limit_val_batches",
-    "limit_test_batches",
-    "limit_predict_batches",
-    "val_check_interval",
-)
-"""Arguments that are 1.0 where they limit nothing, for code that computes with them."""
+_DEFAULTS = {
+    "limit_train_batches": 1.0,
+    "limit_val_batches": 1.0,
+    "limit_test_batches": 1.0,
+    "limit_predict_batches": 1.0,
+    "val_check_interval": 1.0,
+    "min_epochs": 0,
+}
+"""What arguments are where they limit nothing, for code that computes with them."""
 _DDP = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
 
 
@@ -69,8 +70,8 @@ class Trainer(_Trainer):
 
     @property
     def max_steps(self) -> int | None:
-        """Optimizer steps; -1 for no limit."""
-        return -1 if super().max_steps is None else super().max_steps
+        """Optimizer steps; -1 for no limit, and the batches of `fast_dev_run`."""
+        return int(self.arguments.fast_dev_run) or -1 if super().max_steps is None else super().max_steps
 
     @max_steps.setter
     def max_steps(self, value: int | None) -> None:
@@ -95,7 +96,9 @@ class Trainer(_Trainer):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        return 1.0 if value is None and name in _WHOLE else value
+        if name in ("limit_train_batches", "limit_val_batches") and self.arguments.overfit_batches:
+            return self.arguments.overfit_batches
+        return _DEFAULTS[name] if value is None and name in _DEFAULTS else value
 
     def fit(self, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> None:
         """As `lockstep.Trainer.fit`; `weights_only` changes nothing, as no checkpoint is unpickled."""

@@ -139,7 +139,9 @@ def choose(run: RunState, ckpt_path: str | None, skipped: Container[Any] = ()) -
             store.clean(folder / "checkpoints")
         return {
             "log_dir": str(folder) if folder else None,
-            "loggers": [str(root / folder.name) for root, _ in places] if folder else [],
+            "loggers": [str(root / (folder.name if own is None else _version(own))) for root, own in places]
+            if folder
+            else [],
             "checkpoint": None if checkpoint is None else str(checkpoint),
         }
     except CheckpointError as error:

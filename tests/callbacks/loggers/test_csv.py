@@ -122,6 +122,13 @@ def test_a_logger_of_the_users_own_may_have_a_root_dir(tmp_path: Path) -> None:
     assert (tmp_path / "steps.txt").read_text() == "2"
 
 
+def test_each_logger_writes_into_its_own_version(tmp_path: Path) -> None:
+    loggers = [CSVLogger(name="a", version=3), CSVLogger(name="b", version="mine"), CSVLogger(name="c")]
+    quiet(logger=loggers, log_every_n_steps=1, default_root_dir=tmp_path).fit(net(), loader(16))
+    found = {path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("metrics.csv")}
+    assert found == {"a/version_3", "b/mine", "c/version_3"}
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_subclass_may_define_where_it_writes(devices: int, tmp_path: Path) -> None:

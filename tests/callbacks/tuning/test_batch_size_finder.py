@@ -52,7 +52,7 @@ def test_the_largest_size_that_fits_is_set_and_the_run_is_that_run(options: dict
 @pytest.mark.ranks
 def test_ranks_agree() -> None:
     callback = BatchSizeFinder(mode="binsearch")
-    find(callback, strategy="ddp", devices=2)
+    find(callback, strategy="ddp", devices=4)
     assert callback.result == 21
 
 

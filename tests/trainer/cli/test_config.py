@@ -339,6 +339,11 @@ def test_nothing_is_built_where_anything_is_wrong(monkeypatch: pytest.MonkeyPatc
             "trainer.callbacks.0.class (command line): shop.Net is not a subclass of Callback, which is required here",
         ),
         (
+            "callbacks=[{class_path: LRWarmup}]",
+            "trainer.callbacks.0.class_path (command line): is LightningCLI's; write class, with the arguments "
+            "beside it",
+        ),
+        (
             "strategy.class=Strategy",
             "trainer.strategy.class (command line): Strategy is abstract; name a subclass of it",
         ),

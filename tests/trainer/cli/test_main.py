@@ -306,6 +306,14 @@ def test_a_page_of_help_imports_no_torch() -> None:
         assert int(modules) < 200, "modules, of which Python itself has some 60"
 
 
+@pytest.mark.ranks
+def test_a_reader_of_help_that_goes_leaves_exit_code_0() -> None:
+    command = f"{sys.executable} -m lockstep fit --help | head -1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100)
+    assert (result.returncode, result.stderr) == (0, ""), result.stderr
+    assert result.stdout.startswith("usage: lockstep fit")
+
+
 def test_the_help_of_fit_lists_every_argument_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["fit", "--help"])

@@ -735,9 +735,156 @@ def lists_and_warmup(pl: Any) -> Project:
     return Project(Lists(), {"train_dataloaders": loader(), "val_dataloaders": loader(8)})
 
 
+def wgan_with_penalty(pl: Any) -> Project:
+    class WGAN(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.automatic_optimization = False
+            self.generator, self.critic = net(2, 6, 4), net(4, 6, 1, seed=1)
+
+        def penalty(self, real: Tensor, fake: Tensor) -> Tensor:
+            between = (0.3 * real + 0.7 * fake).requires_grad_(True)
+            (gradient,) = torch.autograd.grad(self.critic(between).sum(), between, create_graph=True)
+            return ((gradient.norm(2, dim=1) - 1) ** 2).mean()
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer_g, optimizer_c = self.optimizers(use_pl_optimizer=True)
+            real, z = batch[0], noise(batch_idx, len(batch[0]), 2)
+            fake = self.generator(z).detach()
+            loss_c = self.critic(fake).mean() - self.critic(real).mean() + self.penalty(real, fake)
+            optimizer_c.zero_grad()
+            self.manual_backward(loss_c)
+            optimizer_c.step()
+            if batch_idx % 3 == 0:
+                loss_g = -self.critic(self.generator(z)).mean()
+                optimizer_g.zero_grad(set_to_none=True)
+                self.manual_backward(loss_g)
+                optimizer_g.step()
+            for parameter in self.critic.parameters():
+                parameter.data.clamp_(-0.5, 0.5)
+            self.log("critic", loss_c, prog_bar=True)
+
+        def on_train_epoch_end(self) -> None:
+            for scheduler in self.lr_schedulers():
+                scheduler.step()
+
+        def configure_optimizers(self) -> Any:
+            optimizers = [torch.optim.RMSprop(part.parameters(), 0.01) for part in (self.generator, self.critic)]
+            return optimizers, [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in optimizers]
+
+    return Project(WGAN(), {"train_dataloaders": loader()})
+
+
+def sharpness_aware(pl: Any) -> Project:
+    class SAM(classifier(pl)):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer, moves = self.optimizers(), []
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
+            with torch.no_grad():
+                norm = torch.stack([parameter.grad.norm() for parameter in self.parameters()]).norm()
+                for parameter in self.parameters():
+                    moves.append(parameter.grad * 0.05 / (norm + 1e-12))
+                    parameter.add_(moves[-1])
+            optimizer.zero_grad()
+            loss = F.cross_entropy(self(batch[0]), batch[1])
+            self.manual_backward(loss)
+            with torch.no_grad():
+                for parameter, move in zip(self.parameters(), moves, strict=True):
+                    parameter.sub_(move)
+            optimizer.step()
+            self.log("loss", loss)
+
+    return Project(SAM(), {"train_dataloaders": loader()})
+
+
+def momentum_contrast(pl: Any) -> Project:
+    class MoCo(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = net(4, 4)
+            self.key = copy.deepcopy(self.query).requires_grad_(False)
+            self.register_buffer("queue", F.normalize(noise(1, 16, 4), dim=1))
+            self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            query = F.normalize(self.query(batch[0]), dim=1)
+            with torch.no_grad():
+                for slow, fast in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                    slow.data = slow.data * 0.9 + fast.data * 0.1
+                key = F.normalize(self.key(batch[0] * 1.1), dim=1)
+            logits = torch.cat([(query * key).sum(1, keepdim=True), query @ self.queue.clone().T], 1) / 0.5
+            place = int(self.place)
+            self.queue[place : place + len(key)] = key
+            self.place[0] = (place + len(key)) % 16
+            return F.cross_entropy(logits, torch.zeros(len(query), dtype=torch.long))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.query.parameters(), 0.1, momentum=0.9)
+
+    return Project(MoCo(), {"train_dataloaders": loader()})
+
+
+def averages_of_a_callback(pl: Any) -> Project:
+    class EMA(pl.Callback):
+        """Swaps its averages in for validation, as many projects have one."""
+
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            self.averages = {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+            for name, value in module.state_dict().items():
+                self.averages[name].mul_(0.9).add_(value, alpha=0.1)
+
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            self.own = {name: value.detach().clone() for name, value in module.state_dict().items()}
+            module.load_state_dict(self.averages)
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            module.load_state_dict(self.own)
+
+    return Project(
+        classifier(pl)(), {"train_dataloaders": loader(), "val_dataloaders": loader(8)}, {"callbacks": [EMA()]}
+    )
+
+
+def learned_weights_of_losses(pl: Any) -> Project:
+    class Tasks(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.heads = net(4, 8), nn.ModuleDict({"a": net(8, 3, seed=1), "b": net(8, 1, seed=2)})
+            self.variances = nn.Parameter(torch.zeros(2))
+            self.norms: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            hidden = self.body(batch[0]).relu()
+            first = F.cross_entropy(self.heads["a"](hidden), batch[1])
+            second = F.mse_loss(self.heads["b"](hidden).squeeze(1), batch[1].float())
+            self.log_dict({"a": first, "b": second}, prog_bar=True, on_epoch=True)
+            return (torch.exp(-self.variances) * torch.stack([first, second])).sum() + self.variances.sum()
+
+        def on_after_backward(self) -> None:
+            self.norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in self.parameters()])))
+            self.variances.grad.clamp_(-0.1, 0.1)
+
+        def configure_optimizers(self) -> Any:
+            groups = [{"params": self.body.parameters()}, {"params": self.heads.parameters(), "lr": 0.05}]
+            groups.append({"params": [self.variances], "lr": 0.01, "momentum": 0.9})
+            return torch.optim.SGD(groups, lr=0.02)
+
+    module = Tasks()
+    return Project(module, {"train_dataloaders": loader()}, seen=lambda: module.norms)
+
+
 ALL = [
     plain, gan, dqn, byol, ddpm, vqvae, two_validation_loaders, unfreezing, backbone, plateau, nested_metrics,
     star_arguments, trainer_subclass, schedule_in_a_callback, delegated_loaders, tbptt, maml, ppo, partials,
     accumulation, early_stop, writer, lambda_callback, toggled, several_training_loaders,
     simclr, a_callback_that_collects, stopped_by_a_callback, datasets, own_logger, closure_by_hand, lists_and_warmup,
+    wgan_with_penalty, sharpness_aware, momentum_contrast, averages_of_a_callback, learned_weights_of_losses,
 ]  # fmt: skip

@@ -52,6 +52,8 @@ def test_attributes_have_the_values_of_lightning(tmp_path: Path, monkeypatch: py
     assert made.num_sanity_val_steps == float("inf")
     assert (made.limit_train_batches, made.limit_predict_batches, made.val_check_interval) == (1.0, 1.0, 1.0)
     assert (trainer(limit_val_batches=3).limit_val_batches, made.gradient_clip_val) == (3, None)
+    assert (made.min_epochs, trainer(min_epochs=1).min_epochs, trainer(fast_dev_run=3).max_steps) == (0, 1, 3)
+    assert trainer(overfit_batches=2).limit_val_batches == 2
     made.max_steps = -1
     assert made.max_steps == -1 and made._run.max_steps is None
     monkeypatch.setenv("PL_TRAINER_MAX_EPOCHS", "7")

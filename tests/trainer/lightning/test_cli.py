@@ -90,12 +90,34 @@ def test_subcommands_and_classes_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
         (["--optimizer=Sgd"], r"optimizer.class \(command line\): torch.optim has no class 'Sgd'; did you mean 'SGD'"),
         (["fit"], "'fit' .*words are --config FILE and --section.argument=value"),
         (["--config=none.yaml"], "cannot read config file 'none.yaml'"),
+        (["--trainer.max_epoch=1"], "trainer: Trainer has no argument 'max_epoch'; did you mean 'max_epochs'"),
+        (["--trainer.strategy=DDP"], "trainer: strategy must be one of .*; did you mean 'ddp'"),
         (["--data=nowhere.Data"], r"data.*: must be the arguments of Data, but it is"),
     ],
 )
 def test_what_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         LightningCLI(Net, Data, run=False, args=words)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (
+            ["--help"],
+            ["usage: main.py fit|validate|test|predict [--config FILE]", "  --model.width=16", "--data.batch_size=8"],
+        ),
+        (["fit", "--model.width=3", "--print_config"], ["model:", "  width: 3"]),
+    ],
+)
+def test_pages_are_printed_and_nothing_is_run(
+    words: list[str], shown: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["main.py", *words])
+    with pytest.raises(SystemExit) as caught:
+        LightningCLI(Net, Data)
+    printed = capsys.readouterr().out
+    assert caught.value.code == 0 and all(line in printed for line in shown), printed
 
 
 def test_what_is_refused_of_its_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

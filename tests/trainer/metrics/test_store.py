@@ -207,6 +207,8 @@ def test_what_nobody_would_see_is_refused(moment: str) -> None:
     quiet().fit(model, loader(8))
     with pytest.raises(RuntimeError, match="self.log\\('x'\\) came after"):
         model.log("x", 1.0)
+    with pytest.raises(TypeError, match="self.log_dict takes a dict of values by name, but got list"):
+        model.log_dict([("x", 1.0)])  # type: ignore[arg-type]
 
 
 @pytest.mark.ranks

@@ -79,6 +79,8 @@ def check_class(
     """Find the class that `given` names, a subclass of `base`, and check its arguments."""
     given = {"class": given} if isinstance(given, str) else given
     if "class" not in given:
+        if "class_path" in given:
+            raise resolved.error((*key, "class_path"), "is LightningCLI's; write class, with the arguments beside it")
         raise resolved.error((*key, "class"), f"missing; name a subclass of {base.__name__} by its import path")
     target = _import(resolved, (*key, "class"), given["class"], base)
     arguments, open_ended = arguments_of(target, base)

@@ -1,0 +1,131 @@
+"""What is logged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.trainer.lightning.differences.probe import QUIET, differs, fit, part, rows, seen
+from tests.trainer.lightning.projects import classifier, loader
+
+
+@differs("the step of loggers", ["0", "1", "2"], ["1", "2", "3"])
+def _(pl: Any, folder: Path) -> Any:
+    fit(pl, classifier(pl)(), loader(12), logger=part(pl, "loggers").CSVLogger(folder))
+    return sorted({row["step"] for row in rows(folder) if row["train_loss_step"]})
+
+
+@differs("values of steps", 1, 2)
+def _(pl: Any, folder: Path) -> Any:
+    fit(pl, classifier(pl)(), loader(12), logger=part(pl, "loggers").CSVLogger(folder), log_every_n_steps=2)
+    return len([row for row in rows(folder) if row["train_loss_step"]])
+
+
+@differs("`on_step=True` in evaluation", [True, 2], [False, 0])
+def _(pl: Any, folder: Path) -> Any:
+    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log("x", float(batch_idx), on_step=True, on_epoch=True)
+
+    trainer = fit(
+        pl,
+        classifier(pl, validation_step=validation_step)(),
+        val=loader(8),
+        logger=part(pl, "loggers").CSVLogger(folder),
+    )
+    del trainer
+    steps = [row for row in rows(folder) if row.get("x_step")]
+    return [bool(steps), len(steps)]
+
+
+@differs("what `validate` and `test` return", [{}], [{"x": 0.5}])
+def _(pl: Any, folder: Path) -> Any:
+    def test_step(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log("x", float(batch_idx), on_step=True, on_epoch=False)
+
+    return pl.Trainer(**QUIET).test(classifier(pl, test_step=test_step)(), loader(8), verbose=False)
+
+
+@differs("values in `callback_metrics` and `logged_metrics`", "torch.float32", "torch.float64")
+def _(pl: Any, folder: Path) -> Any:
+    return str(fit(pl, classifier(pl)()).callback_metrics["train_loss"].dtype)
+
+
+@differs("`self.log` without a Trainer", None, "RuntimeError")
+def _(pl: Any, folder: Path) -> Any:
+    return seen(lambda: classifier(pl)().log("x", 1.0))
+
+
+@differs("`self.log` twice in a step with other options", "MisconfigurationException", ["x", "x_epoch", "x_step"])
+def _(pl: Any, folder: Path) -> Any:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        self.log("x", 1.0, on_step=True, on_epoch=True)
+        self.log("x", 2.0, on_step=False, on_epoch=True)
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    return seen(lambda: sorted(fit(pl, classifier(pl, training_step=training_step)()).callback_metrics))
+
+
+@differs("hyperparameters of the same name in module and DataModule", "RuntimeError", {"lr": 0.1, "data.lr": 7})
+def _(pl: Any, folder: Path) -> Any:
+    class Data(pl.LightningDataModule):
+        def __init__(self, lr: float = 7) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self) -> Any:
+            return loader(8)
+
+    logger = part(pl, "loggers").CSVLogger(folder)
+
+    def run() -> Any:
+        pl.Trainer(**QUIET | {"logger": logger}).fit(classifier(pl)(), Data())
+        import yaml
+
+        (found,) = folder.rglob("hparams.yaml")
+        return yaml.safe_load(found.read_text())
+
+    return seen(run)
+
+
+@differs("what `self.log` shows at a step", [[1.0], [0.0, 0.0, 2.0, 2.0]], [[0.5, 2.0], [0.0, 2.0]])
+def _(pl: Any, folder: Path) -> Any:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        self.log("x", float(batch_idx), on_step=True, on_epoch=False)
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def sometimes(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        return training_step(self, batch, batch_idx) if batch_idx % 2 == 0 else self(batch[0]).sum()
+
+    found = []
+    for every, step, samples in ((2, training_step, 12), (1, sometimes, 16)):
+        logger = part(pl, "loggers").CSVLogger(folder / str(every))
+        fit(pl, classifier(pl, training_step=step)(), loader(samples), logger=logger, log_every_n_steps=every)
+        found.append([float(row["x"]) for row in rows(folder / str(every)) if row["x"]])
+    return found
+
+
+@differs("what `on_train_batch_end` logs", ["0", "1"], ["2", "2"])
+def _(pl: Any, folder: Path) -> Any:
+    def on_train_batch_end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("x", float(batch_idx), on_step=True, on_epoch=False)
+
+    logger = part(pl, "loggers").CSVLogger(folder)
+    fit(pl, classifier(pl, on_train_batch_end=on_train_batch_end)(), logger=logger)
+    return [row["step"] for row in rows(folder) if row.get("x")]
+
+
+@differs("a metric that is logged in the steps of one loader and updated in those of others", 0.5, 0.25)
+def _(pl: Any, folder: Path) -> Any:
+    from torchmetrics import MeanMetric
+
+    def validation_step(self: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        self.mean.update(0.5 - 0.5 * dataloader_idx)
+        if dataloader_idx == 0:
+            self.log("x", self.mean, add_dataloader_idx=False)
+
+    module = classifier(pl, validation_step=validation_step)()
+    module.mean = MeanMetric()
+    return float(fit(pl, module, val=[loader(4), loader(4)]).callback_metrics["x"])

@@ -1,0 +1,105 @@
+"""Callbacks, seeds and strategies."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from tests.trainer.lightning.differences.probe import QUIET, differs, fit, part, seen
+from tests.trainer.lightning.projects import classifier, loader
+
+
+@differs("`kth_best_model_path` with `save_top_k=-1`", True, False)
+def _(pl: Any, folder: Path) -> Any:
+    save = part(pl, "callbacks").ModelCheckpoint(folder, monitor="val_loss", save_top_k=-1)
+    fit(pl, classifier(pl)(), val=loader(4), callbacks=[save], enable_checkpointing=True, default_root_dir=folder)
+    return bool(save.kth_best_model_path)
+
+
+@dataclasses.dataclass
+class Setting:
+    rate: float = 0.1
+
+
+@differs("a `torch.dtype`, a dataclass or another object among hyperparameters", Setting(), "TypeError")
+def _(pl: Any, folder: Path) -> Any:
+    class Set(classifier(pl)):  # type: ignore[misc]
+        def __init__(self, setting: Setting) -> None:
+            super().__init__()
+            self.save_hyperparameters("setting")
+
+    fit(pl, Set(Setting())).save_checkpoint(folder / "x.ckpt")
+    return seen(lambda: Set.load_from_checkpoint(folder / "x.ckpt", weights_only=False).hparams.setting)
+
+
+@differs("seed", [None, "3"], [None, None])
+def _(pl: Any, folder: Path) -> Any:
+    before = os.environ.pop("PL_GLOBAL_SEED", None)
+    pl.seed_everything(3)
+    after = os.environ.pop("PL_GLOBAL_SEED", None)
+    os.environ.pop("PL_SEED_WORKERS", None)
+    return [before and None, after]
+
+
+@differs("random streams in validation", False, True)
+def _(pl: Any, folder: Path) -> Any:
+    found: list[float] = []
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        found.append(torch.rand(()).item())
+        return self(batch[0]).sum()
+
+    module = classifier(pl, training_step=training_step, validation_step=lambda self, *_: torch.rand(3))
+    for val in (None, loader(4)):
+        pl.seed_everything(3)
+        os.environ.pop("PL_GLOBAL_SEED", None)
+        os.environ.pop("PL_SEED_WORKERS", None)
+        fit(pl, module(), loader(4), val, max_epochs=2)
+    return found[:2] == found[2:]
+
+
+@differs("`trainer.train_dataloader`", True, False)
+def _(pl: Any, folder: Path) -> Any:
+    found: list[Any] = []
+    given = loader(8)
+    module = classifier(pl, on_train_start=lambda self: found.append(self.trainer.train_dataloader))
+    fit(pl, module(), given)
+    assert pl.__name__.split(".")[0] == "lightning" or found[0].loader is given
+    return found[0] is given
+
+
+@differs("`profiler`", [None, "MisconfigurationException"], ["ValueError", None])
+def _(pl: Any, folder: Path) -> Any:
+    return [seen(lambda word=word: pl.Trainer(**QUIET, profiler=word) and None) for word in ("advanced", "torch")]
+
+
+@differs("asynchronous saves", "AsyncCheckpointIO", "ImportError")
+def _(pl: Any, folder: Path) -> Any:
+    return seen(lambda: part(pl, "plugins.io").AsyncCheckpointIO.__name__)
+
+
+@differs("options of a strategy", "DDPStrategy", "DDP")
+def _(pl: Any, folder: Path) -> Any:
+    return type(part(pl, "strategies").DDPStrategy(find_unused_parameters=True)).__name__
+
+
+@differs("your own handler of SIGTERM", [["called"], "SIGTERMException"], [[], "SystemExit"])
+def _(pl: Any, folder: Path) -> Any:
+    called: list[str] = []
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    before = signal.signal(signal.SIGTERM, lambda *_: called.append("called"))
+    try:
+        error = seen(lambda: bool(fit(pl, classifier(pl, training_step=training_step)(), default_root_dir=folder)))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return [called, error]
