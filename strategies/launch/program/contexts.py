@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -30,11 +31,17 @@ def refuse_contexts(where: str) -> None:
 
 
 def refuse_hooks_on_all() -> None:
-    """Raise ValueError for hooks on all modules, which strategies' own modules around the user's would call too."""
+    """Raise ValueError for hooks on all modules or optimizers, which those that strategies add would call too."""
     for kind in ("forward", "forward_pre", "backward", "backward_pre"):
         if vars(modules)[f"_global_{kind}_hooks"]:
             name = "full_backward" if kind == "backward" else kind.replace("backward", "full_backward")
             raise ValueError(
                 f"a hook on all modules (register_module_{name}_hook) would be called for those that strategies add "
                 "too; register it on modules of your own"
+            )
+    for when in ("pre", "post"):
+        if vars(optimizers)[f"_global_optimizer_{when}_hooks"]:
+            raise ValueError(
+                f"a hook on all optimizers (register_optimizer_step_{when}_hook of torch.optim.optimizer) would not be "
+                "called on ranks as on one process; register it on the optimizers of configure_optimizers"
             )

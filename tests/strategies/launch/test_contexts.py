@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from lockstep.strategies.launch.launcher import launch
@@ -40,10 +42,18 @@ def test_a_context_around_the_run_is_refused(name: str) -> None:
     assert equal(before, weights(module))
 
 
-def test_hooks_on_all_modules_are_refused_before_ranks_start() -> None:
-    handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
+@pytest.mark.parametrize(
+    ("register", "sentence"),
+    [
+        (nn.modules.module.register_module_forward_hook, r"register_module_forward_hook\) would be called for those"),
+        (nn.modules.module.register_module_full_backward_hook, r"register_module_full_backward_hook\) would be"),
+        (register_optimizer_step_post_hook, r"register_optimizer_step_post_hook of torch.optim"),
+    ],
+)
+def test_hooks_on_all_are_refused_before_ranks_start(register: Callable[..., Any], sentence: str) -> None:
+    handle = register(lambda *args: None)
     try:
-        with pytest.raises(ValueError, match=r"register_module_forward_hook\) would be called for those that strat"):
+        with pytest.raises(ValueError, match=sentence):
             launch(print, (), 2)
     finally:
         handle.remove()
