@@ -37,6 +37,11 @@ RUNS = {
     "LocalSGD(period=8)": ["strategy=local_sgd"],
     "LocalSGD(period=8, start=220)": ["strategy=local_sgd", "strategy.start=220"],
     "LocalSGD(period=1, start=220, compress='topk=0.01')": [*RESET, "strategy.period=1", "strategy.compress=topk=0.01"],
+    "LocalSGD(period=1, start=220, compress='powersgd=4')": [
+        *RESET,
+        "strategy.period=1",
+        "strategy.compress=powersgd=4",
+    ],
     "LocalSGD(period=4, start=220, compress='topk=0.04')": [*RESET, "strategy.period=4", "strategy.compress=topk=0.04"],
     "DiLoCo(period=50)": ["strategy=diloco", "strategy.period=50"],
     "DiLoCo(period=50, start=220)": ["strategy=diloco", "strategy.period=50", "strategy.start=220"],

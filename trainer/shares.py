@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.modules.model_changes import shortened
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.metrics.gathering import gather_values
 from lockstep.trainer.metrics.sync import refuse_windows, uncached
 from lockstep.trainer.seeding import derive
+from lockstep.trainer.setup.user_state import UserState
 
 if TYPE_CHECKING:
     from lockstep.trainer.checkpoint.store import Checkpoint
@@ -33,6 +35,8 @@ class Shares:
 
     def __init__(self, run: RunState, module: Module) -> None:
         self._run, self._module = run, module
+        self.state = UserState(run, module)
+        self._keeps_state = False
         self.place: tuple[str | int, ...] = ("outside",)
         """Names what is computed now: all random streams are functions of the run's seed and this."""
         self._share: int | None = None
@@ -71,6 +75,9 @@ class Shares:
                     buffer.put_back()
             self._share, self._number = share, 0
             self._switch_metrics(share)
+            self._keeps_state = len(self.own) > 1 and not self._run.evaluating and not self.state.is_open
+            if self._keeps_state:
+                self.state.begin(share)
         self._seed(*place, share, self._number)
 
     def ran(self) -> None:
@@ -130,13 +137,13 @@ class Shares:
     def _end_share(self) -> None:
         if self._run.evaluating:
             return
-        changed = [key for key, value in self._now().items() if not _same(self._values.get(key), value)]
-        if changed:
-            names = {module: name for name, module in self._module.named_modules()}
-            shown = ", ".join(sorted(f"{names[module]}.{name}".lstrip(".") for module, name in changed)[:5])
+        wrong = [key for key, value in self._now().items() if not _same(self._values.get(key), value)]
+        names = {module: name for name, module in self._module.named_modules()}
+        remembered = self.state.end() if self._keeps_state else []
+        if found := sorted(f"{names[module]}.{name}".lstrip(".") for module, name in wrong) or remembered:
             raise RuntimeError(
-                f"training_step changed {shown} of the model, which with virtual_ranks would depend on how many shares "
-                "a rank runs; use a registered buffer (those of share 0 hold), trainer.global_step or self.log"
+                f"training_step changed {shortened(found)}, which would depend on how many shares or learners a rank "
+                "runs; use a registered buffer (those of share 0 hold), trainer.global_step or self.log"
             )
         rates = self._rates_now()
         if self._rates_left is not None and rates != self._rates_left:

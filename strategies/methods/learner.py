@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lockstep.strategies.sync.contents import checksum
 
 Numbers = dict[tuple[str, int, str], Any]
 """By optimizer, group and key what an optimizer's own steps leave in `param_groups`."""
@@ -29,6 +31,8 @@ class Learner:
         """Those of its last step, until they are cleared."""
         self.state: dict[str, dict[Any, Any]] = {}
         """By optimizer its `state`."""
+        self.marks: Marks | None = None
+        """Of `state`, as the learner's last turn has left it."""
         self.numbers: Numbers = {}
         self.counted = 0.0
         """What its losses have counted since learners were last together."""
@@ -46,6 +50,45 @@ class Learner:
             key: {p: copy.deepcopy(entry) for p, entry in optimizer.state.items()}
             for key, optimizer in optimizers.items()
         }
+
+    def keep_state(self, optimizers: Mapping[str, Optimizer]) -> None:
+        """Take over the state that the optimizers have after this learner's turn."""
+        self.state = {key: dict(optimizer.state) for key, optimizer in optimizers.items()}
+        self.marks = Marks.of(self.state)
+
+
+class Marks(NamedTuple):
+    """What tells whether the state of optimizers was changed."""
+
+    entries: dict[tuple[str, Any], dict[str, Any]]
+    """By optimizer and parameter."""
+    bits: bool
+    """Whether what tensors hold was read: writes through numpy leave no other trace."""
+
+    @classmethod
+    def of(cls, states: Mapping[str, Mapping[Any, Any]], bits: bool = False) -> Marks:
+        return cls(
+            {
+                (key, p): {name: _mark(value, bits) for name, value in entry.items()}
+                for key, state in states.items()
+                for p, entry in state.items()
+            },
+            bits,
+        )
+
+    def changed(self, optimizers: Mapping[str, Optimizer]) -> list[str]:
+        """The optimizers whose state has other marks now."""
+        now = Marks.of({key: optimizer.state for key, optimizer in optimizers.items()}, self.bits).entries
+        differing = {
+            place[0] for place in self.entries.keys() | now.keys() if self.entries.get(place) != now.get(place)
+        }
+        return sorted(f"state of optimizer {key!r}" for key in differing)
+
+
+def _mark(value: Any, bits: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value if isinstance(value, (int, float, str, type(None))) else id(value)
+    return id(value), value._version, checksum(value) if bits and value.is_cpu and type(value) is Tensor else 0
 
 
 class OwnNumbers:

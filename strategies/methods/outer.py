@@ -67,6 +67,7 @@ class Outer:
         counterparts: Counterparts,
         seed: int,
     ) -> None:
+        self._model = model
         named = list(model.named_parameters())
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         total, seen = sum(p.numel() for p in self._parameters), 0
@@ -83,7 +84,7 @@ class Outer:
         self._weights: dict[int, nn.Parameter] = {}
         self._moving: list[int] = []
         self._sent: deque[_Sent] = deque()
-        self._versions: list[int] = []
+        self._noted: dict[str, tuple[int, int, int]] = {}
         self._follow(optimizers)
         self.optimizer = make(list(self._weights.values()))
 
@@ -188,13 +189,20 @@ class Outer:
             self.apply(learners, mixing)
 
     def note(self) -> None:
-        """The model's weights are as a learner's turn has left them."""
-        self._versions = [p._version for p in self._parameters]
+        """The model's weights and buffers are as a learner's turn has left them."""
+        self._noted = self._marks()
 
     def changed(self) -> list[str]:
-        """The parameters that were changed since `note`."""
-        pairs = zip(self._names, self._parameters, self._versions, strict=False)
-        return [name for name, parameter, version in pairs if parameter._version != version]
+        """The parameters and buffers that were changed or replaced since `note`."""
+        now = self._marks()
+        return sorted(name for name in now.keys() | self._noted.keys() if now.get(name) != self._noted.get(name))
+
+    def _marks(self) -> dict[str, tuple[int, int, int]]:
+        tensors = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        return {
+            name: (id(tensor), tensor._version, local(tensor).untyped_storage()._cdata)
+            for name, tensor in tensors.items()
+        }
 
     def _step(self) -> None:
         if any(hasattr(weight, "to_local") for weight in self._weights.values()):

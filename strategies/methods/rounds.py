@@ -16,7 +16,7 @@ from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, St
 from lockstep.strategies.checkpoint_state import Reader, State
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.methods import learner_state
-from lockstep.strategies.methods.learner import Learner, OwnNumbers, make_learners
+from lockstep.strategies.methods.learner import Learner, Marks, OwnNumbers, make_learners
 from lockstep.strategies.methods.options import Rounds
 from lockstep.strategies.methods.outer import Counterparts, Outer
 from lockstep.strategies.modules.model_changes import shortened
@@ -187,6 +187,8 @@ class LearnerRounds(SPMDStrategy):
             if self._in_group:
                 share_buffers(self.unwrap(wrapped).modules())
             self._buffers_together = True
+        if self._state_of is not None:  # hooks follow, which may write through numpy
+            self._state_of.marks = Marks.of(self._state_of.state, bits=True)
 
     def _rounds(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], window: Window) -> Iterator[Window]:
         """A window of learners that step by themselves, and what follows it."""
@@ -210,7 +212,7 @@ class LearnerRounds(SPMDStrategy):
                 yield replace(window, num_samples=max(1, window.in_group))
             self._take_over(wrapped)
             if len(self._learners) > 1:
-                learner.state = {key: dict(optimizer.state) for key, optimizer in optimizers.items()}
+                learner.keep_state(optimizers)
                 learner.buffers = [buffer.data for buffer in self.unwrap(wrapped).buffers()]
                 self._numbers.end_turn(optimizers, learner, more=learner is not self._learners[-1])
                 learner.gradients = [parameter.grad for parameter in wrapped.parameters()]
@@ -279,12 +281,8 @@ class LearnerRounds(SPMDStrategy):
     def _refuse_changes(self, outer: Outer, optimizers: dict[str, Optimizer]) -> None:
         """Raise RuntimeError for what other code than a learner's turn has changed, as one learner of several."""
         changed = [] if self._together and self._buffers_together else outer.changed()
-        for key, optimizer in optimizers.items():
-            if self._state_of is None:
-                break
-            kept = self._state_of.state[key]
-            if kept.keys() != optimizer.state.keys() or any(optimizer.state[p] is not kept[p] for p in kept):
-                changed.append(f"state of optimizer {key!r}")
+        if optimizers and self._state_of is not None and self._state_of.marks is not None:
+            changed += self._state_of.marks.changed(optimizers)
         if changed:
             raise RuntimeError(
                 f"{shortened(changed)} was changed outside of a learner's turn, but this rank runs "

@@ -181,10 +181,8 @@ def finish_window(
     last, run.window_is_open = window.micro_batches[-1], False
     set_phase(progress.global_step, CALLBACKS)
     run.validation_follows = bool(loop.val_loaders) and _validation_follows(run, loop)
-    if window.num_shares > 1:
-        end_shares(run, module, window, streams)
+    ends = hooks.on_train_batch_end if window.num_shares <= 1 else end_shares(run, module, window, streams)
     metrics.weight = last.num_samples
-    ends = hooks.on_train_batch_end
     for hook in filterfalse(is_users, ends) if run.strategy.capabilities.local_steps else ends:
         hook(last.output, last.batch, last.batch_idx)
     if stepped and guards.compares_every is not None and progress.global_step % guards.compares_every == 0:

@@ -20,6 +20,7 @@ from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run.hooks import overrides
 from lockstep.trainer.setup.share_ends import kept_on_client
+from lockstep.trainer.setup.user_state import UserState
 
 if TYPE_CHECKING:
     from lockstep.trainer.progress import Progress
@@ -76,10 +77,13 @@ def own_step(
 def with_local_steps(run: RunState, hooks: StepHooks, clip: Callable[[Optimizer], Any] | None) -> StepHooks:
     """`hooks` for a strategy whose `forward_backward` steps optimizers itself, on parts of a window."""
 
+    assert run.module is not None
+    state = UserState(run, run.module)
+
     def prepare(window: Window) -> Iterator[MicroBatch]:
         assert hooks.prepare is not None
         # Of a part that fails, or is closed, nothing that was logged stays.
-        with run.metrics.undone_after_errors(), kept_on_client(run):
+        with run.metrics.undone_after_errors(), kept_on_client(state):
             yield from hooks.prepare(window)
 
     def step(optimizer: Optimizer) -> None:

@@ -105,10 +105,10 @@ def step_back(module: Any, x: torch.Tensor) -> None:
     ("step", "message"),
     [
         (freeze, "training_step changed the parameters layer.bias or their requires_grad"),
-        (set_mode, "training_step changed layer.training of the model"),
+        (set_mode, "training_step changed layer.training"),
         (step_back, "backward"),
-        (count, "training_step changed count of the model"),
-        (center, "training_step changed center of the model"),
+        (count, "training_step changed count"),
+        (center, "training_step changed center"),
         (move, "training_step changed the parameters layer.weight"),
         (write, "training_step changed the parameters layer.weight"),
         (meet, "all_gather was called within a share of virtual_ranks=2"),

@@ -1,0 +1,343 @@
+"""What user code remembers in Python: attributes of the module, its layers and callbacks, and what hooks close over.
+
+Shares, learners and clients that one rank runs one after the other have it in common, where on ranks of their own each
+would have its own. So nothing of it may change in a step, but for lists that only grow, of which each share sees what
+it has appended itself and code between steps what all of them have, and for numbers of callbacks that become the same
+in each share, such as counters.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.sync.contents import checksum
+from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
+
+if TYPE_CHECKING:
+    from lockstep.trainer.run.state import RunState
+
+Marks = dict[str, Any]
+"""By name what tells whether something was changed or replaced."""
+
+_DEPTH = 5
+"""How deep containers and objects within attributes are searched."""
+_MANY = 64
+"""Items of a list that are searched; of the others it is only seen whether they are the same objects."""
+_READ_BYTES = 2**22
+"""Larger tensors and arrays are not read: what torch notes of them is compared."""
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_OF_CLASSES = (int, float, Tensor, np.ndarray, list, dict, set, deque)
+"""What is read of a class, which all its objects have in common."""
+_OTHERS = ("torch", "lockstep", "torchmetrics", "numpy", "builtins", "logging", "threading", "concurrent", "tqdm")
+"""Packages of whose objects nothing is read."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_TENSOR = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_NOT_THEIRS = frozenset(vars(nn.Module())) | {"trainer", "_trainer", "_module", "_toggled"}
+"""Attributes that every module or callback has: parameters and buffers are compared by themselves."""
+
+
+class UserState:
+    """Keeps apart what user code remembers while shares of this rank run."""
+
+    def __init__(self, run: RunState, module: nn.Module) -> None:
+        self._run, self._module = run, module
+        self._share: int | None = None
+        self._before = _NOTHING
+        self._grown: dict[str, _Grown] = {}
+        self._counted: dict[str, _Counted] = {}
+        self.is_open = False
+
+    def begin(self, share: int | None) -> None:
+        """Called before the code of a share, or with None before that of one which never comes again."""
+        self.is_open, self._share = True, share
+        now = _found(self._run, self._module)
+        for name, kept in list(self._grown.items()):
+            if name in now.lists:
+                kept.follow(now.lists[name], name)
+                kept.show(share)
+            else:
+                del self._grown[name]
+        for kept_number in self._counted.values():
+            kept_number.show(share)
+        self._before = _found(self._run, self._module) if self._grown or self._counted else now
+
+    def end(self, more: bool = False) -> list[str]:
+        """Called after it, and before `more` code of the same share. Returns the names of what it has changed and may
+        not."""
+        self.is_open = False
+        now = _found(self._run, self._module)
+        before = self._before
+        names = [n for n in before.marks.keys() | now.marks.keys() if _differ(before.marks.get(n), now.marks.get(n))]
+        for name in [
+            name for name in names if self._share is not None and name in before.owners and name in now.owners
+        ]:
+            names.remove(name)
+            self._counted.setdefault(name, _Counted(*now.owners[name], before.marks[name]))
+        for name, (container, items, _) in now.lists.items():
+            if name in self._grown:
+                self._grown[name].take(self._share)
+            elif not names and name in before.lists and len(items) > len(before.lists[name].items):
+                self._grown[name] = _Grown(container, [*before.lists[name].items])
+                self._grown[name].take(self._share)
+        shares = () if self._share is None or more else self._run.strategy.shares  # type: ignore[attr-defined]
+        names += [name for name, kept in self._counted.items() if not kept.take(self._share, shares)]
+        self._before = _NOTHING
+        return sorted(names)
+
+
+class _Items(NamedTuple):
+    """A list that may grow."""
+
+    container: Any
+    items: tuple[Any, ...]
+    marks: list[Any]
+    """Of the first ones."""
+
+
+class _Objects(NamedTuple):
+    """What a container holds of which nothing is read."""
+
+    items: tuple[Any, ...]
+
+
+class _Found(NamedTuple):
+    marks: Marks
+    lists: dict[str, _Items]
+    owners: dict[str, tuple[Any, str]]
+    """Of numbers that are attributes of callbacks."""
+
+
+_NOTHING = _Found({}, {}, {})
+
+
+class _Grown:
+    """A list to which shares append."""
+
+    def __init__(self, container: Any, common: list[Any]) -> None:
+        self._container = container
+        self._common, self._all = common, [*common]
+        self._own: dict[int, list[Any]] = {}
+
+    def follow(self, now: _Items, name: str) -> None:
+        """Let code between steps have appended to the list, or emptied or replaced it by an empty one."""
+        number = len(self._all)
+        if not now.items:
+            self._common, self._own = [], {}
+        elif now.container is self._container and _starts_with(now.items, self._all):
+            for items in (self._common, *self._own.values()):
+                items.extend(now.items[number:])
+        else:
+            raise RuntimeError(
+                f"{name} was changed between steps, but holds what several shares or learners of this rank have "
+                "appended, each for itself; clear it or append to it, or use self.log"
+            )
+        self._container, self._all = now.container, [*now.items]
+
+    def show(self, share: int | None) -> None:
+        """Let the list hold what it would hold if there were only this share."""
+        _put(self._container, self._of(share))
+
+    def take(self, share: int | None) -> None:
+        """Take what a share has appended; the list holds what all have."""
+        items, before = [*self._container], self._of(share)
+        self._all.extend(items[len(before) :])
+        if share is not None:
+            self._own[share] = items
+        _put(self._container, self._all)
+
+    def _of(self, share: int | None) -> list[Any]:
+        return self._common if share is None else self._own.get(share, self._common)
+
+
+class _Counted:
+    """A number of a callback that shares change alike."""
+
+    def __init__(self, owner: Any, key: str, common: Any) -> None:
+        self._owner, self._key = owner, key
+        self._common = self._left = common
+        self._own: dict[int, Any] = {}
+
+    def show(self, share: int | None) -> None:
+        """Let the callback hold the number of this share; that which code between steps has set is that of all."""
+        now = vars(self._owner).get(self._key)
+        if _differ(now, self._left):
+            self._common, self._own = now, {}
+        vars(self._owner)[self._key] = self._of(share)
+
+    def take(self, share: int | None, shares: Sequence[int]) -> bool:
+        """Take what a share has left; whether all have the same after the last one."""
+        self._left = vars(self._owner).get(self._key)
+        if share is not None:
+            self._own[share] = self._left
+        return not shares or share != shares[-1] or not any(_differ(self._of(s), self._left) for s in shares)
+
+    def _of(self, share: int | None) -> Any:
+        return self._common if share is None else self._own.get(share, self._common)
+
+
+def _put(container: Any, items: list[Any]) -> None:
+    container.clear()
+    container.extend(items)
+
+
+def _starts_with(items: Sequence[Any], first: Sequence[Any]) -> bool:
+    return list(map(id, items[: len(first)])) == list(map(id, first))
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, _Items) and isinstance(other, _Items):
+        grown = one.container is other.container and _starts_with(other.items[_MANY:], one.items[_MANY:])
+        return not grown or len(other.items) < len(one.items) or any(map(_differ, one.marks, other.marks))
+    if isinstance(one, _Objects) and isinstance(other, _Objects):
+        return len(one.items) != len(other.items) or not _starts_with(one.items, other.items)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() != other.keys() or any(_differ(one[key], other[key]) for key in one)
+    return not (one == other or (one != one and other != other))  # nan too
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, type(None)))
+
+
+def is_users_class(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in _OTHERS
+
+
+def _found(run: RunState, module: nn.Module) -> _Found:
+    """Marks of all that user code remembers outside of parameters, buffers and optimizer state."""
+    search = _Search([*module.modules(), *module.parameters(), *module.buffers(), *run.streams.values()])
+    of_metrics = {part for metric in torchmetrics_of(module).values() for part in metric.modules()}
+    for name, part in module.named_modules():
+        if part in of_metrics:
+            continue
+        for hooks in _HOOKS:
+            search.hooks(getattr(part, hooks, None), name or type(part).__name__)
+        if is_users_class(type(part)):
+            search.attributes(part, f"{name}." if name else "")
+    for callback in run.callbacks:
+        if is_users_class(type(callback)) or callback.changes_model:
+            prefix = f"{type(callback).__name__}."
+            search.attributes(callback, prefix)
+            search.owners |= {prefix + key: (callback, key) for key, v in vars(callback).items() if _is_number(v)}
+    for name, parameter in module.named_parameters():
+        for hooks in _OF_TENSOR:
+            search.hooks(getattr(parameter, hooks, None), name)
+    for optimizer in run.optimizers.values():
+        for hooks in _OF_OPTIMIZER:
+            search.hooks(getattr(optimizer, hooks, None), type(optimizer).__name__)
+    return _Found(search.marks, search.lists, search.owners)
+
+
+class _Search:
+    """Finds marks, and goes to each container and object once."""
+
+    def __init__(self, known: Iterable[Any]) -> None:
+        self.marks: Marks = {}
+        self.lists: dict[str, _Items] = {}
+        self.owners: dict[str, tuple[Any, str]] = {}
+        self._seen = set(map(id, known))
+
+    def attributes(self, owner: Any, prefix: str) -> None:
+        for key, value in vars(owner).items():
+            if key not in _NOT_THEIRS:
+                self.marks[prefix + key] = self._mark(value, prefix + key, _DEPTH)
+        for kind in type(owner).__mro__:
+            for key, value in vars(kind).items() if is_users_class(kind) else ():
+                if not key.startswith("__") and isinstance(value, _OF_CLASSES):
+                    name = f"{kind.__name__}.{key}"
+                    self.marks[name] = self.marks.get(name) or self._mark(value, name, _DEPTH)
+
+    def hooks(self, hooks: dict[int, Callable[..., Any]] | None, owner: str) -> None:
+        for i, hook in (hooks or {}).items():
+            own = getattr(hook, "hook", hook)  # in the place of which another one stands
+            name = f"what {getattr(own, '__name__', type(own).__name__)} remembers, a hook of {owner}"
+            name = f"{name} ({i})" if name in self.marks else name
+            self.marks[name] = self._mark(own, name, _DEPTH)
+
+    def _mark(self, value: Any, name: str, depth: int) -> Any:
+        if isinstance(value, _NUMBERS):
+            return value
+        if id(value) in self._seen or not depth:
+            return None
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            return _of_tensor(value)
+        if isinstance(value, np.ndarray):
+            return value.shape, _of_array(value)
+        if (state := _of_generator(value)) is not None:
+            return state
+        if isinstance(value, nn.Module):
+            tensors = value.state_dict(keep_vars=True).items()
+            return {key: self._mark(tensor, name, 1) for key, tensor in tensors if isinstance(tensor, Tensor)}
+        if isinstance(value, list) or (isinstance(value, deque) and value.maxlen is None):
+            first = [self._mark(item, f"{name}[{i}]", depth - 1) for i, item in zip(range(_MANY), value, strict=False)]
+            self.lists[name] = _Items(value, tuple(value), first)
+            return self.lists[name]
+        if isinstance(value, (dict, tuple, deque, set, frozenset)) and len(value) > _MANY:
+            return _Objects((*value, *value.values()) if isinstance(value, dict) else (*value,))
+        if isinstance(value, (tuple, deque)):
+            return {i: self._mark(item, f"{name}[{i}]", depth - 1) for i, item in enumerate(value)}
+        if isinstance(value, (set, frozenset)):
+            return {item if isinstance(item, _NUMBERS) else id(item): None for item in value}
+        parts = value.items() if isinstance(value, dict) else _parts(value)
+        return {key: self._mark(item, f"{name}[{key!r}]", depth - 1) for key, item in parts}
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    """What a function or an object of a user's class holds, by name."""
+    if isinstance(value, partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    elif isinstance(value, MethodType):
+        yield "self", value.__self__
+    elif isinstance(value, FunctionType):
+        theirs = (value.__module__ or "").partition(".")[0] not in _OTHERS
+        yield from vars(value).items() if theirs else ()
+        for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                held = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            if theirs or callable(held):  # a function of another package around one of the user's
+                yield key, held
+    elif not isinstance(value, type) and is_users_class(type(value)) and hasattr(value, "__dict__"):
+        yield from vars(value).items()
+
+
+def _of_tensor(tensor: Tensor) -> Any:
+    if not is_here(tensor):
+        return None
+    if type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.layout == torch.strided:
+        if tensor.numel() * tensor.element_size() > _READ_BYTES:
+            return tensor._version, tensor.data_ptr()
+        return tuple(tensor.shape), tensor.dtype, checksum(tensor)
+    return tensor._version, id(tensor)
+
+
+def _of_generator(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return checksum(value.get_state())
+    if isinstance(value, random.Random):
+        return hash(value.getstate())
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state(legacy=False))
+    return None
+
+
+def _of_array(array: np.ndarray) -> Any:
+    if array.nbytes > _READ_BYTES or array.dtype.hasobject:
+        return id(array)
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
