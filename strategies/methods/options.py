@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.strategies.optimizers.closures import needs_closure
 from lockstep.strategies.sync.compression.compressor import Compressor
 
 
@@ -45,7 +50,7 @@ class Rounds:
                 f"compress={self.compress!r} has momentum={self.compress.momentum} in place of an optimizer's, but "
                 "what learners have moved has that of their own optimizers; remove it"
             )
-        if not 0 <= self.mixing < 1:
+        if not isinstance(self.mixing, (int, float)) or not 0 <= self.mixing < 1:
             raise ValueError(f"mixing must be in [0, 1), but mixing={self.mixing!r}")
 
     def check(self, assignment: Sequence[range]) -> None:
@@ -59,6 +64,25 @@ class Rounds:
             )
         if self.compress is not None and uneven:
             raise ValueError(f"compress={self.compress!r} needs equally many learners on each rank, but {have}")
+
+
+def made_by(make: Callable[[Any], Optimizer], parameters: Sequence[Tensor], name: str) -> Optimizer:
+    """The optimizer that user code makes of parameters. Raises TypeError or ValueError if it cannot step them all by
+    their gradients."""
+    made = make(parameters)
+    if not isinstance(made, Optimizer):
+        raise TypeError(f"{name} must return a torch.optim.Optimizer, but returned {type(made).__name__}")
+    if needs_closure(made):
+        raise ValueError(
+            f"{name} makes a {type(made).__name__}, which needs a closure; use one that steps by gradients"
+        )
+    stepped = {id(parameter) for group in made.param_groups for parameter in group["params"]}
+    if stepped != set(map(id, parameters)):
+        raise ValueError(
+            f"{name} must give the optimizer exactly the {len(parameters)} parameters that it gets, but "
+            f"{type(made).__name__} steps {len(stepped)}; the others would stay as they are"
+        )
+    return made
 
 
 def check_learners(learners: int | None, per_rank: Sequence[int] | None) -> None:

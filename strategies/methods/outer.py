@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.checkpoint_state import LocalShard, Reader, State, Take, TensorShard, pack, unpack
 from lockstep.strategies.methods.averaging import gather_numbers, sum_over_learners
 from lockstep.strategies.methods.learner import Learner
-from lockstep.strategies.methods.options import Rounds
+from lockstep.strategies.methods.options import Rounds, made_by
 from lockstep.strategies.sync.collectives import local
 from lockstep.strategies.sync.compression.compression import Compression, Layout
 from lockstep.strategies.sync.tree import total_of
@@ -86,7 +86,7 @@ class Outer:
         self._sent: deque[_Sent] = deque()
         self._noted: dict[str, tuple[int, int, int]] = {}
         self._follow(optimizers)
-        self.optimizer = make(list(self._weights.values()))
+        self.optimizer = made_by(make, list(self._weights.values()), "outer")
 
     def begin(self, optimizers: Mapping[str, Optimizer], learners: Sequence[Learner]) -> None:
         """All learners, which have the model's weights, start from these."""

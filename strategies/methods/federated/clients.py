@@ -101,10 +101,9 @@ def population_of(dataset: Any, clients: Clients) -> Population:
         assigned = [_plain(clients(index)) for index in range(len(dataset))]
     by_name: dict[Any, list[int]] = {}
     for index, name in enumerate(assigned):
-        by_name.setdefault(name, []).append(index)
-    for name in by_name:
         if not isinstance(name, (str, int)):
             raise TypeError(f"a client must be a number or a string, but {clients!r} gives {name!r}")
+        by_name.setdefault(name, []).append(index)
     names = sorted(by_name, key=lambda name: (isinstance(name, str), name))
     sizes = [len(by_name[name]) for name in names]
     order = np.array([index for name in names for index in by_name[name]], np.int64)

@@ -86,6 +86,8 @@ def parse(server: str | Server, lr: float | None) -> tuple[str, Server, float]:
         mu = -1.0
     if not 0 <= mu < float("inf"):
         raise ValueError(f"write server='fedprox=0.01' with mu of at least 0, but server={server!r}")
+    if lr is not None and not 0 < lr < float("inf"):
+        raise ValueError(f"server_lr must be a number above 0, but server_lr={lr!r}")
     if name == "fedadam":
         return name, lambda params: FedAdam(params, lr=0.01 if lr is None else lr), mu
     return name, lambda params: SGD(params, lr=1.0 if lr is None else lr), mu

@@ -27,6 +27,7 @@ from lockstep.strategies.methods.federated.copy import FreshOptimizers, RefusedO
 from lockstep.strategies.methods.federated.loader import FederatedLoader, Round, RoundSummary
 from lockstep.strategies.methods.federated.server import Server
 from lockstep.strategies.methods.federated.server import parse as parse_server
+from lockstep.strategies.methods.options import made_by
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.optimizers import modes
 from lockstep.strategies.optimizers.closures import needs_closure
@@ -151,7 +152,9 @@ class Federated(ClientSteps):
         optimizers = super().setup_optimizers(wrapped, optimizers)
         self._optimizers = list(optimizers.values())
         self._fresh = FreshOptimizers(self._optimizers)
-        self._servers = {id(optimizer): self._make_server(_held(optimizer)) for optimizer in self._optimizers}
+        self._servers = {
+            id(optimizer): made_by(self._make_server, _held(optimizer), "server") for optimizer in self._optimizers
+        }
         if self.server == "scaffold":
             self._control = Control(self.client_states(self.state_dir))
         return optimizers

@@ -64,8 +64,11 @@ def compressor(given: str | Compressor) -> Compressor:
             raise ValueError(f"compress={given!r} needs {what}, such as '{name}=4'")
         made = make(int(number))
     if made is not None:
-        for option in options:
+        keys = [option.partition("=")[0].strip() for option in options]
+        for key, option in zip(keys, options, strict=True):
             _set(made, option, given)
+            if keys.count(key) > 1:
+                raise ValueError(f"compress={given!r} has {key} more than once; give it once")
         return made
     near = difflib.get_close_matches(given, [*_EXAMPLES, *_PLAIN, *_SHARES, *_WHOLE], n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -322,6 +322,7 @@ def test_a_compressor_of_ones_own() -> None:
         ("topk=0.1,momentum=1", "'topk=0.1,momentum=0.9' \\(momentum correction, below 1"),
         ("powersgd=4,momentum=0.9", "not, 'momentum=0.9'; write 'powersgd=4,start=100'"),
         ("int8,start=-1", "not, 'start=-1'; write 'int8,start=100'"),
+        ("topk=0.1,start=3,start=5", "has start more than once"),
         ("topkk=0.1", "did you mean 'topk=0.01'"),
         ("zip", "must be one of fp16, bf16"),
     ],

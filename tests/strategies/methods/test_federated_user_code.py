@@ -204,6 +204,7 @@ def test_what_cannot_be_shared_out_over_clients_is_refused(loader: Any, options:
         ({"server": "fedprox"}, "server must be 'fedavg'"),
         ({"server": "fedprox=x"}, "write server='fedprox=0.01'"),
         ({"clients": 1.5}, "clients must be a key"),
+        ({"server": "fedadam", "server_lr": 0}, "server_lr must be a number above 0, but server_lr=0"),
         ({"clients": "dirichlet(0.3)"}, "write clients='dirichlet(0.3, n=100)'"),
         ({"server": lambda p: torch.optim.SGD(p, 1.0), "server_lr": 1.0}, "server_lr=1.0 has no effect"),
     ],

@@ -356,6 +356,10 @@ class Plateau(Logs):
         (lambda: LocalSGD(compress="topk=0.1,momentum=0.5"), {}, "has that of their own optimizers"),
         (lambda: DiLoCo(compress="int9"), {}, "did you mean 'int8'"),
         (lambda: DiLoCo(outer=0.7), {}, "outer makes an optimizer"),
+        (lambda: DiLoCo(outer=lambda p: None), {}, "outer must return a torch.optim.Optimizer, but returned NoneType"),
+        (lambda: DiLoCo(outer=torch.optim.LBFGS), {}, "outer makes a LBFGS, which needs a closure"),
+        (lambda: DiLoCo(outer=lambda p: SGD(p[:1])), {}, "exactly the 2 parameters that it gets, but SGD steps 1"),
+        (lambda: DiLoCo(mixing="half"), {}, "mixing must be in"),
         (DiLoCo, {"callbacks": [Guard(non_finite="skip")]}, r"Guard\(non_finite='skip'\) needs ranks that agree"),
         (DiLoCo, {"callbacks": [GradientNorm()]}, "shows one gradient of all ranks"),
         (DiLoCo, {"callbacks": [WeightAveraging()]}, "keeps state beside the parameters"),
@@ -369,7 +373,7 @@ class Plateau(Logs):
             "on_train_batch_end changed net.weight, but this rank calls it once for each of its",
         ),
     ],
-    ids=range(20),
+    ids=range(24),
 )
 def test_what_would_differ_between_learners_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, RuntimeError, TypeError), match=message):
