@@ -100,6 +100,8 @@ class SPMDStrategy(SPMDStep):
         self.precision = Precision(precision)
         self._accelerator = resolve_accelerator(accelerator)
         self._num_nodes = num_nodes
+        if self.stays_on_one_rank:  # another Trainer may have used this object on one rank
+            self.single_process, self.max_devices = type(self).single_process, type(self).max_devices
         self.num_devices = resolve_devices(devices, self._accelerator, self.max_devices)
         world = environment.detect()
         num_ranks = self.num_devices * num_nodes if world is None else world.world_size

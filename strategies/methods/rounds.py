@@ -331,8 +331,8 @@ class LearnerRounds(SPMDStrategy):
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
         super().load_state_dict(wrapped, optimizers, state)
         self._forget()
-        if not optimizers or "learners" not in state.meta:
-            return
+        if not optimizers or "learners" not in state.meta or self._windows < self.rounds.start:
+            return  # learners that step together have one state, which is learner 0's
         assert self._outer is not None
         self._create(wrapped, optimizers)
         restore = partial(self._restore_state, wrapped, optimizers)

@@ -418,6 +418,25 @@ def test_the_outer_momentum_is_resumed(learners: int, tmp_path: Path) -> None:
     assert difference([*run(half).parameters()], [*whole.parameters()]) == 0
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", [LocalSGD(learners=2, period=1), LocalSGD(learners=2, period=2, start=9)])
+def test_learners_that_step_together_resume_with_one_optimizer_state(strategy: Strategy, tmp_path: Path) -> None:
+    def run(strategy: Strategy, devices: int, steps: int, resume: Path | None = None) -> Regression:
+        module = Regression(partial(AdamW, lr=1e-2))
+        trainer = Trainer(
+            strategy=strategy, devices=devices, max_steps=steps, logger=False, seed=1, accelerator="cpu",
+            precision="64-true", enable_progress_bar=False, enable_checkpointing=False, split_batches=True,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(data(), 8), ckpt_path=resume)
+        if resume is None:
+            trainer.save_checkpoint(tmp_path / "apart")
+        return module
+
+    run(DiLoCo(learners=2, period=3), 1, 4)
+    one, two = (run(strategy, devices, 8, tmp_path / "apart") for devices in (1, 2))
+    assert difference([*one.parameters()], [*two.parameters()]) == 0
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize("learners", range(1, 9))
 def test_learners_are_added_in_one_tree_on_any_ranks(learners: int) -> None:
