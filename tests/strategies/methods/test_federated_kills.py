@@ -56,7 +56,8 @@ def main(folder: str, devices: int) -> None:
 def test_a_run_that_is_killed_25_times_ends_with_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
     def start(folder: Path, devices: int) -> subprocess.Popen[str]:
         code = f"from tests.strategies.methods.test_federated_kills import main; main({str(folder)!r}, {devices})"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        root = str(Path(__file__).parents[3])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
         return subprocess.Popen(
             [sys.executable, "-c", code],
             stdout=subprocess.PIPE,
