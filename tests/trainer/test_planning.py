@@ -296,7 +296,8 @@ def orthogonal() -> tuple[Module, Any]:
 )
 def test_what_is_sent_to_owners_is_that_of_a_run(strategy: str, devices: int) -> None:
     """Of rank 0: other ranks own other matrices."""
-    assert planned(of_net(strategy, devices, Orthogonal()))[0] == counted(orthogonal, strategy, devices)[0]
+    found = plan(Trainer(strategy=strategy, devices=devices, max_steps=1, **QUIET), Orthogonal(), loader(64))
+    assert planned(found)[0] == counted(orthogonal, strategy, devices)[0]
 
 
 @pytest.mark.unit
