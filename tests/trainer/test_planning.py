@@ -534,6 +534,20 @@ def test_counts_add_up() -> None:
     assert rank.memory_traffic > 0
 
 
+@pytest.mark.unit
+def test_products_of_each_size_have_a_roofline_of_their_own() -> None:
+    """A narrow product is as slow as memory, and no wide one beside it makes up for that."""
+    found = of_net("single", 1, Net(width=1000))
+    products = [work for work in found.ranks[0].work if work.flops and work.phase == "forward"]
+    assert len(products) == 2 and {work.op for work in products} == {"aten.addmm"}
+    alone = [max(work.flops / 1e12, work.bytes / 1e11) for work in products]
+    together = max(sum(work.flops for work in products) / 1e12, sum(work.bytes for work in products) / 1e11)
+    assert sum(alone) >= together
+    assert {(work.flops, work.bytes) for work in products} == {
+        (2.0 * 8 * 1000 * each, 4 * (8 * 1000 + each * (1000 + 8) + bias)) for each, bias in ((8, 1000), (3, 3))
+    }
+
+
 class Moved(MulticlassAccuracy):
     """Says where it is moved to."""
 
