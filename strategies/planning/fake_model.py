@@ -25,7 +25,7 @@ M = TypeVar("M", bound=nn.Module)
 @contextmanager
 def without_memory() -> Iterator[None]:
     """While it lasts modules are built without memory for their parameters, whatever draws their values."""
-    with TrialMode(lambda *_: None):
+    with TrialMode(lambda *_: None), converting_in_place():
         yield
 
 

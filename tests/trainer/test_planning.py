@@ -381,6 +381,25 @@ def test_a_thousand_ranks_and_a_model_without_memory() -> None:
 
 
 @pytest.mark.unit
+def test_a_module_without_memory_may_be_converted_as_it_is_built() -> None:
+    class Double(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.double()
+            self.net[0].to("cpu", torch.float64)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return nn.functional.cross_entropy(self.net(batch[0].double()), batch[1])
+
+    with without_memory():
+        module = Double()
+    assert all(p.dtype == torch.float64 for p in module.parameters())
+    found, plain = of_net("fsdp", 2, module), of_net("fsdp", 2, Double())
+    assert found.ranks[0].parameters == plain.ranks[0].parameters > of_net("fsdp", 2).ranks[0].parameters
+    assert found.ranks[0].collectives == plain.ranks[0].collectives
+
+
+@pytest.mark.unit
 def test_the_module_that_is_planned_is_not_changed() -> None:
     module = Net()
     before = {name: value.clone() for name, value in module.state_dict().items()}
