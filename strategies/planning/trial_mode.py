@@ -41,6 +41,7 @@ from lockstep.strategies.planning.user_code import (
     ValueUnknownError,
     is_optimizer,
     nearest_file,
+    unknown_value,
     user_line,
 )
 from lockstep.strategies.planning.work import Tally
@@ -262,14 +263,9 @@ class TrialMode(FakeTensorMode):
             return True if is_branch else 1.0 if tensor.is_floating_point() else 1
         if is_branch and DEEPSPEED in file:  # has something overflowed?
             return False
-        line = user_line()
         if is_branch or not tensor.is_floating_point():
-            what = "branches on" if is_branch else "reads"
-            instead = "plan with another optimizer" if is_optimizer(file) else "let the step depend on shapes only"
-            raise ValueUnknownError(
-                f"{line} {what} the value of a tensor, which a plan does not have; {instead}, or measure the run on a "
-                "device"
-            )
+            raise unknown_value(file, "branches on" if is_branch else "reads")
+        line = user_line()
         self.notes.setdefault(f"{line} reads the value of a tensor: if the step depends on it, the plan is of one path")
         return 1.0
 

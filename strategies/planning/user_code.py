@@ -22,6 +22,15 @@ class ValueUnknownError(ValueError):
     """The step asks for values of a tensor that has none."""
 
 
+def unknown_value(file: str, what: str) -> ValueUnknownError:
+    """What to raise where `file`, that of the user's code or an optimizer of torch, `what` the value of a tensor."""
+    instead = "plan with another optimizer" if is_optimizer(file) else "let the step depend on shapes only"
+    return ValueUnknownError(
+        f"{user_line()} {what} the value of a tensor, which a plan does not have; {instead}, or measure the run on a "
+        "device"
+    )
+
+
 def nearest_file() -> str:
     """The file that called torch, or that of an optimizer of torch."""
     frame = sys._getframe(1)
