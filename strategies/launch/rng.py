@@ -63,13 +63,13 @@ def kept_streams() -> Iterator[None]:
 @contextmanager
 def shared_streams(broadcast: Callable[[Any], Any], is_first: bool) -> Iterator[None]:
     """Let every rank draw what rank 0 draws; at the end the others' streams are what they were. Every rank calls it."""
-    if environment.in_plan():  # the others do what this one does
-        yield
-        return
     own = stream_states()
     data = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
     shared = torch.empty(int(broadcast(data.numel())), dtype=torch.uint8)
     shared = broadcast(data if is_first else shared)
+    if environment.in_plan():  # the others do what this one does
+        yield
+        return
     restore_streams(pickle.loads(shared.numpy().tobytes()))
     try:
         yield

@@ -13,12 +13,14 @@ from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.checkpoint_state import State, names_of, parameter_names
+from lockstep.strategies.launch import environment
 from lockstep.strategies.modules.absent import Absent, is_here
 from lockstep.strategies.optimizers.copies import Contents
 from lockstep.strategies.optimizers.exchange import Exchange, Owned, Piece
@@ -233,7 +235,9 @@ class Owners:
             if isinstance(p, DTensor):
                 shape, offsets = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
             mine += [*offsets, *shape]
-        table = all_gather(torch.tensor(mine, dtype=torch.int64), self._group).tolist()
+        table = _rows_in_plan(parameters, mine, self._group) if environment.in_plan() else None
+        if table is None:
+            table = all_gather(torch.tensor(mine, dtype=torch.int64), self._group).tolist()
         found: dict[int, list[Piece]] = {}
         start = 0
         for p in parameters:
@@ -303,6 +307,32 @@ def described(owners: Mapping[int, Owners], optimizers: Mapping[str, Optimizer])
     with ExitStack() as stack:
         found = [owners[id(optimizer)] for optimizer in optimizers.values() if id(optimizer) in owners]
         yield {i: name for each in found for i, name in stack.enter_context(each.described()).items()}
+
+
+def _rows_in_plan(
+    parameters: Sequence[nn.Parameter], mine: list[int], group: dist.ProcessGroup | None
+) -> list[list[int]] | None:
+    """The rows that ranks would say, in a process that stands for all of them; None where they do not follow from how
+    torch divides a dimension into chunks."""
+    rows = []
+    for rank in dist.get_process_group_ranks(group):
+        row: list[int] = []
+        for p in parameters:
+            offsets, shape = [0] * p.dim(), list(p.shape)
+            placements: Any = getattr(p, "placements", ())
+            ranks = p.device_mesh.mesh.numpy() if placements else np.zeros(())  # type: ignore[attr-defined]
+            # What tensor has sharded fsdp shards again, if both do it along one dimension.
+            for axis in sorted(range(len(placements)), key=lambda axis: hasattr(placements[axis], "split_factor")):
+                if placements[axis].is_replicate() or ranks.shape[axis] == 1:
+                    continue
+                stride = int(np.diff(ranks, axis=axis).flat[0])  # of this rank's mesh and of those beside it
+                dim, size = placements[axis].dim, shape[placements[axis].dim]
+                chunk = -(-size // ranks.shape[axis])
+                start = min(rank // stride % ranks.shape[axis] * chunk, size)
+                offsets[dim], shape[dim] = offsets[dim] + start, min(chunk, size - start)
+            row += [*offsets, *shape]
+        rows.append(row)
+    return rows if rows[dist.get_rank(group)] == mine else None
 
 
 def _cost(parameter: Tensor) -> int:

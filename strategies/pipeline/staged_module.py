@@ -122,10 +122,10 @@ class Staged(nn.Module):
 
     def layout_of(self, step: Callable[[], Any]) -> Layout | None:
         """What travels where when `step()` calls the pipelined module; None where it returned None before."""
-        try:
-            self._refuse_uncalled(self._pass(Run(wants="inputs"), step))
-        except Leave:
+        output, left = self._pass(Run(wants="inputs"), step)
+        if left is not None:
             return self._learned
+        self._refuse_uncalled(output)
         return None
 
     def run_stage(
@@ -143,21 +143,15 @@ class Staged(nn.Module):
         returned None before it called the pipelined module.
         """
         run = Run(stage=stage, received=received, arrive=arrive, layout=layout, noise=noise, links=self.links)
-        try:
-            output = self._pass(run, step)
-        except Leave as left:
-            return None, left.tensors
-        if not run.entered:
+        output, left = self._pass(run, step)
+        if left is None and not run.entered:
             self._refuse_uncalled(output)
-        return output, None
+        return output, left
 
     def run_evaluation(self, noise: int | None, step: Callable[[], Any]) -> Any:
         """Run `step()` once over all stages; its value on the rank of the last stage, None on the others."""
-        try:
-            with explained("the step of an evaluation"):
-                return self._pass(Run(wants="evaluation", noise=noise), step)
-        except Leave:
-            return None
+        with explained("the step of an evaluation"):
+            return self._pass(Run(wants="evaluation", noise=noise), step)[0]
 
     def _refuse_uncalled(self, output: Any) -> None:
         if output is not None:
@@ -166,7 +160,9 @@ class Staged(nn.Module):
                 "call it, or name another module"
             )
 
-    def _pass(self, run: Run, step: Callable[[], Any]) -> Any:
+    def _pass(self, run: Run, step: Callable[[], Any]) -> tuple[Any, tuple[Tensor, ...] | None]:
+        """What `step()` returns, and what it was left with. The exception that left it is dropped here: its traceback
+        holds the frames of the user's code, and with them the activations of each microbatch."""
         watch, left, output = self._watch(run), None, None
         outer, self._run = self._run, run
         try:
@@ -174,12 +170,10 @@ class Staged(nn.Module):
                 try:
                     output = step()
                 except Leave as leaving:
-                    left = leaving
+                    left = leaving.tensors
         finally:
             self._run = outer
-        if left is not None:
-            raise left
-        return output
+        return output, left
 
     def _watch(self, run: Run) -> AbstractContextManager[None]:
         """What a run of the step may do to the model beside its layers."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES
 from lockstep.strategies.planning.known import mode_of
 from lockstep.strategies.planning.trial_mode import TrialMode
 from lockstep.strategies.planning.user_code import ValueUnknownError, user_line
@@ -24,7 +25,7 @@ M = TypeVar("M", bound=nn.Module)
 @contextmanager
 def without_memory() -> Iterator[None]:
     """While it lasts modules are built without memory for their parameters, whatever draws their values."""
-    with TrialMode(lambda *_: None):
+    with TrialMode(lambda *_: None), converting_in_place():
         yield
 
 
@@ -32,10 +33,16 @@ def fake_copy(model: M, mode: FakeTensorMode) -> M:
     """A copy of `model`, built in memory, on the meta device or without memory, with parameters and buffers of
     `mode`."""
     memo: dict[int, Any] = {}
+    tensors = list(_tensors(model))
     with mode:
-        for tensor in _tensors(model):
+        for tensor in tensors:
             memo[id(tensor)] = _fake(mode, tensor)
-    return copy.deepcopy(model, memo)
+    made = copy.deepcopy(model, memo)
+    for tensor in tensors:
+        for name in ATTRIBUTES:
+            if hooks := getattr(tensor, name):
+                setattr(memo[id(tensor)], name, copy.deepcopy(hooks, memo))
+    return made
 
 
 def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:

@@ -32,7 +32,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Work:
-    """Operators of one kind in one optimizer step on one rank, for a roofline."""
+    """Operators of one kind, and of one size if they compute, in one optimizer step on one rank, for a roofline."""
 
     op: str
     """Name of the operator of torch, such as aten.mm."""

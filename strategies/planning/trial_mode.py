@@ -35,7 +35,15 @@ from lockstep.strategies.planning.memory import (
     has_bytes,
 )
 from lockstep.strategies.planning.modules import Places
-from lockstep.strategies.planning.user_code import DEEPSPEED, OWN, ValueUnknownError, nearest_file, user_line
+from lockstep.strategies.planning.user_code import (
+    DEEPSPEED,
+    OWN,
+    ValueUnknownError,
+    is_optimizer,
+    nearest_file,
+    unknown_value,
+    user_line,
+)
 from lockstep.strategies.planning.work import Tally
 
 REAL_NUMEL = 4096
@@ -251,17 +259,13 @@ class TrialMode(FakeTensorMode):
         """
         is_branch = tensor.dtype == torch.bool or func is torch.ops.aten.equal.default
         file = nearest_file()
-        if file.startswith(OWN):
+        if file.startswith(OWN) or (is_optimizer(file) and not is_branch):
             return True if is_branch else 1.0 if tensor.is_floating_point() else 1
         if is_branch and DEEPSPEED in file:  # has something overflowed?
             return False
-        line = user_line()
         if is_branch or not tensor.is_floating_point():
-            what = "branches on" if is_branch else "reads"
-            raise ValueUnknownError(
-                f"{line} {what} the value of a tensor, which a plan does not have; let the step depend on shapes only, "
-                "or measure the run on a device"
-            )
+            raise unknown_value(file, "branches on" if is_branch else "reads")
+        line = user_line()
         self.notes.setdefault(f"{line} reads the value of a tensor: if the step depends on it, the plan is of one path")
         return 1.0
 

@@ -15,10 +15,10 @@ aten = torch.ops.aten
 
 
 class Tally:
-    """Calls, floating point operations and bytes of the operators of a step."""
+    """Calls, floating point operations and bytes of the operators of a step, those that compute apart by size."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str, str], list[float]] = {}
+        self._found: dict[tuple[str, str, str, float, int], list[float]] = {}
         self._moves_nothing: dict[Any, bool] = {}
 
     def add(
@@ -29,16 +29,18 @@ class Tally:
             return
         moved = {id(tensor): _bytes(tensor) for tensor in (*inputs, *results)}
         dtype = next((str(t.dtype).removeprefix("torch.") for t in (*inputs, *results) if t.is_floating_point()), "")
-        entry = self._found.setdefault((func.name().replace("::", "."), dtype, phase), [0, 0.0, 0])
+        flops, size = _flops(func, args, output), sum(moved.values())
+        name = func.name().replace("::", ".")  # of those that compute each size has a roofline of its own
+        entry = self._found.setdefault((name, dtype, phase, flops, size if flops else 0), [0, 0.0, 0])
         entry[0] += 1
-        entry[1] += _flops(func, args, output)
-        entry[2] += sum(moved.values())
+        entry[1] += flops
+        entry[2] += size
 
     def entries(self) -> tuple[Work, ...]:
         """The most work first."""
         found = [
             Work(op, dtype, phase, int(calls), flops, int(size))
-            for (op, dtype, phase), (calls, flops, size) in self._found.items()
+            for (op, dtype, phase, *_), (calls, flops, size) in self._found.items()
         ]
         return tuple(sorted(found, key=lambda work: (-work.flops, -work.bytes, work.op, work.phase)))
 

@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from examples.digits import Digits, DigitsData
 from examples.gpt import Text, TextModel
-from lockstep import Module, Trainer, split_parameters
+from lockstep import DataModule, Module, Trainer, split_parameters
 from lockstep.callbacks import CommunicationLedger
 from lockstep.strategies import DDP, FSDP, DeepSpeed, DiLoCo, Federated, LocalSGD, Pipeline
 from lockstep.strategies.planning.plan import Plan
@@ -276,15 +276,33 @@ def test_what_deepspeed_offloads_is_in_the_hosts_memory() -> None:
             assert half <= copied[key] < 1.5 * half, (stage, key)
 
 
+class Orthogonal(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3), nn.Linear(3, 3))
+
+    def configure_optimizers(self) -> Any:
+        matrices, others = split_parameters(self)
+        return {"muon": torch.optim.Muon(matrices, lr=0.1), "sgd": torch.optim.SGD(others, lr=0.1)}
+
+
+def orthogonal() -> tuple[Module, Any]:
+    return Orthogonal(), Data()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("fsdp", 2), *(pytest.param(s, 4, marks=SLOW) for s in ("fsdp", "fsdp=2,tensor=2"))]
+)
+def test_what_is_sent_to_owners_is_that_of_a_run(strategy: str, devices: int) -> None:
+    """Of rank 0: other ranks own other matrices."""
+    found = plan(Trainer(strategy=strategy, devices=devices, max_steps=1, **QUIET), Orthogonal(), loader(64))
+    assert planned(found)[0] == counted(orthogonal, strategy, devices)[0]
+
+
 @pytest.mark.unit
 def test_matrices_that_are_stepped_whole() -> None:
     """Gradients are sent to owners, and new values back; what owners and ranks keep of these is counted."""
-
-    class Orthogonal(Net):
-        def configure_optimizers(self) -> Any:
-            matrices, others = split_parameters(self)
-            return {"muon": torch.optim.Muon(matrices, lr=0.1), "sgd": torch.optim.SGD(others, lr=0.1)}
-
     module = Orthogonal()
     sizes = [4 * p.numel() for p in module.parameters() if p.dim() == 2]
     (rank,) = of_net("fsdp", 2, module).ranks
@@ -304,6 +322,49 @@ def test_what_fsdp_offloads_is_in_the_hosts_memory() -> None:
     assert copied[("to device", "forward")] == copied[("to host", "backward")] == shards
 
 
+class Halved(Net):
+    """Has a hook on a parameter, and reaches into the whole model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(lambda gradient: gradient * 0.5)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with self.trainer.whole(self):
+            pass
+
+
+def halved() -> tuple[Module, Any]:
+    return Halved(), Data()
+
+
+class Data(DataModule):
+    def train_dataloader(self) -> Any:
+        return loader(64)
+
+
+@pytest.mark.ranks
+def test_hooks_of_parameters_and_whole_models_communicate_as_in_a_run() -> None:
+    """But for the random streams that ranks share: their text is a few bytes longer or shorter."""
+    found, run = planned(of_net("fsdp", 2, Halved())), counted(halved, "fsdp", 2)
+    for table, other in zip(found, run, strict=True):
+        text, others = table.pop("broadcast uint8"), other.pop("broadcast uint8")
+        assert table == other and text[0] == others[0] and text[1] == pytest.approx(others[1], rel=0.02)
+    assert found[0]["all-gather float32"][0] == 2 + len([*Net().parameters()]), "of the hooked weight once more"
+
+
+@pytest.mark.unit
+def test_an_optimizer_that_branches_on_values_is_refused() -> None:
+    """How often LBFGS computes the step follows from its gradients."""
+
+    class Newton(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(ValueError, match=r"lbfgs.py:\d+ branches on the value of a tensor.*with another optimizer"):
+        plan(Trainer(strategy="ddp", devices=2, max_steps=1, **QUIET | {"gradient_clip_val": None}), Newton(), loader())
+
+
 @pytest.mark.unit
 def test_a_thousand_ranks_and_a_model_without_memory() -> None:
     class Wide(Net):
@@ -317,6 +378,25 @@ def test_a_thousand_ranks_and_a_model_without_memory() -> None:
     assert found.num_parameters > 10**10
     assert found.ranks[0].parameters < 4 * found.num_parameters // 1000
     assert found.axes == (("fsdp", 1024),)
+
+
+@pytest.mark.unit
+def test_a_module_without_memory_may_be_converted_as_it_is_built() -> None:
+    class Double(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.double()
+            self.net[0].to("cpu", torch.float64)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return nn.functional.cross_entropy(self.net(batch[0].double()), batch[1])
+
+    with without_memory():
+        module = Double()
+    assert all(p.dtype == torch.float64 for p in module.parameters())
+    found, plain = of_net("fsdp", 2, module), of_net("fsdp", 2, Double())
+    assert found.ranks[0].parameters == plain.ranks[0].parameters > of_net("fsdp", 2).ranks[0].parameters
+    assert found.ranks[0].collectives == plain.ranks[0].collectives
 
 
 @pytest.mark.unit
@@ -471,6 +551,20 @@ def test_counts_add_up() -> None:
     assert set(calls) == {"forward", "backward", "optimizer"}
     assert rank.flops == sum(rank.flops_by_dtype.values()) > 0
     assert rank.memory_traffic > 0
+
+
+@pytest.mark.unit
+def test_products_of_each_size_have_a_roofline_of_their_own() -> None:
+    """A narrow product is as slow as memory, and no wide one beside it makes up for that."""
+    found = of_net("single", 1, Net(width=1000))
+    products = [work for work in found.ranks[0].work if work.flops and work.phase == "forward"]
+    assert len(products) == 2 and {work.op for work in products} == {"aten.addmm"}
+    alone = [max(work.flops / 1e12, work.bytes / 1e11) for work in products]
+    together = max(sum(work.flops for work in products) / 1e12, sum(work.bytes for work in products) / 1e11)
+    assert sum(alone) >= together
+    assert {(work.flops, work.bytes) for work in products} == {
+        (2.0 * 8 * 1000 * each, 4 * (8 * 1000 + each * (1000 + 8) + bias)) for each, bias in ((8, 1000), (3, 3))
+    }
 
 
 class Moved(MulticlassAccuracy):

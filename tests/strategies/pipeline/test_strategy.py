@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from lockstep.trainer.checkpoint.store import Checkpoint
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 from tests.strategies.pipeline.models import Model, data, train
-from tests.trainer.toy import distance, loader, net, quiet, weights
+from tests.trainer.toy import Net, distance, loader, net, quiet, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -164,6 +166,39 @@ def test_a_rank_holds_its_layers_and_sends_activations(run_ranks: Callable[..., 
             "the batch's samples x width x bytes of a float at one cut, however many parts it is cut into"
         )
     assert sum(row[0] for row in rows) == whole
+
+
+COMPUTED: list[weakref.ref[torch.Tensor]] = []
+"""On a rank, what forwards of `Local` have computed."""
+
+
+class Local(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        COMPUTED.append(weakref.ref(hidden))
+        return self.second(hidden)
+
+
+class Frees(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Local()
+
+    def on_train_start(self) -> None:
+        gc.disable()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        alive = [ref for ref in COMPUTED if ref() is not None]
+        assert COMPUTED and not alive, f"{len(alive)} activations are held by garbage"
+
+
+def test_what_the_forward_computed_is_freed_without_the_collector() -> None:
+    """A stage leaves the user's forward by an exception, whose traceback holds its frames."""
+    quiet(strategy="pipeline", devices=2, max_steps=3).fit(Frees(), loader())
 
 
 def test_a_mesh_by_name_trains_like_one_process(alone: tuple[Model, dict[str, float], torch.Tensor]) -> None:
