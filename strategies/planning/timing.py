@@ -16,7 +16,7 @@ from lockstep.strategies.planning.devices import Device
 from lockstep.strategies.planning.plan import Collective, PipelineSchedule, Plan, RankPlan
 from lockstep.strategies.planning.several_devices import IN_TURN, TOGETHER
 
-EFFICIENCY = 0.68
+EFFICIENCY = 0.65
 """Share of every peak (FLOP/s, memory bandwidth, links) that is reached."""
 SPREAD = 0.04
 """Standard deviation of the time that equal devices take for equal work; a step waits for the slowest of them."""

@@ -49,8 +49,8 @@ class Tally:
             aliases = [value.alias_info for value in (*func._schema.arguments, *func._schema.returns)]
             writes = any(alias is not None and alias.is_write for alias in aliases)
             shares = any(value.alias_info is not None for value in func._schema.returns)
-            is_empty = func.name().startswith(("aten::empty", "aten::new_empty"))
-            self._moves_nothing[func] = (shares and not writes) or is_empty
+            is_named = func.name().startswith(("aten::empty", "aten::new_empty", "aten::_unsafe_view"))
+            self._moves_nothing[func] = (shares and not writes) or is_named
         return self._moves_nothing[func]
 
 

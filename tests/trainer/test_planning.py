@@ -553,6 +553,11 @@ def test_counts_add_up() -> None:
     assert rank.memory_traffic > 0
 
 
+def gpt_works() -> Any:
+    module, data = gpt()
+    return plan(Trainer(strategy="single", max_steps=1, **QUIET), module, datamodule=data).ranks[0].work
+
+
 @pytest.mark.unit
 def test_products_of_each_size_have_a_roofline_of_their_own() -> None:
     """A narrow product is as slow as memory, and no wide one beside it makes up for that."""
@@ -562,6 +567,7 @@ def test_products_of_each_size_have_a_roofline_of_their_own() -> None:
     alone = [max(work.flops / 1e12, work.bytes / 1e11) for work in products]
     together = max(sum(work.flops for work in products) / 1e12, sum(work.bytes for work in products) / 1e11)
     assert sum(alone) >= together
+    assert not [work.op for work in gpt_works() if "view" in work.op], "they move nothing"
     assert {(work.flops, work.bytes) for work in products} == {
         (2.0 * 8 * 1000 * each, 4 * (8 * 1000 + each * (1000 + 8) + bias)) for each, bias in ((8, 1000), (3, 3))
     }
