@@ -155,13 +155,13 @@ class _Trial:
             with (
                 self.mode.watching_resizes(),
                 converting_in_place(),
-                _noting_optimizers(self.mode),
                 short_round(run.strategy, self.mode) as steps,
                 lifecycle.metrics_of_all(run, copy),
             ):
                 with self.mode:
                     loop = prepare.fit(run, copy, sources)
-                held = self._steps(run, copy, loop, blocks, steps)
+                with _noting_optimizers(self.mode):  # by hooks on all optimizers, which a set-up refuses
+                    held = self._steps(run, copy, loop, blocks, steps)
             role, num_ranks = self._role(stages, learners)
             if self.devices > 1:
                 each = partial(rank_plan, self.mode, held=held, axes=self.axes, steps=steps, num_ranks=1, role="")
