@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import operator
 import os
+import pickle
 import sys
 from collections.abc import Iterator, Mapping
 from enum import EnumMeta
@@ -61,14 +63,17 @@ _MAX_BYTES = 64 << 20
 """Of what is sent to be compared with what a rank has computed."""
 
 
-def changes() -> list[Change]:
-    """What modules of the program hold, and importing them again may not give.
+def changes() -> dict[str, bytes]:
+    """What modules of the program hold, and importing them again may not give: by module, pickled, so that a rank
+    imports nothing for a module that it does not import.
 
     Raises TypeError for a replaced function, class or value that cannot be pickled, with its name.
     """
     own = {name: module for name, module in [*sys.modules.items()] if _is_own(name, module)}
-    found = [change for module in own.values() for change in _sendable([*_of_module(module, own)])]
-    return [*found, *_sendable([*_in_packages(own)])]
+    found = {name: _sendable([*_of_module(module, own)]) for name, module in own.items()}
+    for change in _sendable([*_in_packages(own)]):
+        found.setdefault(change.module, []).append(change)
+    return {name: dumps(of_module) for name, of_module in found.items() if of_module}
 
 
 def is_own_class(cls: type) -> bool:
@@ -202,20 +207,35 @@ def _in_packages(own: Mapping[str, ModuleType]) -> Iterator[Change]:
     `torch.nn.functional`."""
     program = {"__main__", *own}
     globals_ = {id(vars(module)) for name, module in [*sys.modules.items()] if name in program}
-
-    def made(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        functions = [(name, value) for name, value in [*values.items()] if type(value) is FunctionType]
-        return [(name, value) for name, value in functions if id(value.__globals__) in globals_]
-
     for name, module in [*sys.modules.items()]:
         if not isinstance(module, ModuleType) or _PACKAGES not in str(vars(module).get("__file__")):
             continue
-        classes = [(key, value) for key, value in [*vars(module).items()] if issubclass(type(value), type)]
-        placed = [*made(vars(module)), *((key, cls) for key, cls in classes if cls.__module__ in program)]
+        placed, classes = _scan(name, vars(module), globals_)
         yield from (Change(name, "", key, value) for key, value in placed)
         for key, cls in classes:
             if cls.__module__ == name:
-                yield from (Change(name, key, method, function) for method, function in made(vars(cls)))
+                placed, _ = _scan(f"{name}.{key}", vars(cls), globals_)
+                yield from (Change(name, key, method, value) for method, value in placed)
+            elif cls.__module__ in program:
+                yield Change(name, "", key, cls)
+
+
+_Named = list[tuple[str, Any]]
+_scanned: dict[str, tuple[list[Any], _Named, _Named]] = {}
+
+
+def _scan(path: str, names: Mapping[str, Any], globals_: set[int]) -> tuple[_Named, _Named]:
+    """The functions in a namespace that have one of these dicts for their globals, and its classes. A namespace that is
+    what it was is not searched again."""
+    held = [*names.values()]
+    before = _scanned.get(path)
+    if before is not None and len(before[0]) == len(held) and all(map(operator.is_, before[0], held)):
+        return before[1:]
+    functions = [(name, value) for name, value in [*names.items()] if type(value) is FunctionType]
+    placed = [(name, function) for name, function in functions if id(function.__globals__) in globals_]
+    classes = [(name, value) for name, value in [*names.items()] if issubclass(type(value), type)]
+    _scanned[path] = held, placed, classes
+    return placed, classes
 
 
 def _sendable(found: list[Change]) -> list[Change]:
@@ -226,6 +246,9 @@ def _sendable(found: list[Change]) -> list[Change]:
         value = change.value
         if type(value) is FunctionType and f"{value.__module__}.{value.__qualname__}" == change.path:
             change = change._replace(value=_renamed(value))  # by its name a rank would find what it replaces
+        if change.file is None and not change.added and not isinstance(value, (FunctionType, type)):
+            sent.append(change)  # data
+            continue
         try:
             dumps(change.value, [])
         except TypeError as error:
@@ -262,22 +285,21 @@ def _renamed(function: FunctionType) -> FunctionType:
 # ---- on a rank -----------------------------------------------------------------------------------------
 
 
-def apply(changes: list[Change]) -> None:
+def apply(changes: dict[str, bytes]) -> None:
     """Let the modules of this process hold what those of the program did: those imported already now, others when they
     are imported."""
-    pending: dict[str, list[Change]] = {}
-    for change in changes:
-        pending.setdefault(change.module, []).append(change)
-    for name in [name for name in pending if name in sys.modules]:
-        _apply_to(sys.modules[name], pending.pop(name))
+    here = [name for name in changes if name in sys.modules]
+    pending = {name: changes[name] for name in changes if name not in here}
     if pending:
         sys.meta_path.insert(0, _Importer(pending))
+    for name in here:
+        _apply_to(sys.modules[name], changes[name])
 
 
 class _Importer:
     """Applies changes to a module as soon as it has been imported."""
 
-    def __init__(self, pending: dict[str, list[Change]]) -> None:
+    def __init__(self, pending: dict[str, bytes]) -> None:
         self.pending = pending
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
@@ -295,8 +317,8 @@ class _Importer:
         return spec
 
 
-def _apply_to(module: Any, changes: list[Change]) -> None:
-    for change in changes:
+def _apply_to(module: Any, changes: bytes) -> None:
+    for change in pickle.loads(changes):
         owner = getattr(module, change.owner, None) if change.owner else module
         missing = owner is None or change.name not in vars(owner)
         current = None if missing else vars(owner)[change.name]
