@@ -264,7 +264,9 @@ class _Search:
             own = getattr(hook, "hook", hook)  # in the place of which another one stands
             name = f"what {getattr(own, '__name__', type(own).__name__)} remembers, a hook of {owner}"
             name = f"{name} ({i})" if name in self.marks else name
-            self.marks[name] = self._mark(own, name, _DEPTH)
+            mark = self._mark(own, name, _DEPTH)
+            if mark or _is_theirs(getattr(own, "__func__", own)):  # engines add hooks of their own to a step
+                self.marks[name] = mark
 
     def _mark(self, value: Any, name: str, depth: int) -> Any:
         if isinstance(value, _NUMBERS):
@@ -295,6 +297,12 @@ class _Search:
         return {key: self._mark(item, f"{name}[{key!r}]", depth - 1) for key, item in parts}
 
 
+def _is_theirs(hook: Any) -> bool:
+    """Whether a function, or the class of an object that is called, is none of the packages that Lockstep uses."""
+    module = hook.__module__ if isinstance(hook, FunctionType) else type(hook).__module__
+    return (module or "").partition(".")[0] not in _OTHERS
+
+
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     """What a function or an object of a user's class holds, by name."""
     if isinstance(value, partial):
@@ -302,14 +310,15 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(value, MethodType):
         yield "self", value.__self__
     elif isinstance(value, FunctionType):
-        theirs = (value.__module__ or "").partition(".")[0] not in _OTHERS
+        theirs = _is_theirs(value)
         yield from vars(value).items() if theirs else ()
         for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 held = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
-            if theirs or callable(held):  # a function of another package around one of the user's
+            functions = isinstance(held, (FunctionType, MethodType, partial))
+            if theirs or functions or (callable(held) and is_users_class(type(held))):  # around one of the user's
                 yield key, held
     elif not isinstance(value, type) and is_users_class(type(value)) and hasattr(value, "__dict__"):
         yield from vars(value).items()
