@@ -162,6 +162,7 @@ def test_checkpoint(run: Run, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "numbers.json"], "checkpoints of the benchmark are gone"
 
 
+@pytest.mark.slow  # runs the same as another process for comparison; bytes a rank reads are counted in other tests
 def test_resume(run: Run, tmp_path: Path) -> None:
     size = ("--megabytes", "6", "--ranks", "1", "2", "--rounds", "2", "--folder", str(tmp_path))
     output, numbers = run("resume", *size, "--against", str(REPO_ROOT), file=tmp_path / "numbers.json")

@@ -50,9 +50,10 @@ def test_the_largest_size_that_fits_is_set_and_the_run_is_that_run(options: dict
 
 
 @pytest.mark.ranks
-def test_ranks_agree() -> None:
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_agree(devices: int) -> None:
     callback = BatchSizeFinder(mode="binsearch")
-    find(callback, strategy="ddp", devices=4)
+    find(callback, strategy="ddp", devices=devices)
     assert callback.result == 21
 
 
