@@ -298,7 +298,7 @@ class _Search:
 
 
 def _is_theirs(hook: Any) -> bool:
-    """Whether a function, or the class of an object that is called, is none of the packages that Lockstep uses."""
+    """Whether a function, or the class of an object that is called, belongs to another package than those used here."""
     module = hook.__module__ if isinstance(hook, FunctionType) else type(hook).__module__
     return (module or "").partition(".")[0] not in _OTHERS
 
